@@ -277,7 +277,7 @@ def launch_configured(
 def _measure_alone(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> None:
     """Let one worker take some steps, which the report compares with; its weights are dropped."""
     from nbaccel.calls import launch
-    from nbaccel.config.variables import MOST_STEPS_VARIABLE
+    from nbaccel.plan.topology import MOST_STEPS_VARIABLE
 
     write_notice(f"nbaccel: {config.compare} steps in one worker first, to compare.\n")
     alone = config.changed(

@@ -10,6 +10,7 @@ skipped as before; processes that are started have neither.
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import os
 import tempfile
@@ -17,18 +18,18 @@ from pathlib import Path
 
 from nbaccel.devices.cuda import driver_in_use
 
-DEVICE = Path("/dev/nvidia-described")
+DEVICE = Path(f"/dev/nvidia-described-{os.getpid()}")
 
 
 def describe() -> tuple[mmap.mmap, int]:
-    """Map the library and open the device; both files are gone from the disk at once."""
+    """Map the library, whose file is gone at once, and open the device, a sign of which stays."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "libcuda.so.1"
         library.write_bytes(bytes(mmap.PAGESIZE))
         with library.open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), 0)
     device = os.open(DEVICE, os.O_CREAT | os.O_RDWR)
-    DEVICE.unlink(missing_ok=True)  # a process of pytest-xdist beside this one does the same
+    atexit.register(DEVICE.unlink, missing_ok=True)
     if not driver_in_use():
         raise RuntimeError("a described GPU is not seen: does driver_in_use look at other traces?")
     return mapped, device

@@ -34,7 +34,9 @@ from nbaccel.config.handlers import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from nbaccel.loops import metrics_reporter
 from nbaccel.optimizer import AcceleratedOptimizer
+from nbaccel.precision import precision_check
 from nbaccel.scheduler import AcceleratedScheduler
 from nbaccel.state import remember_accelerator
 from nbaccel.train import checkpoint, distributed, trackers
@@ -45,7 +47,6 @@ from nbaccel.train.prepare_loader import skip_first_batches
 from nbaccel.train.profiling import profile_block
 from nbaccel.train.progress import Progress
 from nbaccel.train.resuming import Resuming
-from nbaccel.workers import metrics_reporter, precision_check
 
 _AnyBatch = TypeVar("_AnyBatch")
 

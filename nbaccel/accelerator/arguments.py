@@ -26,9 +26,9 @@ from nbaccel.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from nbaccel.config.variables import ACTIVATION_CHECKPOINTING
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.asking import Said, SaidBySettings, Wanted
+from nbaccel.plan.topology import ACTIVATION_CHECKPOINTING
 from nbaccel.plan.training_plan import TrainingRequest
 from nbaccel.train import distributed
 

@@ -13,9 +13,9 @@ from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.accelerator.preparer import PreparedObjects
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.loops import loop_watch
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.train.gradient import GradientState
-from nbaccel.workers import loop_watch
 
 # It has no state, so one object serves every batch.
 _NO_CONTEXT = contextlib.nullcontext()

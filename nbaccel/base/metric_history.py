@@ -8,6 +8,7 @@ Point = tuple[float, float]
 """Step and value."""
 
 _MAX_BUCKETS = 400
+_MAX_UNSORTED = 32
 
 
 class MetricHistory:
@@ -33,7 +34,11 @@ class MetricHistory:
         if self._num_values % self._values_each == 0:
             self._buckets.append([self.last_point])
         else:
-            self._buckets[-1] = _extremes([*self._buckets[-1], self.last_point])
+            bucket = self._buckets[-1]
+            bucket.append(self.last_point)
+            # Not with each value: that would cost microseconds in each step.
+            if len(bucket) == _MAX_UNSORTED:
+                self._buckets[-1] = _extremes(bucket)
         self._num_values += 1
         if len(self._buckets) > self._max_buckets:
             # An odd one stays alone: it goes on growing.
@@ -58,7 +63,7 @@ class MetricHistory:
         """Step and value, from the first to the latest."""
         if self.first_point is None or self.last_point is None:
             return []
-        points = [point for bucket in self._buckets for point in bucket]
+        points = [point for bucket in self._buckets for point in _extremes(bucket)]
         begin = [self.first_point] if points[0] is not self.first_point else []
         end = [self.last_point] if points[-1] is not self.last_point else []
         return [*begin, *points, *end]

@@ -47,7 +47,7 @@ class OuterLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """What the training loop has reported; see `workers.metrics_reporter`."""
+    """What the training loop has reported; see `loops.metrics_reporter`."""
 
     time: float
     """Seconds of CLOCK_MONOTONIC, the same for all processes."""

@@ -26,17 +26,14 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nbaccel.base import frames
 from nbaccel.base.log import write_notice
-from nbaccel.calls.pool_messages import PACKAGE_CHANGES
 from nbaccel.transfer import pickling
-from nbaccel.transfer.free_names import Names
 from nbaccel.transfer.package_changes import ChangeKind, LateChange, PackageChange
 from nbaccel.workers.template import installed_modules, local_modules
 
@@ -56,15 +53,14 @@ _TENSOR_TYPE = type(torch.FloatTensor)  # of 50 classes with the same hundreds o
 _LONGEST_TABLE = 4096
 
 
-@dataclass(eq=False, slots=True)
-class _PackagePlace:
-    """A module, class, object, table or list."""
+class _ScannedPlace(NamedTuple):
+    """A module, class, object, table or list of an installed package."""
 
     path: str
     kind: ChangeKind
     owner: Any
     """The thing itself."""
-    has_tables: bool
+    has_tables: bool = False
     """Whether its tables and lists are looked into: not in private modules, where caches are."""
 
     def values(self) -> Iterable[Any]:
@@ -82,15 +78,14 @@ class _PackagePlace:
         return [(None, element) for element in self.owner]
 
 
-@dataclass(eq=False, slots=True)
-class _ScannedModule:
-    """A module of a package: the places in it, and what all of them held."""
+class _ScannedModule(NamedTuple):
+    """A module of a package, and what all places in it held."""
 
     module: types.ModuleType
-    places: list[_PackagePlace]
+    place_ids: list[tuple[int, ChangeKind]]
     views: list[Iterable[Any]]
     held: list[Any]
-    changes: tuple[PackageChange, ...]
+    changes: list[PackageChange]
 
     def has_changed(self) -> bool:
         """Whether any place holds something else now."""
@@ -104,25 +99,18 @@ class _ScannedModule:
 class _PackageScan:
     """Modules of installed packages, and what was found in them."""
 
-    def __init__(self) -> None:
-        self._users: frozenset[str] = frozenset()
+    def __init__(self, users: frozenset[str] = frozenset()) -> None:
+        self.users = users
+        """Names of the user's own modules, whose functions and classes are looked for."""
         self._packages: Mapping[str, str] = {}
         self._modules: dict[str, _ScannedModule] = {}
-        self._owned: dict[tuple[int, ChangeKind], _PackagePlace] = {}
-        """By the id of what a place is: the same table may have a name in many modules."""
+        self._owned: set[tuple[int, ChangeKind]] = set()
+        """Places by their ids: the same table may have a name in many modules."""
 
     def changes(self) -> list[PackageChange]:
         """All changes that there are now."""
-        users = local_modules() | {"__main__"}
-        if users != self._users:
-            # A module of the user's that was not imported yet may have been what was found.
-            self._users = users
-            self._packages = {}
-            self._modules = {}
-            self._owned = {}
-        packages = installed_modules()
-        if packages is not self._packages:
-            self._packages = packages
+        if self.is_behind():
+            self._packages = installed_modules()
             with _collector_paused():
                 self._find_modules()
         for name, scanned in self._modules.items():
@@ -150,22 +138,19 @@ class _PackageScan:
     def _scan(
         self, name: str, module: types.ModuleType, before: _ScannedModule | None
     ) -> _ScannedModule:
-        for place in before.places if before is not None else ():
-            self._owned.pop((id(place.owner), place.kind), None)
+        self._owned.difference_update(before.place_ids if before is not None else ())
         is_public = not any(part.startswith("_") for part in name.split("."))
-        places = list(
-            self._places_in(name, _PackagePlace("", "attribute", module, has_tables=is_public))
-        )
+        places = list(self._places_in(name, _ScannedPlace("", "attribute", module, is_public)))
         views = [place.values() for place in places]
         return _ScannedModule(
             module=module,
-            places=places,
+            place_ids=[(id(place.owner), place.kind) for place in places],
             views=views,
             held=list(itertools.chain.from_iterable(views)),
-            changes=tuple(change for place in places for change in self._changes_in(name, place)),
+            changes=[change for place in places for change in self._changes_in(name, place)],
         )
 
-    def _changes_in(self, module: str, place: _PackagePlace) -> Iterator[PackageChange]:
+    def _changes_in(self, module: str, place: _ScannedPlace) -> Iterator[PackageChange]:
         for key, value in place.items():
             kind = type(value)
             # First what most values are told by.
@@ -181,12 +166,9 @@ class _PackageScan:
         """Whether it is a function or class of the notebook, or wraps one."""
         kind = type(value)
         if issubclass(kind, type):
-            return _module_of(value) in self._users
-        if kind is types.FunctionType:
-            if value.__globals__.get("__name__") in self._users:
-                return True
-            if value.__closure__ is None:
-                return False
+            return _module_of(value) in self.users
+        if kind is types.FunctionType and value.__globals__.get("__name__") in self.users:
+            return True
         wrapped_by = _WRAPPERS.get(kind)
         return (
             wrapped_by is not None
@@ -194,16 +176,16 @@ class _PackageScan:
             and any(self._is_users(inner, depth_left - 1) for inner in wrapped_by(value))
         )
 
-    def _places_in(self, module: str, place: _PackagePlace) -> Iterator[_PackagePlace]:
+    def _places_in(self, module: str, place: _ScannedPlace) -> Iterator[_ScannedPlace]:
         """A place and those within it, unless another module has them already."""
         place_id = (id(place.owner), place.kind)
         if place_id not in self._owned:
-            self._owned[place_id] = place
+            self._owned.add(place_id)
             yield place
             for inner in self._inner_places(module, place):
                 yield from self._places_in(module, inner)
 
-    def _inner_places(self, module: str, place: _PackagePlace) -> Iterator[_PackagePlace]:
+    def _inner_places(self, module: str, place: _ScannedPlace) -> Iterator[_ScannedPlace]:
         if place.kind != "attribute":
             return
         for name, value in place.items():
@@ -212,14 +194,14 @@ class _PackageScan:
             if issubclass(kind, type):
                 # Elsewhere than in its own module it is another name of it.
                 if kind is not _TENSOR_TYPE and not place.path and _module_of(value) == module:
-                    yield _PackagePlace(path, "attribute", value, place.has_tables)
+                    yield _ScannedPlace(path, "attribute", value, place.has_tables)
                 continue
             if not place.has_tables or name.startswith("__") or "cache" in name.lower():
                 continue
             if issubclass(kind, dict) and _may_hold_code(value):
-                yield _PackagePlace(path, "entry", value, has_tables=False)
+                yield _ScannedPlace(path, "entry", value)
             elif kind is list and len(value) <= _LONGEST_TABLE:
-                yield _PackagePlace(path, "element", value, has_tables=False)
+                yield _ScannedPlace(path, "element", value)
             # An object of a package: it may have tables.
             if (
                 not place.path
@@ -227,7 +209,7 @@ class _PackageScan:
                 and type(_attributes_of(value)) is dict
                 and not issubclass(kind, types.ModuleType)
             ):
-                yield _PackagePlace(path, "attribute", value, has_tables=True)
+                yield _ScannedPlace(path, "attribute", value, has_tables=True)
 
 
 def _attributes_of(owner: Any) -> Mapping[str, Any]:
@@ -283,14 +265,25 @@ _WRAPPERS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
 """What a function can be wrapped in, and what is in that."""
 
 
-_SCAN = _PackageScan()
+_scan = _PackageScan()
 _CHECKED: dict[tuple[Any, ...], str] = {}
 """Changes that are there → why they cannot be sent; empty for those that can."""
+_of_this_cell: tuple[PackageChange | LateChange, ...] | None = None
+"""None where no cell has looked for them yet; a program that is no notebook is one cell."""
+
+
+def _current_scan() -> _PackageScan:
+    global _scan  # noqa: PLW0603 - a fact of the process, like the modules themselves
+    users = local_modules() | {"__main__"}
+    if users != _scan.users:
+        # A module of the user's that was not imported yet may have been what was found.
+        _scan = _PackageScan(users)
+    return _scan
 
 
 def sendable_changes() -> tuple[PackageChange | LateChange, ...]:
     """The changes that workers can be given; what cannot be is told, once each."""
-    changes = {change.identity(): change for change in _SCAN.changes()}
+    changes = {change.identity(): change for change in _current_scan().changes()}
     for identity in _CHECKED.keys() - changes.keys():
         del _CHECKED[identity]
     for identity, change in changes.items():
@@ -302,9 +295,20 @@ def sendable_changes() -> tuple[PackageChange | LateChange, ...]:
                     f"{_CHECKED[identity]}. Do it in the launched function, or use "
                     'start_method="fork".\n'
                 )
-    return tuple(
+    global _of_this_cell  # noqa: PLW0603 - as `_scan`
+    _of_this_cell = tuple(
         _when_needed(change) for identity, change in changes.items() if not _CHECKED[identity]
     )
+    return _of_this_cell
+
+
+def changes_of_this_cell() -> tuple[PackageChange | LateChange, ...]:
+    """The changes as they were when this cell first called workers, or a module was imported.
+
+    Looking for them takes milliseconds, and a cell may call live workers a thousand times.
+    """
+    known = None if _current_scan().is_behind() else _of_this_cell
+    return sendable_changes() if known is None else known
 
 
 def _when_needed(change: PackageChange) -> PackageChange | LateChange:
@@ -322,9 +326,12 @@ def _when_needed(change: PackageChange) -> PackageChange | LateChange:
 
 
 def _after_cell(_result: object = None) -> None:
+    global _of_this_cell  # noqa: PLW0603 - as `_scan`
+    _of_this_cell = None
     # Modules that were imported are looked at now: a launch would wait for it.
-    if _SCAN.is_behind():
-        _SCAN.changes()
+    scan = _current_scan()
+    if scan.is_behind():
+        scan.changes()
 
 
 if (_shell := frames.running_shell()) is not None:
@@ -340,35 +347,6 @@ def _why_not(change: PackageChange) -> str:
     except Exception as error:  # pickling runs user code: it may raise anything
         return f"it cannot be pickled ({error})"
     return ""
-
-
-# ---- for workers that live between cells
-
-
-class LiveChanges:
-    """When changes of packages are sent: as the value of a name, to each rank that lacks them."""
-
-    def __init__(self) -> None:
-        self._num_calls = 0
-        self._has_sent = False
-
-    def call_made(self) -> None:
-        """A call has brought its own copies of changed functions: cells get theirs again."""
-        self._num_calls += 1
-
-    @contextlib.contextmanager
-    def named(self, namespace: dict[str, Any], cell_names: Names) -> Iterator[Names]:
-        """Let the namespace have the changes, as a cell's names ask for them."""
-        changes = sendable_changes()
-        self._has_sent |= bool(changes)
-        if not self._has_sent:
-            yield cell_names
-            return
-        namespace[PACKAGE_CHANGES] = (self._num_calls, changes)
-        try:
-            yield replace(cell_names, possible=cell_names.possible | {PACKAGE_CHANGES})
-        finally:
-            del namespace[PACKAGE_CHANGES]
 
 
 # ---- source files

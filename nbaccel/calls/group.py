@@ -15,7 +15,6 @@ from typing import Any
 from nbaccel.base import processes
 from nbaccel.base.errors import LaunchInterrupted, StartupFailed
 from nbaccel.base.log import write_notice
-from nbaccel.base.ports import listen
 from nbaccel.calls import outcome
 from nbaccel.calls.outcome import why_lost
 from nbaccel.calls.status_table import rank_status
@@ -28,21 +27,20 @@ from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.publish import CellPlace, WaitingLine
 from nbaccel.output.rank_logs import RankLogs, hidden_streams
-from nbaccel.plan import Plan, shared_memory_files
-from nbaccel.plan.topology import Topology
+from nbaccel.plan import Plan
+from nbaccel.plan.topology import Topology, remove_orphans, remove_shared_memory
 from nbaccel.transfer import memfd
 from nbaccel.workers import fork_safety, messaging, template, time_limits, worker
-from nbaccel.workers.starters import (
+from nbaccel.workers.worker_processes import (
     ForkStarter,
     MeetingPlace,
     Starter,
     TemplateStarter,
+    WorkerHandle,
     assignments,
+    connect,
     places,
 )
-from nbaccel.workers.worker_handle import WorkerHandle, connect
-
-_REPORT_PAUSE_S = 0.001  # between the end of a process and the template's report of it
 
 
 class LaunchHosts:
@@ -66,10 +64,9 @@ class LaunchHosts:
                 write_notice(f"nbaccel: {warning}\n")
         return self._session
 
-    def what_is_left(self) -> str:
-        """What a message about a new attempt adds: hosts that were lost."""
-        hosts = self._session.lost_hosts if self._session is not None else ()
-        return f", without {', '.join(hosts)}" if hosts else ""
+    def lost_hosts(self) -> Sequence[str]:
+        """Hosts that the next attempt will do without."""
+        return self._session.lost_hosts if self._session is not None else ()
 
     def close(self) -> None:
         """Let all hosts go."""
@@ -160,7 +157,13 @@ class Group:
             hosts = LaunchHosts(plan)
             undo_start.callback(hosts.close)
             group = cls.started(undo_start, hosts, waiting_line, stays=True)
-            group.await_start()
+            result = group.run_tasks({}, ranks=[member.rank for member in group.members])
+            if result.interrupted:
+                raise LaunchInterrupted(
+                    f"all {len(group.members)} workers have been ended at their start"
+                )
+            if not result.is_complete:
+                raise outcome.call_error(result, plan)
             # The start has succeeded: the group is the caller's to end.
             undo_start.pop_all()
         return group
@@ -184,8 +187,9 @@ class Group:
         told = assignments(
             self.plan,
             shares,
-            meeting_place,
+            worker_places,
             variables,
+            meeting_place=meeting_place,
             stays=self.stays,
             has_cells=publish.has_cells(),
         )
@@ -206,7 +210,7 @@ class Group:
     def _start_worker(self, rank: int) -> WorkerHandle:
         channel, pipes, worker_ends = connect()
         starter = self._starter
-        with memfd.closing_files(*worker_ends.all()):
+        with memfd.closing_files(*worker_ends):
             if isinstance(starter, ForkStarter):
                 starter.ours += (channel.fileno(), *pipes)
             pid = starter.start(worker_ends)
@@ -226,30 +230,17 @@ class Group:
             starter.ours.append(member.sentinel)
         return member
 
-    def await_start(self) -> None:
-        """Wait until the workers of a pool can take a task."""
-        result = self.run_tasks({}, ranks=[member.rank for member in self.members])
-        if result.interrupted:
-            raise LaunchInterrupted(
-                f"all {len(self.members)} workers have been ended at their start"
-            )
-        if not result.is_complete:
-            raise outcome.call_error(result, self.plan)
-
-    def collect(self) -> Sequence[messaging.Ended]:
+    def collect(self) -> Sequence[tuple[WorkerHandle, messaging.Ended]]:
         """Workers that have ended since the last call; all of a pool's, if their template has."""
         try:
-            ended = self._starter.collect()
+            ends = [(member, self._starter.end_of(member.pid)) for member in self._living()]
         except StartupFailed as error:
             if not self.stays:
                 raise
             reason = str(error).partition("\n")[0]
             status = self._starter.status or 0
-            return [messaging.Ended(member.pid, status, 0, reason) for member in self._living()]
-        if not ended:
-            # A process that has ended is seen a moment before the template reports it.
-            time.sleep(_REPORT_PAUSE_S)
-        return ended
+            return [(m, messaging.Ended(m.pid, status, 0, reason)) for m in self._living()]
+        return [(member, ended) for member, ended in ends if ended is not None]
 
     # ---- ending
 
@@ -285,10 +276,8 @@ class Group:
         deadline = time.monotonic() + limit_s
         while (living := self._living()) and (left_s := deadline - time.monotonic()) > 0:
             messaging.wait([member.sentinel for member in living], left_s)
-            ended = {one.pid for one in self.collect()}
-            for member in living:
-                if member.pid in ended:
-                    member.end()
+            for member, _ in self.collect():
+                member.end()
 
     # ---- tasks
 
@@ -393,14 +382,14 @@ class Group:
 
 
 def _forget_memory(worker_places: Sequence[Topology]) -> None:
-    shared_memory_files.remove(worker_places)
-    shared_memory_files.remove_orphans()
+    remove_shared_memory(worker_places)
+    remove_orphans()
 
 
 def _meeting_place(plan: Plan) -> MeetingPlace:
     """Where workers meet whose notebook, or node 0's, has the store's socket."""
     config = plan.config
-    store_socket = listen(plan.master_addr, plan.port) if config.node_rank == 0 else None
+    store_socket = processes.listen(plan.master_addr, plan.port) if config.node_rank == 0 else None
     return MeetingPlace(
         address=plan.master_addr,
         port=store_socket.getsockname()[1] if store_socket is not None else plan.port or 0,

@@ -17,19 +17,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base import accelerate_library, env, ports
+from nbaccel.base import accelerate_library, env, processes
 from nbaccel.base.errors import LaunchInterrupted, StoppedAtStep
-from nbaccel.base.processes import process_use
 from nbaccel.calls import launched_functions
+from nbaccel.config.call_arguments import call_title
 from nbaccel.config.capabilities import STRATEGIES, StrategyRow
-from nbaccel.config.variables import run_variables
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.publish import CellPlace
 from nbaccel.output.report.run_report import report_of
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.shards import Remembered, ShardReader, remember
-from nbaccel.plan.topology import Topology
+from nbaccel.plan.topology import FOLDER_VARIABLE, Topology, run_variables
 from nbaccel.workers.fork_safety import has_process_group
 
 if TYPE_CHECKING:
@@ -48,9 +47,15 @@ def run_observed(
     folder = launched_functions.resume_folder(plan, function)
     board: RunBoard | None = None
     try:
-        title = launched_functions.call_title(function, args)
-        with observing_here(plan, title) as board, _stopped_after_step(plan):
-            values = _call_here(plan, function, args, launched_functions.variables_of(folder))
+        title = call_title(function, args)
+        with observing_here(plan, title) as board, contextlib.ExitStack() as stopping:
+            # Without torch nothing trains; see `observing_here`.
+            if "torch" in sys.modules and plan.config.on_stop == "keep":
+                from nbaccel.workers import step_stop
+
+                stopping.enter_context(step_stop.interrupted_at_step())
+            more = {FOLDER_VARIABLE: str(folder)} if folder is not None else {}
+            values = _call_here(plan, function, args, more)
         launched_functions.note_end(folder, None)
         return values, board
     # After the block: it has noted the last steps.
@@ -66,99 +71,60 @@ def run_observed(
         raise error from None
 
 
-def _stopped_after_step(plan: Plan) -> contextlib.AbstractContextManager[None]:
-    # Without torch nothing trains; see `observing_here`.
-    if "torch" not in sys.modules or plan.config.on_stop != "keep":
-        return contextlib.nullcontext()
-    from nbaccel.workers import step_stop
-
-    return step_stop.interrupted_at_step()
-
-
 def _call_here(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...], more: Mapping[str, str]
 ) -> list[Any]:
     __tracebackhide__ = True
-    address = ports.loopback(plan.config.master_addr)
-    with _reserved_port(address, plan.port) as store_port, _tidy_process():
-        topology = Topology(master_addr=address, master_port=store_port)
+    address = processes.loopback(plan.config.master_addr)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe, _tidy_process():
+        # A port that is bound but not listened on is reserved, and the store can still listen there
+        # with this option.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address, plan.port or 0))
+        topology = Topology(master_addr=address, master_port=int(probe.getsockname()[1]))
         variables: dict[str, str | None] = dict(
             topology.variables(mixed_precision=plan.config.mixed_precision, device=plan.device)
             | run_variables(plan.config)
         )
         # Without this variable rank 0 serves the rendezvous store, which no launcher does here.
         variables |= {**more, "TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
-        with env.applied(variables), _own_libraries(args), _own_layers(args):
+        with env.applied(variables), _modules_given_back(args):
             return [function(*args)]
 
 
 @contextlib.contextmanager
-def _own_layers(args: tuple[Any, ...]) -> Iterator[None]:
-    """Give modules their own layers back that the call has replaced to compute in 8 bits."""
-    modules = _modules_in(args)
-    classes_before = [_layer_classes(module) for module in modules]
-    try:
+def _modules_given_back(args: tuple[Any, ...]) -> Iterator[None]:
+    """Undo what the call has made of modules: layers for 8 bits, shards of a library.
+
+    Not what the notebook itself had made of them before. Nothing is imported for a function that
+    does not use it: torch alone takes a second.
+    """
+    modules: list[nn.Module] = []
+    if "torch" in sys.modules:
+        from nbaccel.transfer.object_walk import find_modules
+
+        modules = [module for _, module in find_modules(args)]
+    with contextlib.ExitStack() as clean_up:
+        # In a process group of the notebook's own, what was set up belongs to the notebook too.
+        for row in STRATEGIES if not has_process_group() else ():
+            if row.shards:
+                process = registry.load_object(row.observe)()
+                states = [(module, _remember_state(row, module)) for module in modules]
+                clean_up.callback(_tear_down, row, process, states)
+        for module in modules:
+            clean_up.callback(_restore_layers, module, _layer_classes(module))
         yield
-    finally:
-        for module, classes in zip(modules, classes_before, strict=True):
-            # A module that the notebook itself has prepared stays as it is.
-            if _layer_classes(module) != classes:
-                for restore_layers in registry.layer_restorers():
-                    restore_layers(module)
+
+
+def _restore_layers(module: nn.Module, classes_before: list[type]) -> None:
+    if _layer_classes(module) != classes_before:
+        for restore_layers in registry.layer_restorers():
+            restore_layers(module)
 
 
 def _layer_classes(module: nn.Module) -> list[type]:
     return [type(submodule) for submodule in module.modules()]
-
-
-@contextlib.contextmanager
-def _reserved_port(host_name: str, store_port: int | None) -> Iterator[int]:
-    """A port that is bound but not listened on: reserved, and the store can still listen there."""
-    address_family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
-    with socket.socket(address_family, socket.SOCK_STREAM) as probe:
-        # Lets the store bind the same port while this socket holds it without listening.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host_name, store_port or 0))
-        yield int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def _own_libraries(args: tuple[Any, ...]) -> Iterator[None]:
-    """Tear down libraries that shard models after the call, unless they were in use before it.
-
-    Nothing is imported for a function that does not use it: torch alone takes a second.
-    """
-    # The process group is the notebook's own: what was set up in it belongs to the notebook too.
-    if has_process_group():
-        yield
-        return
-    modules = _modules_in(args)
-    state_before = [
-        (
-            row,
-            registry.load_object(row.observe)(),
-            [_remember_state(row, module) for module in modules],
-        )
-        for row in STRATEGIES
-        if row.shards
-    ]
-    try:
-        yield
-    finally:
-        for row, process, remembered_states in state_before:
-            if row.library in sys.modules:
-                reader: ShardReader = registry.load_object(row.shards)
-                for module, remembered in zip(modules, remembered_states, strict=True):
-                    reader.take_back(module, remembered)
-                reader.tear_down(process)
-
-
-def _modules_in(args: tuple[Any, ...]) -> list[nn.Module]:
-    if "torch" not in sys.modules:
-        return []
-    from nbaccel.transfer.object_walk import find_modules
-
-    return [module for _, module in find_modules(args)]
 
 
 def _remember_state(row: StrategyRow, module: nn.Module) -> Remembered:
@@ -167,6 +133,14 @@ def _remember_state(row: StrategyRow, module: nn.Module) -> Remembered:
         return remember(module)
     reader: ShardReader = registry.load_object(row.shards)
     return reader.remember(module)
+
+
+def _tear_down(row: StrategyRow, process: Any, states: list[tuple[nn.Module, Remembered]]) -> None:
+    if row.library in sys.modules:
+        reader: ShardReader = registry.load_object(row.shards)
+        for module, remembered in states:
+            reader.take_back(module, remembered)
+        reader.tear_down(process)
 
 
 @contextlib.contextmanager
@@ -205,7 +179,7 @@ class BoardChannel:
 
     def try_send(self, message: Any) -> bool:
         """Take in what the function reports."""
-        self.dashboard.receive(0, message)
+        self.dashboard.board.receive(0, message)
         is_short = time.monotonic() < self.dashboard.board.began + _SHORT_S
         if self.has_panel and (message.bars or self.dashboard.has_progress or not is_short):
             self._place.hold()
@@ -232,7 +206,7 @@ class BoardChannel:
         self.dashboard.finish([self._own_row(ending or "done")], ending=ending)
 
     def _own_row(self, state: str) -> RankStatus:
-        use = process_use(os.getpid())
+        use = processes.process_use(os.getpid())
         return RankStatus(
             rank=0,
             state=state,
@@ -251,7 +225,7 @@ def observing_here(plan: Plan, title: str = "") -> Iterator[RunBoard]:
         clean_up.callback(lambda: channel.end(ending))
         # Else nothing can report: torch takes a second to import, and the function need not use it.
         if "torch" in sys.modules:
-            from nbaccel.workers import loop_watch
+            from nbaccel.loops import loop_watch
 
             hardware = registry.device(plan.device)
             device_name = str(hardware.torch_device(0))

@@ -38,29 +38,35 @@ from nbaccel.base.log import write_notice
 from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import count_noun, first_few, format_bytes
 from nbaccel.calls import launched_functions, outcome
-from nbaccel.calls.changed_packages import sendable_changes, tell_of_edits
+from nbaccel.calls.changed_packages import (
+    changes_of_this_cell,
+    sendable_changes,
+    tell_of_edits,
+)
 from nbaccel.calls.group import Group, LaunchHosts
 from nbaccel.calls.supervisor import CallResult
+from nbaccel.config.call_arguments import call_title
 from nbaccel.config.capabilities import ENGINES, device_row
 from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.publish import WaitingLine
 from nbaccel.plan import Choice, Plan, registry
 from nbaccel.plan.launch_plan import copies_in_turn
+from nbaccel.plan.topology import FOLDER_VARIABLE
 from nbaccel.transfer import arena, pickling
 from nbaccel.transfer.library_settings import library_settings, logging_only, seeded_states
-from nbaccel.transfer.memfd import closing_files
+from nbaccel.transfer.memfd import PackedObject, closing_files
 from nbaccel.transfer.object_walk import (
     find_culprit,
     find_modules,
     outermost_modules,
     reached_modules,
 )
+from nbaccel.transfer.package_changes import LateChange, PackageChange
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.transfer.weight_writer import WeightReport
-from nbaccel.workers import fork_safety, messaging, starters, template, worker
-from nbaccel.workers.starters import dispose
-from nbaccel.workers.worker_handle import WorkerHandle
+from nbaccel.workers import fork_safety, messaging, template, worker
+from nbaccel.workers.worker_processes import WorkerHandle, check_requirements, dispose
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
 
@@ -73,8 +79,8 @@ _SEARCH_LIMIT_BYTES = 8 * 2**20
 
 def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
     """Run `function(*args)` in the workers of a plan."""
-    plan = starters.check_requirements(plan)
-    folder = launched_functions.resume_folder(plan, function)
+    plan = check_requirements(plan)
+    folder = launched_functions.resume_folder(plan, function) if plan.config.resume else None
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         waiting_line = WaitingLine(plan.num_processes)
         clean_up.callback(waiting_line.close)
@@ -84,7 +90,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
             plan = fork_if_sooner(plan)
         packed, plan = pack_call(plan, function, args)
         plan = _tell_host_memory(plan, packed)
-        clean_up.enter_context(closing_files(*packed.files()))
+        clean_up.enter_context(closing_files(*packed.payload_fds))
         if template.uses_template(plan) and not packed.is_inherited:
             launch_template = template.template_for(plan.device)
             launch_template.wait(waiting_line.say, packed.mentions)
@@ -164,10 +170,8 @@ def _run_attempts(
                 raise
             attempt += 1
             first_line = str(error).partition("\n")[0]
-            write_notice(
-                f"nbaccel: {first_line}. Restart {attempt} of {max_restarts}"
-                f"{hosts.what_is_left()}.\n"
-            )
+            without = f", without {', '.join(lost)}" if (lost := hosts.lost_hosts()) else ""
+            write_notice(f"nbaccel: {first_line}. Restart {attempt} of {max_restarts}{without}.\n")
 
 
 def _run_attempt(
@@ -183,7 +187,7 @@ def _run_attempt(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RUN_ID": config.rdzv_id,
-        **launched_functions.variables_of(folder),
+        **({FOLDER_VARIABLE: str(folder)} if folder is not None else {}),
     }
     with contextlib.ExitStack() as clean_up:
         receiver = clean_up.enter_context(packed.staged(share_back=config.share_back))
@@ -205,7 +209,7 @@ def _run_attempt(
                 plan=group.plan,
                 place=waiting_line.place,
                 waiting_line=waiting_line,
-                title=launched_functions.call_title(packed.call.function, packed.call.args),
+                title=call_title(packed.call.function, packed.call.args),
             ),
         )
         was_stopped = "; the model is as it was" if packed.arenas else ""
@@ -251,12 +255,8 @@ class PackedCall:
     """The modules that are copied back: those in the arguments and those the function reaches."""
     arenas: dict[str, arena.Arena]
     job: messaging.Job
-    fd: int | None = None
-    """The payload's memory file."""
-
-    def files(self) -> list[int]:
-        """Descriptors that the owner of this record closes."""
-        return [] if self.fd is None else [self.fd]
+    payload_fds: tuple[int, ...] = ()
+    """The payload's memory file, which the owner of this record closes; none where inherited."""
 
     @property
     def is_inherited(self) -> bool:
@@ -276,19 +276,19 @@ class PackedCall:
         staging_fds = receiver.staging if receiver is not None else {}
         fds = [call_arena.fd for call_arena in self.arenas.values()]
         fds += [staging_fds[key] for key in self.arenas if key in staging_fds]
-        return self.job, [*fds, *self.files()]
+        return self.job, [*fds, *self.payload_fds]
 
     def mentions(self, package: str) -> bool:
         """Whether the call may use a package: its name is in the pickle.
 
         Functions of the notebook travel with their code, so names that they import are there, too.
         """
-        if self.job.payload is None or self.fd is None:
+        if self.job.payload is None:
             return False
         first_byte, end_byte = self.job.payload.pickle
         if end_byte - first_byte > _SEARCH_LIMIT_BYTES:
             return True
-        with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as payload_bytes:
+        with mmap.mmap(self.payload_fds[0], 0, access=mmap.ACCESS_READ) as payload_bytes:
             return payload_bytes.find(package.encode(), first_byte, end_byte) >= 0
 
 
@@ -329,7 +329,7 @@ def pack_call(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[PackedCall, Plan]:
     """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
-    sharing = _shared(find_modules(args))
+    sharing = _shared(find_modules(args) if args else ())
     if plan.start_method == "fork":
         fork_safety.judge_fork()
         return _inherited_call(function, args, sharing), plan
@@ -362,7 +362,7 @@ def pack_for_running_workers(function: Callable[..., Any], args: tuple[Any, ...]
     """Make the call ready for workers that exist already: whatever it needs has to travel."""
     sharing = _shared(find_modules(args))
     try:
-        packed = _pickled_call(function, args, sharing, None)
+        packed = _pickled_call(function, args, sharing, None, changes_of_this_cell)
         for used in packed.arenas.values():
             # Live workers keep it, and follow what is written to it.
             used.leave_file()
@@ -377,12 +377,11 @@ def _pickled_call(
     args: tuple[Any, ...],
     sharing: arena.Sharing,
     limit_bytes: int | None,
+    find_changes: Callable[[], tuple[PackageChange | LateChange, ...]] = sendable_changes,
 ) -> PackedCall:
-    changes = sendable_changes()
-
-    def prepare(
-        sharing: arena.Sharing,
-    ) -> tuple[worker.WorkerCall, pickling.Sender, pickling.PreparedObject]:
+    changes = find_changes()
+    is_again = False
+    while True:
         sender = pickling.Sender(sharing.stand_ins)
         for shared in sharing.arenas.values():
             # Named before pickling: an arena counts even if the pickle does not refer to it.
@@ -390,32 +389,20 @@ def _pickled_call(
         call = worker.WorkerCall(
             function=function, args=args, modules=sharing.modules, changes=changes
         )
-        return call, sender, pickling.prepare(call, sender, limit_bytes=limit_bytes)
-
-    call, sender, prepared = prepare(sharing)
-    # Modules that only the pickle has shown, such as one in a global of the function.
-    if strays := _strays(sender.modules, sharing):
+        prepared = pickling.prepare(call, sender, limit_bytes=limit_bytes)
+        # Modules that only the pickle has shown, such as one in a global of the function.
+        strays = _strays(sender.modules, sharing)
+        if is_again or not strays:
+            break
+        is_again = True
         # It views memory that the modules are about to leave.
         prepared.drop()
         sharing = _with_strays(sharing, strays, function, args)
-        call, sender, prepared = prepare(sharing)
     payload, fd = prepared.write()
     # After pickling, which finds tensors in further arenas.
     for used in sender.arenas.values():
         used.sync()
-    return PackedCall(
-        call=call,
-        sharing=sharing,
-        arenas=dict(sender.arenas),
-        job=messaging.Job(
-            arenas=_sizes(sender.arenas),
-            payload=payload,
-            sources=sender.sources,
-            random_states=seeded_states(),
-            settings=library_settings(),
-        ),
-        fd=fd,
-    )
+    return _packed(call, sharing, dict(sender.arenas), payload, (fd,), sender.sources)
 
 
 def _inherited_call(
@@ -428,27 +415,30 @@ def _inherited_call(
     arenas = sharing.arenas
     for shared in arenas.values():
         shared.sync()
-    return PackedCall(
-        call=worker.WorkerCall(
-            function=function, args=args, modules=sharing.modules, arenas=arenas
-        ),
-        sharing=sharing,
-        arenas=arenas,
-        job=messaging.Job(
-            arenas=_sizes(arenas),
-            payload=None,
-            random_states=seeded_states(),
-            settings=logging_only(),
-        ),
+    call = worker.WorkerCall(function=function, args=args, modules=sharing.modules, arenas=arenas)
+    return _packed(call, sharing, arenas)
+
+
+def _packed(
+    call: worker.WorkerCall,
+    sharing: arena.Sharing,
+    arenas: dict[str, arena.Arena],
+    payload: PackedObject | None = None,
+    payload_fds: tuple[int, ...] = (),
+    sources: Mapping[str, list[str]] | None = None,
+) -> PackedCall:
+    job = messaging.Job(
+        arenas=tuple((key, found.nbytes) for key, found in arenas.items()),
+        payload=payload,
+        sources=dict(sources or {}),
+        random_states=seeded_states(),
+        settings=logging_only() if payload is None else library_settings(),
     )
+    return PackedCall(call=call, sharing=sharing, arenas=arenas, job=job, payload_fds=payload_fds)
 
 
 def _shared(modules: Sequence[tuple[str, nn.Module]]) -> arena.Sharing:
     return arena.share_modules(modules) if modules else arena.Sharing()
-
-
-def _sizes(arenas: Mapping[str, arena.Arena]) -> tuple[tuple[str, int], ...]:
-    return tuple((key, found.nbytes) for key, found in arenas.items())
 
 
 def _strays(modules: Sequence[nn.Module], sharing: arena.Sharing) -> Sequence[nn.Module]:
@@ -505,10 +495,10 @@ class UnsendableResult:
 
 
 def _open_result(member: WorkerHandle, message: messaging.Returned) -> Any:
-    if message.payload is None or member.result_fd is None:
+    if message.payload is None:
         return UnsendableResult(message.unsendable or "")
     try:
-        return pickling.unpack(message.payload, member.result_fd, {})
+        return pickling.unpack(message.payload, member.handed_fds[0], {})
     except Exception as error:  # a missing class, or the user's __setstate__: any
         return UnsendableResult(f"rank {member.rank}'s result cannot be opened here: {error!r}")
 
@@ -540,7 +530,7 @@ def conclude_call(
     """Copy the weights back and open the results, or raise what went wrong."""
     if result.interrupted and not result.came_to_end_of_step:
         lines = [was_stopped, *outcome.where_ranks_were(result)]
-        raise outcome.stopped_error("\n".join(lines), result)
+        raise outcome.with_report(LaunchInterrupted("\n".join(lines)), result)
     if not result.is_complete:
         raise outcome.call_error(result, plan, closing_lines=closing_lines)
     returned = [(member, member.returned) for member in result.members if member.returned]
@@ -559,38 +549,31 @@ def conclude_call(
         with uninterrupted():
             receiver.apply(reports)
     values = [_open_result(member, message) for member, message in returned]
-    lines = [*_lost_values_lines(values), *lines]
+    lost = [value.reason for value in values if isinstance(value, UnsendableResult)]
+    if lost:
+        others = f", and so did {count_noun(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
+        lines.insert(0, f"{lost[0]}{others}. The results say so in its place.")
     level = frames.caller_level() if lines else 0
     for line in lines:
         warnings.warn(line, stacklevel=level)
     state_dicts = {
         path: state_dict for report in reports for path, state_dict in report.state_dicts.items()
     }
+    stopped = None
+    if result.interrupted:
+        ranks = result.observed.ranks.values() if result.observed is not None else ()
+        steps = max((facts.told.steps or 0 for facts in ranks), default=0)
+        modules = receiver.modules if receiver is not None else []
+        words = outcome.kept_words(None if result.has_ended else steps, modules)
+        stopped = outcome.with_report(LaunchInterrupted(words), result)
     return CallOutcome(
         values=values,
         plan=plan,
         state_dicts=state_dicts,
         observed=result.observed,
-        stopped=_stopped_at_step(result, receiver) if result.interrupted else None,
+        stopped=stopped,
         has_ended=result.has_ended,
     )
-
-
-def _stopped_at_step(result: CallResult, receiver: WeightReceiver | None) -> LaunchInterrupted:
-    """The exception of a call that was stopped where a step had ended."""
-    ranks = result.observed.ranks.values() if result.observed is not None else ()
-    steps = max((facts.told.steps or 0 for facts in ranks), default=0)
-    modules = receiver.modules if receiver is not None else []
-    words = outcome.kept_words(None if result.has_ended else steps, modules)
-    return outcome.stopped_error(words, result)
-
-
-def _lost_values_lines(values: Sequence[Any]) -> list[str]:
-    lost = [value.reason for value in values if isinstance(value, UnsendableResult)]
-    if not lost:
-        return []
-    others = f", and so did {count_noun(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
-    return [f"{lost[0]}{others}. The results say so in its place."]
 
 
 def _weights_lines(report: WeightReport) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a call knows of its function: its title, and where a launch that is stopped keeps its state.
+"""Where a launch that is stopped keeps its function's state; and scripts as launched functions.
 
 The next launch of the same function goes on with that. A script is a function, too: it runs as
 ``python script.py`` would, in a process that is already warm.
@@ -25,25 +25,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nbaccel.base.errors import ConfigError, LaunchInterrupted
+from nbaccel.config.call_arguments import Script
 from nbaccel.config.capabilities import engine_row
 from nbaccel.config.value_readers import RESUME_HERE
-from nbaccel.config.variables import FOLDER_VARIABLE
 from nbaccel.plan import Plan
 from nbaccel.workers.failure import FailureRecord
 
 _FOLDERS: dict[str, str] = {}
 """Module and name of a function → its folder, which goes with this process."""
-
-
-def call_title(function: Any, args: tuple[Any, ...]) -> str:
-    """What a call runs, in a word: the function, or the script that it is to run."""
-    if args and isinstance(args[0], Script):
-        return Path(args[0].target).name
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return str(name).rpartition("<locals>.")[2]
 
 
 def resume_folder(plan: Plan, function: Callable[..., Any]) -> Path | None:
@@ -71,11 +63,6 @@ def resume_folder(plan: Plan, function: Callable[..., Any]) -> Path | None:
     return Path(_FOLDERS[name])
 
 
-def variables_of(folder: Path | None) -> dict[str, str]:
-    """What tells a function which folder it has."""
-    return {FOLDER_VARIABLE: str(folder)} if folder is not None else {}
-
-
 def note_end(
     folder: Path | None, stopped: LaunchInterrupted | None, *, has_ended: bool = False
 ) -> None:
@@ -97,17 +84,6 @@ def _remove(process_id: int, folder: str) -> None:
 
 
 # ------------------------------------------------------------------------- scripts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Script:
-    """A file, a module (``python -m``) or a program (no Python) that is to be run."""
-
-    kind: Literal["file", "module", "program"]
-    target: str
-    """The file's path, the module's name or the program."""
-    arguments: tuple[str, ...] = ()
-    """What it finds in ``sys.argv`` after its own name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import nn
 
@@ -28,7 +27,7 @@ from nbaccel.plan import Plan
 from nbaccel.transfer import pickling
 from nbaccel.workers import failure
 from nbaccel.workers.failure import PortableException
-from nbaccel.workers.worker_handle import WorkerHandle
+from nbaccel.workers.worker_processes import WorkerHandle
 
 _LATEST_FAILURE: list[failure.FailureRecord] = []
 
@@ -42,23 +41,19 @@ class RemoteTraceback(Exception):
     """The traceback as the worker saw it, in full."""
 
 
-def stopped_error(message: str, result: CallResult) -> LaunchInterrupted:
-    """The exception that a call ends with which the user stopped."""
-    error = LaunchInterrupted(message)
-    _note_report(error, result)
-    return error
+_CallError = TypeVar("_CallError", WorkerFailed, LaunchInterrupted)
 
 
-def _note_report(error: WorkerFailed | LaunchInterrupted, result: CallResult) -> None:
+def with_report(error: _CallError, result: CallResult) -> _CallError:
+    """The exception that a call ends with, which has the report of it."""
     if result.observed is not None:
         error.make_report = functools.partial(report_of, result.observed, type(error).__name__)
+    return error
 
 
 def call_error(result: CallResult, plan: Plan, *, closing_lines: str = "") -> WorkerFailed:
     """The exception that a call which is not complete ends with."""
-    error = _failure_error(result, plan, closing_lines)
-    _note_report(error, result)
-    return error
+    return with_report(_failure_error(result, plan, closing_lines), result)
 
 
 def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> WorkerFailed:
@@ -116,43 +111,18 @@ def _build_error(
             error = cast("WorkerFailed", original.revive(base, names))
     WorkerFailed.__init__(error, text, failure=cause, failures=tuple(records))
     if cause.raised is not None:
-        error.__cause__ = RemoteTraceback(full_traceback(cause))
+        error.__cause__ = RemoteTraceback(cause.full_traceback)
         if cause.raised.parts:
             # IPython ignores `_render_traceback_` of exception groups, which this may be, too.
             publish.show_by_its_text(type(error))
     return error
 
 
-def full_traceback(record: failure.FailureRecord) -> str:
-    """The worker's whole traceback, causes first, in Python's own form."""
-    parts: list[str] = []
-    error = record.raised
-    while error is not None:
-        parts.insert(0, _traceback_lines(error))
-        error = error.cause
-    return f"rank {record.rank}:\n" + "\n\nwhich led to:\n\n".join(parts)
-
-
-def _traceback_lines(error: failure.RaisedError) -> str:
-    lines = ["Traceback (most recent call last), in the worker:"]
-    for frame in error.frames:
-        lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
-        source = frames.source_line(frame)
-        lines += [f"    {source}"] if source else []
-    lines += [f"{error.type_name}: {error.message}", *error.notes]
-    for line_number, part in enumerate(error.parts, 1):
-        lines += [
-            f"which has, as number {line_number}:",
-            textwrap.indent(_traceback_lines(part), "  "),
-        ]
-    return "\n".join(lines)
-
-
 def _original_error(member: WorkerHandle) -> PortableException | None:
-    if member.error is None or member.error[0].payload is None or member.error[1] is None:
+    if member.failed is None or member.failed.payload is None:
         return None
     try:
-        unpacked = pickling.unpack(member.error[0].payload, member.error[1], {})
+        unpacked = pickling.unpack(member.failed.payload, member.handed_fds[0], {})
     except Exception:  # its class cannot be imported here; the description is complete without it
         return None
     return unpacked if isinstance(unpacked, PortableException) else None
@@ -224,9 +194,8 @@ UNEVEN_COLLECTIVES = (
     "process groups were ended: the next collective would have met the wrong partner. DDP models "
     f"and Accelerators go on in new ones {_RUN_AGAIN}\n"
 )
-_POOL_LOST = (
-    "All workers have been ended, and their variables are lost. The next cell starts new ones. "
-    "The notebook's own variables and models are as they were before this cell."
+WORKERS_LOST = (
+    "All workers have been ended, and their variables are lost. The next cell starts new ones."
 )
 
 
@@ -247,7 +216,10 @@ def closing_lines(result: CallResult, unsendable: Mapping[str, str]) -> str:
 
 def _what_is_left(result: CallResult) -> str:
     if result.lost:
-        return _POOL_LOST
+        return (
+            f"{WORKERS_LOST} The notebook's own variables and models are as they were before this "
+            "cell."
+        )
     in_groups = any(idle.in_groups for idle in result.idle.values())
     return f"{_STILL_ALIVE} {_REGROUPED}" if result.out_of_step and in_groups else _STILL_ALIVE
 

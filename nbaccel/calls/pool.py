@@ -2,7 +2,7 @@
 
     run ─► names the cell needs ─► bind_names ─► run_cell ─► weights back ─► results ─► out
            (namespace_sync)
-    weights back: write_weights ─► every rank writes its part into staging files ─► Staged
+    weights back: write_weights ─► every rank writes its part into staging files
         all ranks have: the notebook copies it into the arenas ─► share_equal_pages
         a rank failed, died or was stopped: the files are dropped, and nothing has changed
 
@@ -17,51 +17,49 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import env, frames
-from nbaccel.base.errors import ConfigError, UnsafeMoment, WrongArguments
+from nbaccel.base.errors import (
+    ConfigError,
+    LaunchInterrupted,
+    UnsafeMoment,
+    WorkerFailed,
+    WrongArguments,
+)
 from nbaccel.base.log import write_notice
 from nbaccel.base.processes import uninterrupted
 from nbaccel.calls import outcome
-from nbaccel.calls.changed_packages import LiveChanges, tell_of_edits
+from nbaccel.calls.changed_packages import sendable_changes, tell_of_edits
 from nbaccel.calls.group import Group
-from nbaccel.calls.launch import CallOutcome, conclude_call, pack_for_running_workers
-from nbaccel.calls.launched_functions import call_title
-from nbaccel.calls.pool_messages import Completions, GroupWanted, PoolTask
+from nbaccel.calls.launch import CallOutcome, conclude_call, pack_for_running_workers, staged
 from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
 from nbaccel.calls.status_table import CellDashboardUpdater, StatusTable, status_table
 from nbaccel.calls.supervisor import CallResult, RankTasks
 from nbaccel.config import Configured, RunConfig, run_config_of
-from nbaccel.config.call_arguments import check_call
+from nbaccel.config.call_arguments import call_title, check_call
 from nbaccel.config.mistakes import shown
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.publish import CellPlace
 from nbaccel.output.report.run_report import RunReport, report_of
+from nbaccel.transfer.arena import Sharing
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.library_settings import library_settings
 from nbaccel.transfer.memfd import closing_files
+from nbaccel.transfer.namespace_snapshot import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
+from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.pickling import unpack
-from nbaccel.workers import starters
-from nbaccel.workers.messaging import FileHints
+from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.workers.messaging import Completions, FileHints, GroupWanted, PoolTask
+from nbaccel.workers.template import current_folder
+from nbaccel.workers.worker_processes import check_requirements, dispose
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-from collections.abc import Mapping
-
-from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
-from nbaccel.calls.launch import staged
-from nbaccel.transfer.arena import Sharing
-from nbaccel.transfer.namespace_snapshot import ModuleRecord
-from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.workers.starters import dispose
-from nbaccel.workers.template import current_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +126,11 @@ class Pool:
         self.plan = plan_pool(self.config)
         self.reason = ""
         """Why the pool is broken or stopped, if so."""
-        self._namespace = _notebook_names() if namespace is None else namespace
+        if namespace is None:
+            shell = frames.running_shell()
+            # The notebook's; outside of one, that of the main module.
+            namespace = vars(sys.modules["__main__"]) if shell is None else shell.user_ns
+        self._namespace: dict[str, Any] = namespace
         self._dist = dist
         self._state = PoolState.NEW
         self._lock = threading.Lock()
@@ -143,10 +145,13 @@ class Pool:
     def _forget_workers(self) -> None:
         """Know of new workers that they have received nothing."""
         self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
-        self._post_task = PostTask(self._namespace_sync)
+        self._generation = 0
+        """Of process groups: how often all ranks have left theirs."""
+        self._told_of_weights: dict[tuple[str, str], str] = {}
+        self._num_calls = 0
+        self._has_sent_changes = False
         self._folder = current_folder()
         self._variables = env.snapshot()
-        self._live_changes = LiveChanges()
 
     # ---- what it is
 
@@ -228,7 +233,7 @@ class Pool:
         source.publish()
         with self._working(ranks) as (group, asked):
             names = names_of(source.text)
-            with self._live_changes.named(self._namespace, names) as wanted:
+            with self._package_changes(names) as wanted:
                 update = self._namespace_sync.prepare(wanted, asked)
             self._send(group, update)
             start_time = time.monotonic()
@@ -240,7 +245,7 @@ class Pool:
                 error = self._error_of(result)
                 for rank, idle in result.idle.items():
                     self._namespace_sync.bound(rank, idle.bound)
-                trouble = None if result.lost else self._post_task.after_cell(group, result)
+                trouble = None if result.lost else self._after_cell(group, result)
             if error is None:
                 error = trouble
             elif trouble is not None:
@@ -282,10 +287,11 @@ class Pool:
     ) -> CallOutcome:
         """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
         with self._working(ranks) as (group, asked), contextlib.ExitStack() as clean_up:
-            self._live_changes.call_made()
+            # It brings its own copies of changed functions: cells get theirs again.
+            self._num_calls += 1
             tell_of_edits()
             packed = pack_for_running_workers(function, args)
-            clean_up.enter_context(closing_files(*packed.files()))
+            clean_up.enter_context(closing_files(*packed.payload_fds))
             receiver = clean_up.enter_context(packed.staged(share_back=self.config.share_back))
             clean_up.enter_context(uninterrupted())
             tasks = dict.fromkeys(asked, packed.task(receiver))
@@ -300,7 +306,7 @@ class Pool:
                     closing_lines=closing_lines,
                 )
             finally:
-                self._post_task.keep_in_step(group, result)
+                self._keep_in_step(group, result)
 
     def report(self, path: str | os.PathLike[str] | None = None) -> RunReport:
         """The report of the latest cell or call, also of one that failed or was stopped.
@@ -415,7 +421,8 @@ class Pool:
     def _error_of(self, result: CallResult) -> BaseException | None:
         """What a task has to raise, if it did not end well."""
         if result.interrupted:
-            return outcome.stopped_error(outcome.stopped_message(result), result)
+            stop = LaunchInterrupted(outcome.stopped_message(result))
+            return outcome.with_report(stop, result)
         if result.is_complete:
             return None
         lines = outcome.closing_lines(result, self._namespace_sync.reasons)
@@ -428,6 +435,20 @@ class Pool:
         if (error := self._error_of(result)) is not None:
             raise error
         return result
+
+    @contextlib.contextmanager
+    def _package_changes(self, cell_names: Names) -> Iterator[Names]:
+        """Let the notebook have its changes of packages as one of the names that a cell reads."""
+        changes = sendable_changes()
+        self._has_sent_changes |= bool(changes)
+        if not self._has_sent_changes:
+            yield cell_names
+            return
+        self._namespace[PACKAGE_CHANGES] = (self._num_calls, changes)
+        try:
+            yield replace(cell_names, possible=cell_names.possible | {PACKAGE_CHANGES})
+        finally:
+            del self._namespace[PACKAGE_CHANGES]
 
     def _send(self, group: Group, update: PreparedUpdate | None) -> None:
         if update is None:
@@ -452,11 +473,9 @@ class Pool:
         pull = PoolTask("pull", {"names": names})
         result = self._run_tasks(group, dict.fromkeys(ranks, (pull, ())))
         values = [
-            unpack(member.returned.payload, member.result_fd, {}, namespace=self._namespace)
+            unpack(member.returned.payload, member.handed_fds[0], {}, namespace=self._namespace)
             for member in result.members
-            if member.returned is not None
-            and member.returned.payload is not None
-            and member.result_fd is not None
+            if member.returned is not None and member.returned.payload is not None
         ]
         if len(ranks) == 1 and not by_rank:
             return {name: values[0][name] for name in names}
@@ -477,6 +496,114 @@ class Pool:
                 0
             )
         return None
+
+    # ---- what follows a task
+
+    def _keep_in_step(self, group: Group, result: CallResult) -> CallResult | None:
+        """Let all ranks leave unusable process groups, with a message if there has been none."""
+        # After a loss all workers are ended, and their groups with them.
+        if result.lost or not result.out_of_step:
+            return None
+        # Taken first, because the next task makes the members forget this one.
+        ended_well = all(member.returned is not None for member in result.members)
+        self._generation += 1
+        closed = group.everyone(PoolTask("close_groups", {"generation": self._generation}))
+        if ended_well:
+            write_notice(outcome.UNEVEN_COLLECTIVES)
+        return closed
+
+    def _after_cell(self, group: Group, result: CallResult) -> BaseException | None:
+        """Put the groups in order and copy the weights back, after a cell that lost no worker.
+
+        The caller holds interrupts back, because a model with half of the new weights is useless.
+        Returns what went wrong with that, if anything did.
+        """
+        closed = self._keep_in_step(group, result)
+        if closed is not None and not closed.went_well:
+            words = "This was after the cell, while its process groups were ended."
+            if any(idle.dirty for idle in result.idle.values()):
+                words += " The weights that it trained were not written back."
+            return _error_after_cell(group, closed, words)
+        if not group.plan.config.share_back:
+            return None
+        keys = {key for idle in result.idle.values() for key in idle.dirty}
+        records = self._namespace_sync.records(keys)
+        return self._copy_weights_back(group, records) if records else None
+
+    def _copy_weights_back(
+        self, group: Group, records: Sequence[ModuleRecord]
+    ) -> BaseException | None:
+        """Copy back the weights that ranks changed: of all these modules, or of none."""
+        unchanged = _unchanged_words(sorted(record.path for record in records))
+        arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
+        try:
+            sharing = Sharing.joined(record.sharing for record in records)
+            with staged(sharing, arenas) as receiver:
+                files = [receiver.staging[key] for key in arenas]
+                keys = tuple(arenas)
+                task = PoolTask("write_weights", {"arenas": keys}, FileHints(staging=keys))
+                result = group.everyone(task, files)
+                try:
+                    if not result.went_well:
+                        return _error_after_cell(group, result, unchanged)
+                    self._apply(records, receiver, result)
+                finally:
+                    # Closed by the template process: freeing gigabytes would delay the next cell.
+                    for member in result.members:
+                        dispose(member.handed_fds)
+                        member.handed_fds = []
+        # No memory or no descriptors: nothing has been written yet.
+        except OSError as error:
+            return WorkerFailed(
+                f"The notebook has no room for the trained weights: {error.strerror or error}. "
+                f"{unchanged} The workers live on and have the trained weights: close what holds "
+                "memory or files open, and the next cell writes them back."
+            )
+        hints = FileHints(reads_arenas=True, ends_staging=True)
+        group.post(PoolTask("share_equal_pages", hints=hints))
+        return None
+
+    def _apply(
+        self, records: Sequence[ModuleRecord], receiver: WeightReceiver, result: CallResult
+    ) -> None:
+        written = [(member, member.returned) for member in result.members if member.returned]
+        reports = [returned.weight_report for _, returned in written]
+        whole_files = {
+            key: fd
+            for member, returned in written
+            for key, fd in zip(returned.whole, member.handed_fds, strict=True)
+        }
+        # Before `apply`, which overwrites the values that the ranks are compared with.
+        differing = receiver.differing(reports)
+        # Otherwise these new values would count as the notebook's change and be sent to all ranks.
+        with self._namespace_sync.taking_weights(records):
+            receiver.apply(reports, whole_files)
+        keys = {record.path: record.key for record in records}
+        pull = "Pull what you need, for example its state_dict."
+        for path, reason in (pair for report in reports for pair in report.stranded.items()):
+            line = (
+                f"the weights of {path} stay in the workers, because they no longer fit the "
+                f"notebook's module ({reason}). {pull}"
+            )
+            self._tell(path, keys, line)
+        for path, change in (pair for report in reports for pair in report.changes.items()):
+            line = (
+                f"the weights of {path} were copied into the notebook's module, but are not as "
+                f"they are in the worker: {change}. {pull}"
+            )
+            self._tell(path, keys, line)
+        for path, line in differing.items():
+            self._tell(path, keys, line)
+
+    def _tell(self, path: str, keys: Mapping[str, str], line: str) -> None:
+        """Write a line out, unless it was the last one about this module.
+
+        The next module of the same path is another one: a cell that makes it is run again.
+        """
+        name = (path, keys.get(path, ""))
+        if self._told_of_weights.get(name) != line:
+            write_notice(f"nbaccel: {line}\n")
+        self._told_of_weights[name] = line
 
     # ---- inside
 
@@ -514,7 +641,7 @@ class Pool:
         if self._state is PoolState.BROKEN:
             write_notice(outcome.new_workers_line(self.num_processes, self.reason))
         self._state = PoolState.STARTING
-        group = Group.ready(starters.check_requirements(self.plan, is_live=True))
+        group = Group.ready(check_requirements(self.plan))
         self._workers = group
         # With an engine, what its hosts have is known only now.
         self.plan = group.plan
@@ -534,14 +661,6 @@ class Pool:
         self._end()
 
 
-def _notebook_names() -> dict[str, Any]:
-    """The namespace of the notebook; outside of one, that of the main module."""
-    shell = frames.running_shell()
-    if shell is not None:
-        return shell.user_ns  # type: ignore[no-any-return]
-    return vars(sys.modules["__main__"])
-
-
 def _source_of(text: str) -> CellSource:
     """Code that comes from no cell."""
     if not isinstance(text, str):
@@ -553,127 +672,11 @@ def _source_of(text: str) -> CellSource:
     return CellSource.of_text(text, filename=f"<pool code {abs(hash(text)):x}>")
 
 
-# ------------------------------------------------------------------------- what follows a task
-
-
-class PostTask:
-    """Puts workers in order after each task. One per start of a pool."""
-
-    def __init__(self, namespace_sync: NamespaceSync) -> None:
-        self._namespace_sync = namespace_sync
-        self._generation = 0
-        self._reported_lines: dict[tuple[str, str], str] = {}
-
-    def keep_in_step(self, group: Group, result: CallResult) -> CallResult | None:
-        """Let all ranks leave unusable process groups, with a message if there has been none."""
-        # After a loss all workers are ended, and their groups with them.
-        if result.lost or not result.out_of_step:
-            return None
-        # Taken first, because the next task makes the members forget this one.
-        ended_well = all(member.returned is not None for member in result.members)
-        self._generation += 1
-        closed = group.everyone(PoolTask("close_groups", {"generation": self._generation}))
-        if ended_well:
-            write_notice(outcome.UNEVEN_COLLECTIVES)
-        return closed
-
-    def after_cell(self, group: Group, result: CallResult) -> BaseException | None:
-        """Put the groups in order and copy the weights back, after a cell that lost no worker.
-
-        The caller holds interrupts back, because a model with half of the new weights is useless.
-        Returns what went wrong with that, if anything did.
-        """
-        closed = self.keep_in_step(group, result)
-        if closed is not None and not closed.went_well:
-            words = "This was after the cell, while its process groups were ended."
-            if any(idle.dirty for idle in result.idle.values()):
-                words += " The weights that it trained were not written back."
-            return _error_of(group, closed, words)
-        if not group.plan.config.share_back:
-            return None
-        keys = {key for idle in result.idle.values() for key in idle.dirty}
-        records = self._namespace_sync.records(keys)
-        return self._copy_weights_back(group, records) if records else None
-
-    def _copy_weights_back(
-        self, group: Group, records: Sequence[ModuleRecord]
-    ) -> BaseException | None:
-        """Copy back the weights that ranks changed: of all these modules, or of none."""
-        unchanged = _unchanged_words(sorted(record.path for record in records))
-        arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
-        try:
-            sharing = Sharing.joined(record.sharing for record in records)
-            with staged(sharing, arenas) as receiver:
-                files = [receiver.staging[key] for key in arenas]
-                keys = tuple(arenas)
-                task = PoolTask("write_weights", {"arenas": keys}, FileHints(staging=keys))
-                result = group.everyone(task, files)
-                try:
-                    if not result.went_well:
-                        return _error_of(group, result, unchanged)
-                    self._apply(records, receiver, result)
-                finally:
-                    # Closed by the template process: freeing gigabytes would delay the next cell.
-                    dispose(list(result.whole_files.values()))
-        # No memory or no descriptors: nothing has been written yet.
-        except OSError as error:
-            return WorkerFailed(
-                f"The notebook has no room for the trained weights: {error.strerror or error}. "
-                f"{unchanged} The workers live on and have the trained weights: close what holds "
-                "memory or files open, and the next cell writes them back."
-            )
-        hints = FileHints(reads_arenas=True, ends_staging=True)
-        group.post(PoolTask("share_equal_pages", hints=hints))
-        return None
-
-    def _apply(
-        self, records: Sequence[ModuleRecord], receiver: WeightReceiver, result: CallResult
-    ) -> None:
-        reports = [result.staged[rank].report for rank in sorted(result.staged)]
-        # Before `apply`, which overwrites the values that the ranks are compared with.
-        differing = receiver.differing(reports)
-        # Otherwise these new values would count as the notebook's change and be sent to all ranks.
-        with self._namespace_sync.taking_weights(records):
-            receiver.apply(reports, result.whole_files)
-        keys = {record.path: record.key for record in records}
-        pull = "Pull what you need, for example its state_dict."
-        for path, reason in (pair for report in reports for pair in report.stranded.items()):
-            line = (
-                f"the weights of {path} stay in the workers, because they no longer fit the "
-                f"notebook's module ({reason}). {pull}"
-            )
-            self._tell(path, keys, line)
-        for path, change in (pair for report in reports for pair in report.changes.items()):
-            line = (
-                f"the weights of {path} were copied into the notebook's module, but are not as "
-                f"they are in the worker: {change}. {pull}"
-            )
-            self._tell(path, keys, line)
-        for path, line in differing.items():
-            self._tell(path, keys, line)
-
-    def _tell(self, path: str, keys: Mapping[str, str], line: str) -> None:
-        """Write a line out, unless it was the last one about this module.
-
-        The next module of the same path is another one: a cell that makes it is run again.
-        """
-        name = (path, keys.get(path, ""))
-        if self._reported_lines.get(name) != line:
-            write_notice(f"nbaccel: {line}\n")
-        self._reported_lines[name] = line
-
-
-def _error_of(group: Group, result: CallResult, words: str) -> BaseException:
+def _error_after_cell(group: Group, result: CallResult, words: str) -> BaseException:
     """The error of a task that followed a cell."""
     if result.lost:
-        words = "\n".join(
-            [
-                words,
-                *([result.lost_because] if result.lost_because else []),
-                "All workers have been ended, and their variables are lost. The next cell starts "
-                "new ones.",
-            ]
-        )
+        because = [result.lost_because] if result.lost_because else []
+        words = "\n".join([words, *because, outcome.WORKERS_LOST])
     else:
         words += (
             " The workers live on and have the trained weights: remove the cause, and the next "

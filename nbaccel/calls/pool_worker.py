@@ -1,17 +1,17 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    second thread   has a separate channel: answers ASK_WHEREABOUTS and BREAK at once
-    third thread    interrupts again, a moment later, where the first came at the end of a block
+    second thread   has a separate channel: answers ASK_WHEREABOUTS and BREAK at once; interrupts
+                    again, a moment later, where the first interrupt came at the end of a block
 
-All wait without polling, so an idle worker costs no CPU.
+Both wait without polling, so an idle worker costs no CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import queue
+import os
+import select
 import signal
 import sys
 import threading
@@ -27,13 +27,13 @@ from nbaccel.base.errors import UnsafeMoment
 from nbaccel.base.frames import Frame
 from nbaccel.base.optional_packages import require
 from nbaccel.base.units import count_noun
-from nbaccel.calls import pool_messages
 from nbaccel.calls.process_groups import ProcessGroups
+from nbaccel.precision import precision_check
 from nbaccel.transfer import memfd
 from nbaccel.transfer.library_settings import restore_random_states
+from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.worker_namespace import Namespace
-from nbaccel.workers import messaging, precision_check
-from nbaccel.workers.failure import can_come_of_a_left_group, tells_of_a_left_group
+from nbaccel.workers import messaging
 from nbaccel.workers.worker import (
     Work,
     WorkerCall,
@@ -86,8 +86,8 @@ class CellWorker:
         self._channel = channel
         self._busy = False
         self._times_put_off = 0
-        # Its `put` may come in the middle of any other code, as a signal does; a lock's may not.
-        self._put_off: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # Written to in the middle of any other code, where a signal comes: no lock could be used.
+        self._put_off, self._putting_off = os.pipe()
         self._main = threading.get_ident()
         # The second channel's descriptor is the last; those before it belong to the assignment.
         self._control = messaging.Channel.from_fd(fds.pop())
@@ -107,14 +107,13 @@ class CellWorker:
         )
         restore_random_states(assignment.random_states)
         precision_check.watch(assignment.mixed_precision)
-        for name, target in (("control", self._answer), ("interrupts", self._interrupt_again)):
-            threading.Thread(target=target, name=f"nbaccel-{name}", daemon=True).start()
+        threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
 
     # ---- the main thread
 
     def loop(self) -> None:
         """Take tasks until the channel closes or says so."""
-        self._channel.send(pool_messages.Idle())
+        self._channel.send(messaging.Idle())
         while True:
             try:
                 task, fds = self._channel.receive()
@@ -134,31 +133,28 @@ class CellWorker:
 
     def _do(self, task: Any, fds: list[int]) -> Any:
         """Carry a task out; what it raises goes to the notebook."""
-        shown, error = self._try(task, fds)
-        if error is not None and not _is_one_of(task, "join_group", "share_equal_pages"):
-            # Those two are not told: a failed join shows in the other ranks, and memory may stay.
-            report(self._channel, self._explained(error), self._rank)
-        flush_streams()
-        return shown
-
-    def _try(self, task: Any, fds: list[int]) -> tuple[Any, BaseException | None]:
+        shown = None
         try:
             try:
-                if isinstance(task, pool_messages.PoolTask):
-                    return getattr(self, task.method)(fds, **task.arguments), None
-                self._call(task, fds)
-                return None, None
+                if isinstance(task, messaging.PoolTask):
+                    shown = getattr(self, task.method)(fds, **task.arguments)
+                else:
+                    self._call(task, fds)
             finally:
                 # In the inner block: an interrupt that comes here is still caught below.
                 self._busy = False
                 self._times_put_off = 0
         except BaseException as error:  # neither exit nor interrupt may end the worker
-            return None, error
+            # Those two are not told: a failed join shows in the other ranks, and memory may stay.
+            if getattr(task, "method", "") not in ("join_group", "share_equal_pages"):
+                report(self._channel, self._explained(error), self._rank)
+        flush_streams()
+        return shown
 
-    def _idle(self, number: int, task: Any, shown: Any) -> pool_messages.Idle:
-        is_cell = _is_one_of(task, "run_cell")
+    def _idle(self, number: int, task: Any, shown: Any) -> messaging.Idle:
+        is_cell = getattr(task, "method", "") == "run_cell"
         ran_code = is_cell or isinstance(task, messaging.Job)
-        return pool_messages.Idle(
+        return messaging.Idle(
             number=number,
             shown=shown,
             bound=self._names.bound() if is_cell else (),
@@ -202,8 +198,8 @@ class CellWorker:
     def bind_names(self, fds: list[int], update: NamespaceUpdate) -> None:
         """Bind names that the notebook has. Descriptors: those of the update."""
         self._names.take(update, fds)
-        if pool_messages.PACKAGE_CHANGES in self._shell.user_ns:
-            _, changes = self._shell.user_ns.pop(pool_messages.PACKAGE_CHANGES)
+        if PACKAGE_CHANGES in self._shell.user_ns:
+            _, changes = self._shell.user_ns.pop(PACKAGE_CHANGES)
             self._context.changes.follow(changes)
 
     def pull(self, _fds: list[int], names: tuple[str, ...]) -> None:
@@ -221,7 +217,7 @@ class CellWorker:
         staging = dict(zip(arenas, fds, strict=True))
         weight_report, files = self._names.modules.write_changed(staging)
         self._busy = False
-        answer = pool_messages.Staged(report=weight_report, whole=tuple(files))
+        answer = messaging.Returned(weight_report=weight_report, whole=tuple(files))
         self._channel.send(answer, list(files.values()))
 
     def share_equal_pages(self, _fds: list[int]) -> None:
@@ -229,7 +225,7 @@ class CellWorker:
         self._busy = True
         self._names.modules.share_equal_pages()
 
-    def join_group(self, _fds: list[int], wanted: pool_messages.GroupWanted) -> None:
+    def join_group(self, _fds: list[int], wanted: messaging.GroupWanted) -> None:
         """Join the group that another rank is about to be in, unless this one has been in it."""
         self._busy = True
         self._groups.join_others(wanted)
@@ -238,7 +234,7 @@ class CellWorker:
         """Drop all process groups: they are out of step. New ones get other names in the store."""
         self._groups.close(generation)
 
-    def complete(self, _fds: list[int], code: str, cursor: int) -> pool_messages.Completions:
+    def complete(self, _fds: list[int], code: str, cursor: int) -> messaging.Completions:
         """Find completions."""
         return self._shell.completions_at(code, cursor)
 
@@ -250,9 +246,7 @@ class CellWorker:
 
     def _explained(self, error: BaseException) -> BaseException:
         """The error, explained if it comes from an object that holds a group that was left."""
-        if not self._groups.has_left or not can_come_of_a_left_group(error):
-            return error
-        if not (self._groups.are_behind(error.__traceback__) or tells_of_a_left_group(error)):
+        if not self._groups.are_behind(error):
             return error
         explained = UnsafeMoment(
             "This cell used a process group that all ranks have left, because a cell was ended "
@@ -269,25 +263,23 @@ class CellWorker:
             return
         if self._times_put_off < _MOST_TIMES_PUT_OFF and _leaves_block(frame):
             self._times_put_off += 1
-            self._put_off.put(None)
+            os.write(self._putting_off, b"i")
             return
         self._channel.send(messaging.Word.INTERRUPTING)
         raise KeyboardInterrupt
-
-    # ---- the third thread
-
-    def _interrupt_again(self) -> None:
-        while True:
-            self._put_off.get()
-            time.sleep(_PUT_OFF_S)
-            # 0: the task has ended meanwhile, and the next one is not to be interrupted.
-            if self._times_put_off:
-                signal.pthread_kill(self._main, signal.SIGINT)
 
     # ---- the second thread
 
     def _answer(self) -> None:
         while True:
+            waited_for = [self._control.fileno(), self._put_off]
+            if self._put_off in select.select(waited_for, [], [])[0]:
+                os.read(self._put_off, 1)
+                time.sleep(_PUT_OFF_S)
+                # 0: the task has ended meanwhile, and the next one is not to be interrupted.
+                if self._times_put_off:
+                    signal.pthread_kill(self._main, signal.SIGINT)
+                continue
             try:
                 message, _ = self._control.receive()
             except (EOFError, OSError):
@@ -305,21 +297,24 @@ class CellWorker:
             stack.append(Frame(file=code.co_filename, line=frame.f_lineno, function=code.co_name))
             frame = frame.f_back
         own_frames = frames.within_worker(stack)
+        names = [
+            name
+            # A copy of the keys in one step: the main thread may define a name meanwhile.
+            for name in tuple(self._shell.user_ns)
+            if not name.startswith("_") and name not in self._names_at_start
+        ]
+        group = ""
+        # The main thread may leave the group meanwhile.
+        with contextlib.suppress(RuntimeError, ValueError):
+            if torch.distributed.is_initialized():
+                num_ranks = count_noun(torch.distributed.get_world_size(), "rank")
+                group = f"{torch.distributed.get_backend()}, {num_ranks}"
         return messaging.Whereabouts(
             stack=own_frames if frames.user_frame(own_frames) else (),
             device_bytes=self._context.hardware.reserved_bytes(torch.device(self._context.device)),
-            names=self._held_names(),
-            group=_group_words(),
+            names=tuple(names[:_MAX_NAMES]),
+            group=group,
         )
-
-    def _held_names(self) -> tuple[str, ...]:
-        # A copy of the keys in one step: the main thread may define a name meanwhile.
-        names = (
-            name
-            for name in tuple(self._shell.user_ns)
-            if not name.startswith("_") and name not in self._names_at_start
-        )
-        return tuple(itertools.islice(names, _MAX_NAMES))
 
 
 def _leaves_block(frame: FrameType | None) -> bool:
@@ -334,17 +329,3 @@ def _leaves_block(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return sys.exc_info()[1] is not None
-
-
-def _is_one_of(task: Any, *methods: str) -> bool:
-    return isinstance(task, pool_messages.PoolTask) and task.method in methods
-
-
-def _group_words() -> str:
-    """The process group of this process, in words; empty for none."""
-    # The main thread may leave the group meanwhile.
-    with contextlib.suppress(RuntimeError, ValueError):
-        if torch.distributed.is_initialized():
-            num_ranks = count_noun(torch.distributed.get_world_size(), "rank")
-            return f"{torch.distributed.get_backend()}, {num_ranks}"
-    return ""

@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -43,14 +42,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.calls.pool_messages import GroupWanted
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.plan.topology import Topology
 from nbaccel.train import call_check, distributed
 from nbaccel.train.in_sync import tensor_fingerprint
 from nbaccel.transfer import sharded_tensors
 from nbaccel.workers import fork_safety, rendezvous
+from nbaccel.workers.messaging import GroupWanted
 
+# Raised for a group that is looked up by name, or held in C++, where no frame has it as a value.
+_LEFT_GROUP_TYPES = (RuntimeError, ValueError, AssertionError)
+_LEFT_GROUP = (
+    "DeepSpeed backend not set",  # DeepSpeed 0.19
+    "resolve the process group",  # torch 2.13: functional collectives, so FSDP2
+    "Invalid process group",  # torch 2.13: distributed_c10d
+)
 _SOCKET_CLOSING_S = 1.0  # gloo takes less than a millisecond to close what was shut down
 
 
@@ -58,7 +64,6 @@ class ProcessGroups:
     """The process groups of one worker."""
 
     def __init__(self, place: Topology, ask_for_group: Callable[[GroupWanted], None]) -> None:
-        self.has_left = False  # groups before these
         self._place = place
         self._ask_for_group = ask_for_group
         self._generation = 0
@@ -160,7 +165,6 @@ class ProcessGroups:
         self._generation = generation
         self._made = 0
         if dist.is_initialized():
-            self.has_left = True
             self._left += torch_private.process_groups()
             self._left_defaults.append(dist.group.WORLD)
             # Broken groups may raise when they are destroyed; they are dropped all the same.
@@ -169,14 +173,17 @@ class ProcessGroups:
             sharded_tensors.forget_process_groups()
         self._close_sockets()
 
-    def are_behind(self, entry: TracebackType | None) -> bool:
+    def are_behind(self, error: BaseException) -> bool:
         """Whether an error comes from the use of a group that was left."""
+        if not self._left or not isinstance(error, _LEFT_GROUP_TYPES):
+            return False
+        entry = error.__traceback__
         while entry is not None:
             values = tuple(entry.tb_frame.f_locals.values())
             if any(value is left for value in values for left in self._left):
                 return True
             entry = entry.tb_next
-        return False
+        return any(text in str(error) for text in _LEFT_GROUP)
 
     def _close_sockets(self) -> None:
         """Close what gloo leaves open: `keep_process_groups` keeps its objects, not their ports.

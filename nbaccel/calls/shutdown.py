@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nbaccel.workers import messaging, time_limits as limits
-from nbaccel.workers.worker_handle import HandleState, WorkerHandle
+from nbaccel.workers.worker_processes import HandleState, WorkerHandle
 
 
 class ShutdownStep(enum.Enum):
@@ -101,33 +101,21 @@ class _Course:
                 self.is_given_up = True
                 return
             self.step, seconds = self.left.popleft()
-            if not self._act():
-                # No time for an answer that cannot come: this worker cannot be asked.
-                seconds = 0.0
+            match self.step:
+                case ShutdownStep.ASK:
+                    if not self.member.ask_where():
+                        # No time for an answer that cannot come: this worker cannot be asked.
+                        seconds = 0.0
+                case ShutdownStep.INTERRUPT:
+                    self.member.interrupt()
+                case ShutdownStep.CUT_AND_INTERRUPT:
+                    self.member.cut_connections()
+                    self.member.interrupt()
+                case ShutdownStep.TERMINATE:
+                    self.member.terminate()
+                case ShutdownStep.KILL:
+                    self.member.kill()
             self.due_at = time.monotonic() + seconds
-
-    def _act(self) -> bool:
-        """Carry the step out; returns whether it can have an effect."""
-        match self.step:
-            case ShutdownStep.ASK:
-                return self.member.ask_where()
-            case ShutdownStep.INTERRUPT:
-                self.member.interrupt()
-            case ShutdownStep.CUT_AND_INTERRUPT:
-                self.member.cut_connections()
-                self.member.interrupt()
-            case ShutdownStep.TERMINATE:
-                self.member.terminate()
-            case ShutdownStep.KILL:
-                self.member.kill()
-        return True
-
-    def hurry(self) -> None:
-        """Let KILL be the next step, due at once."""
-        while self.left and self.left[0][0] is not ShutdownStep.KILL:
-            self.left.popleft()
-        if self.left:
-            self.due_at = 0.0  # the monotonic clock is always beyond it
 
 
 class ShutdownLadder:
@@ -179,7 +167,10 @@ class ShutdownLadder:
     def hurry(self) -> None:
         """Skip all steps before KILL, which is then taken at the next `advance`."""
         for course in self._courses.values():
-            course.hurry()
+            while course.left and course.left[0][0] is not ShutdownStep.KILL:
+                course.left.popleft()
+            if course.left:
+                course.due_at = 0.0  # the monotonic clock is always beyond it
 
     # ---- time
 

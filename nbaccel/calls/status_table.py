@@ -17,7 +17,7 @@ from nbaccel.plan import Plan
 from nbaccel.workers import messaging
 from nbaccel.workers.failure import RankActivity
 from nbaccel.workers.template import template_for
-from nbaccel.workers.worker_handle import WorkerHandle
+from nbaccel.workers.worker_processes import WorkerHandle
 
 
 class CellDashboardUpdater(DashboardUpdater):

@@ -36,7 +36,6 @@ from nbaccel.base import processes
 from nbaccel.base.torch_private import CREATES_GROUP
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.base.units import format_seconds
-from nbaccel.calls import pool_messages
 from nbaccel.calls.shutdown import (
     AFTER_LOSS,
     END_WORKERS,
@@ -54,9 +53,9 @@ from nbaccel.output.panel.facts import RunBoard
 from nbaccel.plan import Plan
 from nbaccel.train.call_check import CHECK_VARIABLE
 from nbaccel.transfer import memfd
-from nbaccel.workers import messaging, starters, time_limits
+from nbaccel.workers import messaging, template, time_limits
 from nbaccel.workers.failure import RankActivity
-from nbaccel.workers.worker_handle import HandleState, WorkerHandle
+from nbaccel.workers.worker_processes import HandleState, WorkerHandle
 
 RankTasks = Mapping[int, tuple[Any, Sequence[int]]]
 """Rank → a task's body, and the descriptors to send along."""
@@ -84,16 +83,12 @@ class CallResult:
     """Workers that never sent a message."""
     observed: RunBoard | None = field(default=None, repr=False)
     """What was seen of it; None for one that is not shown."""
-    idle: dict[int, pool_messages.Idle] = field(default_factory=dict)
+    idle: dict[int, messaging.Idle] = field(default_factory=dict)
     """The last message of each rank of a pool that has finished."""
     lost: list[int] = field(default_factory=list)
     """Ranks of a pool that have ended."""
     lost_because: str = ""
     """Why all were lost at once, if it was that."""
-    staged: dict[int, pool_messages.Staged] = field(default_factory=dict)
-    """What ranks have written into staging files."""
-    whole_files: dict[str, int] = field(default_factory=dict, repr=False)
-    """Descriptors of the ranks' own files that hold whole arenas, by key of the arena."""
     was_cut: bool = False
     """Whether a rank was cut off in a collective."""
 
@@ -147,7 +142,7 @@ class WatchedGroup(Protocol):
     members: list[WorkerHandle]
     oom_kills: int
 
-    def collect(self) -> Sequence[messaging.Ended]:
+    def collect(self) -> Sequence[tuple[WorkerHandle, messaging.Ended]]:
         """Workers that have ended since the last call."""
 
 
@@ -182,15 +177,12 @@ class Supervisor:
         self._watch = RankWatch(self.participants(), lets_exit=not group.stays)
         self._ladder: ShutdownLadder | None = None
         self._agreement: StepAgreement | None = None
-        self._open = {m.rank for m in self.participants() if not m.has_ended}
         self._joining: set[int] = set()
         """Ranks that have finished, or have no task, and join a process group for the others."""
-        self._group_wanted: pool_messages.GroupWanted | None = None
+        self._group_wanted: messaging.GroupWanted | None = None
         self.result = CallResult(is_of_all=len(self._ranks) == len(self.members))
         for member in self.members:
-            member.forget_call()
-        for member in self.participants():
-            member.begin_call()
+            member.begin_call(takes_part=member.rank in self._ranks)
 
     @property
     def seconds(self) -> float:
@@ -200,7 +192,7 @@ class Supervisor:
     @property
     def open(self) -> frozenset[int]:
         """Ranks that have not finished yet."""
-        return frozenset(self._open)
+        return frozenset(member.rank for member in self.participants() if member.is_busy)
 
     def participants(self) -> list[WorkerHandle]:
         """Workers that have the task, and those that were lost meanwhile."""
@@ -208,7 +200,7 @@ class Supervisor:
 
     def at_work(self) -> list[WorkerHandle]:
         """Workers that are in the task, or join a group for those that are."""
-        ranks = self._open | self._joining
+        ranks = self.open | self._joining
         return [member for member in self.members if member.rank in ranks and not member.has_ended]
 
     def doing(self, rank: int) -> str:
@@ -300,20 +292,17 @@ class Supervisor:
         if self.result.lost or not self._group.stays:
             return all(member.has_ended for member in self.members)
         # Under the ladder, joining ranks are interrupted too: their Idle is still to come.
-        return not (self._open or (self._ladder is not None and self._joining))
+        return not (self.open or (self._ladder is not None and self._joining))
 
     def _give_up(self, *, failed: bool = False, first: ShutdownSteps = ()) -> None:
         """Let all workers give up the call."""
         steps = (*first, *(self._policy.on_failure if failed else self._policy.on_stop))
-        if failed and self._may_have_lost_a_host():
-            steps = ((ShutdownStep.WAIT, time_limits.HOST_S), *steps)
+        if failed and engine_row(self._group.plan.engine).runs_on_hosts:
+            records = [member.record for member in self.members if member.record is not None]
+            # Ranks have only lost their connections: Ray may tell why.
+            if all(record.is_consequence for record in records):
+                steps = ((ShutdownStep.WAIT, time_limits.HOST_S), *steps)
         self._start_ladder(ShutdownLadder(self.at_work(), steps))
-
-    def _may_have_lost_a_host(self) -> bool:
-        """Whether ranks have only lost their connections, and Ray may tell why."""
-        records = [member.record for member in self.members if member.record is not None]
-        on_hosts = engine_row(self._group.plan.engine).runs_on_hosts
-        return on_hosts and all(record.is_consequence for record in records)
 
     def _start_ladder(self, ladder: ShutdownLadder) -> None:
         # Output must not delay that.
@@ -399,7 +388,8 @@ class Supervisor:
                 # All of it: several presses of Stop within one wait are one interrupt.
                 os.read(member, 4096)
                 # A stopped template (SIGSTOP) would not report the ends of its workers.
-                starters.go_on()
+                for process in template.running():
+                    process.let_continue()
                 self._on_interrupt()
             elif key.fileobj is member.channel:
                 if not member.hung_up:
@@ -443,7 +433,7 @@ class Supervisor:
             self.console.feed_display(member.rank, message)
         elif isinstance(message, Metrics):
             if self._show is not None:
-                self._show.receive(member.rank, message)
+                self._show.board.receive(member.rank, message)
         elif isinstance(message, messaging.Leaves):
             member.note(message)
         else:
@@ -497,7 +487,8 @@ class Supervisor:
             case messaging.Word.STARTED:
                 member.state = HandleState.RUNNING
             case messaging.Returned():
-                member.take_result(message, fds)
+                member.take(fds)
+                member.returned = message
                 self._on_handed_over(member)
             case messaging.Failed():
                 self._on_failure(member, message, fds)
@@ -512,17 +503,14 @@ class Supervisor:
                 member.whereabouts = message
                 if self._ladder is not None:
                     self._ladder.answered(member)
-            case pool_messages.Idle():
+            case messaging.Idle():
                 self._on_idle(member, message)
-            case pool_messages.Staged():
-                self.result.staged[member.rank] = message
-                self.result.whole_files |= zip(message.whole, fds, strict=True)
-            case pool_messages.GroupWanted():
+            case messaging.GroupWanted():
                 self._on_group_wanted(message)
 
     def _on_failure(self, member: WorkerHandle, message: messaging.Failed, fds: list[int]) -> None:
         """A worker's function has raised."""
-        if member.rank not in self._open:
+        if member.rank not in self.open:
             # Outside the task, such as in a join.
             memfd.close_all(fds)
             return
@@ -532,7 +520,9 @@ class Supervisor:
             # Its stack may still be in the pipe, and the record needs it.
             self.drain_output(member)
             record = member.record_of_stop()
-        member.take_failure(message, fds, record)
+        member.take(fds)
+        member.failed = message
+        member.record = record
         if self._ladder is None:
             self._give_up(failed=True)
 
@@ -543,38 +533,35 @@ class Supervisor:
         if self._group.stays:
             return
         member.finish_call()
-        self._open.discard(member.rank)
         self._watch.note_return()
         if self._ladder is not None:
             self._ladder.finished(member)
 
-    def _on_idle(self, member: WorkerHandle, message: pool_messages.Idle) -> None:
+    def _on_idle(self, member: WorkerHandle, message: messaging.Idle) -> None:
         rank = member.rank
         if message.number == self._number:
             member.finish_call()
-            self._open.discard(rank)
             self.drain_output(member)
             self.console.close(rank)
             self.result.idle[rank] = message
             # A rank that has finished must join too, or the others would wait until the timeout.
-            if self._group_wanted is not None and self._open:
+            if self._group_wanted is not None and self.open:
                 self._ask_to_join(member, self._group_wanted)
         else:
             self._joining.discard(rank)
         # After a loss a finished worker is ended too, so it stays on the ladder.
-        if self._ladder is not None and rank not in self._open and not self.result.lost:
+        if self._ladder is not None and not member.is_busy and not self.result.lost:
             self._ladder.finished(member)
 
-    def _on_group_wanted(self, wanted: pool_messages.GroupWanted) -> None:
+    def _on_group_wanted(self, wanted: messaging.GroupWanted) -> None:
         if self._group_wanted is None or wanted.ordinal > self._group_wanted.ordinal:
             self._group_wanted = wanted
-            for member in self.members:
-                if member.rank not in self._open and not member.has_ended:
-                    self._ask_to_join(member, wanted)
+            for idle in [m for m in self.members if not (m.is_busy or m.has_ended)]:
+                self._ask_to_join(idle, wanted)
 
-    def _ask_to_join(self, member: WorkerHandle, wanted: pool_messages.GroupWanted) -> None:
+    def _ask_to_join(self, member: WorkerHandle, wanted: messaging.GroupWanted) -> None:
         self._joining.add(member.rank)
-        task = pool_messages.PoolTask("join_group", {"wanted": wanted})
+        task = messaging.PoolTask("join_group", {"wanted": wanted})
         member.tell(messaging.Task(number=0, body=task))
 
     # ---- interrupts and exits
@@ -617,11 +604,7 @@ class Supervisor:
 
     def _on_sentinel(self) -> None:
         """Workers may have ended."""
-        by_pid = {member.pid: member for member in self.members}
-        for ended in self._group.collect():
-            member = by_pid.get(ended.pid)
-            if member is None:
-                continue
+        for member, ended in self._group.collect():
             # Before the end is noted: its last messages say whether it had returned.
             self._drain(member)
             self._selector.unregister(member.sentinel)
@@ -632,7 +615,6 @@ class Supervisor:
                 self._on_loss(member, ended)
             else:
                 self._on_exit(member, ended)
-            self._open.discard(member.rank)
 
     def _on_exit(self, member: WorkerHandle, ended: messaging.Ended) -> None:
         """A launch's worker is gone: a failure, unless it had finished or was stopped."""
@@ -702,26 +684,23 @@ class RankWatch:
     def __init__(self, members: Sequence[WorkerHandle], *, lets_exit: bool) -> None:
         self._members = members
         self._lets_exit = lets_exit
-        self._look_at = time.monotonic() + LOOK_S
+        self._looked_at = time.monotonic()
+        self._look_at = self._looked_at + LOOK_S
         self._answers_at: float | None = None
         """When all that were asked have had time to answer; None if none was asked."""
-        self._exit_look_at: float | None = None
-        """When ranks at work are asked for the sake of those that wait to exit, if some do."""
         self._overdue_at: float | None = None
         """When those that may exit must have."""
         self._released: set[int] = set()
         self._cpu_s: dict[int, float] = {}
         self._idle_ranks: frozenset[int] = frozenset()
-        """Those that had done next to nothing when all were asked for it."""
-        self._doing: dict[int, tuple[RankActivity, int]] = {}
-        """Idle rank → what it was doing when it was asked last, and at how many looks before that
-        it was doing the same."""
+        """Those that had done next to nothing at the last look."""
+        self._doing: dict[int, tuple[RankActivity, float]] = {}
+        """Idle rank → what it was doing when it was asked last, and since which answer."""
         self._told_waits: set[tuple[int, RankActivity]] = set()
 
     def note_return(self) -> None:
-        """A launch's worker has returned."""
-        if self._exit_look_at is None:
-            self._exit_look_at = time.monotonic() + time_limits.EXIT_RECHECK_S
+        """A launch's worker has returned, and may exit soon."""
+        self._look_at = min(self._look_at, time.monotonic() + time_limits.EXIT_RECHECK_S)
 
     def doing(self, rank: int) -> str:
         """`waiting in barrier (Cell In[2], line 4)`; empty for one that is at work."""
@@ -732,9 +711,7 @@ class RankWatch:
         if self._lets_exit and not self._busy():
             # No rank is at work any more: those that wait may exit at once.
             return 0.0 if self._waiting() else self._overdue_at
-        if self._answers_at is not None:
-            return self._answers_at
-        return min(self._look_at, self._exit_look_at or self._look_at)
+        return self._look_at if self._answers_at is None else self._answers_at
 
     def is_overdue(self) -> bool:
         """Whether workers that may exit and have not must be ended.
@@ -758,12 +735,12 @@ class RankWatch:
         if self._answers_at is not None:
             self._answers_at = None
             return self._read_answers(busy, now)
-        if now >= self._look_at:
-            self._look_at = now + LOOK_S
-            self._idle_ranks = self._find_idle(_running(busy))
-            for rank in self._doing.keys() - self._idle_ranks:
-                del self._doing[rank]
-        if self._idle_ranks or (self._exit_look_at is not None and now >= self._exit_look_at):
+        may_exit = self._lets_exit and bool(self._waiting())
+        self._idle_ranks = self._find_idle(_running(busy), now - self._looked_at)
+        self._doing = {rank: self._doing[rank] for rank in self._idle_ranks & self._doing.keys()}
+        self._looked_at = now
+        self._look_at = now + (time_limits.EXIT_RECHECK_S if may_exit else LOOK_S)
+        if self._idle_ranks or may_exit:
             self._answers_at = now + time_limits.ANSWER_S
             for member in busy:
                 # Or the old dump would be taken for the answer.
@@ -773,16 +750,12 @@ class RankWatch:
 
     def _read_answers(self, busy: Sequence[WorkerHandle], now: float) -> str:
         # A rank that sets up a group may still need the connections of one that has returned.
-        are_connecting = any(map(_sets_up, busy))
+        if self._lets_exit and not any(map(_sets_up, busy)):
+            self._release(now)
         activities = {m.rank: RankActivity.of_stack(m.stack) for m in _running(busy)}
         for member in busy:
             _forget_answer(member)
-        if self._exit_look_at is not None and now >= self._exit_look_at:
-            if are_connecting:
-                self._exit_look_at = now + time_limits.EXIT_RECHECK_S
-            else:
-                self._release(now)
-        return self._judge(activities) if self._idle_ranks else ""
+        return self._judge(activities, now)
 
     def _busy(self) -> list[WorkerHandle]:
         return [member for member in self._members if member.is_busy]
@@ -799,7 +772,6 @@ class RankWatch:
         ]
 
     def _release(self, now: float) -> None:
-        self._exit_look_at = None
         for member in self._waiting():
             # Of the last one: another may have been let go hours before. A worker gives up by
             # itself what takes longer than `EXIT_S`, and says so.
@@ -809,28 +781,28 @@ class RankWatch:
 
     # ---- collectives
 
-    def _find_idle(self, running: Iterable[WorkerHandle]) -> frozenset[int]:
+    def _find_idle(self, running: Iterable[WorkerHandle], seconds: float) -> frozenset[int]:
         cpu_before = self._cpu_s
         uses = {member.rank: member.starter.use_of(member.pid) for member in running}
         self._cpu_s = {rank: use.cpu_s for rank, use in uses.items() if use is not None}
         return frozenset(
             rank
             for rank, cpu_s in self._cpu_s.items()
-            if rank in cpu_before and cpu_s - cpu_before[rank] < _IDLE_SHARE * LOOK_S
+            if rank in cpu_before and cpu_s - cpu_before[rank] < _IDLE_SHARE * seconds
         )
 
-    def _judge(self, activities: dict[int, RankActivity]) -> str:
+    def _judge(self, activities: dict[int, RankActivity], now: float) -> str:
         idle = {rank: one for rank, one in activities.items() if rank in self._idle_ranks}
-        self._idle_ranks = frozenset()
         before = self._doing
         self._doing = {
-            rank: (one, before[rank][1] + 1 if rank in before and before[rank][0] == one else 0)
+            rank: before[rank] if rank in before and before[rank][0] == one else (one, now)
             for rank, one in idle.items()
         }
         lasting = {
             (rank, one)
-            for rank, (one, num_looks) in self._doing.items()
-            if one.collective and num_looks >= _LOOKS
+            for rank, (one, since) in self._doing.items()
+            # It had done nothing at the first of these answers, for the time since the look before.
+            if one.collective and now - since > (_LOOKS - 0.1) * LOOK_S
         }
         calls = {(activity.collective, activity.is_comparing) for activity in activities.values()}
         have_all_come = len(calls) == 1 and len(activities) == len(self._members)

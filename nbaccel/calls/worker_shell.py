@@ -34,9 +34,9 @@ from traitlets.config import Config
 
 from nbaccel.base import frames, ipython_private
 from nbaccel.base.errors import InputRefused, UserMistake
-from nbaccel.calls.pool_messages import Completions
 from nbaccel.calls.pool_planning import CellSource
 from nbaccel.workers import worker_output
+from nbaccel.workers.messaging import Completions
 from nbaccel.workers.worker_output import without_widgets
 
 _TIMED_FILE_NAMES = ("<timed exec>", "<timed eval>")  # how %%time calls what it compiles

@@ -27,8 +27,8 @@ from nbaccel.hosts.slurm import job_number, own_step_variables, srun_words
 from nbaccel.plan import registry
 
 if TYPE_CHECKING:
-    from nbaccel.calls.launched_functions import Script
     from nbaccel.cli.launch_request import LaunchRequest
+    from nbaccel.config.call_arguments import Script
     from nbaccel.plan.contracts.host_engine import Host
 
 _IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a job

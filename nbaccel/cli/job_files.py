@@ -21,8 +21,8 @@ from nbaccel import __version__
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, engine_row
 from nbaccel.config.run_config import chosen_engine
-from nbaccel.config.variables import run_variables
 from nbaccel.notebook.picker.exporters import flag_of
+from nbaccel.plan.topology import run_variables
 
 _PORT = 29500
 _MEETING_PORT = 29400  # torch's own, for rendezvous

@@ -19,7 +19,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.cli.launch_options import OWN_PANEL, ConfigFile, add_command
 
 if TYPE_CHECKING:
-    from nbaccel.calls.launched_functions import Script
+    from nbaccel.config.call_arguments import Script
 
 _LAUNCH_HELP = """\
 Run a script in one worker per device, as `torchrun` and `accelerate launch` do.
@@ -149,7 +149,7 @@ def _read_script(
 ) -> Script:
     """What is to be run."""
     # Here, so that --help needs none of the machinery of launches.
-    from nbaccel.calls.launched_functions import Script
+    from nbaccel.config.call_arguments import Script
 
     if is_module and is_program:
         raise ConfigError(

@@ -15,15 +15,14 @@ from nbaccel.base import env
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.frames import place, user_frame
 from nbaccel.calls.launched_functions import (
-    Script,
     ScriptEnd,
     exit_status_of,
     run_script,
     run_script_here,
 )
-from nbaccel.calls.outcome import full_traceback
 from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
+from nbaccel.config.call_arguments import Script
 from nbaccel.launchers import launch_configured
 from nbaccel.plan import registry
 from nbaccel.workers.failure import FailureRecord, failure_text
@@ -104,7 +103,7 @@ def _tell_failure(report_text: str, record: FailureRecord | None, shows_tracebac
     if record is None or record.raised is None:
         return
     if shows_tracebacks:
-        print(full_traceback(record), file=sys.stderr)
+        print(record.full_traceback, file=sys.stderr)
     else:
         print("The whole traceback: nbaccel launch --debug.", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Calls that cannot work, found before anything is started: arguments and keywords.
+"""What is called: a function with its arguments, or a script. What cannot work is found first.
 
 Python's TypeError names the launcher or, seconds later, a worker; the user has to know how to write
 the call.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from nbaccel.base.errors import WrongArguments
 from nbaccel.config.mistakes import closest, shown
@@ -22,6 +24,25 @@ Self = TypeVar("Self")
 _RANK_NAMES = ("rank", "local_rank", "global_rank", "gpu", "gpu_id", "process_index", "proc_id")
 """Usual names of the first parameter of a function for `torch.multiprocessing.spawn`."""
 _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """A file, a module (``python -m``) or a program (no Python) that is to be run."""
+
+    kind: Literal["file", "module", "program"]
+    target: str
+    """The file's path, the module's name or the program."""
+    arguments: tuple[str, ...] = ()
+    """What it finds in ``sys.argv`` after its own name."""
+
+
+def call_title(function: Any, args: tuple[Any, ...]) -> str:
+    """What a call runs, in a word: the function, or the script that it is to run."""
+    if args and isinstance(args[0], Script):
+        return Path(args[0].target).name
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return str(name).rpartition("<locals>.")[2]
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:

@@ -89,6 +89,15 @@ _DEVICES: tuple[DeviceRow, ...] = (
         meaning="NVIDIA GPUs",
         needs="a GPU, its driver and a CUDA build of PyTorch",
         path="nbaccel.devices.cuda:CudaDevice",
+        signs=DeviceSigns(
+            # Nodes of NVIDIA's driver, of that of Jetson, of WSL and of AMD; in Windows a library.
+            files=(
+                *("dev/nvidia*", "dev/nvhost-gpu", "dev/nvmap", "dev/dxg", "dev/kfd"),
+                "Windows/System32/nvml.dll",
+            ),
+            pci_vendor="0x10de",
+            facts=("gpus",),
+        ),
         label="GPU",
         words=("gpu", "nvidia"),
         precisions=_NATIVE_PRECISIONS,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbaccel.base import env, ports
+from nbaccel.base import env, processes
 from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.deepspeed import cpp_operations, library, teardown
 from nbaccel.plan.inspecting import inspect_machine
@@ -73,7 +73,7 @@ _SIZES = (
 )
 _ALONE = dict.fromkeys(_RANKS, "0") | dict.fromkeys(_SIZES, "1")
 # With the first three, torch or Accelerate would look for a launcher that is not there; with the
-# last DeepSpeed would make shared memory of 66 MiB, and leave it: see `plan.shared_memory_files`.
+# last DeepSpeed would make shared memory of 66 MiB, and leave it: see `plan.topology`.
 _UNSET_VARIABLES = (
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "FORK_LAUNCHED"),
     "LOCAL_SIZE",
@@ -222,7 +222,7 @@ def _open_environment(
         _check_gpu(gpu_index, inspect_machine())
     ignore_old_names()
     socket = stack.enter_context(
-        ports.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
+        processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
     )
     port_number = int(socket.getsockname()[1])
     variables = _environment_variables(wanted_kind, gpu_index, port_number)
@@ -347,6 +347,6 @@ def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
         is_master=True,
         wait_for_workers=False,
         timeout=timeout,
-        **ports.store_options(fd),
+        **processes.store_options(fd),
     )
     dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)

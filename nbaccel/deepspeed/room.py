@@ -15,7 +15,7 @@ from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.model_size import measure
-from nbaccel.plan import shared_memory_files as shared_memory
+from nbaccel.plan import topology
 from nbaccel.plan.inventory import Inventory
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 def shortage(num_workers: int) -> str:
     """What does not work because there is too little room; empty where there is enough."""
-    if num_workers == 1 or shared_memory.has_room(num_workers):
+    if num_workers == 1 or topology.has_room(num_workers):
         return ""
-    needed_text = format_bytes(num_workers * shared_memory.FILE_BYTES)
-    free_text = format_bytes(shared_memory.free_shared_bytes())
+    needed_text = format_bytes(num_workers * topology.FILE_BYTES)
+    free_text = format_bytes(topology.free_shared_bytes())
     return (
-        f"{shared_memory.FOLDER} is too small for DeepSpeed's shared memory: {num_workers} workers "
-        f"need {needed_text} and {free_text} are free. Training works without it; "
+        f"{topology.SHARED_MEMORY} is too small for DeepSpeed's shared memory: {num_workers} "
+        f"workers need {needed_text} and {free_text} are free. Training works without it; "
         "deepspeed.comm.inference_all_reduce would crash the worker. Enlarge it (docker run "
         "--shm-size=1g), or use fewer workers."
     )

@@ -25,7 +25,7 @@ from nbaccel.plan import Plan, registry, resolve
 from nbaccel.plan.contracts.host_engine import Engine, Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
-from nbaccel.workers.starters import HostShare, MeetingPlace
+from nbaccel.workers.worker_processes import HostShare, MeetingPlace
 
 _JOIN_S = 120.0
 """For all actors to be there, and again for their templates: they import torch, perhaps from a slow
@@ -154,34 +154,25 @@ class HostSession:
         return answers
 
     def _check_versions(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
-        mismatches = {
-            name: mismatch
-            for name, known in facts.items()
-            if (mismatch := _version_mismatch(known["versions"]))
-        }
+        mismatches = {}
+        for name, known in facts.items():
+            differences = [
+                f"{package} {known['versions'].get(package, 'missing')} there and {version} here"
+                for package, version in own_versions().items()
+                if known["versions"].get(package) != version
+            ]
+            if differences:
+                mismatches[name] = (
+                    f"it has {', '.join(differences)}: what workers are sent could not be read. "
+                    "Install the same versions on all hosts"
+                )
         if mismatches:
-            joined = facts.keys() - mismatches.keys()
-            raise self._missing(joined, mismatches)
+            raise self._missing(facts.keys() - mismatches.keys(), mismatches)
 
     def _missing(self, joined: Collection[str], problems: Mapping[str, str]) -> StartupFailed:
         missing = [host.name for host in self._hosts if host.name not in joined]
         silence = "Ray may have no room for an actor there, or torch is slow to import."
         return missing_hosts(missing, len(self._hosts), problems, _JOIN_S, silence)
-
-
-def _version_mismatch(other_versions: Mapping[str, str]) -> str:
-    """Why a host with these versions cannot take part; empty if it can."""
-    differences = [
-        f"{name} {other_versions.get(name, 'missing')} there and {own_version} here"
-        for name, own_version in own_versions().items()
-        if other_versions.get(name) != own_version
-    ]
-    if not differences:
-        return ""
-    return (
-        f"it has {', '.join(differences)}: what workers are sent could not be read. Install the "
-        "same versions on all hosts"
-    )
 
 
 def _named_devices(

@@ -66,9 +66,11 @@ class HostfileEngine(Engine):
         hosts = _filtered_hosts(_read_hostfile(Path(config.hostfile or "")), config)
         num_places = sum(host.slots or 0 for host in hosts)
         if config.num_processes is not None and config.num_processes > num_places:
+            filters = {"include": config.include, "exclude": config.exclude}
+            note = "".join(f" with {name}={text!r}" for name, text in filters.items() if text)
             raise ConfigError(
                 f"num_processes={config.num_processes} with the {num_places} slots of "
-                f"{config.hostfile}{_filter_note(config)}: some workers would have nowhere to run. "
+                f"{config.hostfile}{note}: some workers would have nowhere to run. "
                 "Ask for fewer, or write more slots."
             )
         return own_cluster.first_hosts(hosts, config.num_processes)
@@ -103,11 +105,6 @@ def _filtered_hosts(hosts: Sequence[Host], config: RunConfig) -> list[Host]:
         for host in hosts
         if host.name in left_slots
     ]
-
-
-def _filter_note(config: RunConfig) -> str:
-    filters = {"include": config.include, "exclude": config.exclude}
-    return "".join(f" with {name}={text!r}" for name, text in filters.items() if text)
 
 
 def _read_hostfile(path: Path) -> list[Host]:

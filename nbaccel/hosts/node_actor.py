@@ -3,8 +3,8 @@
     notebook ══ Ray ══► NodeActor ── channel ──► template process ── fork ──► worker, worker, …
                            │ copies of arenas and staging files; the workers' channels and pipes
 
-    notebook ──► FileContent, Packet, Forget               `NodeActor.take`
-             ◄── Output, Packet, WorkerEnded, NodeFailed   `NodeActor.events`
+    notebook ──► files, Packet                             `NodeActor.take`
+             ◄── Output, Packet, WorkerEnded, an error     `NodeActor.events`
 
 A *worker* is named by a number that the notebook gives it.
 
@@ -28,7 +28,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -39,49 +38,30 @@ import psutil
 
 from nbaccel.base import env
 from nbaccel.base.leftovers import LeftoverFolders
-from nbaccel.base.ports import listen
-from nbaccel.base.processes import ProcessUse, process_use
-from nbaccel.plan import shared_memory_files
+from nbaccel.base.processes import ProcessUse, listen, process_use
+from nbaccel.hosts.ray_host import OWN_PATH
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.topology import Topology
+from nbaccel.plan.topology import Topology, remove_orphans, remove_shared_memory
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template
 from nbaccel.workers.messaging import Ended
-from nbaccel.workers.starters import TemplateStarter
-from nbaccel.workers.worker_handle import connect
+from nbaccel.workers.worker_processes import TemplateStarter, connect
 
 _CONCURRENT_CALLS = 16
 """Methods of an actor that run at a time: one waits for events as long as it lives."""
 _OUTBOX_RECORDS = 32
 """What the notebook has not fetched yet, of a megabyte at most: workers wait beyond that."""
 _PIPE_BYTES = 1 << 20  # as `connect` makes them
-_END_LOOK_S = 0.002
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which torch's process groups are told over which network to meet."""
 # Ray sets them in its workers, for its own sake.
 _RAYS_OWN_VARIABLES = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 
 
-STAGING = "staging"
-"""The kind of a file that workers fill; others are filled by whoever sends them."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileContent:
-    """Bytes of a memory file of the notebook's, which is new if its number is; the rest is zero."""
-
-    number: int
-    kind: str
-    num_bytes: int
-    pieces: Any = ()
-    """(first byte, bytes as an array of uint8) of each, or Ray's reference to a list of such."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """These files are of no more use."""
-
-    files: tuple[int, ...]
+FileContent = tuple[int, str, int, Any]
+"""Bytes of a memory file of the notebook's: its number, which may be new, its kind and size, and
+its pieces as (first byte, array of uint8), or Ray's reference to a list of such. The rest is zero.
+"""
 
 
 class NodeEnd(enum.Enum):
@@ -123,13 +103,6 @@ class WorkerEnded:
     ended: Ended
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFailed:
-    """The actor cannot go on."""
-
-    reason: str
-
-
 class NodeActor:
     """A node of a launch or a pool. Its methods run in threads, several at a time."""
 
@@ -141,7 +114,6 @@ class NodeActor:
         self._topologies: set[str] = set()
         self._device = ""
         self._starter: TemplateStarter | None = None
-        self._ends: dict[int, Ended] = {}
 
     # ---- getting ready
 
@@ -155,7 +127,15 @@ class NodeActor:
         interfaces = {
             name: interface for name in _INTERFACE_VARIABLES if interface and not env.read(name)
         }
-        env.update(dict.fromkeys(_RAYS_OWN_VARIABLES) | interfaces)
+        variables: dict[str, str | None] = {**dict.fromkeys(_RAYS_OWN_VARIABLES), **interfaces}
+        if OWN_PATH in sys.path:
+            sys.path.remove(OWN_PATH)
+            variables["PYTHONPATH"] = os.pathsep.join(
+                place
+                for place in (env.read("PYTHONPATH") or "").split(os.pathsep)
+                if place != OWN_PATH
+            )
+        env.update(variables)
         self._device = device
         _unblock_interrupts()
         if runs_cells:
@@ -192,9 +172,9 @@ class NodeActor:
 
     def fork(self, number: int) -> None:
         """Have a worker forked."""
-        worker = _NodeWorker(number, self._template_starter(), self._outbox, self._end_of)
-        self._workers[number] = worker
-        worker.begin()
+        self._workers[number] = _NodeWorker(
+            number, self._template_starter(), self._outbox, self._end_of
+        )
 
     def _template_starter(self) -> TemplateStarter:
         # It may start a template anew.
@@ -217,12 +197,11 @@ class NodeActor:
 
     def uses(self) -> list[tuple[int, ProcessUse]]:
         """What each worker uses."""
-        found = [
-            (number, process_use(worker.pid))
+        return [
+            (number, use)
             for number, worker in tuple(self._workers.items())
-            if not worker.has_ended
+            if not worker.has_ended and (use := process_use(worker.pid)) is not None
         ]
-        return [(number, use) for number, use in found if use is not None]
 
     def remove_leftovers(self, leftovers: list[LeftoverFolders]) -> None:
         """Remove what a worker that was killed has left on this node's disks."""
@@ -230,17 +209,12 @@ class NodeActor:
             folders.remove()
 
     def _end_of(self, pid: int) -> Ended:
-        """How a worker has ended that is about to be reaped."""
-        starter = self._template_starter()
-        while pid not in self._ends:
-            try:
-                self._ends |= {ended.pid: ended for ended in starter.collect()}
-            except Exception as error:  # the template has ended, and took its workers along
-                return Ended(pid, -signal.SIGKILL, 0, str(error).partition("\n")[0])
-            if pid not in self._ends:
-                # The template is about to report it, or another worker's thread has read that.
-                time.sleep(_END_LOOK_S)
-        return self._ends[pid]
+        """How a worker has ended whose end was reported."""
+        try:
+            ended = self._template_starter().end_of(pid)
+        except Exception as error:  # the template has ended, and took its workers along
+            return Ended(pid, -signal.SIGKILL, 0, str(error).partition("\n")[0])
+        return ended or Ended(pid, -signal.SIGKILL, 0)
 
     # ---- to the notebook
 
@@ -255,30 +229,32 @@ class NodeActor:
 
     # ---- from the notebook
 
-    def take(self, records: list[Any], _after: None) -> None:
+    def take(
+        self,
+        files: list[FileContent],
+        packet: Packet | None,
+        forgotten: list[int],
+        _after: None,
+    ) -> None:
         """Take what the notebook sends, after the call whose end it hands in."""
         try:
-            for record in records:
-                match record:
-                    case FileContent():
-                        self._write_file(record)
-                    case Forget():
-                        memfd.close_all([self._files.pop(number) for number in record.files])
-                    case Packet():
-                        self._pass_on(record)
+            for file in files:
+                self._write_file(*file)
+            if packet is not None:
+                self._pass_on(packet)
+            memfd.close_all([self._files.pop(number) for number in forgotten])
         except Exception as error:  # nobody waits for this call: the notebook hears of it here
-            self._outbox.put(NodeFailed(f"{type(error).__name__}: {error}"))
+            self._outbox.put(error)
 
-    def _write_file(self, record: FileContent) -> None:
+    def _write_file(self, number: int, kind: str, num_bytes: int, pieces: Any) -> None:
         import ray
 
-        if record.number not in self._files:
-            self._files[record.number] = memfd.create_file(record.kind, record.num_bytes)
-        pieces = record.pieces
+        if number not in self._files:
+            self._files[number] = memfd.create_file(kind, num_bytes)
         if isinstance(pieces, ray.ObjectRef):
             pieces = ray.get(pieces)
         for first_byte, content in pieces:
-            memfd.write_at(self._files[record.number], memoryview(content.data), first_byte)
+            memfd.write_at(self._files[number], memoryview(content.data), first_byte)
 
     def _pass_on(self, packet: Packet) -> None:
         worker = self._workers[packet.worker]
@@ -303,8 +279,8 @@ class NodeActor:
 
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this node's shared memory for these workers."""
-        shared_memory_files.remove([Topology.from_json(one) for one in self._topologies])
-        shared_memory_files.remove_orphans()
+        remove_shared_memory([Topology.from_json(one) for one in self._topologies])
+        remove_orphans()
 
 
 def own_versions() -> dict[str, str]:
@@ -340,14 +316,11 @@ class _NodeWorker:
         self._end_of = end_of
         self.channel, self._pipes, worker_ends = connect()
         self.second_channel = self.channel
-        with memfd.closing_files(*worker_ends.all()):
+        with memfd.closing_files(*worker_ends):
             self.pid = starter.start(worker_ends)
         self._exit = starter.sentinel(self.pid)
         self.has_ended = False
         self._is_heard = True
-
-    def begin(self) -> None:
-        """Pass on what it prints and says from now on."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -367,18 +340,19 @@ class _NodeWorker:
         memfd.close_all([*self._pipes, self._exit])
 
     def _pass_on(self, *, is_readable: bool) -> None:
-        packet = self._receive() if is_readable else None
+        content = b""
+        fds: list[int] = []
+        if is_readable:
+            try:
+                content, fds = self.channel.receive_packet()
+            except EOFError:
+                self._is_heard = False
         # After the packet has been read: what was printed before it goes first.
         self._pass_output()
-        if packet is not None:
-            self._pass_packet(*packet)
-
-    def _receive(self) -> tuple[bytes, list[int]] | None:
-        try:
-            return self.channel.receive_packet()
-        except EOFError:
-            self._is_heard = False
-            return None
+        if content:
+            with memfd.closing_files(*fds):
+                files = tuple(_bytes_of(fd, (0, os.fstat(fd).st_size)) for fd in fds)
+            self._outbox.put(Packet(worker=self._number, content=content, attached=files))
 
     def _pass_output(self) -> None:
         """Pass on what it has printed so far."""
@@ -391,11 +365,6 @@ class _NodeWorker:
                 if not content:
                     del self._pipes[pipe]
                     os.close(pipe)
-
-    def _pass_packet(self, content: bytes, fds: list[int]) -> None:
-        with memfd.closing_files(*fds):
-            files = tuple(_bytes_of(fd, (0, os.fstat(fd).st_size)) for fd in fds)
-        self._outbox.put(Packet(worker=self._number, content=content, attached=files))
 
 
 def _bytes_of(fd: int, byte_range: memfd.ByteRange) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -30,12 +30,12 @@ from nbaccel.base.processes import ProcessUse
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.base.units import shorten_text
 from nbaccel.hosts import node_actor
-from nbaccel.hosts.node_actor import NodeEnd
-from nbaccel.hosts.shared_files import SharedFile, SharedFiles
+from nbaccel.hosts.node_actor import FileContent, NodeEnd, Packet
+from nbaccel.hosts.shared_files import STAGING, SharedFile, SharedFiles
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.messaging import Ended, WorkerEnds
-from nbaccel.workers.starters import HostShare, Starter
+from nbaccel.workers.worker_processes import HostShare, Starter
 
 # No process has such a number (Linux: 2**22 at most), so none can be hit by mistake.
 _FIRST_WORKER = 2**22 + 1
@@ -58,8 +58,7 @@ class _RemoteWorker:
     def __init__(self, number: int, ends: WorkerEnds) -> None:
         self.number = number
         self.channel = messaging.Channel.from_fd(os.dup(ends.channel), waits=False)
-        ends_by_name = {"stdout": ends.stdout, "stderr": ends.stderr, "stack": ends.stack}
-        self.pipes = {name: os.dup(end) for name, end in ends_by_name.items()}
+        self.pipes = {name: os.dup(getattr(ends, name)) for name in ("stdout", "stderr", "stack")}
         for pipe in self.pipes.values():
             os.set_blocking(pipe, False)
         self.staging: dict[str, SharedFile] = {}
@@ -149,10 +148,19 @@ class NodeLink:
 
     # ---- to the node
 
-    def send(self, records: Sequence[Any]) -> None:
-        """Have the node take records, after those before."""
-        if records and not self.lost_because:
-            self._sent = self._actor.take.remote(list(records), self._sent)
+    def send(
+        self,
+        files: Sequence[FileContent] = (),
+        packet: Packet | None = None,
+        forgotten: Sequence[int] = (),
+    ) -> None:
+        """Have the node take these, after those before."""
+        if (files or packet or forgotten) and not self.lost_because:
+            self._sent = self._actor.take.remote(list(files), packet, list(forgotten), self._sent)
+
+    def tell(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the actor; Ray's reference to the answer, if the node is there."""
+        return None if self.lost_because else getattr(self._actor, method).remote(*arguments)
 
     def fork(self, worker: _RemoteWorker) -> None:
         """Have a worker forked; on a node that is lost it has ended at once."""
@@ -175,19 +183,6 @@ class NodeLink:
         except ray.exceptions.RayError as error:
             self.lose(error_line(error))
 
-    def signal(self, number: int, signal_number: int) -> None:
-        """Send a worker a signal."""
-        if not self.lost_because:
-            self._actor.signal.remote(number, signal_number)
-
-    def kill(self, number: int) -> None:
-        """End a worker."""
-        with self._lock:
-            worker = self._workers.get(number)
-        if worker is not None and not self.lost_because:
-            worker.is_killed = True
-            self._actor.kill.remote(number)
-
     def use_of(self, number: int) -> ProcessUse | None:
         """What a worker used when they were last asked. Often called, seldom asked."""
         import ray
@@ -198,7 +193,7 @@ class NodeLink:
             self._uses_answer = None
         if self._uses_answer is None and time.monotonic() - self._uses_asked_at >= _USE_S:
             self._uses_asked_at = time.monotonic()
-            self._uses_answer = self._actor.uses.remote()
+            self._uses_answer = self.tell("uses")
         return self._uses.get(number)
 
     # ---- from the node
@@ -216,66 +211,61 @@ class NodeLink:
             self.lose(f"Ray says: {shorten_text((lines or [type(error).__name__])[-1], 300)}")
 
     def _take(self, record: Any) -> None:
-        match record:
-            case node_actor.Output():
-                worker = self._workers.get(record.worker)
-                if worker is not None:
-                    worker.put_output(record.stream, record.content)
-            case node_actor.Packet():
-                worker = self._workers.get(record.worker)
-                if worker is not None:
-                    with contextlib.ExitStack() as sent:
-                        fds = []
-                        for content in record.attached:
-                            fds.append(memfd.create_file("payload", content.nbytes))
-                            sent.callback(os.close, fds[-1])
-                            memfd.write_at(fds[-1], memoryview(content), 0)
-                        self._pass_on(worker, record.content, fds)
-            case node_actor.WorkerEnded():
-                self._on_end(record.worker, record.ended)
-            case node_actor.NodeFailed():
-                self.lose(record.reason)
-
-    def _pass_on(self, worker: _RemoteWorker, content: bytes, fds: list[int]) -> None:
-        """Pass a message of a worker on to the notebook, with its files."""
-        message = _peek(content, fds)
-        if isinstance(message, messaging.Leaves):
-            # The folders are on the node's disks.
-            if message.is_there:
-                worker.leftovers.add(message.leftover)
-            else:
-                worker.leftovers.discard(message.leftover)
-            return
-        self._bring_home(worker, message)
-        worker.put_packet(content, fds)
-
-    def _bring_home(self, worker: _RemoteWorker, message: Any) -> None:
-        """Fetch what the worker has written into staging files, by its own report."""
-        report = getattr(message, "weight_report", None) or getattr(message, "report", None)
-        own_bytes = report.own_bytes if report is not None else {}
-        parts = [
-            (worker.staging[key], part)
-            for key, ranges in own_bytes.items()
-            if key in worker.staging
-            for part in _parts(ranges)
-        ]
-        waiting: tuple[SharedFile, list[memfd.ByteRange], Any] | None = None
-        for file, part in parts:
-            answer = self._actor.read.remote(file.number, part)
-            # It is under way while the one before is written.
-            if waiting is not None:
-                _write_home(*waiting)
-            waiting = (file, part, answer)
-        if waiting is not None:
-            _write_home(*waiting)
-
-    def _on_end(self, number: int, ended: Ended) -> None:
         import ray
 
-        worker = self._workers.get(number)
-        if worker is not None and worker.leftovers:
-            ray.get(self._actor.remove_leftovers.remote(list(worker.leftovers)))
-        self._end(number, dataclasses.replace(ended, pid=number))
+        if isinstance(record, Exception):
+            self.lose(f"{type(record).__name__}: {record}")
+            return
+        worker = self._workers.get(record.worker)
+        if worker is None:
+            return
+        match record:
+            case node_actor.Output():
+                worker.put_output(record.stream, record.content)
+            case node_actor.Packet():
+                self._pass_on(worker, record)
+            case node_actor.WorkerEnded():
+                if worker.leftovers:
+                    # The folders are on the node's disks.
+                    ray.get(self.tell("remove_leftovers", list(worker.leftovers)))
+                self._end(worker.number, dataclasses.replace(record.ended, pid=worker.number))
+
+    def _pass_on(self, worker: _RemoteWorker, packet: Packet) -> None:
+        """Pass a message of a worker on to the notebook, with its files."""
+        with contextlib.ExitStack() as sent:
+            fds = []
+            for content in packet.attached:
+                fds.append(memfd.create_file("payload", content.nbytes))
+                sent.callback(os.close, fds[-1])
+                memfd.write_at(fds[-1], memoryview(content), 0)
+            try:
+                message = messaging.peek_packet(packet.content, fds)
+            except Exception:  # a class that this process lacks: what it says is the reader's
+                message = None
+            if isinstance(message, messaging.Leaves):
+                note = worker.leftovers.add if message.is_there else worker.leftovers.discard
+                note(message.leftover)
+                return
+            report = getattr(message, "weight_report", None)
+            if report is not None:
+                self._bring_home(worker, report.own_bytes)
+            worker.put_packet(packet.content, fds)
+
+    def _bring_home(
+        self, worker: _RemoteWorker, own_bytes: Mapping[str, Sequence[memfd.ByteRange]]
+    ) -> None:
+        """Fetch what the worker has written into staging files, by its own report."""
+        waiting: tuple[SharedFile, list[memfd.ByteRange], Any] | None = None
+        for key in own_bytes.keys() & worker.staging.keys():
+            file = worker.staging[key]
+            for part in _parts(own_bytes[key]):
+                answer = self._actor.read.remote(file.number, part)
+                # It is under way while the one before is written.
+                if waiting is not None:
+                    _write_home(*waiting)
+                waiting = (file, part, answer)
+        if waiting is not None:
+            _write_home(*waiting)
 
     def lose(self, reason: str) -> None:
         """Note that the node is lost, and all its workers with it."""
@@ -298,12 +288,6 @@ class NodeLink:
             worker.close()
             self._starter.note_end(ended)
 
-    # ---- the end
-
-    def leave(self) -> Any:
-        """Have the node end what is left there; Ray's reference to the answer."""
-        return self._actor.leave.remote()
-
     def close(self) -> None:
         """Wait for the thread, whose actor has been ended, and close what is left."""
         self._thread.join(_LEAVE_S)
@@ -320,7 +304,7 @@ class RemoteStarter(Starter):
         self._workers: dict[int, tuple[NodeLink, _RemoteWorker]] = {}
         self._files = SharedFiles()
         self._numbers = itertools.count(_FIRST_WORKER)
-        self._ended: list[Ended] = []
+        self._ended: dict[int, Ended] = {}
         # Readable while an end is kept here that nobody has asked for.
         self._has_ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
@@ -339,6 +323,8 @@ class RemoteStarter(Starter):
     def begin(self, shares: Sequence[HostShare]) -> None:
         """The workers of an attempt are started next, so many on each host."""
         self.shares = shares
+        # What came too late for the attempt before.
+        self._ended.clear()
         names = [share.name for share in shares for _ in range(share.num_workers)]
         self._next_links = iter([self._links[name] for name in names])
 
@@ -354,12 +340,11 @@ class RemoteStarter(Starter):
         self, pid: int, channel: messaging.Channel, *, is_second: bool = False
     ) -> messaging.Channel:
         """What the notebook sends a worker by: its node's actor."""
-        link, worker = self._workers[pid]
 
         def send(content: bytes, fds: Sequence[int]) -> None:
             with self._sending:
                 try:
-                    self._forward(link, worker, content, fds, is_second=is_second)
+                    self._forward(pid, content, fds, is_second=is_second)
                 except Exception as error:  # of Ray: its object store is full, it was shut down
                     for each in self._links.values():
                         each.lose(f"what it was sent did not get there: {error_line(error)}")
@@ -372,11 +357,13 @@ class RemoteStarter(Starter):
 
     def signal(self, pid: int, number: int) -> None:
         """Have its host send a worker a signal."""
-        self._workers[pid][0].signal(pid, number)
+        self._workers[pid][0].tell("signal", pid, number)
 
     def kill(self, pid: int) -> None:
         """Have its host end a worker."""
-        self._workers[pid][0].kill(pid)
+        link, worker = self._workers[pid]
+        worker.is_killed = True
+        link.tell("kill", pid)
 
     def use_of(self, pid: int) -> ProcessUse | None:
         """Its host's last answer."""
@@ -385,66 +372,57 @@ class RemoteStarter(Starter):
     def note_end(self, ended: Ended) -> None:
         """A worker has ended."""
         with self._lock:
-            self._ended.append(ended)
+            self._ended[ended.pid] = ended
             os.eventfd_write(self._has_ended, 1)
 
-    def collect(self) -> list[Ended]:
-        """Workers that have ended since this was last asked."""
+    def end_of(self, pid: int) -> Ended | None:
+        """How this worker has ended; None if it still runs."""
         with self._lock:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._has_ended)
-            ended = self._ended
-            self._ended = []
+            ended = self._ended.pop(pid, None)
+            if not self._ended:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._has_ended)
         return ended
 
     # ---- what the notebook sends
 
-    def _forward(
-        self,
-        link: NodeLink,
-        worker: _RemoteWorker,
-        content: bytes,
-        fds: Sequence[int],
-        *,
-        is_second: bool,
-    ) -> None:
+    def _forward(self, pid: int, content: bytes, fds: Sequence[int], *, is_second: bool) -> None:
         """Pass a message of the notebook on to a worker, with copies of its files."""
+        link, worker = self._workers[pid]
         message = messaging.peek_packet(content, fds)
-        hints = _hints_of(message)
-        records: list[Any] = self._files.changes() if hints.reads_arenas else []
+        # A pool's task says what it means for files by its body.
+        hints = (
+            getattr(message, "file_hints", None)
+            or getattr(getattr(message, "body", None), "file_hints", messaging.FileHints)()
+        )
+        contents = self._files.changes() if hints.reads_arenas else []
         attached: list[Any] = []
         files = []
         for fd in fds:
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 file, news = self._files.share(fd)
-                records += news
+                contents += news
                 files.append(file)
                 attached.append(file.number)
             else:
                 with socket.socket(fileno=os.dup(fd)) as end:
                     is_channel = end.family == socket.AF_UNIX
                 attached.append(NodeEnd.SECOND_CHANNEL if is_channel else NodeEnd.STORE)
-        self._send_all(records)
         # Not strict: where nothing is brought home, no staging files come with it.
-        staging = [file for file in files if file.kind == node_actor.STAGING]
+        staging = [file for file in files if file.kind == STAGING]
         worker.staging.update(zip(hints.staging, staging, strict=False))
         for key, file in zip(hints.arenas, files, strict=False):
             file.arena_key = key
-        packet = node_actor.Packet(
+        packet = Packet(
             worker=worker.number,
             is_second=is_second,
             content=content,
             attached=tuple(attached),
             topology=getattr(message, "topology", ""),
         )
-        link.send([packet])
         forgotten = self._files.forget(hints.forgets, staging=hints.ends_staging)
-        if forgotten:
-            self._send_all([node_actor.Forget(tuple(forgotten))])
-
-    def _send_all(self, records: Sequence[Any]) -> None:
-        for link in self._links.values():
-            link.send(records)
+        for each in self._links.values():
+            each.send(contents, packet if each is link else None, forgotten)
 
     # ---- the end
 
@@ -452,7 +430,7 @@ class RemoteStarter(Starter):
         """Have all nodes end what is left there, which must not take long."""
         import ray
 
-        answers = [link.leave() for link in self._links.values() if not link.lost_because]
+        answers = [answer for link in self._links.values() if (answer := link.tell("leave"))]
         with contextlib.suppress(Exception):  # Ray may be gone: then all has ended
             ray.wait(answers, num_returns=len(answers) or 1, timeout=_LEAVE_S)
 
@@ -477,13 +455,6 @@ def error_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _peek(content: bytes, fds: Sequence[int]) -> Any:
-    try:
-        return messaging.peek_packet(content, fds)
-    except Exception:  # a class that this process lacks: what it says is the reader's
-        return None
-
-
 def _parts(ranges: Sequence[memfd.ByteRange]) -> Iterator[list[memfd.ByteRange]]:
     """Ranges in groups, each of about as many bytes as one call fetches."""
     part: list[memfd.ByteRange] = []
@@ -499,13 +470,3 @@ def _parts(ranges: Sequence[memfd.ByteRange]) -> Iterator[list[memfd.ByteRange]]
                 num_bytes = 0
     if part:
         yield part
-
-
-def _hints_of(message: Any) -> messaging.FileHints:
-    """What a message means for files; a pool's task says it by its body."""
-    for part in (message, getattr(message, "body", None)):
-        file_hints = getattr(part, "file_hints", None)
-        if file_hints is not None:
-            hints: messaging.FileHints = file_hints()
-            return hints
-    return messaging.FileHints()

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
@@ -38,7 +39,7 @@ from typing import IO, Any, cast
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, StartupFailed
 from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.ports import LOOPBACK_ADDRESSES, listen
+from nbaccel.base.processes import LOOPBACK_ADDRESSES, listen
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.plan.contracts.host_engine import Host, NodeCrew
 
@@ -49,7 +50,9 @@ _HOST_CODE = (
 )
 _JOIN_S = 180.0
 """For all hosts to be there: a raylet takes seconds, and minutes on a busy machine."""
-_LOOK_S = 0.1
+_LOOK_S = 0.05
+_STARTED = "Ray runtime started."
+"""What `ray start` says once its node has joined."""
 _LEAVE_S = 5.0
 """For processes on hosts to end once the notebook has hung up."""
 _ERROR_CHARS = 1200
@@ -151,48 +154,37 @@ class _HostProcess:
     ) -> None:
         self.command = command
         # A file: nobody reads a pipe while all is well, and a full one would stop it.
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self.errors: IO[bytes] = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=self._errors,
-            stderr=self._errors,
+            stdout=self.errors,
+            stderr=self.errors,
             env=dict(environment),
             # Ctrl-C in a terminal must reach the notebook only.
             start_new_session=True,
         )
         # Not closed: what runs there ends with it.
-        self._stdin = cast("IO[bytes]", self.process.stdin)
+        self.stdin = cast("IO[bytes]", self.process.stdin)
         # It may have ended already; its status says why.
         with contextlib.suppress(BrokenPipeError):
-            self._stdin.write(json.dumps(order).encode() + b"\n")
-            self._stdin.flush()
+            self.stdin.write(json.dumps(order).encode() + b"\n")
+            self.stdin.flush()
+
+    def output(self) -> str:
+        """What it has said so far."""
+        num_bytes = os.fstat(self.errors.fileno()).st_size
+        # By position: the process that writes has the same file offset.
+        return os.pread(self.errors.fileno(), num_bytes, 0).decode(errors="replace")
 
     def problem(self) -> str:
         """How it has ended and what it said; empty while it runs."""
         status = self.process.poll()
         if status is None:
             return ""
-        self._errors.seek(0)
-        text = self._errors.read().decode(errors="replace").strip()[-_ERROR_CHARS:]
+        text = self.output().strip()[-_ERROR_CHARS:]
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
         return f"{self.command[0]} has ended ({how})" + (f": {text}" if text else "")
-
-    def hang_up(self) -> None:
-        """Let what runs there end."""
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-
-    def wait(self, deadline: float) -> None:
-        """Wait until it has ended; kill it if that takes too long."""
-        try:
-            self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            # Its group: a command such as srun has children.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self._errors.close()
 
 
 class _Cluster:
@@ -203,32 +195,30 @@ class _Cluster:
         self._processes: dict[tuple[str, ...], _HostProcess] = {}
         self._on_end = contextlib.ExitStack()
         self._order: dict[str, Any] = {}
-        self._folder = ""
 
     def start_head(self, address: str, name: str) -> None:
         """Start the head on this machine, and have hosts told of it."""
         settings = _settings()
-        self._folder = tempfile.mkdtemp(prefix="nbray-")
-        self._on_end.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix="nbray-")
+        self._on_end.callback(shutil.rmtree, folder, ignore_errors=True)
         self._on_end.callback(self._end_processes)
         with listen(address, None) as free:
             port = free.getsockname()[1]
         self._order = {"address": f"{address}:{port}", "environment": settings}
-        head = {"name": name, "addresses": {name: address}, "head_folder": self._folder}
+        head = {"name": name, "addresses": {name: address}, "head_folder": folder}
         self.start_nodes((name,), host_command(), head, env.snapshot())
 
     def connect(self, name: str) -> None:
         """Connect this process to the head, once it is there."""
         # While it starts: that takes half a second.
-        import ray
+        with _iris_later():
+            import ray
 
-        host, _, port = self._order["address"].rpartition(":")
+        head = self._processes[(name,)]
         deadline = time.monotonic() + _JOIN_S
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
-                break
-            problem = self.problems().get(name, "")
+        # Until then `ray.init` would look once a second.
+        while _STARTED not in head.output():
+            problem = head.problem()
             if problem or time.monotonic() >= deadline:
                 raise StartupFailed(
                     "Ray did not start on this machine, so no worker was started. "
@@ -243,7 +233,7 @@ class _Cluster:
                 address=self._order["address"],
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _node_ip_address=host,
+                _node_ip_address=self._order["address"].rpartition(":")[0],
             )
 
     def start_nodes(
@@ -269,11 +259,20 @@ class _Cluster:
         }
 
     def _end_processes(self) -> None:
-        for process in self._processes.values():
-            process.hang_up()
+        for host in self._processes.values():
+            # What runs there ends with it.
+            with contextlib.suppress(BrokenPipeError):
+                host.stdin.close()
         deadline = time.monotonic() + _LEAVE_S
-        for process in self._processes.values():
-            process.wait(deadline)
+        for host in self._processes.values():
+            try:
+                host.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                # Its group: a command such as srun has children.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(host.process.pid, signal.SIGKILL)
+                host.process.wait()
+            host.errors.close()
         self._processes.clear()
 
     def end(self) -> None:
@@ -310,18 +309,21 @@ class OwnCluster(NodeCrew):
             _clusters.append(_Cluster())
         self._cluster = _clusters[0]
         self._cluster.num_users += 1
-        self.actors = {}
+        self.actors: dict[str, Any] = {}
         try:
             own_name = next((host.name for host in hosts if host.is_here), _HEAD_NAME)
             if is_first:
-                self._cluster.start_head(_own_address(list(addresses.values())), own_name)
+                # Where the hosts' nodes reach the head: the way to one of them.
+                own = [_address_towards(address) for address in addresses.values()]
+                own_address = next((one for one in own if one not in LOOPBACK_ADDRESSES), own[0])
+                self._cluster.start_head(own_address, own_name)
             order = {"name_variable": name_variable, "addresses": addresses, "head_folder": ""}
             for names, command in commands.items():
                 named = {**order, "name": names[0] if len(names) == 1 else ""}
                 self._cluster.start_nodes(names, command, named, environment or env.snapshot())
             if is_first:
                 self._cluster.connect(own_name)
-            self.actors = _start_actors(self._await_nodes(hosts))
+            self._start_actors(hosts)
         except BaseException:  # an interrupt must leave nothing behind either
             self.end()
             raise
@@ -337,45 +339,33 @@ class OwnCluster(NodeCrew):
             _clusters.clear()
             self._cluster.end()
 
-    def _await_nodes(self, hosts: Sequence[Host]) -> dict[str, str]:
-        """Wait until all hosts have joined; returns the ids of their nodes."""
+    def _start_actors(self, hosts: Sequence[Host]) -> None:
+        """Start an actor on each host once that has joined."""
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from nbaccel.hosts.node_actor import start_actor
 
         # Of the head by its id: it keeps the name that it had for its first user.
         own_id = str(ray.get_runtime_context().get_node_id())
-        node_ids = {host.name: own_id for host in hosts if host.is_here}
-        names = {host.name for host in hosts}
+        own_nodes = {host.name: own_id for host in hosts if host.is_here}
         all_nodes: Any = ray.nodes  # it has no annotations
         deadline = time.monotonic() + _JOIN_S
-        while len(node_ids) < len(hosts):
-            node_ids |= {
-                node["NodeName"]: node["NodeID"]
-                for node in all_nodes()
-                if node["Alive"] and node["NodeName"] in names
-            }
-            missing = [host.name for host in hosts if host.name not in node_ids]
-            problems = {
-                name: problem for name, problem in self.problems().items() if name in missing
-            }
-            if missing and (problems or time.monotonic() >= deadline):
+        while True:
+            nodes = {node["NodeName"]: node["NodeID"] for node in all_nodes() if node["Alive"]}
+            nodes |= own_nodes
+            missing = [host.name for host in hosts if host.name not in self.actors]
+            for name in [name for name in missing if name in nodes]:
+                place = NodeAffinitySchedulingStrategy(nodes[name], soft=False)
+                self.actors[name] = start_actor(num_cpus=0, scheduling_strategy=place)
+                missing.remove(name)
+            if not missing:
+                return
+            problems = {name: why for name, why in self.problems().items() if name in missing}
+            if problems or time.monotonic() >= deadline:
                 silence = "A firewall may close the way to this machine."
                 raise missing_hosts(missing, len(hosts), problems, _JOIN_S, silence)
             time.sleep(_LOOK_S)
-        return node_ids
-
-
-def _start_actors(node_ids: Mapping[str, str]) -> dict[str, Any]:
-    """Start an actor on each node, by its host's name."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from nbaccel.hosts.node_actor import start_actor
-
-    return {
-        name: start_actor(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-        )
-        for name, node_id in node_ids.items()
-    }
 
 
 def _settings() -> dict[str, str | None]:
@@ -392,6 +382,25 @@ def _settings() -> dict[str, str | None]:
 def _token() -> str:
     """The secret of this process's clusters: Ray reads one once."""
     return secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def _iris_later() -> Iterator[None]:
+    """Let what is imported here get rfc3987_syntax at its first use: `ray_path` says why."""
+    module: Any = types.ModuleType("rfc3987_syntax")
+
+    def is_valid_syntax(term: str, value: str) -> bool:
+        real: Any = importlib.import_module("rfc3987_syntax")
+        return bool(real.is_valid_syntax(term, value))
+
+    module.is_valid_syntax = is_valid_syntax
+    if is_installed("rfc3987_syntax"):
+        sys.modules.setdefault("rfc3987_syntax", module)
+    try:
+        yield
+    finally:
+        if sys.modules.get("rfc3987_syntax") is module:
+            del sys.modules["rfc3987_syntax"]
 
 
 @contextlib.contextmanager
@@ -441,12 +450,6 @@ def _addresses_of(hosts: Sequence[Host]) -> dict[str, str]:
     if problems:
         raise ConfigError(*problems)
     return addresses
-
-
-def _own_address(host_addresses: Sequence[str]) -> str:
-    """This machine's address on the way to hosts: where their nodes reach the head."""
-    own = [_address_towards(address) for address in host_addresses]
-    return next((one for one in own if one not in LOOPBACK_ADDRESSES), own[0])
 
 
 def _address_towards(host_address: str) -> str:

@@ -263,10 +263,20 @@ class RayCrew(NodeCrew):
     def __init__(
         self, group: Any, hosts: Sequence[Host], bundles: Sequence[Mapping[str, int]]
     ) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         self._group = group
-        self.actors: dict[str, Any] = {}
-        for number, (host, bundle) in enumerate(zip(hosts, bundles, strict=True)):
-            self.actors[host.name] = _make_actor(group, number, bundle)
+        self.actors = {
+            host.name: start_actor(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                resources={kind: bundle[kind] for kind in bundle if kind == "TPU"} or None,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=number
+                ),
+            )
+            for number, (host, bundle) in enumerate(zip(hosts, bundles, strict=True))
+        }
 
     def end(self) -> None:
         """See :meth:`NodeCrew.end`."""
@@ -275,17 +285,3 @@ class RayCrew(NodeCrew):
 
         if ray.is_initialized():  # or the user has left the cluster, which ended all
             remove_placement_group(self._group)
-
-
-def _make_actor(group: Any, number: int, bundle: Mapping[str, int]) -> Any:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    devices = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
-    return start_actor(
-        num_cpus=bundle["CPU"],
-        num_gpus=bundle.get("GPU", 0),
-        resources=devices or None,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=number
-        ),
-    )

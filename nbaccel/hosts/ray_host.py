@@ -6,43 +6,55 @@ with it: when the notebook hangs up or is gone, all that runs here ends at once.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
 import shutil
-import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 from nbaccel.base import env
-from nbaccel.workers.reaping import adopt_orphans, end_descendants
 
 # As a Ray that was installed without its extra `default`: nobody asks its helpers anything, and
 # what they import otherwise takes a busy machine more than the 15 s after which a raylet gives up.
+# Nor is there a server for its dashboard, for which the head would wait. Hosts import Ray while the
+# head starts, and look for it themselves: Ray does so every two seconds.
 _START_CODE = """
-import ray._private.utils as utils
+import socket, sys, time
+from ray._raylet import GcsClient
+import ray._private.services as services, ray._private.utils as utils
 no_extra = lambda: ImportError("not wanted here")
 utils.get_dashboard_dependency_error = utils.get_ray_client_dependency_error = no_extra
+services.start_api_server = lambda *_, **__: ("", None)
 from ray.scripts.scripts import main
+address = sys.argv[2].removeprefix("--address=")
+host, _, port = address.rpartition(":")
+deadline = time.monotonic() + 120
+while host and time.monotonic() < deadline:
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+        if GcsClient(address=address).get_all_node_info(timeout=5):
+            break
+    except Exception:
+        pass
+    time.sleep(0.1)
 main()
 """
-_HEAD_S = 180.0
-_START_S = 100.0
-"""For a node to start: it waits a minute for its raylet (RAY_raylet_start_wait_time_s)."""
-_LOOK_S = 0.1
+OWN_PATH = str(Path(__file__).with_name("ray_path"))
+"""Where Ray's processes look for packages first."""
+_START_S = 200.0
+"""For a node to start: it waits for the head, and then a minute for its raylet."""
 
 
 def main() -> NoReturn:
     """Be a node of the cluster until standard input ends, or Ray does."""
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     name = order["name"] or env.read(order["name_variable"]) or ""
-    env.update(order["environment"])
-    if not order["head_folder"]:
-        _await_head(order["address"])
-    adopt_orphans()
+    import_path = filter(None, [OWN_PATH, env.read("PYTHONPATH")])
+    env.update(order["environment"] | {"PYTHONPATH": os.pathsep.join(import_path)})
     began_at = time.monotonic()
     status = _run(order, name)
     if status == 1 and time.monotonic() - began_at < _START_S:
@@ -60,6 +72,10 @@ def _run(order: dict[str, Any], name: str) -> int:
     process = subprocess.Popen(
         [sys.executable, "-c", _START_CODE, *_words(order, name)], stdin=subprocess.DEVNULL
     )
+    # While it starts: this takes a third of a second.
+    from nbaccel.workers.reaping import adopt_orphans, end_descendants
+
+    adopt_orphans()
     exit_fd = os.pidfd_open(process.pid)
     # What it reads is nothing but the end.
     select.select([sys.stdin, exit_fd], [], [])
@@ -67,16 +83,6 @@ def _run(order: dict[str, Any], name: str) -> int:
     end_descendants()
     os.close(exit_fd)
     return status or 0
-
-
-def _await_head(address: str) -> None:
-    """Wait until the head answers, which is started at the same time."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + _HEAD_S
-    while time.monotonic() < deadline and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-        with contextlib.suppress(OSError):
-            socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
-            return
 
 
 def _words(order: dict[str, Any], name: str) -> list[str]:

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from nbaccel.hosts.node_actor import STAGING, FileContent
+from nbaccel.hosts.node_actor import FileContent
 from nbaccel.transfer import memfd
 
 ARENA = "arena"
+STAGING = "staging"
 _KEPT_PAYLOADS = 8
 """A payload is sent to one rank after the other; further ones are not needed again."""
 _PIECE_BYTES = 1 << 20
@@ -58,7 +59,7 @@ class SharedFile:
         import ray
 
         if self.kind == STAGING:
-            return FileContent(self.number, self.kind, self.num_bytes)
+            return self.number, self.kind, self.num_bytes, ()
         with mmap.mmap(self.descriptor, self.num_bytes, access=mmap.ACCESS_READ) as content:
             array = np.frombuffer(content, dtype=np.uint8)
             changed = {}
@@ -74,7 +75,7 @@ class SharedFile:
             )
             # Or the mapping could not be closed.
             del array, pieces
-        return FileContent(self.number, self.kind, self.num_bytes, copies)
+        return self.number, self.kind, self.num_bytes, copies
 
 
 class SharedFiles:
@@ -103,8 +104,12 @@ class SharedFiles:
 
     def changes(self) -> list[FileContent]:
         """What the notebook has written to its arenas since they were sent."""
-        contents = [file.news() for file in self._files.values() if file.kind == ARENA]
-        return [content for content in contents if content.pieces]
+        return [
+            content
+            for file in self._files.values()
+            # Its pieces: what is as it was when it was sent is not sent again.
+            if file.kind == ARENA and (content := file.news())[-1]
+        ]
 
     def forget(self, arena_keys: Collection[str], *, staging: bool) -> list[int]:
         """Drop these arenas, all staging files if asked to, and payloads that no rank will get.

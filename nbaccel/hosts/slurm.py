@@ -23,7 +23,6 @@ _TASKS_VARIABLE = "SLURM_TASKS_PER_NODE"
 # Set for a task by srun: the name that `scontrol show hostnames` gives its node.
 _OWN_NODE_VARIABLE = "SLURMD_NODENAME"
 _SCONTROL_S = 20.0
-_GROUP = re.compile(r"(\d+)(?:\(x(\d+)\))?$")
 # Of the notebook's own step.
 _STEP_VARIABLES = re.compile(
     r"SLURM_(STEP|STEPID|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)"
@@ -129,11 +128,6 @@ def _allocated_names(node_list: str) -> list[str]:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """The numbers that `4(x2),2` stands for; none where it cannot be read."""
-    counts: list[int] = []
-    for group in filter(None, text.split(",")):
-        found = _GROUP.match(group)
-        if found is None:
-            return []
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
+    """The numbers that `4(x2),2` stands for."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in groups for _ in range(int(times or 1))]

@@ -313,7 +313,8 @@ def beside(candidate: Candidate, best: Candidate | None) -> str:
         return candidate.verdict
     if best is None:
         return ""
-    words = _cost_of(candidate.placement) or "no faster, and less simple"
+    is_same = candidate.name == best.name  # in another precision
+    words = _cost_of(candidate.placement) or f"no faster{'' if is_same else ', and less simple'}"
     more_free = candidate.spare - best.spare
     if more_free > 0:
         words += f", {format_bytes(more_free)} more free"

@@ -21,7 +21,7 @@ from nbaccel.notebook.magic_line import (
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
 from nbaccel.notebook.worker_board import WorkerBoard
-from nbaccel.output.panel.facts import all_runs
+from nbaccel.output.panel.facts import ENDED_RUNS
 from nbaccel.output.report.comparing import RunComparison
 from nbaccel.output.report.run_facts import facts_of
 from nbaccel.output.report.run_report import RunReport, report_of
@@ -133,7 +133,7 @@ def _show_config(session: Session, line: MagicLine) -> None:
 
 def _latest_report() -> RunReport:
     """What IPython shows, or binds: `report = %accelerate report`."""
-    runs = all_runs()
+    runs = ENDED_RUNS
     if not runs:
         raise ConfigError(
             f"%accelerate report tells of the latest of {len(runs)} launches and cells. Run a cell "
@@ -143,7 +143,7 @@ def _latest_report() -> RunReport:
 
 
 def _earlier_runs() -> RunComparison | None:
-    runs = [facts_of(run, run.plan) for run in all_runs() if run.plan is not None]
+    runs = [facts_of(run, run.plan) for run in ENDED_RUNS if run.plan is not None]
     if not runs:
         print("No launch and no cell of %%accelerate has run in this notebook.")
         return None

@@ -12,10 +12,13 @@ import html
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from nbaccel.base.metric_history import Point
 from nbaccel.base.units import format_number
+
+Mark = tuple[float, str]
+"""A place on an axis, and its label."""
 
 
 class ChartLine(NamedTuple):
@@ -24,8 +27,8 @@ class ChartLine(NamedTuple):
     name: str
     points: Sequence[Point]
     """At least one, by ascending x. A y that is not finite interrupts the line."""
-    role: Literal["mean", "rank", "raw"]
-    """`mean` is drawn thick; `rank` thin, each with its own dashes; `raw` is what was smoothed."""
+    is_thick: bool = False
+    """Others are thin, each with its own dashes."""
 
 
 ACCENT_COLOUR = "#1e88e5"
@@ -33,13 +36,10 @@ ACCENT_COLOUR = "#1e88e5"
 _IMAGE_GREY = "#787878"
 """An image does not know the colour of the text around it: 4.4:1 against white, 4.3:1 against
 JupyterLab's dark background."""
+_WIDTH, _HEIGHT = 480, 160
+_MOST_TICKS = 6  # more would touch each other
 _CHAR_WIDTH = 6.2  # of a digit in 11 px, in px
-_LOOKS = {
-    "raw": (1.0, 0.6),
-    "rank": (1.0, 0.7),
-    "mean": (2.2, 1.0),
-}  # width, opacity; in this order
-_RANK_DASHES = ("", "4 2", "1 2", "7 2 1 2", "2 4")
+_DASHES = ("7 2 1 2", "", "4 2", "1 2", "2 4")  # the first one is mostly a thick line's
 _FAINT = 'stroke="currentColor" stroke-opacity='
 
 
@@ -49,144 +49,118 @@ def is_drawn(value: float) -> bool:
 
 
 def line_chart(
-    lines: Sequence[ChartLine],
-    *,
-    title: str,
-    marks: Sequence[tuple[float, str]] = (),
-    width: int = 480,
-    height: int = 160,
-    log_y: bool = False,
-    as_image: bool = False,
+    lines: Sequence[ChartLine], title: str, marks: Sequence[Mark], *, log_y: bool, as_image: bool
 ) -> str:
-    """Draw lines over the steps of a training."""
-    # Later elements cover earlier ones.
-    lines = sorted(lines, key=lambda line: [*_LOOKS].index(line.role))
-    ends = [lines[-1].points[0], lines[-1].points[-1]]
+    """Draw lines over the steps of a training; the first one is told of, and covers the others."""
+    ends = [lines[0].points[0], lines[0].points[-1]]
     first, last = (f"{format_number(y)} at step {format_number(x)}" for x, y in ends)
     spoken = f"{title}: from {first} to {last}"
-    values = [y for line in lines for _, y in line.points if is_drawn(y) and (y > 0 or not log_y)]
-    if not values:
-        text = _text(width / 2, height / 2, "no numbers", anchor="middle")
-        return _svg(spoken, text, width, height, as_image=as_image)
+    scale = math.log10 if log_y else float
+    curves = [
+        [(x, scale(y) if is_drawn(y) and (y > 0 or not log_y) else math.nan) for x, y in one.points]
+        for one in lines
+    ]
+    heights = [y for curve in curves for _, y in curve if not math.isnan(y)]
+    if not heights:
+        return _svg(spoken, _text(_WIDTH / 2, _HEIGHT / 2, "no numbers", "middle"), as_image)
     top = (18 if len(lines) > 1 else 6) + (12 if marks else 0)
-    y_axis = _Axis(values, height - 20, top, 21, is_log=log_y)
-    left = 10 + _CHAR_WIDTH * max((len(label) for _, label in y_axis.labels), default=0)
-    steps = [x for line in lines for x, _ in line.points]
-    x_axis = _Axis(steps, left, width - 8, 70, is_log=False)
-    looked = [(line, _look(line, number)) for number, line in enumerate(lines)]
-    elements = [*_axes(x_axis, y_axis), *_marks(x_axis, y_axis, marks)]
-    for line, look in looked:
-        elements += _line(x_axis, y_axis, line, look)
+    y_axis = _Axis(heights, _HEIGHT - 20, top)
+    y_ticks = _log_ticks(y_axis) if log_y else _linear_ticks(y_axis)
+    left = 10 + _CHAR_WIDTH * max((len(label) for _, label in y_ticks), default=0)
+    steps = [x for curve in curves for x, _ in curve]
+    x_axis = _Axis(steps, left, _WIDTH - 8)
+    marks = [mark for mark in marks if min(steps) <= mark[0] <= max(steps)]
+    looks = [_look(line, number) for number, line in enumerate(lines)]
+    elements = [*_axes(x_axis, y_axis, y_ticks), *_marks(x_axis, y_axis, marks)]
+    for curve, look in reversed([*zip(curves, looks, strict=True)]):
+        elements += _line(x_axis, y_axis, curve, look)
     if len(lines) > 1:
-        # The mean, which was drawn last, is named first.
-        elements += _legend(x_axis, sorted(looked, key=lambda entry: entry[0].role != "mean"))
-    return _svg(spoken, "".join(elements), width, height, as_image=as_image)
+        elements += _legend(x_axis, [line.name for line in lines], looks)
+    return _svg(spoken, "".join(elements), as_image)
 
 
 class _Axis:
-    """An axis from one place to another, in pixels, and its labelled values."""
+    """An axis from one place to another, in pixels."""
 
-    def __init__(
-        self, values: Sequence[float], start: float, end: float, tick_gap: int, *, is_log: bool
-    ) -> None:
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
         self.start = start
         self.end = end
-        self.is_log = is_log
-        low, high = (math.log10(value) if is_log else value for value in (min(values), max(values)))
-        if high - low <= 1e-9 * max(abs(low), abs(high)):
-            around = abs(low) / 10 or 1.0  # a constant lies in the middle
-            low, high = low - around, low + around
-        margin = 0.04 if end < start else 0.0  # above and below
-        self._low = low - (high - low) * margin
-        self._length = (high - low) * (1 + 2 * margin)
-        num_ticks = max(int(abs(end - start)) // tick_gap, 3 if is_log else 2)
-        ticks = self._log_ticks(num_ticks) if is_log else self._linear_ticks(num_ticks)
-        self.labels = [(tick, text) for tick, text in ticks if self.holds(tick)]
-
-    def _share(self, value: float) -> float:
-        return ((math.log10(value) if self.is_log else value) - self._low) / self._length
+        low, high = min(values), max(values)
+        # A constant lies in the middle.
+        is_constant = high - low <= 1e-9 * max(abs(low), abs(high))
+        margin = (abs(low) / 10 or 1.0) if is_constant else (high - low) * 0.04
+        self.low = low - margin
+        self.high = high + margin
 
     def at(self, value: float) -> float:
         """Where a value lies."""
-        return self.start + self._share(value) * (self.end - self.start)
-
-    def holds(self, value: float) -> bool:
-        """Whether a value lies on it."""
-        return (
-            is_drawn(value) and (value > 0 or not self.is_log) and -1e-9 < self._share(value) <= 1
-        )
-
-    def _linear_ticks(self, num_ticks: int) -> list[tuple[float, str]]:
-        least_step = self._length / num_ticks * 0.999
-        power = 10.0 ** math.floor(math.log10(least_step))
-        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least_step)
-        first = math.ceil(self._low / step - 1e-9)
-        # Multiples, not sums: 0.1 added up would be labelled 0.30000000000000004.
-        ticks = [number * step for number in range(first, first + 20)]
-        if step >= 1e4 or step < 1e-5:
-            return [(tick, format_number(tick)) for tick in ticks]
-        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        return [(tick, f"{tick + 0.0:,.{decimals}f}") for tick in ticks]
-
-    def _log_ticks(self, num_ticks: int) -> list[tuple[float, str]]:
-        """Powers of ten, with 2 and 5 between them where there is room, or fewer."""
-        decades = range(math.floor(self._low), math.floor(self._low + self._length) + 1)
-        ticks = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
-        if sum(map(self.holds, ticks)) > num_ticks:
-            stride = math.ceil(self._length / num_ticks)
-            ticks = [10.0**decade for decade in decades if decade % stride == 0]
-        return [(tick, format_number(tick)) for tick in ticks]
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
 
 
-def _axes(x_axis: _Axis, y_axis: _Axis) -> Iterable[str]:
-    for tick, label in y_axis.labels:
+def _linear_ticks(axis: _Axis) -> list[Mark]:
+    """Places on an axis, and what they are labelled."""
+    least_step = (axis.high - axis.low) / _MOST_TICKS * 0.999
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least_step)
+    numbers = range(math.ceil(axis.low / step - 1e-9), math.floor(axis.high / step + 1e-9) + 1)
+    # Ten digits: 3 times 0.1 is 0.30000000000000004.
+    return [(step * i, f"{step * i:,.10g}".replace("e-0", "e-")) for i in numbers]
+
+
+def _log_ticks(axis: _Axis) -> list[Mark]:
+    """Powers of ten, with 2 and 5 between them where there is room, or fewer."""
+    decades = range(math.floor(axis.low), math.floor(axis.high) + 1)
+    ticks = [decade + math.log10(factor) for decade in decades for factor in (1, 2, 5)]
+    ticks = [tick for tick in ticks if axis.low <= tick <= axis.high]
+    if len(ticks) > _MOST_TICKS:
+        stride = math.ceil((axis.high - axis.low) / _MOST_TICKS)
+        ticks = [tick for tick in ticks if tick % stride == 0]
+    return [(tick, format_number(10.0**tick)) for tick in ticks]
+
+
+def _axes(x_axis: _Axis, y_axis: _Axis, y_ticks: Iterable[Mark]) -> Iterable[str]:
+    for tick, label in y_ticks:
         y = y_axis.at(tick)
         yield _path([(x_axis.start, y), (x_axis.end, y)], f'{_FAINT}"0.15"')
-        yield _text(x_axis.start - 5, y + 4, label, anchor="end")
-    bottom = y_axis.start
-    yield _path([(x_axis.start, bottom), (x_axis.end, bottom)], f'{_FAINT}"0.4"')
-    yield _text(x_axis.end, bottom + 15, "step", anchor="end")
-    for tick, label in x_axis.labels:
+        yield _text(x_axis.start - 5, y + 4, label, "end")
+    yield _path([(x_axis.start, y_axis.start), (x_axis.end, y_axis.start)], f'{_FAINT}"0.4"')
+    yield _text(x_axis.end, y_axis.start + 15, "step", "end")
+    for tick, label in _linear_ticks(x_axis):
         x = x_axis.at(tick)
-        yield _path([(x, bottom), (x, bottom + 3)], f'{_FAINT}"0.4"')
         if x + _CHAR_WIDTH * len(label) / 2 < x_axis.end - 36:  # where "step" stands
-            yield _text(x, bottom + 15, label, anchor="middle")
+            yield _text(x, y_axis.start + 15, label, "middle")
 
 
-def _marks(x_axis: _Axis, y_axis: _Axis, marks: Sequence[tuple[float, str]]) -> Iterable[str]:
+def _marks(x_axis: _Axis, y_axis: _Axis, marks: Iterable[Mark]) -> Iterable[str]:
     """Dashed lines; those whose text would lie on another's have none."""
     free_from = x_axis.start - 1
     for step, text in marks:
-        if not x_axis.holds(step):
-            continue
         x = x_axis.at(step)
         look = f'{_FAINT}"0.3" stroke-dasharray="2 3"'
         yield _path([(x, y_axis.end - 12), (x, y_axis.start)], look)
         text_end = x + _CHAR_WIDTH * len(text) + 8
-        if x >= free_from and text_end <= x_axis.end + 8:
+        if x >= free_from and text_end <= _WIDTH:
             yield _text(x + 3, y_axis.end - 4, text)
             free_from = text_end
 
 
-def _line(x_axis: _Axis, y_axis: _Axis, line: ChartLine, look: str) -> Iterable[str]:
+def _line(x_axis: _Axis, y_axis: _Axis, curve: Iterable[Point], look: str) -> Iterable[str]:
     """Its stretches of numbers, and a cross where there is none."""
-    for has_place, group in itertools.groupby(line.points, lambda point: y_axis.holds(point[1])):
-        if has_place:
-            stretch = [(x_axis.at(x), y_axis.at(y)) for x, y in group]
-            # A single point is a line without a length, drawn as its round ends.
-            yield _path(stretch if len(stretch) > 1 else stretch * 2, look)
+    for is_gap, group in itertools.groupby(curve, lambda point: math.isnan(point[1])):
+        places = [(x_axis.at(x), y_axis.at(y)) for x, y in group]
+        if is_gap:
+            yield from (_text(x, y_axis.start - 3, "\u00d7", "middle") for x, _ in places)
         else:
-            for x, _ in group:
-                yield _text(x_axis.at(x), y_axis.start - 3, "\u00d7", anchor="middle")
+            yield _path(places, look)
 
 
-def _legend(x_axis: _Axis, looked: Sequence[tuple[ChartLine, str]]) -> Iterable[str]:
+def _legend(x_axis: _Axis, names: Sequence[str], looks: Sequence[str]) -> Iterable[str]:
     """A row that names the first few lines, and says how many more there are."""
     x = x_axis.start
-    for number, (line, look) in enumerate(looked):
-        name = line.name if len(line.name) <= 24 else f"{line.name[:23]}…"
+    for number, (name, look) in enumerate(zip(names, looks, strict=True)):
         if number == 4 or x + 100 + _CHAR_WIDTH * len(name) > x_axis.end:
-            yield _text(x, 12, f"and {len(looked) - number} more")
+            yield _text(x, 12, f"and {len(names) - number} more")
             return
         yield _path([(x, 8), (x + 18, 8)], look)
         yield _text(x + 23, 12, name)
@@ -194,40 +168,33 @@ def _legend(x_axis: _Axis, looked: Sequence[tuple[ChartLine, str]]) -> Iterable[
 
 
 def _look(line: ChartLine, number: int) -> str:
-    width, opacity = _LOOKS[line.role]
-    dashes = _RANK_DASHES[number % len(_RANK_DASHES)] if line.role == "rank" else ""
-    return (
-        f'stroke="{ACCENT_COLOUR}" stroke-width="{width}" stroke-opacity="{opacity}" '
-        f'stroke-linejoin="round" stroke-linecap="round" stroke-dasharray="{dashes}"'
-    )
+    dashes = _DASHES[number % len(_DASHES)]
+    thin = f'stroke-width="1" stroke-opacity="0.7" stroke-dasharray="{dashes}"'
+    return f'stroke="{ACCENT_COLOUR}" ' + ('stroke-width="2.2"' if line.is_thick else thin)
 
 
 def _path(points: Iterable[tuple[float, float]], look: str) -> str:
     way = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return f'<path d="M{way}" {look}/>'
+    # The last bit shows a point that is alone: a line without a length, drawn as its round ends.
+    return f'<path d="M{way}h0" fill="none" {look}/>'
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="currentColor" '
-        f'fill-opacity="0.75">{html.escape(text)}</text>'
-    )
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
-def _svg(spoken: str, drawn: str, width: int, height: int, *, as_image: bool) -> str:
+def _svg(spoken: str, drawn: str, as_image: bool) -> str:
     said = html.escape(spoken)
-    size = f'width="{width}" height="{height}"'
+    size = f'width="{_WIDTH}" height="{_HEIGHT}"'
     style = 'style="max-width:100%;height:auto"'
-    font = 'font-family="system-ui, sans-serif" font-size="11"'
-    view = f'{size} viewBox="0 0 {width} {height}" fill="none" {font}'
-    if not as_image:
-        return (
-            f'<svg role="img" aria-label="{said}" {style} {view}><title>{said}</title>{drawn}</svg>'
-        )
-    # In an image a style sheet disturbs nothing else; labels that are grey need no opacity.
-    image = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" color="{_IMAGE_GREY}" {view}>'
-        f"<title>{said}</title><style>text{{fill-opacity:1}}</style>{drawn}</svg>"
+    look = f'{style} fill-opacity="0.75"'
+    if as_image:  # its labels are grey, and need no opacity
+        look = f'xmlns="http://www.w3.org/2000/svg" color="{_IMAGE_GREY}"'
+    svg = (
+        f'<svg role="img" aria-label="{said}" {size} {look} viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'fill="currentColor" stroke-linejoin="round" stroke-linecap="round" '
+        f'font-family="system-ui, sans-serif" font-size="11"><title>{said}</title>{drawn}</svg>'
     )
-    data = base64.b64encode(image.encode()).decode()
-    return f'<img src="data:image/svg+xml;base64,{data}" alt="{said}" {size} {style}>'
+    data = base64.b64encode(svg.encode()).decode()
+    image = f'<img src="data:image/svg+xml;base64,{data}" alt="{said}" {size} {style}>'
+    return image if as_image else svg

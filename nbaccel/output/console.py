@@ -46,7 +46,6 @@ from nbaccel.output.lines import (
     OutputItem,
     PrintedLine,
     RichOutput,
-    stream_of,
 )
 from nbaccel.output.panel.facts import LibraryMessages, SeenWarnings
 from nbaccel.output.publish import CellPlace
@@ -60,33 +59,25 @@ MAX_LINE_CHARS = 1_000_000
 """Of a longer line head and tail are shown."""
 
 
-class _Amount(NamedTuple):
-    """So many lines, and so many characters."""
-
-    lines: float
-    chars: float
-
-    def is_exceeded_by(self, size: tuple[int, int]) -> bool:
-        return size[0] > self.lines or size[1] > self.chars
-
-
 class _Stage(NamedTuple):
-    """How much is shown at a time."""
+    """How much is shown at a time, and how much of one rank may wait.
+
+    With more waiting it waits itself, or only its newest lines are kept.
+    """
 
     chars_per_s: float
     chars_at_once: float
-    backlog: _Amount
-    """Of one rank: with more waiting, it waits itself, or only the newest lines are kept."""
-    most: _Amount
-    """More is dropped at once, because a pipe is read to its end when a worker ends."""
+    waiting_lines: float
+    waiting_chars: float
 
 
 # Just below Jupyter's limit of a megabyte a second, so that the server drops nothing.
-_WHOLE = _Stage(900_000, 90_000, _Amount(20_000, 1_200_000), _Amount(600_000, 3_600_000))
-_SLOW = _Stage(100_000, 100_000, _Amount(100, 50_000), _Amount(200, 100_000))
-_ENDING = _Stage(math.inf, math.inf, _Amount(200, 200_000), _Amount(400, 400_000))
-_ENDLESS = _Amount(math.inf, math.inf)
-_UNPACED = _Stage(math.inf, math.inf, _ENDLESS, _ENDLESS)
+_WHOLE = _Stage(900_000, 90_000, 200_000, 1_200_000)
+_SLOW = _Stage(100_000, 100_000, 100, 50_000)
+_ENDING = _Stage(math.inf, math.inf, 200, 200_000)
+_UNPACED = _Stage(math.inf, math.inf, math.inf, math.inf)
+_MOST_FULL = 3
+"""So many times that is dropped at once, because a pipe is read to its end when a worker ends."""
 _NOTE_PAUSE_S = 1.0
 
 
@@ -168,18 +159,16 @@ class Console:
         self._rank_logs = rank_logs
         is_paced = publish.has_cells() if paced is None else paced
         self._pace = _OutputPace(time.monotonic(), _WHOLE if is_paced else _UNPACED)
-        limit = MAX_LINE_CHARS if is_paced else None
+        limit = MAX_LINE_CHARS if is_paced else math.inf
         # Made when something is printed: most cells print nothing.
         self._sources: defaultdict[tuple[int, str], LineAssembler] = defaultdict(
             lambda: LineAssembler(limit)
         )
         self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
-        self._tails: dict[int, deque[str]] = {
-            worker_rank: deque(maxlen=_LAST_LINES) for worker_rank in ranks
-        }
-        self._prefixes: dict[tuple[int, ...], str] = {}
+        self._tails = {rank: deque[str](maxlen=_LAST_LINES) for rank in ranks}
         self._dropped: dict[int, int] = {}
-        self._live = _LiveConsole()
+        self._owners: dict[str, int] = {}
+        """Rank whose output is shown, by the handle of one that can be shown once only."""
         self._drawn = ""
         # A notebook paints stderr as an error, which a bar or a notice is not.
         self._own_stream = "stdout" if publish.has_cells() else "stderr"
@@ -196,12 +185,12 @@ class Console:
         ):
             self.notice(problem)
         source = self._sources[worker_rank, stream]
-        at_most = math.inf if self._pace.waits else self._pace.stage.backlog.lines
+        at_most = math.inf if self._pace.waits else self._pace.stage.waiting_lines
         output_lines, dropped_lines = source.feed(output_bytes, at_most=at_most)
         self._queue(worker_rank, stream, output_lines)
         self._note_dropped(worker_rank, dropped_lines)
-        if self._pace.stage.most.is_exceeded_by(self._waiting.size(worker_rank)):
-            self._shorten(worker_rank, self._pace.stage.backlog)
+        if self._fullness(worker_rank) > _MOST_FULL:
+            self._shorten(worker_rank)
 
     def feed_display(
         self, worker_rank: int, message: messaging.Display | messaging.ClearOutput
@@ -249,17 +238,25 @@ class Console:
     def rewritten_lines(self) -> dict[int, tuple[str, ...]]:
         """Unfinished lines that ranks draw in place, by rank."""
         found: dict[int, tuple[str, ...]] = {}
+        for rank, _, text in self._rewritten():
+            found[rank] = (*found.get(rank, ()), text)
+        return found
+
+    def _rewritten(self) -> Iterator[tuple[int, str, str]]:
         for (rank, stream), source in self._sources.items():
             if source.rewritten and (rank, stream) not in self._hidden:
-                found[rank] = (*found.get(rank, ()), source.rewritten)
-        return found
+                yield rank, stream, source.rewritten
 
     # ---- too much of it
 
     def is_full(self, worker_rank: int) -> bool:
         """Whether so much of this rank is waiting that reading should stop."""
-        size = self._waiting.size(worker_rank)
-        return self._pace.waits and self._pace.stage.backlog.is_exceeded_by(size)
+        return self._pace.waits and self._fullness(worker_rank) > 1
+
+    def _fullness(self, rank: int) -> float:
+        num_lines, num_chars = self._waiting.size(rank)
+        stage = self._pace.stage
+        return max(num_lines / stage.waiting_lines, num_chars / stage.waiting_chars)
 
     @property
     def is_behind(self) -> bool:
@@ -275,8 +272,9 @@ class Console:
         if self._pace.stage is not _UNPACED:
             self._pace.stage = _ENDING
 
-    def _shorten(self, rank: int, limit: _Amount) -> None:
-        lines = self._waiting.shorten(rank, output_lines=limit.lines, num_chars=limit.chars)
+    def _shorten(self, rank: int) -> None:
+        stage = self._pace.stage
+        lines = self._waiting.shorten(rank, stage.waiting_lines, stage.waiting_chars)
         self._note_dropped(rank, lines)
 
     def _note_dropped(self, rank: int, num_lines: int) -> None:
@@ -284,12 +282,11 @@ class Console:
             self._dropped[rank] = self._dropped.get(rank, 0) + num_lines
 
     def _tell_dropped(self) -> None:
-        if self._dropped:
-            names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""
-            num_lines = sum(self._dropped.values())
-            words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
-            self._dropped.clear()
-            self._write(self._own_stream, f"{_OWN_PREFIX}… {words}{names} not shown\n")
+        names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""
+        num_lines = sum(self._dropped.values())
+        words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
+        self._dropped.clear()
+        self._write(self._own_stream, f"{_OWN_PREFIX}… {words}{names} not shown\n")
 
     def tails(self) -> dict[int, list[str]]:
         """The last lines of each rank."""
@@ -330,7 +327,7 @@ class Console:
         items = self._entries(current_time, -math.inf if is_final else HOLD_S)
         if self._pace.stage is _ENDING:
             for worker_rank in self._ranks:
-                self._shorten(worker_rank, _ENDING.backlog)
+                self._shorten(worker_rank)
         room = math.inf
         if not is_final:
             room = self._pace.room(current_time, has_gaps=bool(self._dropped))
@@ -339,7 +336,7 @@ class Console:
         while num_chars < room and (entry := next(items, None)):
             entries.append(entry)
             # Each line costs a prefix and a line end too, also an empty one.
-            num_chars += len(_entry_text(entry[1])) + 5
+            num_chars += len(entry[1].text) + 5
         if self._pace.spend(num_chars):
             entries.append(([], PrintedLine(current_time, self._own_stream, _TOO_MUCH)))
         return entries
@@ -348,35 +345,26 @@ class Console:
         for popped_items in self._waiting.ready(current_time, hold_s=hold_s):
             # The lowest, as elsewhere: twins of outputs that are updated later differ.
             rank = min(popped_items)
-            for worker_rank, queued_item in popped_items.items():
-                if isinstance(queued_item, RichOutput):
-                    self._live.note(worker_rank, queued_item, with_rank=rank)
+            for queued_item in popped_items.values():
+                if isinstance(queued_item, RichOutput) and queued_item.handle is not None:
+                    owner = self._owners.get(queued_item.handle, rank)
+                    self._owners[queued_item.handle] = min(rank, owner)
             yield [*popped_items], popped_items[rank]
 
     def notice(self, text: str) -> None:
         """Show a line of the launcher, after what has been printed so far."""
-        self.make_room()
+        self.tick(is_final=True)
+        # What has another output below it cannot be drawn over: it would stay for good.
+        self._erase()
         self._write(self._own_stream, text + "\n")
 
-    def make_room(self) -> None:
-        """Show what is waiting and take a bar away, before something else is shown in the cell.
-
-        What has another output below it cannot be drawn over: it would stay for good.
-        """
-        self.tick(is_final=True)
-        self._erase()
-
     def _bar(self) -> tuple[str, str]:
-        if self._place is not None:
+        """What the lowest rank draws in place, and on which stream."""
+        lowest = min(self._rewritten(), default=None)
+        if self._place is not None or lowest is None:
             return "", self._drawn_on
-        # The lowest rank's.
-        for rank in self._ranks if self._sources else ():
-            for stream in ("stdout", "stderr"):
-                source = self._sources.get((rank, stream))
-                if source and source.rewritten and (rank, stream) not in self._hidden:
-                    bar_stream = "stdout" if self._own_stream == "stdout" else stream
-                    return self._prefix([rank]) + source.rewritten, bar_stream
-        return "", self._drawn_on
+        rank, stream, text = lowest
+        return self._prefix([rank]) + text, "stdout" if self._own_stream == "stdout" else stream
 
     def _erase(self, keep_bar: str = "") -> None:
         if self._drawn and not keep_bar:
@@ -392,31 +380,25 @@ class Console:
 
     def _show(self, entries: list[_ShownEntry]) -> None:
         """One write per run of lines of the same stream: each write is a message to the browser."""
-        newest_entry = {
-            self._live.key(ranks, item): item
+        # Of updates of the same output only the last needs to be shown.
+        newest_updates = {
+            (min(ranks), item.handle): item
             for ranks, item in entries
-            if isinstance(item, RichOutput)
+            if isinstance(item, RichOutput) and item.updates
         }
-        for stream, entry_run in itertools.groupby(
-            entries, key=lambda shown_entry: stream_of(shown_entry[1])
-        ):
+        for stream, entry_run in itertools.groupby(entries, key=lambda entry: entry[1].stream):
             if stream is not None:
-                lines = list(entry_run)
-                self._write(
-                    stream,
-                    "".join(f"{self._prefix(ranks)}{_entry_text(item)}\n" for ranks, item in lines),
-                )
+                lines = [f"{self._prefix(ranks)}{item.text}\n" for ranks, item in entry_run]
+                self._write(stream, "".join(lines))
                 continue
             for ranks, item in entry_run:
-                if (
-                    isinstance(item, RichOutput)
-                    and newest_entry[self._live.key(ranks, item)] is item
+                if isinstance(item, RichOutput) and (
+                    newest_updates.get((min(ranks), item.handle)) is item or not item.updates
                 ):
                     self._publish(ranks, item)
 
     def _publish(self, ranks: list[int], item: RichOutput) -> None:
-        rank = min(ranks)
-        if not self._live.may_show(rank, item):
+        if item.handle is not None and self._owners[item.handle] != min(ranks):
             return
         label = self._prefix(ranks).rstrip()
         if label and not item.clears and not item.updates and len(ranks) < len(self._ranks):
@@ -436,64 +418,11 @@ class Console:
         target_stream.flush()
 
     def _prefix(self, ranks: Sequence[int]) -> str:
-        key = tuple(ranks)
-        # Cached: thousands of lines a second have the same few prefixes.
-        if key not in self._prefixes:
-            self._prefixes[key] = self._prefix_of(key)
-        return self._prefixes[key]
-
-    def _prefix_of(self, ranks: tuple[int, ...]) -> str:
         if not ranks:
             return _OWN_PREFIX
         if self._template is None:
             return f"[{number_ranges(ranks)}] "
-        local_rank = {worker_rank: position for position, worker_rank in enumerate(self._ranks)}
-        values = {
-            "rank": ranks[0],
-            "local_rank": local_rank[ranks[0]],
-            "role_name": "worker",
-        }
-        return Template(self._template).safe_substitute(values)
-
-
-class _LiveConsole:
-    """Which rank's output is shown where only one rank's can be."""
-
-    def __init__(self) -> None:
-        self._clearer: int | None = None
-        self._owners: dict[str, int] = {}
-        self._folded: set[tuple[int, str]] = set()
-
-    def note(self, worker_rank: int, item: RichOutput, *, with_rank: int) -> None:
-        """An item leaves its queue; `with_rank`'s twin of it is the one that is shown."""
-        if item.clears:
-            self._clearer = (
-                worker_rank if self._clearer is None else min(worker_rank, self._clearer)
-            )
-        elif item.handle is not None:
-            if worker_rank != with_rank:
-                self._folded.add((worker_rank, item.handle))
-            else:
-                self._owners[item.handle] = min(
-                    worker_rank, self._owners.get(item.handle, worker_rank)
-                )
-
-    def may_show(self, worker_rank: int, item: RichOutput) -> bool:
-        """Whether this rank's item is the one that counts."""
-        if item.clears:
-            return worker_rank == self._clearer
-        handle = item.handle
-        return handle is None or (
-            (worker_rank, handle) not in self._folded
-            and self._owners.get(handle, worker_rank) == worker_rank
+        local_rank = self._ranks.index(ranks[0])
+        return Template(self._template).safe_substitute(
+            rank=ranks[0], local_rank=local_rank, role_name="worker"
         )
-
-    def key(self, ranks: list[int], item: RichOutput) -> object:
-        """Equal for updates of the same output, of which only the last needs to be shown."""
-        if item.updates:
-            return (min(ranks), item.handle)
-        return id(item)
-
-
-def _entry_text(item: OutputItem) -> str:
-    return item.text if isinstance(item, PrintedLine) else ""

@@ -89,17 +89,11 @@ def has_cells() -> bool:
     return getattr(frames.running_shell(), "kernel", None) is not None
 
 
-def request_id() -> str:
-    """The number of the message that the kernel is working on: one per run of a cell; or empty."""
-    return _request_header("msg_id")
+def request_header(name: str) -> str:
+    """Of the message that the kernel works on; empty where there is none.
 
-
-def page_id() -> str:
-    """The number of the page that has sent that message: a reloaded page has another; or empty."""
-    return _request_header("session")
-
-
-def _request_header(name: str) -> str:
+    `msg_id` is another one for each run of a cell, `session` for each page, also a reloaded one.
+    """
     kernel: Any = getattr(frames.running_shell(), "kernel", None)
     parent = kernel.get_parent() if hasattr(kernel, "get_parent") else None
     return str((parent or {}).get("header", {}).get(name, ""))
@@ -110,31 +104,23 @@ def is_watched() -> bool:
     return frames.running_shell() is not None or sys.stderr.isatty()
 
 
-PublishBundle = Callable[[Mapping[str, Any]], None]
-"""Shows `{"data": ..., "metadata": ...}`."""
-
-
-def show_results(
-    rank_results: Mapping[int, Mapping[str, Any] | None],
-    publish_bundle: PublishBundle = publish_display,
-) -> None:
-    """Show what the ranks' cells ended with."""
-    result_groups = _equal_groups(rank_results)
+def show_results(rank_results: Mapping[int, Mapping[str, Any] | None]) -> None:
+    """Show what the ranks' cells ended with: `{"data": ..., "metadata": ...}` each."""
     text_lines: list[str] = []
-    for group_ranks, mime_bundle in result_groups:
+    for group_ranks, mime_bundle in _equal_groups(rank_results):
         if len(group_ranks) == len(rank_results):
-            publish_bundle(mime_bundle)
+            publish_display(mime_bundle)
             return
         rank_label = f"[{number_ranges(group_ranks)}]"
         data = mime_bundle["data"]
         if set(data) == {"text/plain"} and "\n" not in data["text/plain"]:
             text_lines.append(f"{rank_label} {data['text/plain']}")
             continue
-        publish_bundle(_plain_text([*text_lines, rank_label]))
-        publish_bundle(mime_bundle)
+        _show_lines([*text_lines, rank_label])
+        publish_display(mime_bundle)
         text_lines = []
     if text_lines:
-        publish_bundle(_plain_text(text_lines))
+        _show_lines(text_lines)
 
 
 def _equal_groups(
@@ -153,8 +139,8 @@ def _equal_groups(
     return groups
 
 
-def _plain_text(lines: list[str]) -> dict[str, Any]:
-    return {"data": {"text/plain": "\n".join(lines)}, "metadata": {}}
+def _show_lines(lines: list[str]) -> None:
+    publish_display({"data": {"text/plain": "\n".join(lines)}})
 
 
 # Front ends draw it as nothing, and nbconvert knows both forms: it warns of an output without any.
@@ -218,18 +204,12 @@ class CellPlace:
             self._widget.value = self._content.get(_HTML_TYPE, "")
             if not self._stands:
                 self._stands = True
-                publish_display({"data": widget_bundle(self._widget), "metadata": {}})
+                publish_display({"data": widget_bundle(self._widget)})
             return
-        content: dict[str, Any] = {
-            "data": self._content,
-            "metadata": {},
-            "transient": {"display_id": self.display_id},
-        }
-        if self._stands:
-            # With the same display id, so that the front end replaces the output.
-            content["update"] = True
+        # With the same display id, so that the front end replaces the output.
+        transient = {"display_id": self.display_id}
+        publish_display({"data": self._content, "transient": transient, "update": self._stands})
         self._stands = True
-        publish_display(content)
 
 
 SHOWN_AFTER_S = 0.5
@@ -253,32 +233,26 @@ class WaitingLine:
         self.place = CellPlace()
         self._is_wanted = self.place.is_there or sys.stderr.isatty()
         self._shown = ""
-        self._is_over = False
 
     def due_in(self) -> float:
         """Seconds until there is something to show; infinite afterwards."""
-        if self._shown or self._is_over:
+        if self._shown or not self._is_wanted:
             return float("inf")
         return max(0.0, self._began_at + SHOWN_AFTER_S - self._clock())
 
     def say(self, waited_for: str) -> None:
         """Show what is being waited for, if it has taken long enough. Cheap to call often."""
         text = f"{self._headline}: {waited_for} …" if waited_for else f"{self._headline} …"
-        if (
-            self._is_over
-            or not self._is_wanted
-            or text == self._shown
-            or self._clock() < self._began_at + SHOWN_AFTER_S
-        ):
-            return
-        self._show(text)
-        self._shown = text
+        is_early = self._clock() < self._began_at + SHOWN_AFTER_S
+        if self._is_wanted and not is_early and text != self._shown:
+            self._show(text)
+            self._shown = text
 
     def close(self, *, is_replaced: bool = False) -> None:
         """Remove it."""
-        if self._shown and not self._is_over and not (is_replaced and self.place.is_there):
+        if self._shown and self._is_wanted and not (is_replaced and self.place.is_there):
             self._show("")
-        self._is_over = True
+        self._is_wanted = False
 
     def _show(self, text: str) -> None:
         if self.place.is_there:

@@ -11,6 +11,7 @@ runs never share a file.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -20,14 +21,6 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
 
 STREAM_NAMES = ("stdout", "stderr")
-_ALL_STREAMS = "3"
-# The numbers that torchrun gives to streams.
-_STREAMS_BY_NUMBER = {
-    "0": frozenset[str](),
-    "1": frozenset({"stdout"}),
-    "2": frozenset({"stderr"}),
-    _ALL_STREAMS: frozenset(STREAM_NAMES),
-}
 
 
 class RankLogs:
@@ -81,30 +74,27 @@ class RankLogs:
 
 def hidden_streams(shown_output: str, ranks: Sequence[int]) -> frozenset[tuple[int, str]]:
     """What is not shown, by rank and stream."""
-    numbers_by_rank = _numbers_by_rank(shown_output)
+    numbers = _numbers_by_rank(shown_output)
     return frozenset(
         (rank, name)
         for local_rank, rank in enumerate(ranks)
-        for name in STREAM_NAMES
-        if name
-        not in _STREAMS_BY_NUMBER[numbers_by_rank.get(local_rank, numbers_by_rank.get(None, "0"))]
+        # As torchrun numbers streams: 1 is stdout, 2 stderr, 3 both.
+        for bit, name in enumerate(STREAM_NAMES, 1)
+        if not numbers.get(local_rank, numbers.get(None, 0)) & bit
     )
 
 
-def _numbers_by_rank(shown_output: str) -> dict[int | None, str]:
+def _numbers_by_rank(shown_output: str) -> dict[int | None, int]:
     """``0:3,1:2`` by local rank; a number alone stands for all other ranks, under None."""
     parts = [part.rpartition(":") for part in shown_output.replace(" ", "").split(",")]
-    return {int(text) if text else None: number for text, _, number in parts}
+    return {int(text) if text else None: int(number) for text, _, number in parts}
 
 
 def _make_folder(log_dir: Path) -> Path:
     name = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
     # Two starts of one process within a second: restarts of workers that fail at once.
-    for number in range(1000):
-        folder = log_dir / (f"{name}_{number}" if number else name)
-        with contextlib.suppress(FileExistsError):
-            log_dir.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-            write_notice(f"nbaccel: what each rank prints is written to {folder}\n")
-            return folder
-    raise FileExistsError(17, "a thousand runs began in this second", str(log_dir))
+    folders = (log_dir / (f"{name}_{number}" if number else name) for number in itertools.count())
+    folder = next(folder for folder in folders if not folder.exists())
+    folder.mkdir(parents=True)
+    write_notice(f"nbaccel: what each rank prints is written to {folder}\n")
+    return folder

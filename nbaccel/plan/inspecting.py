@@ -10,6 +10,7 @@ from ``/proc``, ``/sys`` and package metadata.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
@@ -193,12 +194,17 @@ def inspect_machine() -> Inventory:
         shm_bytes=_file_system_bytes(Path("/dev/shm")),
         platform=sys.platform,
         python_version=platform.python_version(),
-        torch_version=installed_version("torch"),
+        torch_version=_torch_version(),
         front_end=_detect_front_end(environ),
         fork_supported=hasattr(os, "fork"),
         memfd_supported=hasattr(os, "memfd_create"),
         **_detect_accelerators(environ),
     )
+
+
+@functools.cache
+def _torch_version() -> str:
+    return installed_version("torch")
 
 
 def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -68,15 +68,6 @@ class Plan:
     choices: tuple[Choice, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        # `with_start_method` makes plans, too, past the rules of `resolve`.
-        if self.start_method == "inline" and self.world_size > 1:
-            raise ConfigError(
-                f'start_method="inline" cannot run {self.world_size} workers. '
-                "Inline means in this very process, which is one. "
-                'Plan one worker, or use start_method="template".'
-            )
-
     def headline(self) -> str:
         """The plan in one line.
 
@@ -128,6 +119,12 @@ class Plan:
             raise ConfigError(
                 f"start_method must be one of {', '.join(methods)}: got {method!r}. "
                 "Nothing could start the workers. Use one of these."
+            )
+        if method == "inline" and self.world_size > 1:
+            raise ConfigError(
+                f'start_method="inline" cannot run {self.world_size} workers. '
+                "Inline means in this very process, which is one. "
+                'Plan one worker, or use start_method="template".'
             )
         return replace(
             self,

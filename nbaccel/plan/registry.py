@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, InternalError, MissingBackend, PlatformUnsupported
-from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.unsupported_names import NOT_INSTALLED, missing_name_of
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
@@ -38,6 +39,7 @@ from nbaccel.plan.contracts.host_engine import Engine
 from nbaccel.plan.contracts.precision import Precision
 from nbaccel.plan.contracts.strategy import Strategy
 from nbaccel.plan.launch_plan import Choice
+from nbaccel.plan.topology import STRATEGY_VARIABLE
 
 if TYPE_CHECKING:
     from nbaccel.plan.inventory import Gpu, Inventory
@@ -90,12 +92,15 @@ def has_sign(signs: DeviceSigns, root: Path = Path("/")) -> bool:
     """Whether this machine has one of them; two listings of folders where it has none."""
     return (
         any(env.read(name) for name in signs.variables)
-        or any(is_installed(package) for package in signs.packages)
+        or any(
+            package in sys.modules or PathFinder.find_spec(package) for package in signs.packages
+        )
         or any(any(root.glob(pattern)) for pattern in signs.files)
         or (bool(signs.pci_vendor) and signs.pci_vendor in _vendors_on_bus(root))
     )
 
 
+@functools.cache  # a launch asks for several vendors
 def _vendors_on_bus(root: Path) -> set[str]:
     vendors = set()
     for path in (root / "sys/bus/pci/devices").glob("*/vendor"):
@@ -232,9 +237,11 @@ def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
         )
         request = _wanted(row, said, "config", f"zero_stage={said.run.zero_stage}")
         return replace(request, headline=f"ZeRO-{stage}", choices=(choice,))
-    if (source := said.source_of_name(row.name)) is not None:
-        return _wanted(row, said, source, f'strategy="{row.name}"')
-    if row.variables and said.flag(flag := row.variables[0][0]):
+    if said.run is not None and said.run.strategy == row.name:
+        return _wanted(row, said, "config", f'strategy="{row.name}"')
+    if said.has_environment and env.read(STRATEGY_VARIABLE) == row.name:
+        return _wanted(row, said, "environment", f'strategy="{row.name}"')
+    if said.has_environment and row.variables and env.flag(flag := row.variables[0][0]):
         return _wanted(row, said, "environment", flag)
     return None
 

@@ -436,6 +436,8 @@ def _choose_precision(
 ) -> Choice:
     setting_name = "mixed_precision"
     precision_name = config.mixed_precision
+    if precision_name == "no":
+        return Choice(setting_name, precision_name, "float32, as nothing was asked")
     row = device_row(str(device.value))
     gpus = {
         f"GPU {gpu.index} ({gpu.name})": gpu.compute_capability
@@ -447,11 +449,7 @@ def _choose_precision(
     mistakes = [*precision_mistakes(precision, fp8_choice, row, gpus)]
     findings.mistakes.extend(mistakes)
     findings.warnings.extend(precision_warnings(precision, row, {} if mistakes else gpus))
-    return Choice(
-        setting_name,
-        precision_name,
-        "float32, as nothing was asked" if precision_name == "no" else _AS_REQUESTED,
-    )
+    return Choice(setting_name, precision_name, _AS_REQUESTED)
 
 
 def _choose_strategy(

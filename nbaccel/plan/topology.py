@@ -1,16 +1,36 @@
-"""Who a worker is: its rank among all workers, its node, and where they meet."""
+"""Who a worker is: its rank, its node, where they meet; and what is named or told by that.
+
+Its variables are those of `torch.distributed` and of Accelerate, so that its `Accelerator`, the
+`Trainer` of transformers and nbaccel's `Accelerator` read the same.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.capabilities import device_row
+from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import device_row, precision_row, strategy_row
+from nbaccel.config.deepspeed_document import engine_config
+from nbaccel.config.plugin_settings import dynamo_variables, fsdp_variables
 
+ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"
+"""Accelerate has a variable for it with FSDP only."""
+FOLDER_VARIABLE = "NBACCEL_RESUME"
+"""The folder in which a stopped launch keeps what the next one goes on with."""
+MOST_STEPS_VARIABLE = "NBACCEL_MOST_STEPS"
+"""After how many steps a launch ends that only measures its speed."""
+STRATEGY_VARIABLE = "NBACCEL_STRATEGY"
+"""It has the name in ``RunConfig.strategy``, unless that is ``auto``."""
 DEVICE_VARIABLE = "NBACCEL_DEVICE"
 """Environment variable with the row of a worker's device, which torch may call otherwise."""
 
@@ -238,3 +258,134 @@ def _mistakes(topology: Topology) -> tuple[str, ...]:
             'Give an address, "127.0.0.1" on one machine.'
         )
     return tuple(mistakes)
+
+
+def run_variables(run_config: RunConfig) -> dict[str, str]:
+    """The variables of a run's settings for training, without the precision."""
+    launch_variables: dict[str, str] = {}
+    if run_config.gradient_accumulation_steps is not None:
+        launch_variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(
+            run_config.gradient_accumulation_steps
+        )
+    if run_config.activation_checkpointing:
+        launch_variables[ACTIVATION_CHECKPOINTING] = "1"
+    if run_config.strategy != "auto":
+        launch_variables |= {
+            STRATEGY_VARIABLE: run_config.strategy,
+            **dict(strategy_row(run_config.strategy).variables),
+        }
+    if run_config.fp8 is not None and precision_row(run_config.mixed_precision).has_backends:
+        launch_variables |= run_config.fp8.variables()
+    if run_config.uses_deepspeed:
+        launch_variables["ACCELERATE_USE_DEEPSPEED"] = "true"
+        launch_variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(run_config.zero_stage or 0)
+    if run_config.deepspeed is not None:
+        # As text, not as a file, which might be removed, and needs a folder that all nodes can
+        # read.
+        config_json = json.dumps(engine_config(run_config))
+        encoded_config = base64.urlsafe_b64encode(config_json.encode()).decode()
+        launch_variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = encoded_config
+    if run_config.fsdp is not None:
+        launch_variables |= fsdp_variables(run_config.fsdp)
+    if run_config.dynamo is not None:
+        launch_variables |= dynamo_variables(run_config.dynamo)
+    # Last: who names a variable means that one.
+    return launch_variables | (run_config.variables or {})
+
+
+# ------------------------------------------------------------------- DeepSpeed's shared memory
+
+# Its name says the place: deepspeed_allreduce_buffer_<user>_<MASTER_ADDR>_<MASTER_PORT>_<rank>, of
+# 66 MiB for each rank; made in `init_distributed`, where LOCAL_SIZE says that all ranks are on this
+# machine.
+#
+# Without LOCAL_SIZE the first ``inference_all_reduce`` of a CPU worker crashes it (a null pointer);
+# with it DeepSpeed leaves the files there for ever. So workers get it where there is room, and the
+# files are removed when the workers have ended. Every launch of several does so: any function may
+# use DeepSpeed. DeepSpeed writes to the files from C++: where there is no room, the process ends by
+# a signal.
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - DeepSpeed chooses the name
+FILE_BYTES = (66 << 20) + 4096
+_SEGMENT_PREFIX = "deepspeed_allreduce_buffer_"
+_MIN_AGE_S = 60.0
+"""A younger file may be one that its workers are just opening, in another container."""
+
+
+def shared_memory_variables(place: Topology, device: str) -> dict[str, str]:
+    """The variable that tells DeepSpeed that its ranks share a machine."""
+    process_count = place.local_world_size
+    if process_count == 1:
+        return {}
+    # Only ranks on CPUs of one machine make the files. "0" and not unset, because a variable of the
+    # notebook's own would be inherited.
+    is_enough = (
+        not device_row(device).in_host_memory or place.num_nodes > 1 or has_room(process_count)
+    )
+    return {"LOCAL_SIZE": str(process_count) if is_enough else "0"}
+
+
+def has_room(num_workers: int) -> bool:
+    """Whether the shared memory of so many workers fits."""
+    return free_shared_bytes() >= num_workers * FILE_BYTES
+
+
+def remove_shared_memory(worker_places: Iterable[Topology]) -> None:
+    """Remove the files of workers that have ended, or that are about to be started."""
+    for worker_place in worker_places:
+        words = (worker_place.master_addr, worker_place.master_port, worker_place.rank)
+        name = "_".join(map(str, (f"{_SEGMENT_PREFIX}{os.getuid()}", *words)))
+        # Most often there is none.
+        with contextlib.suppress(OSError):
+            (SHARED_MEMORY / name).unlink()
+
+
+def remove_orphans() -> None:
+    """Remove the user's files of this kind that no process has open.
+
+    They are of launches whose notebook was killed before it could remove them.
+    """
+    old_files = [
+        path for path in _segment_files() if time.time() - path.stat().st_mtime > _MIN_AGE_S
+    ]
+    if not old_files:
+        return
+    # Once for all files: it reads the memory maps of every process.
+    names = _mapped_segments()
+    for path in old_files:
+        if str(path) not in names:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _segment_files() -> Sequence[Path]:
+    try:
+        return [*SHARED_MEMORY.glob(f"{_SEGMENT_PREFIX}{os.getuid()}_*")]
+    except OSError:
+        return []
+
+
+def _mapped_segments() -> frozenset[str]:
+    """Files of this kind that are mapped by any process whose maps can be read."""
+    return frozenset(
+        file_path
+        for maps_path in Path("/proc").glob("[0-9]*/maps")
+        for file_path in _segment_names(maps_path)
+    )
+
+
+def _segment_names(path: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError):  # the process has ended, or is another user's
+        for line in path.read_text().splitlines():
+            if _SEGMENT_PREFIX in line:
+                # The sixth field is the path, which may have blanks.
+                yield line.split(maxsplit=5)[5]
+
+
+def free_shared_bytes() -> int:
+    """Free bytes of the file system that shared memory is in; 0 where there is none."""
+    try:
+        system = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0
+    return system.f_bavail * system.f_frsize

@@ -40,9 +40,10 @@ DEFAULT_TIMEOUT_S = 600.0
 _TIMES_COMPARED = 2
 _NEW_PLACE_WAIT_S = 2.0
 _MOST_TOLD = 50  # calls of which entries stay in the store where deleting them would take time
-# Between two looks into the store: as long as has been waited. Blocking in it is no way, because
-# torch prints a warning each time such a wait ends without its keys.
-_LEAST_POLL_S = 0.0002
+# Between two looks into the store: a quarter of what has been waited, as a process that sleeps on
+# when the last one has come delays them all. Blocking in it is no way, because torch prints a
+# warning each time such a wait ends without its keys.
+_LEAST_POLL_S = 0.0001
 _MOST_POLL_S = 0.05
 # Between two looks for mistakes, which are rarer than processes that come a little late.
 _FIRST_LOOK_S = 0.02
@@ -223,7 +224,7 @@ class CollectiveCheck:
             if waited_s >= notice_at_s and raises:
                 notice_at_s = timeout_s
                 write_notice(f"nbaccel: {self._describe_missing(told, waited_s)}\n")
-            time.sleep(min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s)))
+            time.sleep(min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 4)))
         return True
 
     def _forget_calls(self, num_kept: int) -> None:

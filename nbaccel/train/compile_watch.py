@@ -16,9 +16,9 @@ import torch
 
 from nbaccel.base.log import write_notice
 from nbaccel.base.units import count_noun, format_seconds
+from nbaccel.loops import metrics_reporter
 from nbaccel.plan.contracts.device import CompileCounts, DeviceRuntime
 from nbaccel.train.trees import leaves
-from nbaccel.workers import metrics_reporter
 
 WARM_UP_STEPS = 3
 """Steps until the programs of a loop are compiled, the first one at full speed included."""

@@ -26,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from nbaccel.base import optional_packages, spent_time, torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.loops import loop_watch
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.place import Place
 from nbaccel.train import distributed, rng
@@ -38,7 +39,6 @@ from nbaccel.train.sampling import (
     SkipBatchSampler,
 )
 from nbaccel.train.trees import find_batch_size, leaves, map_tensors, send_to_device
-from nbaccel.workers import loop_watch
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
-from nbaccel.config.variables import FOLDER_VARIABLE
+from nbaccel.loops import loop_watch
 from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.topology import FOLDER_VARIABLE
 from nbaccel.train import rng
-from nbaccel.workers import loop_watch
 
 _POSITION_FILE = "position.json"
 _Item = TypeVar("_Item")

@@ -71,11 +71,9 @@ class Arena(memfd.Mapping):
         if not self._is_checkpoint:
             return
         new_fd = memfd.create_file("arena", self.nbytes)
-        try:
+        # An interrupt, or memory that is short: nothing has changed.
+        with memfd.closed_on_error(new_fd):
             memfd.write_at(new_fd, self.view(0, self.nbytes), 0)
-        except BaseException:  # an interrupt, or memory that is short: nothing has changed
-            os.close(new_fd)
-            raise
         with uninterrupted():
             self.replace(new_fd, is_private=False)
             old_fd = self.fd
@@ -216,18 +214,12 @@ def is_in_arena(tensor: torch.Tensor, slot: Slot, mapping: memfd.Mapping) -> boo
     )
 
 
-class Manifest(NamedTuple):
-    """What a worker must know of one shared module to write its weights back."""
+class SharedModule(NamedTuple):
+    """A module of the notebook that workers get without a copy, and where its weights belong."""
 
     path: str
     """How the user would write it: `args[0]`, `args[1]['teacher']`."""
     slots: tuple[Slot, ...]
-
-
-class SharedModule(NamedTuple):
-    """A module of the notebook that workers get without a copy."""
-
-    manifest: Manifest
     module: nn.Module
 
 
@@ -320,11 +312,11 @@ def _on_devices(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if not sharing.stand_ins:
         return
-    for manifest, module in sharing.modules:
-        if manifest.path in left_out:
+    for shared in sharing.modules:
+        if shared.path in left_out:
             continue
-        tensors = dict(named_tensors(module))
-        for slot in manifest.slots:
+        tensors = dict(named_tensors(shared.module))
+        for slot in shared.slots:
             if tensors[slot.name].device.type != "cpu":
                 yield tensors[slot.name], slot.view(sharing.arenas[slot.arena])
 
@@ -515,4 +507,4 @@ def _record_module(
             arena, start = stand_ins[address]
         arenas[arena.key] = arena
         slots.append(Slot.of(name, tensor, arena, start))
-    return SharedModule(Manifest(path, tuple(slots)), module)
+    return SharedModule(path, tuple(slots), module)

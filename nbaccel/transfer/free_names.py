@@ -110,22 +110,14 @@ def _to_python(text: str) -> str:
 
 def _names_in_magics(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _is_magic(node):
-            # The first argument of a magic is its own name.
-            skipped = 1 if node.func.attr.startswith("run_") else 0  # type: ignore[attr-defined]
-            for argument in node.args[skipped:]:
-                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                    yield from _NAME_IN_TEXT.findall(argument.value)
-
-
-def _is_magic(node: ast.Call) -> bool:
-    return (
-        isinstance(node.func, ast.Attribute)
-        and node.func.attr in _RUN_TEXT
-        and isinstance(node.func.value, ast.Call)
-        and isinstance(node.func.value.func, ast.Name)
-        and node.func.value.func.id == "get_ipython"
-    )
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)
+            ) if method in _RUN_TEXT:
+                # The first argument of a magic is its own name.
+                for argument in node.args[method.startswith("run_") :]:
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                        yield from _NAME_IN_TEXT.findall(argument.value)
 
 
 class _Reads:

@@ -25,7 +25,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -229,7 +229,10 @@ class LibrarySettings:
         known = self._given
         self._given = given
         if given[_LOGGING] != known.get(_LOGGING):
-            self._configure_loggers(given[_LOGGING])
+            logging.root.manager.disable, settings = pickle.loads(given[_LOGGING])
+            for logger_name in self._loggers | settings.keys():
+                _configure(logging.getLogger(logger_name), settings.get(logger_name, _UNSET))
+            self._loggers = set(settings)
         here = _read_all()
         for name in _SETTINGS:
             if name in given and given[name] != known.get(name):
@@ -237,12 +240,6 @@ class LibrarySettings:
                 is_left = name not in known and name in _FRESH and _FRESH[name] == value
                 if not is_left and (name not in here or here[name] != value):
                     _write(name, value)
-
-    def _configure_loggers(self, given: bytes) -> None:
-        logging.root.manager.disable, settings = pickle.loads(given)
-        for name in self._loggers | settings.keys():
-            _configure(logging.getLogger(name), settings.get(name, _LoggerSettings()))
-        self._loggers = set(settings)
 
 
 def _write(name: str, value: Any) -> None:
@@ -260,26 +257,12 @@ def _write(name: str, value: Any) -> None:
 # ------------------------------------------------------------------------- logging
 
 
-class _HandlerSettings(NamedTuple):
-    """A handler, without what belongs to one process."""
-
-    target: str
-    """`stderr` or `stdout`, or else the path of a file."""
-    encoding: str | None
-    level: int
-    parts: bytes
-    """Its formatter and filters; empty where they do not pickle: it works without them."""
-
-
-class _LoggerSettings(NamedTuple):
-    """What was set at one logger."""
-
-    level: int = logging.NOTSET
-    propagate: bool = True
-    disabled: bool = False
-    handlers: tuple[_HandlerSettings, ...] = ()
-
-
+_HandlerSettings = tuple[str, str | None, int, bytes]
+"""A handler's stream or file, encoding and level; formatter and filters, unless they don't pickle:
+it works without them."""
+_LoggerSettings = tuple[int, bool, bool, tuple[_HandlerSettings, ...]]
+"""A logger's level, whether it propagates and is disabled, and its handlers."""
+_UNSET: _LoggerSettings = (logging.NOTSET, True, False, ())
 _STREAMS = ("stderr", "stdout")
 
 
@@ -296,13 +279,12 @@ def _logging_settings() -> bytes:
         if not _is_librarys(name):
             carried[name] = _describe(logger)
         elif logger.level:
-            carried[name] = _LoggerSettings(level=logger.level)
+            carried[name] = (logger.level, *_UNSET[1:])
     return pickle.dumps((logging.root.manager.disable, carried))
 
 
 def _describe(logger: logging.Logger) -> _LoggerSettings:
-    handlers = tuple(_handler_settings(logger))
-    return _LoggerSettings(logger.level, logger.propagate, logger.disabled, handlers)
+    return logger.level, logger.propagate, logger.disabled, tuple(_handler_settings(logger))
 
 
 def _is_librarys(name: str) -> bool:
@@ -314,9 +296,7 @@ def _is_librarys(name: str) -> bool:
 
 
 def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:
-    for handler in logger.handlers:
-        if not _is_notebook_handler(handler):
-            continue
+    for handler in filter(_is_notebook_handler, logger.handlers):
         target = getattr(handler, "baseFilename", "")
         if target:
             _append_only(handler)
@@ -324,7 +304,7 @@ def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:
             target = _stream_of(handler)
         if target:
             encoding = getattr(handler, "encoding", None)
-            yield _HandlerSettings(target, encoding, handler.level, _pickled_parts(handler))
+            yield target, encoding, handler.level, _pickled_parts(handler)
 
 
 def _is_notebook_handler(handler: logging.Handler) -> bool:
@@ -359,38 +339,38 @@ def _pickled_parts(handler: logging.Handler) -> bytes:
         return b""
 
 
-def _handler_from(settings: _HandlerSettings) -> logging.Handler:
+def _handler_from(target: str, encoding: str | None, level: int, parts: bytes) -> logging.Handler:
     """The same handler in this process."""
     handler: logging.Handler
-    if settings.target in _STREAMS:
-        handler = logging.StreamHandler(getattr(sys, settings.target))
+    if target in _STREAMS:
+        handler = logging.StreamHandler(getattr(sys, target))
     else:
         # delay: a worker that logs nothing must not create or touch the file.
-        handler = logging.FileHandler(settings.target, "a", settings.encoding, delay=True)
-    handler.setLevel(settings.level)
-    if settings.parts:
-        # Their classes cannot be imported here: it works without them.
-        with contextlib.suppress(Exception):
-            handler.formatter, handler.filters = pickle.loads(settings.parts)
+        handler = logging.FileHandler(target, "a", encoding, delay=True)
+    handler.setLevel(level)
+    # Their classes cannot be imported here, or there are none: it works without them.
+    with contextlib.suppress(Exception):
+        handler.formatter, handler.filters = pickle.loads(parts)
     handler.is_from_nbaccel = True  # type: ignore[union-attr]
     return handler
 
 
 def _configure(logger: logging.Logger, wanted: _LoggerSettings) -> None:
+    level, propagate, disabled, handlers = wanted
     # A copy, because the loop removes handlers.
     for handler in tuple(logger.handlers):
         # A fork has the notebook's handlers already: without this, each line would be logged twice.
         if getattr(handler, "is_from_nbaccel", False) or (
-            wanted.handlers and _is_notebook_handler(handler)
+            handlers and _is_notebook_handler(handler)
         ):
             logger.removeHandler(handler)
-    logger.setLevel(wanted.level)
+    logger.setLevel(level)
     # A logger that a library has configured here keeps its own handlers and propagation.
-    if wanted.handlers or not logger.handlers:
-        logger.propagate = wanted.propagate
-        logger.disabled = wanted.disabled
-    for settings in wanted.handlers:
-        logger.addHandler(_handler_from(settings))
+    if handlers or not logger.handlers:
+        logger.propagate = propagate
+        logger.disabled = disabled
+    for settings in handlers:
+        logger.addHandler(_handler_from(*settings))
 
 
 # ------------------------------------------------------------------------- random numbers

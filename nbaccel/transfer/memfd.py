@@ -68,12 +68,9 @@ def aligned(num_bytes: int) -> int:
 def create_file(name: str, num_bytes: int) -> int:
     """Create a memory file; pages of it cost memory only once they are written."""
     fd = os.memfd_create(f"nbaccel-{name}", os.MFD_CLOEXEC)
-    try:
+    with closed_on_error(fd):
         # An empty file cannot be mapped.
         os.ftruncate(fd, max(num_bytes, 1))
-    except BaseException:  # an interrupt must not leak the descriptor either
-        os.close(fd)
-        raise
     return fd
 
 
@@ -103,7 +100,7 @@ class Mapping:
     def __init__(self, fd: int, num_bytes: int, *, is_private: bool) -> None:
         self.nbytes = num_bytes
         self.address = 0
-        self._map(fd, is_private=is_private)
+        self.replace(fd, is_private=is_private)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -125,9 +122,6 @@ class Mapping:
 
     def replace(self, fd: int, *, is_private: bool) -> None:
         """Put another file of the same size under the same addresses, in one step."""
-        self._map(fd, is_private=is_private)
-
-    def _map(self, fd: int, *, is_private: bool) -> None:
         # A private mapping reserves no swap, because most of its pages are never written.
         flags = (mmap.MAP_PRIVATE | _MAP_NORESERVE) if is_private else mmap.MAP_SHARED
         flags |= _MAP_FIXED if self.address else 0
@@ -265,6 +259,16 @@ def close_all(fds: Iterable[int]) -> None:
     """Close the descriptors."""
     for fd in fds:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def closed_on_error(fd: int) -> Iterator[None]:
+    """Close the descriptor where the block fails."""
+    try:
+        yield
+    except BaseException:  # an interrupt must not leak it either
+        os.close(fd)
+        raise
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,8 @@ from nbaccel.base import torch_private
 from nbaccel.transfer import arena, pickling
 from nbaccel.transfer.pickling import ModulePlace, Reducer, travels_by_value
 
-PartPlace = tuple[str, str]
-"""Path of a tensor or submodule, and the name of its attribute."""
+PartPlace = tuple[str, str] | type
+"""Path of a tensor or submodule, and the name of its attribute; or a class that a cell defined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ModuleSurvey:
             yield id(part), (key, path)
 
     def changeable(self) -> Iterator[tuple[PartPlace, Any]]:
-        """What may change while the structure stays, but for values and classes."""
+        """What may change while the structure stays, but for the tensors' values."""
         for path, tensor in self.tensors:
             yield (path, "requires_grad"), tensor.requires_grad
         for path, module in self.modules:
@@ -70,10 +70,9 @@ class ModuleSurvey:
             for name, value in vars(module).items():
                 if name not in torch_private.MODULE_ATTRIBUTES:
                     yield (path, name), value
-
-    def versions(self) -> int:
-        """Grows whenever a tensor is written to (by what torch counts as writing)."""
-        return sum(torch_private.tensor_version(tensor) for _, tensor in self.tensors)
+        for kind in dict.fromkeys(type(module) for _, module in self.modules):
+            if travels_by_value(kind):
+                yield kind, kind
 
 
 def _tensor_geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -92,12 +91,10 @@ class ModuleState:
 
     tokens: Mapping[PartPlace, Hashable]
     """Of all that :meth:`ModuleSurvey.changeable` gives."""
-    classes: Mapping[type, Hashable]
-    """Tokens of the classes among its submodules that cells defined."""
     versions: int
-    names: frozenset[str] = field(default_factory=frozenset)
+    names: frozenset[str]
     """Names of the namespace that its methods and attributes read."""
-    modules: frozenset[str] = field(default_factory=frozenset)
+    modules: frozenset[str]
     """Keys of modules that its attributes refer to, but for itself."""
 
 
@@ -112,12 +109,11 @@ class ModuleChange:
     """What the notebook changed in a module that a worker has: only the differences."""
 
     key: str
-    values: Mapping[PartPlace, Any] = field(default_factory=dict)
-    removed: frozenset[PartPlace] = frozenset()
-    adopt: bool = False
+    values: Mapping[PartPlace, Any]
+    """Of a class there is nothing to set: unpickling it brings the worker's up to date."""
+    removed: frozenset[PartPlace]
+    adopt: bool
     """The notebook wrote to the weights: drop what this worker has written to them."""
-    classes: tuple[type, ...] = ()
-    """Classes of cells that changed: unpickling one brings the worker's up to date."""
 
 
 def difference(
@@ -131,12 +127,11 @@ def difference(
         if old.tokens.get(place) != token and not isinstance(token, OpaqueToken)
     }
     removed = frozenset(old.tokens.keys() - new.tokens.keys())
-    classes = tuple(cls for cls, token in new.classes.items() if old.classes.get(cls) != token)
     adopt = adopt or old.versions != new.versions
-    if not (changed or removed or classes or adopt):
+    if not (changed or removed or adopt):
         return None
     values = {place: value for place, value in survey.changeable() if place in changed}
-    return ModuleChange(key=key, values=values, removed=removed, adopt=adopt, classes=classes)
+    return ModuleChange(key=key, values=values, removed=removed, adopt=adopt)
 
 
 # ------------------------------------------------------------------------- the table
@@ -146,21 +141,15 @@ class ModuleRecord:
     """One module under one key. It does not keep the module alive."""
 
     def __init__(
-        self,
-        key: str,
-        path: str,
-        module: nn.Module,
-        survey: ModuleSurvey,
-        on_gone: Callable[[], object],
+        self, key: str, path: str, module: nn.Module, survey: ModuleSurvey, records: ModuleRecords
     ) -> None:
         self.key = key
         self.path = path
         """How the user would write it; reports name it so."""
         self.structure = survey.structure()
-        self.is_shared = False
-        self.manifest = arena.Manifest(path, ())
-        """What a worker must know to write its weights back."""
-        self._module = weakref.ref(module, lambda _: on_gone())
+        self.slots: tuple[arena.Slot, ...] | None = None
+        """Where its tensors lie, once it is in an arena."""
+        self._module = weakref.ref(module, lambda _: records.pop(key, None))
         self._sharing = arena.Sharing()
         """Without the module."""
 
@@ -173,67 +162,58 @@ class ModuleRecord:
     def sharing(self) -> arena.Sharing:
         """Where its tensors lie, as long as it lives."""
         module = self.module
-        if module is None:
+        if module is None or self.slots is None:
             return arena.Sharing()
-        return replace(self._sharing, modules=(arena.SharedModule(self.manifest, module),))
+        shared = arena.SharedModule(self.path, self.slots, module)
+        return replace(self._sharing, modules=(shared,))
 
     def versions(self) -> int:
-        """Grows whenever one of its tensors is written to; see `ModuleSurvey.versions`."""
+        """See :func:`arena.module_version`."""
         module = self.module
-        return ModuleSurvey.of(module).versions() if module is not None else 0
+        return arena.module_version(module) if module is not None else 0
 
     def share(self) -> None:
         """Move it to an arena unless that is done."""
         module = self.module
-        if self.is_shared or module is None:
+        if self.slots is not None or module is None:
             return
         sharing = arena.share_modules([(self.path, module)])
-        self.is_shared = True
-        self.manifest = sharing.modules[0].manifest
+        self.slots = sharing.modules[0].slots
         self._sharing = replace(sharing, modules=())
         # Again, because moving the tensors has changed their addresses, which are part of it.
         self.structure = ModuleSurvey.of(module).structure()
 
 
-class ModuleRegistry:
-    """All modules of the notebook that the workers of one pool know or may get to know."""
+class ModuleRecords(dict[str, ModuleRecord]):
+    """By key, in their order, all modules that the workers of one pool know or may get to know.
+
+    Each goes when its module does, or has another structure.
+    """
 
     def __init__(self) -> None:
-        self._records: dict[str, ModuleRecord] = {}
+        super().__init__()
         self._count = itertools.count()
 
-    def record_of(self, module: nn.Module) -> ModuleRecord | None:
+    def of(self, module: nn.Module) -> ModuleRecord | None:
         """The record of this very object, if it has one of its own."""
-        return next((record for record in self.all() if record.module is module), None)
-
-    def by_key(self, key: str) -> ModuleRecord | None:
-        """The record with that key, as long as its module lives and has its structure."""
-        return self._records.get(key)
+        return next((record for record in tuple(self.values()) if record.module is module), None)
 
     def with_keys(self, keys: Iterable[str]) -> list[ModuleRecord]:
         """The records with these keys, but for those that are gone."""
-        return [self._records[key] for key in keys if key in self._records]
-
-    def all(self) -> list[ModuleRecord]:
-        """Every record, in the order in which they were made."""
-        return list(self._records.values())
+        return [record for key in keys if (record := self.get(key)) is not None]
 
     def add(self, module: nn.Module, path: str, survey: ModuleSurvey) -> ModuleRecord:
         """Give a module a key; the one it had is given up."""
-        former = self.record_of(module)
+        former = self.of(module)
         if former is not None:
-            self._drop(former.key)
+            self.pop(former.key, None)
         number = next(self._count)
         key = f"module{number}"
-        if any(record.path == path for record in self.all()):
+        if any(record.path == path for record in tuple(self.values())):
             # A report names modules by path, and must not confuse two of them.
             path = f"{path} ({number})"
-        record = ModuleRecord(key, path, module, survey, lambda: self._drop(key))
-        self._records[key] = record
-        return record
-
-    def _drop(self, key: str) -> None:
-        self._records.pop(key, None)
+        self[key] = ModuleRecord(key, path, module, survey, self)
+        return self[key]
 
 
 # ------------------------------------------------------------------------- a moment
@@ -242,7 +222,7 @@ class ModuleRegistry:
 class NamespaceSnapshot:
     """Fingerprints of one moment. Not to be kept: it keeps alive what it has seen."""
 
-    def __init__(self, namespace: Mapping[str, Any], modules: ModuleRegistry) -> None:
+    def __init__(self, namespace: Mapping[str, Any], modules: ModuleRecords) -> None:
         self._namespace = namespace
         self._modules = modules
         self._surveys: dict[str, ModuleSurvey] = {}
@@ -272,7 +252,7 @@ class NamespaceSnapshot:
         """Host copies of the storages that modules have on devices."""
         return {
             address: host_place
-            for record in self._modules.all()
+            for record in tuple(self._modules.values())
             for address, host_place in record.sharing.stand_ins.items()
         }
 
@@ -281,11 +261,12 @@ class NamespaceSnapshot:
     def place(self, module_part: Any) -> ModulePlace | None:
         """Where in a module with a key this is. Modules get one when they are first met."""
         is_module = isinstance(module_part, nn.Module)
-        record = self._modules.record_of(module_part) if is_module else None
+        record = self._modules.of(module_part) if is_module else None
         if record is not None:
             return self._current(record).key, ""
         if self._table is None:
-            self._table = self.table([self._current(record) for record in self._modules.all()])
+            records = tuple(self._modules.values())
+            self._table = self.table([self._current(record) for record in records])
         place = self._table.get(id(module_part))
         if place is None and is_module:
             return self._add(module_part, self._path).key, ""
@@ -308,7 +289,7 @@ class NamespaceSnapshot:
     def survey(self, key: str) -> ModuleSurvey:
         """What the module consists of."""
         if key not in self._surveys:
-            record = self._modules.by_key(key)
+            record = self._modules.get(key)
             module = record.module if record is not None else None
             self._surveys[key] = (
                 ModuleSurvey.of(module) if module is not None else ModuleSurvey((), ())
@@ -318,7 +299,7 @@ class NamespaceSnapshot:
     def state(self, key: str) -> ModuleState:
         """What may change in the module, as it is."""
         if key not in self._states:
-            record = self._modules.by_key(key)
+            record = self._modules.get(key)
             self._path = record.path if record is not None else key
             self._states[key] = self._module_state(key, self.survey(key))
         return self._states[key]
@@ -372,12 +353,9 @@ class NamespaceSnapshot:
             modules.update(found.modules)
             return found.token
 
-        tokens = {place: token(value) for place, value in survey.changeable()}
-        kinds = dict.fromkeys(type(module) for _, module in survey.modules)
         return ModuleState(
-            tokens=tokens,
-            classes={kind: token(kind) for kind in kinds if travels_by_value(kind)},
-            versions=survey.versions(),
+            tokens={place: token(value) for place, value in survey.changeable()},
+            versions=sum(torch_private.tensor_version(tensor) for _, tensor in survey.tensors),
             names=frozenset(names),
             modules=frozenset(modules - {key}),
         )

@@ -1,7 +1,7 @@
 """What is sent from the notebook's namespace to the workers: what a cell needs and they lack.
 
     names of a cell ─► fingerprints ─► what a group of equal ranks lacks ─► one part for it
-               (NamespaceSnapshot)               (_Lack)                 (PreparedPart)
+               (NamespaceSnapshot)                                       (PreparedPart)
 
 For every rank `NamespaceSync` remembers the fingerprint that each name had in the notebook when the
 rank got it, or bound it itself. A name is sent when the notebook's value has another fingerprint.
@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from nbaccel.base.errors import ModelNotShareable, NotSendable
 from nbaccel.transfer import arena, memfd, namespace_snapshot, pickling
@@ -25,7 +25,7 @@ from nbaccel.transfer.namespace_snapshot import (
     Fingerprint,
     ModuleChange,
     ModuleRecord,
-    ModuleRegistry,
+    ModuleRecords,
     ModuleState,
     NamespaceSnapshot,
     difference,
@@ -47,17 +47,6 @@ class _RankState:
     modules: dict[str, ModuleState] = field(default_factory=dict)
     """Modules that it has, by key, in the state that was sent last."""
     arenas: dict[str, weakref.ref[arena.Arena]] = field(default_factory=dict)
-
-
-class _Lack(NamedTuple):
-    """What ranks of one state are to get."""
-
-    names: tuple[str, ...]
-    whole: tuple[str, ...]
-    """Keys of the modules that come whole."""
-    known: frozenset[str]
-    """Keys of the modules that they have."""
-    changes: Mapping[str, ModuleChange]
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,7 @@ class NamespaceSync:
     def __init__(self, namespace: Mapping[str, Any], ranks: Sequence[int]) -> None:
         self._namespace = namespace
         self._ranks = {rank: _RankState() for rank in ranks}
-        self._modules = ModuleRegistry()
+        self._modules = ModuleRecords()
         self.reasons: dict[str, str] = {}
 
     def prepare(
@@ -160,7 +149,7 @@ class NamespaceSync:
         return [
             record
             for record in self._modules.with_keys(sorted(keys))
-            if record.is_shared and record.module is not None
+            if record.slots is not None and record.module is not None
         ]
 
     @contextlib.contextmanager
@@ -170,7 +159,7 @@ class NamespaceSync:
         # Modules may share an arena, so one that was not trained can change with another.
         versions = {
             record: record.versions()
-            for record in self._modules.all()
+            for record in tuple(self._modules.values())
             if arenas & record.sharing.arenas.keys()
         }
         yield
@@ -259,28 +248,10 @@ class _UpdatePacking:
     def _modules_in(self, variable_names: Iterable[str]) -> set[str]:
         return {key for name in variable_names for key in self._found[name].modules}
 
-    def _lack(self, state: _RankState) -> _Lack:
-        names = tuple(
-            name
-            for name, fingerprint in self._found.items()
-            if name in self._forced or state.seen.get(name) != fingerprint.token
-        )
-        known = frozenset(record.key for record in self._modules.with_keys(state.modules))
-        reached = [key for key in self._reach(self._modules_in(self._found)) if key in known]
-        starts = self._modules_in(names).union(reached)
-        whole = tuple(key for key in self._reach(starts) if key not in known)
-        forced = self._modules_in(self._forced & self._found.keys())
-        changes = {
-            key: change
-            for key in reached
-            if (change := self._change(key, state.modules[key], adopt=key in forced))
-        }
-        return _Lack(names, whole, known, changes)
-
     def _change(self, key: str, sent: ModuleState, *, adopt: bool) -> ModuleChange | None:
         state = self._snapshot.state(key)
         change = difference(key, sent, state, self._snapshot.survey(key), adopt=adopt)
-        record = self._modules.by_key(key)
+        record = self._modules.get(key)
         if record is not None and change is not None and change.adopt:
             # Workers cannot read the notebook's device memory; they adopt from these copies.
             arena.update_host_copies(record.sharing)
@@ -288,12 +259,12 @@ class _UpdatePacking:
 
     # ------------------------------------------------------------------- packing
 
-    def _share(self, lack: _Lack) -> None:
+    def _share(self, names: Iterable[str], whole: Collection[str]) -> None:
         """Move the modules that come whole to arenas; leaves out names whose module cannot."""
-        for name in lack.names:
+        for name in names:
             keys = self._reach(self._found[name].modules)
             try:
-                self._share_modules(key for key in keys if key in lack.whole)
+                self._share_modules(key for key in keys if key in whole)
             except ModelNotShareable as error:
                 if name in self._names.needed:
                     raise
@@ -301,76 +272,91 @@ class _UpdatePacking:
                 # A name that is only possibly read must not make the cell fail.
                 raise _LeaveOut([name]) from error
         # The rest: modules that a changed attribute of a known module refers to.
-        self._share_modules(lack.whole)
+        self._share_modules(whole)
 
     def _share_modules(self, keys: Iterable[str]) -> None:
         for record in self._modules.with_keys(keys):
             record.share()
 
     def _add_part(self, ranks: tuple[int, ...], state: _RankState) -> None:
-        lack = self._lack(state)
-        if not (lack.names or lack.whole or lack.changes):
+        """Pack what ranks in this state lack."""
+        names = [
+            name
+            for name, fingerprint in self._found.items()
+            if name in self._forced or state.seen.get(name) != fingerprint.token
+        ]
+        known = {record.key for record in self._modules.with_keys(state.modules)}
+        reached = [key for key in self._reach(self._modules_in(self._found)) if key in known]
+        starts = self._modules_in(names).union(reached)
+        whole = [key for key in self._reach(starts) if key not in known]
+        forced = self._modules_in(self._forced & self._found.keys())
+        changes = {
+            key: change
+            for key in reached
+            if (change := self._change(key, state.modules[key], adopt=key in forced))
+        }
+        if not (names or whole or changes):
             return
         # Before packing: the pickle refers to tensors by their place in an arena.
-        self._share(lack)
-        whole = self._modules.with_keys(lack.whole)
-        load = Load(
-            names={name: self._namespace[name] for name in lack.names},
-            modules=tuple(
-                (record.key, record.manifest, record.module)
-                for record in whole
-                if record.module is not None
-            ),
-            changes=tuple(lack.changes.values()),
+        self._share(names, whole)
+        records = self._modules.with_keys(whole)
+        content: Load = (
+            {name: self._namespace[name] for name in names},
+            tuple((record.key, shared) for record in records for shared in record.sharing.modules),
+            tuple(changes.values()),
         )
-        reducer = Reducer(self._namespace, self._places(lack))
-        sender = pickling.Sender(self._snapshot.stand_ins(), reducer)
+        sender = pickling.Sender(
+            self._snapshot.stand_ins(), Reducer(self._namespace, self._places(known))
+        )
         try:
-            packed, payload_fd = pickling.pack(load, sender)
+            packed, payload_fd = pickling.pack(content, sender)
         except Exception as error:  # pickling runs user code: it may raise anything
-            self._find_culprit(lack, error)
+            self._find_culprit(names, error)
             raise
-        fds = self.prepared.fds
-        fds.append(payload_fd)
-        num_before = len(fds)
+        self.prepared.fds.append(payload_fd)
         used = dict(sender.arenas)
-        for record in whole:
+        for record in records:
             used |= record.sharing.arenas
         new = {key: found for key, found in used.items() if key not in state.arenas}
         self.prepared.nbytes += packed.nbytes + sum(found.nbytes for found in new.values())
-        gone = [key for key, found in state.arenas.items() if found() is None]
-        for found in new.values():
-            # Live workers follow what cells write to it, so it cannot be a checkpoint's file.
-            found.leave_file()
-            # A copy, because it is closed after sending.
-            fds.append(os.dup(found.fd))
+        arena_fds = self._arena_fds(new.values())
         message = NamespaceUpdate(
             arenas=tuple((key, found.nbytes) for key, found in new.items()),
             payload=packed,
             sources=sender.sources,
-            forget=tuple(sorted(state.modules.keys() - lack.known)),
-            forget_arenas=tuple(sorted(gone)),
+            forget=tuple(sorted(state.modules.keys() - known)),
+            forget_arenas=tuple(sorted(key for key, held in state.arenas.items() if not held())),
             # A module or tensor that comes, or whose weights are to be taken over anew.
-            reads_arenas=bool(used) or any(change.adopt for change in lack.changes.values()),
+            reads_arenas=bool(used) or any(change.adopt for change in changes.values()),
         )
         part = PreparedPart(
             ranks=ranks,
             message=message,
-            fds=[*fds[num_before:], payload_fd],
-            tokens={name: self._found[name].token for name in lack.names},
-            states={key: self._snapshot.state(key) for key in (*lack.whole, *lack.changes)},
+            fds=[*arena_fds, payload_fd],
+            tokens={name: self._found[name].token for name in names},
+            states={key: self._snapshot.state(key) for key in (*whole, *changes)},
             arenas=new,
         )
         self.prepared.parts.append(part)
 
-    def _places(self, lack: _Lack) -> Callable[[Any], ModulePlace | None]:
+    def _arena_fds(self, arenas: Iterable[arena.Arena]) -> list[int]:
+        """Copies of their descriptors, which are closed after sending."""
+        fds = []
+        for found in arenas:
+            # Live workers follow what cells write to it, so it cannot be a checkpoint's file.
+            found.leave_file()
+            fds.append(os.dup(found.fd))
+            self.prepared.fds.append(fds[-1])
+        return fds
+
+    def _places(self, known: Collection[str]) -> Callable[[Any], ModulePlace | None]:
         """Finds what lies in modules that the ranks have."""
 
         # At first use: most pickles hold no module, and the table visits all of them.
         @functools.cache
         def table() -> dict[int, ModulePlace]:
             # Only modules that these ranks have: a place in any other would name nothing there.
-            return self._snapshot.table(self._modules.with_keys(sorted(lack.known)))
+            return self._snapshot.table(self._modules.with_keys(sorted(known)))
 
         return lambda part: table().get(id(part))
 
@@ -395,9 +381,9 @@ class _UpdatePacking:
             return False
         return True
 
-    def _find_culprit(self, lack: _Lack, error: Exception) -> None:
+    def _find_culprit(self, names: Iterable[str], error: Exception) -> None:
         """Find the names that make the whole update unpicklable, and refuse or leave them out."""
-        culprits = [name for name in lack.names if not self._pickles(self._namespace[name])]
+        culprits = [name for name in names if not self._pickles(self._namespace[name])]
         for name in culprits:
             self._refuse(name, error)
         if culprits:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from nbaccel.transfer import pickling
+from nbaccel.transfer.free_names import globals_read
 from nbaccel.transfer.pickling import travels_by_value
 
 _Parts = Iterator[tuple[str, Any]]
@@ -151,7 +152,7 @@ def _variables(function: types.FunctionType, path: str) -> Iterator[tuple[str, s
         # An empty closure cell raises ValueError: the variable has no value yet.
         with contextlib.suppress(ValueError):
             yield name, f"which {path} closes over", cell.cell_contents
-    for name in _global_names(function.__code__):
+    for name in sorted(globals_read(function.__code__)):
         if name in function.__globals__:
             yield name, f"a global that {path} uses", function.__globals__[name]
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -160,13 +161,6 @@ def _variables(function: types.FunctionType, path: str) -> Iterator[tuple[str, s
     wrapped = inspect.unwrap(function)
     if wrapped is not function:
         yield function.__name__, "", wrapped
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
 
 
 # ------------------------------------------------------------------------- what cannot be pickled

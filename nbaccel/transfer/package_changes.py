@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from nbaccel.base.import_patches import patch_module
 
+PACKAGE_CHANGES = "nbaccel_package_changes"
+"""The name by which changes travel to live workers."""
 ChangeKind = Literal["attribute", "entry", "element"]
 
 

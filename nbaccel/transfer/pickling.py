@@ -35,7 +35,6 @@ import cloudpickle
 import torch
 
 from nbaccel.base import torch_private
-from nbaccel.base.errors import InternalError
 from nbaccel.transfer import arena, memfd
 from nbaccel.transfer.free_names import globals_read
 
@@ -43,6 +42,9 @@ _READ_BYTES = 1 << 16  # up to here reading costs less than a mapping
 
 ArenaTable = Mapping[str, memfd.Mapping]
 """The receiver's mappings of the arenas, by the key under which the sender names them."""
+
+
+_NO_MODULES: Mapping[str, torch.nn.Module] = {}
 
 
 class TooCostly(Exception):
@@ -72,11 +74,9 @@ class Sender:
         return owner.key
 
 
-def pack(
-    value: Any, sender: Sender, *, limit_bytes: int | None = None
-) -> tuple[memfd.PackedObject, int]:
+def pack(value: Any, sender: Sender) -> tuple[memfd.PackedObject, int]:
     """Put an object into a memory file."""
-    return prepare(value, sender, limit_bytes=limit_bytes).write()
+    return prepare(value, sender).write()
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,10 @@ class PreparedObject:
             nbytes=end + content.nbytes, blocks=tuple(spans), pickle=(end, end + content.nbytes)
         )
         fd = memfd.create_file("payload", packed.nbytes)
-        try:
+        with memfd.closed_on_error(fd):
             for span, block in zip(spans, blocks, strict=True):
                 memfd.write_at(fd, block, span[0])
             memfd.write_at(fd, content, end)
-        except BaseException:  # an interrupt must not leak the descriptor either
-            os.close(fd)
-            raise
         return packed, fd
 
 
@@ -131,7 +128,7 @@ def unpack(
     *,
     device: str = "cpu",
     namespace: dict[str, Any] | None = None,
-    find_module: Callable[[str], torch.nn.Module] | None = None,
+    find_module: Callable[[str], torch.nn.Module] = _NO_MODULES.__getitem__,
 ) -> Any:
     """Open a payload, for a namespace that its functions read. Arrays view the file's mapping."""
     blocks: list[memoryview] = []
@@ -159,7 +156,7 @@ class Receiver:
     arenas: ArenaTable
     device: str
     namespace: dict[str, Any]
-    find_module: Callable[[str], torch.nn.Module] | None
+    find_module: Callable[[str], torch.nn.Module]
 
 
 _CURRENT_RECEIVER: contextvars.ContextVar[Receiver] = contextvars.ContextVar("nbaccel-receiver")
@@ -367,11 +364,7 @@ def _finish_module(module: torch.nn.Module, state: tuple[dict[str, Any], tuple[s
 def _weak_reference(target: Any) -> Any:
     """A weak reference; to something that is gone at once, where there is nothing to name."""
     # torch's schedulers hold one to their optimizer.
-    return weakref.ref(_Gone() if target is None else target)
-
-
-class _Gone:
-    """Something that is gone."""
+    return weakref.ref(set() if target is None else target)
 
 
 def _local_class(address: int, name: str, content: bytes) -> type:
@@ -499,13 +492,8 @@ def _finish_function(
 
 
 def _known(key: str, path: str) -> Any:
-    find_module = _CURRENT_RECEIVER.get().find_module
-    if find_module is None:
-        raise InternalError(f"{key}.{path} was named to a process that has received no modules.")
-    part: Any = find_module(key)
-    for name in path.split(".") if path else ():
-        part = getattr(part, name)
-    return part
+    module = _CURRENT_RECEIVER.get().find_module(key)
+    return functools.reduce(getattr, path.split(".") if path else (), module)
 
 
 # ------------------------------------------------------------------------- names in `__main__`

@@ -14,6 +14,7 @@ to a device, sharded, given another dtype) is copied instead.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
@@ -23,9 +24,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.base import torch_private
-from nbaccel.base.errors import InternalError
 from nbaccel.transfer import memfd, sharded_tensors
-from nbaccel.transfer.arena import Manifest, Slot, is_in_arena, named_tensors
+from nbaccel.transfer.arena import SharedModule, Slot, is_in_arena, named_tensors
 from nbaccel.transfer.namespace_snapshot import ModuleChange
 from nbaccel.transfer.weight_writer import (
     LocalArena,
@@ -50,8 +50,6 @@ class ReceivedModules:
         staging_files: Mapping[str, int] | None = None,
     ) -> None:
         self._rank = rank
-        self._num_nodes = num_nodes
-        """Notebooks that launch together; each gets the weights of its own workers."""
         self._share_back = share_back
         self._staging = staging_files or {}
         """Of a launch, which has them from its start."""
@@ -59,6 +57,9 @@ class ReceivedModules:
         self._modules: dict[str, ReceivedModule] = {}
         self._has_stepped = False
         self._held = sharded_tensors.HeldParts()
+        self._writer = functools.partial(
+            WeightWriter, rank=rank, num_nodes=num_nodes, held_parts=self._held
+        )
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have been looked at since weights were last copied back."""
         _report_steps(self)
@@ -70,11 +71,6 @@ class ReceivedModules:
 
     def module(self, key: str) -> nn.Module:
         """The module that the notebook knows under this key."""
-        if key not in self._modules:
-            raise InternalError(
-                f"rank {self._rank} has no module {key}, only {sorted(self._modules)}. "
-                "Please report this."
-            )
         return self._modules[key].module
 
     def open_arena(
@@ -86,10 +82,10 @@ class ReceivedModules:
         elif key not in self._arenas:
             self._arenas[key] = LocalArena.open(fd, num_bytes)
 
-    def add(self, key: str, manifest: Manifest, module: nn.Module) -> None:
+    def add(self, key: str, shared: SharedModule) -> None:
         """A module arrived whole."""
-        origins = {name: weakref.ref(tensor) for name, tensor in named_tensors(module)}
-        self._modules[key] = ReceivedModule(manifest, module, origins)
+        origins = {name: weakref.ref(tensor) for name, tensor in named_tensors(shared.module)}
+        self._modules[key] = ReceivedModule(*shared, origins)
         self._note_equal(self._modules[key])
 
     def _note_equal(self, received: ReceivedModule) -> None:
@@ -118,16 +114,19 @@ class ReceivedModules:
         module = self.module(change.key)
         parts: dict[str, Any] = dict(named_tensors(module))
         parts |= module.named_modules(remove_duplicate=False)
-        for (path, name), value in change.values.items():
+        for place, value in change.values.items():
+            if isinstance(place, type):
+                continue
+            path, name = place
             part = parts.get(path)
             if isinstance(part, nn.Module):
                 vars(part)[name] = value
             # torch refuses to change requires_grad of a tensor that is not a leaf.
             elif part is not None and part.is_leaf:
                 part.requires_grad_(value)
-        for path, name in change.removed:
-            if path in parts:
-                vars(parts[path]).pop(name, None)
+        for place in change.removed:
+            if not isinstance(place, type) and place[0] in parts:
+                vars(parts[place[0]]).pop(place[1], None)
         if change.adopt:
             self._adopt(self._modules[change.key])
 
@@ -137,7 +136,7 @@ class ReceivedModules:
             # can then be given back.
             spans = memfd.merge_ranges(
                 (slot.start, memfd.aligned(slot.span[1]))
-                for slot in received.manifest.slots
+                for slot in received.slots
                 if slot.arena == key
             )
             for start, end in spans:
@@ -166,7 +165,7 @@ class ReceivedModules:
         # Some optimizers write weights without raising torch's counter, hence the step as well.
         if state is not None and (self._has_stepped or state != received.notebook_state):
             return True
-        slots = received.manifest.slots
+        slots = received.slots
         return self._rank == 0 and (
             any(memfd.overlap(slot.span, written[slot.arena]) for slot in slots)
             # Nothing comes home of it, and that is told.
@@ -175,16 +174,12 @@ class ReceivedModules:
 
     def _is_trained_apart(self, received: ReceivedModule, written: _Written) -> bool:
         """Whether it is to be told that this rank has trained what the notebook gets of rank 0."""
-        if self._rank == 0:
-            return False
-        digest = self._own_digest(received, written)
-        return bool(digest) and digest != received.reported
+        told = ("", received.reported)
+        return self._rank != 0 and self._own_digest(received, written) not in told
 
     def _own_digest(self, received: ReceivedModule, written: _Written) -> str:
         """Digest of what this rank has written of a module; empty if nothing."""
-        return trained_digest(
-            received.manifest.slots, received.module, self._arenas, written, own_only=True
-        )
+        return trained_digest(received.slots, received.module, self._arenas, written, own_only=True)
 
     def _written(self) -> dict[str, list[memfd.ByteRange]]:
         return {key: arena.written() for key, arena in self._arenas.items()}
@@ -202,7 +197,7 @@ class ReceivedModules:
         self, received: ReceivedModule
     ) -> Iterator[tuple[Slot, torch.Tensor, memfd.Mapping]]:
         tensors = dict(named_tensors(received.module))
-        for slot in received.manifest.slots:
+        for slot in received.slots:
             tensor = tensors.get(slot.name)
             mapping = self._arenas[slot.arena].mapping
             if tensor is not None and not is_in_arena(tensor, slot, mapping):
@@ -210,7 +205,7 @@ class ReceivedModules:
 
     def write_all(self) -> WeightReport:
         """Write what this rank owes of all modules into the staging files of a launch."""
-        writer = self._writer(self._arenas, self._staging)
+        writer = self._writer(arenas=self._arenas, staging_files=self._staging)
         return writer.write(list(self._modules.values()), keeps_states=True)
 
     def write_changed(
@@ -224,7 +219,8 @@ class ReceivedModules:
         ]
         keys = {key for received in changed for key in received.arena_keys()}
         arenas = {key: self._arenas[key] for key in sorted(keys)}
-        report = self._writer(arenas, staging_files).write(changed, keeps_states=False)
+        writer = self._writer(arenas=arenas, staging_files=staging_files)
+        report = writer.write(changed, keeps_states=False)
         if self._rank != 0:
             written = self._written()
             for received in changed:
@@ -232,17 +228,6 @@ class ReceivedModules:
         return report, {
             key: arena.own_file for key, arena in arenas.items() if arena.own_file is not None
         }
-
-    def _writer(
-        self, arenas: Mapping[str, LocalArena], staging_files: Mapping[str, int]
-    ) -> WeightWriter:
-        return WeightWriter(
-            rank=self._rank,
-            num_nodes=self._num_nodes,
-            arenas=arenas,
-            staging_files=staging_files,
-            held_parts=self._held,
-        )
 
     def share_equal_pages(self) -> None:
         """The notebook has the weights: give back private pages that are equal to the arena's."""

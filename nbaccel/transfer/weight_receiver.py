@@ -36,7 +36,7 @@ class WeightReceiver:
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
         """The notebook's modules that get weights, each with its path."""
-        return [(manifest.path, module) for manifest, module in self._sharing.modules]
+        return [(shared.path, shared.module) for shared in self._sharing.modules]
 
     def apply(
         self, reports: Sequence[WeightReport], whole_files: Mapping[str, int] | None = None
@@ -44,6 +44,12 @@ class WeightReceiver:
         """Copy the trained values into the notebook's modules, once all ranks have returned."""
         whole_files = whole_files or {}
         stranded = {path for report in reports for path in report.stranded}
+        left_out = [
+            slot
+            for shared in self._sharing.modules
+            if shared.path in stranded
+            for slot in shared.slots
+        ]
         written = {
             key: memfd.merge_ranges(
                 span for report in reports for span in report.own_bytes.get(key, ())
@@ -57,12 +63,12 @@ class WeightReceiver:
         for arena in changed.values():
             arena.leave_file()
         for key, arena in changed.items():
-            left_out = self._stranded_ranges(key, stranded)
+            kept = [slot.span for slot in left_out if slot.arena == key]
             if key in whole_files:
                 # First, because departed and sharded tensors are in the staging file, which is
                 # read after it.
-                _read(whole_files[key], arena, [(0, arena.nbytes)], left_out)
-            _read(self.staging[key], arena, written[key], left_out)
+                _read(whole_files[key], arena, [(0, arena.nbytes)], kept)
+            _read(self.staging[key], arena, written[key], kept)
         # After the arenas: tensors on devices are filled from their host copies there.
         refresh_devices(self._sharing, stranded)
         if changed:
@@ -76,8 +82,7 @@ class WeightReceiver:
     def differing(self, reports: Sequence[WeightReport]) -> dict[str, str]:
         """Which ranks trained another model than rank 0's, by module path. Ask before `apply`."""
         messages = {}
-        for manifest, module in self._sharing.modules:
-            path = manifest.path
+        for path, _, module in self._sharing.modules:
             digests = {report.rank: report.fingerprints.get(path, "") for report in reports}
             digest_of_0 = digests.get(0, "")
             # A rank without a digest has trained nothing.
@@ -93,24 +98,15 @@ class WeightReceiver:
 
     def _note_change(self, stranded: Collection[str]) -> None:
         """Let a graph that needs the old values say so, and a pool's workers adopt the new."""
-        for manifest, module in self._sharing.modules:
-            if manifest.path not in stranded:
+        for path, slots, module in self._sharing.modules:
+            if path not in stranded:
                 tensors = dict(named_tensors(module))
-                written = [tensors[slot.name] for slot in manifest.slots]
+                written = [tensors[slot.name] for slot in slots]
                 # Inference tensors have no version counter; torch raises for them.
                 increment_version([tensor for tensor in written if not tensor.is_inference()])
 
-    def _stranded_ranges(self, key: str, stranded: Collection[str]) -> list[memfd.ByteRange]:
-        return [
-            slot.span
-            for manifest, _ in self._sharing.modules
-            if manifest.path in stranded
-            for slot in manifest.slots
-            if slot.arena == key
-        ]
-
     def _versions_now(self) -> dict[str, int]:
-        return {manifest.path: module_version(module) for manifest, module in self._sharing.modules}
+        return {path: module_version(module) for path, _, module in self._sharing.modules}
 
     def close(self, close_files: Callable[[Sequence[int]], None] = memfd.close_all) -> None:
         """Close the staging files."""

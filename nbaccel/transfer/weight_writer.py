@@ -31,6 +31,7 @@ weights that came apart do not, and another dtype loses digits.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import weakref
@@ -46,7 +47,7 @@ from torch import nn
 from nbaccel.base.units import first_few
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.transfer import memfd, sharded_tensors
-from nbaccel.transfer.arena import PLAIN, Manifest, Slot, is_in_arena, named_tensors
+from nbaccel.transfer.arena import PLAIN, Slot, is_in_arena, named_tensors
 
 _PART_REMEDY = (
     "rank 0's part of it is here. For all of it, gather the tensors on all ranks before the "
@@ -81,11 +82,8 @@ class LocalArena:
     def open(cls, fd: int, num_bytes: int) -> LocalArena:
         """Map an arena; the descriptor stays the caller's."""
         own_fd = os.dup(fd)
-        try:
+        with memfd.closed_on_error(own_fd):
             mapping = memfd.Mapping(own_fd, num_bytes, is_private=True)
-        except BaseException:  # an interrupt must not leak the descriptor either
-            os.close(own_fd)
-            raise
         # It goes with the mapping, which is with the last tensor that lives in it.
         closing = weakref.finalize(mapping, os.close, own_fd)
         closing.atexit = False  # a process that ends closes it anyway
@@ -132,14 +130,10 @@ class LocalArena:
         fd = staging_file
         if fd is None:
             fd = memfd.create_file("staging", self.mapping.nbytes)
-        try:
+        with contextlib.nullcontext() if staging_file is not None else memfd.closed_on_error(fd):
             memfd.write_at(fd, self.mapping.view(0, self.mapping.nbytes), 0)
             # In this order: the mapping must never show a file that has not been filled.
             self.mapping.replace(fd, is_private=False)
-        except BaseException:  # an interrupt must not leak the descriptor either
-            if staging_file is None:
-                os.close(fd)
-            raise
         self.training_file = fd
         self.is_in_staging = staging_file is not None
 
@@ -213,7 +207,8 @@ class WeightReport:
 class ReceivedModule:
     """A module of the notebook's, as it is in a worker."""
 
-    manifest: Manifest
+    path: str
+    slots: tuple[Slot, ...]
     module: nn.Module
     origins: OriginalTensors
     notebook_names: tuple[str, ...] = ()
@@ -229,7 +224,7 @@ class ReceivedModule:
 
     def arena_keys(self) -> set[str]:
         """The arenas that the notebook has it in."""
-        return {slot.arena for slot in self.manifest.slots}
+        return {slot.arena for slot in self.slots}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -238,6 +233,7 @@ class WeightWriter:
 
     rank: int
     num_nodes: int
+    """Notebooks that launch together; each gets the weights of its own workers."""
     arenas: Mapping[str, LocalArena]
     staging_files: Mapping[str, int]
     held_parts: sharded_tensors.HeldParts
@@ -251,17 +247,21 @@ class WeightWriter:
         report = WeightReport(rank=self.rank)
         written = {key: arena.written() for key, arena in self.arenas.items()}
         for received in modules:
-            slots = received.manifest.slots
+            slots = received.slots
             if digest := trained_digest(slots, received.module, self.arenas, written):
-                report.fingerprints[received.manifest.path] = digest
+                report.fingerprints[received.path] = digest
         for received in modules:
             tensors = dict(named_tensors(received.module))
-            reason = self._stranded_reason(received.manifest, tensors)
+            reason = (
+                _mismatch_reason(received.slots, tensors)
+                or self._out_of_reach(tensors)
+                or untied_reason(received.slots, tensors)
+            )
             if reason:
-                for slot in received.manifest.slots:
+                for slot in received.slots:
                     self.settled[slot.arena].append(slot.span)
             else:
-                self._write_departed(received.manifest, tensors, report)
+                self._write_departed(received.slots, tensors, report)
             if self.rank == 0:
                 _tell(report, received, reason, keeps_states=keeps_states)
         if self.rank == 0:
@@ -269,14 +269,6 @@ class WeightWriter:
         return report
 
     # ------------------------------------------------------------------- what does not fit
-
-    def _stranded_reason(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Why the module cannot be written back; empty if it can."""
-        return (
-            _mismatch_reason(manifest, tensors)
-            or self._out_of_reach(tensors)
-            or untied_reason(manifest.slots, tensors)
-        )
 
     def _out_of_reach(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """Why pieces of sharded tensors cannot be put together here; empty if they can."""
@@ -313,12 +305,12 @@ class WeightWriter:
                 report.own_bytes[key].append((start, end))
 
     def _write_departed(
-        self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], report: WeightReport
+        self, slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor], report: WeightReport
     ) -> None:
         """Copy tensors that no longer live in the arena into their slots of the staging file."""
         places: set[tuple[str, int, int]] = set()
         seeded: set[tuple[str, int]] = set()
-        for slot in manifest.slots:
+        for slot in slots:
             tensor = tensors[slot.name]
             key = slot.arena
             arena = self.arenas[key]
@@ -375,22 +367,22 @@ def _tell(
     report: WeightReport, received: ReceivedModule, reason: str, *, keeps_states: bool
 ) -> None:
     """Note what the notebook's module will not have as it is here."""
-    path = received.manifest.path
+    path = received.path
     changes = ""
     if reason:
         report.stranded[path] = reason
     else:
         tensors = dict(named_tensors(received.module))
-        changes = describe_changes(received.manifest.slots, tensors, received.origins)
+        changes = describe_changes(received.slots, tensors, received.origins)
     if changes:
         report.changes[path] = changes
     if keeps_states and (reason or changes):
         report.state_dicts[path] = _on_cpu(received.module.state_dict())
 
 
-def _mismatch_reason(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str:
+def _mismatch_reason(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> str:
     """Why the module no longer fits the notebook's; empty if it does."""
-    expected = {slot.name: slot.shape for slot in manifest.slots}
+    expected = {slot.name: slot.shape for slot in slots}
     shapes = {name: sharded_tensors.full_shape(tensor) for name, tensor in tensors.items()}
     # Empty tensors have no slot in the notebook, so they must not count as new here.
     shapes = {name: shape for name, shape in shapes.items() if math.prod(shape)}
@@ -405,18 +397,14 @@ def _mismatch_reason(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    # A state dict may hold other objects, too (`get_extra_state`).
-    return {
-        key: _tensor_on_cpu(value) if isinstance(value, torch.Tensor) else value
-        for key, value in state.items()
-    }
-
-
-def _tensor_on_cpu(tensor: Any) -> torch.Tensor:
-    values: torch.Tensor = tensor.detach()
-    if sharded_tensors.is_dtensor(tensor):
-        values = tensor.detach().to_local()
-    return values.cpu()
+    values: dict[str, Any] = {}
+    for key, value in state.items():
+        # A state dict may hold other objects, too (`get_extra_state`).
+        values[key] = value
+        if isinstance(value, torch.Tensor):
+            local: Any = value.detach()
+            values[key] = (local.to_local() if sharded_tensors.is_dtensor(value) else local).cpu()
+    return values
 
 
 # ------------------------------------------------------------------------- the same on all ranks
@@ -510,7 +498,8 @@ def describe_changes(
     replaced = []
     for slot in slots:
         tensor = tensors[slot.name]
-        if _is_own_form(tensor):
+        # An engine shards it, or FP8 stores it: by design, so not worth a message.
+        if isinstance(tensor, ScaledTensor) or sharded_tensors.is_sharded(tensor):
             continue
         if tensor.dtype != slot.dtype:
             names_by_dtypes.setdefault((tensor.dtype, slot.dtype), []).append(slot.name)
@@ -524,11 +513,6 @@ def describe_changes(
     if replaced:
         clauses.append(f"{first_few(replaced, 2)} {_were(replaced)} replaced")
     return "; ".join(clauses)
-
-
-def _is_own_form(tensor: torch.Tensor) -> bool:
-    """Whether an engine shards it or FP8 stores it: by design, so not worth a message."""
-    return isinstance(tensor, ScaledTensor) or sharded_tensors.is_sharded(tensor)
 
 
 def _were(names: Sequence[str]) -> str:

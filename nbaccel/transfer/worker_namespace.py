@@ -14,22 +14,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.transfer import pickling, sharded_tensors
-from nbaccel.transfer.arena import Manifest
+from nbaccel.transfer.arena import SharedModule
 from nbaccel.transfer.free_names import is_users
 from nbaccel.transfer.memfd import PackedObject
 from nbaccel.transfer.namespace_snapshot import ModuleChange
 from nbaccel.transfer.pickling import Reducer
 from nbaccel.transfer.received_modules import ReceivedModules
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The content of a payload."""
-
-    names: dict[str, Any]
-    modules: tuple[tuple[str, Manifest, nn.Module], ...] = ()
-    """Modules that come whole, each with the key by which both sides name it from now on."""
-    changes: tuple[ModuleChange, ...] = ()
+Load = tuple[dict[str, Any], tuple[tuple[str, SharedModule], ...], tuple[ModuleChange, ...]]
+"""The content of a payload: values by name, modules that come whole, each with the key by which
+both sides name it from now on, and what has changed in others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +66,7 @@ class Namespace:
             # Before the payload is opened, which refers to these arenas.
             self.modules.open_arena(key, num_bytes, fd)
         pickling.keep_sources(update.sources)
-        load: Load = pickling.unpack(
+        content: Load = pickling.unpack(
             update.payload,
             payload_fd,
             self.modules.mappings,
@@ -80,12 +74,13 @@ class Namespace:
             namespace=self._user_ns,
             find_module=self.modules.module,
         )
-        for key, manifest, module in load.modules:
-            self.modules.add(key, manifest, module)
-        for change in load.changes:
+        names, modules, changes = content
+        for key, shared in modules:
+            self.modules.add(key, shared)
+        for change in changes:
             self.modules.apply(change)
         self.modules.forget(update.forget, update.forget_arenas)
-        self._user_ns.update(load.names)
+        self._user_ns.update(names)
 
     # ------------------------------------------------------------------- around a cell
 

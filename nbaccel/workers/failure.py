@@ -21,6 +21,7 @@ import contextlib
 import re
 import signal
 import sys
+import traceback
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ class FailureRecord:
     time: float
     """Seconds of CLOCK_MONOTONIC."""
     raised: RaisedError | None = None
+    traceback: str = ""
+    """As Python prints it, of a rank that has raised."""
     exit_status: int | None = None
     """Negative for a signal; None if it raised."""
     stack: tuple[Frame, ...] = ()
@@ -109,7 +112,17 @@ class FailureRecord:
     @classmethod
     def of_error(cls, rank: int, error: BaseException, *, failure_time: float) -> FailureRecord:
         """The record of a rank whose function has raised."""
-        return cls(rank=rank, time=failure_time, raised=describe_error(error))
+        return cls(
+            rank=rank,
+            time=failure_time,
+            raised=describe_error(error),
+            traceback=_whole_traceback(error),
+        )
+
+    @property
+    def full_traceback(self) -> str:
+        """The worker's whole traceback, causes first, in Python's own form."""
+        return f"rank {self.rank}:\n{self.traceback}"
 
     @property
     def was_stopped(self) -> bool:
@@ -183,6 +196,15 @@ def describe_error(error: BaseException, seen: set[int] | None = None) -> Raised
         notes=tuple(shorten_text(note, _MESSAGE_CHARS) for note in notes),
         parts=tuple(describe_error(part, seen) for part in parts if len(seen) < _MOST_CAUSES),
     )
+
+
+def _whole_traceback(error: BaseException) -> str:
+    entry = error.__traceback__
+    num_house = len(of_traceback(entry)) - len(_frames_of(entry))
+    for _ in range(num_house):
+        entry = entry and entry.tb_next
+    text = "".join(traceback.format_exception(type(error), error, entry))
+    return shorten_text(text, _MESSAGE_CHARS)
 
 
 def kind_name(kind: type) -> str:
@@ -521,14 +543,6 @@ _UNLIKE_COLLECTIVES = (
     "op.preamble.length <= op.nbytes",  # gloo, before it aborts the process
 )
 
-# Raised for a group that is looked up by name, or held in C++, where no frame has it as a value.
-_LEFT_GROUP_TYPES = (RuntimeError, ValueError, AssertionError)
-_LEFT_GROUP = (
-    "DeepSpeed backend not set",  # DeepSpeed 0.19
-    "resolve the process group",  # torch 2.13: functional collectives, so FSDP2
-    "Invalid process group",  # torch 2.13: distributed_c10d
-)
-
 
 def tells_of_unlike_collectives(text: str) -> bool:
     """Whether a text says that ranks met in one collective for different things."""
@@ -538,16 +552,6 @@ def tells_of_unlike_collectives(text: str) -> bool:
 def tells_of_a_lost_connection(type_name: str, message: str) -> bool:
     """Whether an error says no more than that another rank has gone."""
     return type_name in _LOST_TYPES and bool(_LOST_CONNECTION.search(message))
-
-
-def can_come_of_a_left_group(error: BaseException) -> bool:
-    """Whether an error is of a type that the use of a process group which was left can raise."""
-    return isinstance(error, _LEFT_GROUP_TYPES)
-
-
-def tells_of_a_left_group(error: BaseException) -> bool:
-    """Whether an error's text is that of a library which no longer finds its process group."""
-    return can_come_of_a_left_group(error) and any(text in str(error) for text in _LEFT_GROUP)
 
 
 # ------------------------------------------------------------------------- sending an exception

@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, worker
-from nbaccel.workers.reaping import end_descendants, reap
+from nbaccel.workers.reaping import end_descendants
+from nbaccel.workers.worker_processes import reap
 
 
 class ForkServer:
@@ -21,7 +22,8 @@ class ForkServer:
     def __init__(self, channel_fd: int, parent: Sequence[int]) -> None:
         self._channel = messaging.Channel.from_fd(channel_fd)
         self._parent = parent
-        self._workers: set[int] = set()
+        self._reports: dict[int, messaging.Channel] = {}
+        """Worker → where its number was told, and its end is."""
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
@@ -31,10 +33,9 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         worker.find_libraries()
 
-    def serve(self, left_out: dict[str, str]) -> NoReturn:
-        """Report ready, serve until the notebook hangs up or dies, and leave."""
+    def serve(self) -> NoReturn:
+        """Serve until the notebook hangs up or dies, and leave."""
         try:
-            self._channel.send(messaging.Ready(left_out))
             self._loop()
         finally:
             end_descendants()
@@ -58,26 +59,27 @@ class ForkServer:
             return False
         if isinstance(message, messaging.Fork):
             worker.set_before_fork(message.threads)
-            pid = self._fork(descriptors)
-            self._workers.add(pid)
-            self._channel.send(messaging.Forked(pid))
+            report = messaging.Channel.from_fd(descriptors.pop())
+            pid = self._fork(report, descriptors)
+            self._reports[pid] = report
+            self._report(pid, pid)
         # Those of `Word.DISPOSE`, too.
         memfd.close_all(descriptors)
         return True
 
-    def _fork(self, descriptors: list[int]) -> int:
+    def _fork(self, report: messaging.Channel, descriptors: list[int]) -> int:
         template = os.getpid()
         pid = os.fork()
         if pid:
             return pid
         signal.set_wakeup_fd(-1)
-        # A child that held this end would hide the end of the template from the notebook.
-        for own_end in (self._channel, self._woken, self._waker):
-            own_end.close()
+        # A child that held these ends would hide the end of the template from the notebook.
+        for channel in (self._channel, report, *self._reports.values()):
+            channel.close()
+        for end in (self._woken, self._waker):
+            end.close()
         memfd.close_all(self._parent)
-        channel, stdout, stderr, stack = descriptors
-        ends = messaging.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=stack)
-        return worker.run_worker(ends, template)
+        return worker.run_worker(messaging.WorkerEnds(*descriptors), template)
 
     def _collect(self) -> None:
         # Emptied before reaping: a child that ends in between writes again and is found next time.
@@ -85,12 +87,15 @@ class ForkServer:
             while self._woken.recv(4096):
                 continue
         # All are looked at, because several SIGCHLD may be merged into one.
-        for pid in tuple(self._workers):
+        for pid in tuple(self._reports):
             ended = reap(pid)
             if ended is not None:
-                self._workers.discard(pid)
                 # Before the report: the notebook takes it as the end of all the worker had started.
-                end_descendants(kept_ids=self._workers)
-                # The notebook is gone: the loop is about to return.
-                with contextlib.suppress(OSError):
-                    self._channel.send(ended)
+                end_descendants(kept_ids=self._reports.keys() - {pid})
+                self._report(pid, ended)
+                self._reports.pop(pid).close()
+
+    def _report(self, pid: int, news: int | messaging.Ended) -> None:
+        # Who has asked for the worker waits for it no more.
+        with contextlib.suppress(OSError):
+            self._reports[pid].send(news)

@@ -1,6 +1,6 @@
 """Typed messages between processes, over Unix sockets that no one else can reach.
 
-    notebook process ── channel ──► template process      Fork → Forked, Ended
+    notebook process ── channel ──► template process      Fork; by another one each worker's Ended
     notebook process ── channel ──► worker (one each)     Job → Alive, Started, …, Returned | Failed
 
 A channel is one end of a `socketpair`: it has no name in any file system and no port, so nothing
@@ -19,7 +19,7 @@ import signal
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.base.frames import Frame
 from nbaccel.base.leftovers import LeftoverFolders
@@ -118,18 +118,13 @@ class Channel:
         self._socket.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerEnds:
-    """The worker's ends of its connections: descriptors."""
+class WorkerEnds(NamedTuple):
+    """The worker's ends of its connections: descriptors, in the order in which they travel."""
 
     channel: int
     stdout: int
     stderr: int
     stack: int
-
-    def all(self) -> tuple[int, int, int, int]:
-        """All four, in the order in which they travel."""
-        return (self.channel, self.stdout, self.stderr, self.stack)
 
 
 def peek_packet(packet: bytes, descriptors: Sequence[int]) -> Any:
@@ -181,36 +176,13 @@ class Word(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork a worker. Descriptors: those of its `WorkerEnds`."""
+    """Fork a worker. Descriptors: its `WorkerEnds`, and a channel for its number and its end."""
 
     threads: int
     """How many it will compute with; 0: not known yet."""
 
 
 # ---- template → notebook
-
-
-@dataclass(frozen=True, slots=True)
-class Importing:
-    """The package that the template is about to import, or has imported."""
-
-    package: str
-    obstacle: str = ""
-    """Why the template, with this in it, cannot be forked, so that it ends; a clause with "it"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The template has imported everything but these, and can fork."""
-
-    left_out: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Forked:
-    """A worker has been forked."""
-
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +265,19 @@ class Job:
         return FileHints(staging=keys, arenas=keys, reads_arenas=True)
 
 
+@dataclass(frozen=True)
+class PoolTask:
+    """A method of a pool's `CellWorker`, by its name, and what it is given."""
+
+    method: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    hints: FileHints = field(default_factory=FileHints)
+
+    def file_hints(self) -> FileHints:
+        """What it means for memory files."""
+        return self.hints
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Something to do. Descriptors: what its body says.
@@ -350,7 +335,7 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The function returned. Descriptor: the payload with the value, or none."""
+    """The function returned. Descriptors: the payload with the value if it has one; `whole`."""
 
     payload: PackedObject | None = None
     unsendable: str | None = None
@@ -359,6 +344,8 @@ class Returned:
     """`WeightReport`: which trained weights lie in the staging files."""
     was_stopped: bool = False
     """Whether it was stopped where a step ended, the same one on all ranks."""
+    whole: tuple[str, ...] = ()
+    """Keys of the arenas that files of this rank's own hold completely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,3 +368,45 @@ class Whereabouts:
     """Names that cells have defined, or that were sent here; not all of very many."""
     group: str = ""
     """The process group that it has joined: `gloo, 2 ranks`; empty for none."""
+
+
+# ---- a pool's worker → notebook; without slots, as of `Task`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWanted:
+    """This rank is about to join the default process group and will wait for all others."""
+
+    generation: int = 0
+    ordinal: int = 0
+    """How many default groups this rank has been in since the generation began."""
+    backend: str | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completions:
+    """What could stand in the code from `start` to `end`."""
+
+    matches: tuple[str, ...]
+    start: int
+    end: int
+    types: tuple[str, ...]
+    """Of each match: `function`, `instance`, …; empty where IPython cannot tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """The task of this number is done: the worker waits for the next one."""
+
+    number: int = 0
+    shown: Any = None
+    """What the task gives the user to see: a mime bundle, completions; None for nothing."""
+    bound: tuple[str, ...] = ()
+    """Names that the task bound or deleted."""
+    dirty: tuple[str, ...] = ()
+    """Keys of those of the notebook's modules whose weights may have changed."""
+    sequence: tuple[tuple[str, int], ...] = ()
+    """How many collectives each process group has begun."""
+    in_groups: bool = False
+    """Whether this worker is in a process group."""

@@ -32,7 +32,6 @@ from typing import Any
 import psutil
 
 from nbaccel.workers import time_limits
-from nbaccel.workers.messaging import Ended
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PR_SET_NAME = 15
@@ -112,30 +111,6 @@ def _stray_process(pid: int) -> str:
         if os.getpgid(pid) != os.getpgid(0) and process.status() != psutil.STATUS_ZOMBIE:
             return f"{' '.join(process.cmdline())[:60] or process.name()} (process {pid})"
     return ""
-
-
-def reap(pid: int) -> Ended | None:
-    """Collect a child that has ended, with everything it started; None if it still runs."""
-    try:
-        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        # Other code of this process has waited for it: its status is lost.
-        return Ended(pid, -signal.SIGKILL, 0)
-    if result is None:
-        return None
-    # First, while the dead leader still holds the group's number: DataLoader workers and
-    # subprocesses of a killed worker would live on otherwise.
-    end_group(pid)
-    _, status, usage = os.wait4(pid, 0)
-    return Ended(pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
-
-
-def end_group(pid: int) -> None:
-    """Kill a worker and everything it started that has not left its process group."""
-    # The process too: one that was just forked may not have made its group yet.
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------- the end of this process

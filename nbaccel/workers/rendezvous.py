@@ -12,7 +12,6 @@ has its stack. A live worker closes what that leaves open: `calls/process_groups
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbaccel.base import env, ports, torch_private
+from nbaccel.base import env, processes, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.topology import Topology
 
@@ -94,12 +93,6 @@ def say_returned(rank: int) -> None:
             torch_private.default_store().append(RETURNED_KEY, f"{rank} ")
 
 
-def group_names() -> Callable[[], str]:
-    """Names for the default groups of one process: `group_0`, `group_1` and so on."""
-    numbers = itertools.count()
-    return lambda: f"group_{next(numbers)}"
-
-
 def serve_store(place: Topology, listening_socket: int) -> Any:
     """Serve the rendezvous store, which all ranks join as clients, on the notebook's socket."""
     return dist.TCPStore(  # type: ignore[attr-defined]
@@ -108,5 +101,5 @@ def serve_store(place: Topology, listening_socket: int) -> Any:
         is_master=True,
         # Rank 0 joins as a client later; waiting here would wait for this very process.
         wait_for_workers=False,
-        **ports.store_options(listening_socket),
+        **processes.store_options(listening_socket),
     )

@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbaccel.base import env
-from nbaccel.config.variables import MOST_STEPS_VARIABLE
-from nbaccel.workers import loop_watch, messaging, time_limits
+from nbaccel.loops import loop_watch
+from nbaccel.plan.topology import MOST_STEPS_VARIABLE
+from nbaccel.workers import messaging, time_limits
 
 
 class AgreedStop:

@@ -2,8 +2,9 @@
 
     notebook's process                       template process (`template_server`)
     start, at load time ──── program ──────► imports torch, then one package after the other
-                        ◄─── Importing, Ready ──── it is clean: what is not is left out
-    `TemplateStarter`   ──── Fork ─────────► forks a worker
+                        ◄─── JSON ────────── which one it imports; that it is clean, and what is
+                                             left out
+    `TemplateStarter`   ──── Fork ─────────► forks a worker, and reports its end
     a cell imports more ──── program ──────► a second one imports the longer list; once it is ready
                                              it takes the first one's place, which ends
 
@@ -53,6 +54,7 @@ _FEW_MODULES = 20
 """So many new modules of packages that it has are not worth a new template: cells import some
 without saying so."""
 _MESSAGE_CHARS = 2000
+_PACKET_BYTES = 1 << 20
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,15 +72,12 @@ class TemplateProcess:
     ready: bool = False
     has_failed: bool = False
     """Whether it ended before it was ready, and no package is known to be at fault."""
-    ended: dict[int, Any] = field(default_factory=dict)
-    """Its workers → how they ended, or None; a launch and a pool read each other's reports."""
     status: int | None = None
     """As `subprocess` gives it, if it has ended by itself: negative for a signal."""
     said: str = ""
-    hearing: threading.RLock = field(default_factory=threading.RLock)
-    """Held by whoever reads what it says once it is ready."""
     is_replaced: bool = False
     users: int = 0
+    """Starters that have workers of it; it stays for them, also if it is replaced meanwhile."""
 
     @classmethod
     def start(cls, device: str, left_out: dict[str, str]) -> TemplateProcess:
@@ -96,7 +95,7 @@ class TemplateProcess:
         own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Room for hundreds of messages: when a full socket has room again, the system sends SIGIO,
         # which is to end the template where this end is closed.
-        its_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        its_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET_BYTES)
         # A file, not a pipe: it is read only after the end, and a full pipe would block.
         errors = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
         with its_end, open(os.memfd_create("nbaccel-template-request"), "w+") as request_file:
@@ -145,20 +144,9 @@ class TemplateProcess:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGCONT)
 
-    def use(self) -> None:
-        """Keep it until :meth:`release`, also if it is replaced meanwhile."""
-        self.users += 1
-
-    def release(self) -> None:
-        """Undo one :meth:`use`."""
-        self.users -= 1
-        if self.is_replaced:
-            self.replace()
-
-    def replace(self) -> None:
-        """Let it end as soon as nothing uses it."""
-        self.is_replaced = True
-        if self.users <= 0:
+    def end_unless_used(self) -> None:
+        """Let one that is replaced end, unless a starter has workers of it."""
+        if self.is_replaced and self.users <= 0:
             self.end()
 
     def end(self) -> None:
@@ -238,9 +226,9 @@ class Template:
                 # An import may have ended it: then another one is made here.
                 self._read(self._processes[0])
             while self._processes and not self._processes[0].is_running():
-                self._processes.pop(0).replace()
+                self._replace_first()
             if not self._processes:
-                self._processes.append(self._start_process())
+                self._processes.append(TemplateProcess.start(self._device, self.left_out))
                 atexit.register(stop)
             return self._processes[0]
 
@@ -256,7 +244,7 @@ class Template:
 
     def after_cell(self) -> None:
         """Have what the last cell has imported imported in the background."""
-        # Messages need numpy in this process; and a launch of another thread, which waits for the
+        # Nothing trains without torch; and a launch of another thread, which waits for the
         # template, sees to it.
         if "torch" not in sys.modules or not self._lock.acquire(blocking=False):
             return
@@ -331,57 +319,51 @@ class Template:
         for process in tuple(self._processes):
             self._read(process)
         if len(self._processes) > 1 and self._processes[1].ready:
-            self._processes.pop(0).replace()
+            self._replace_first()
         elif len(self._processes) > 1 and self._processes[1].has_failed:
             self._processes.pop().end()
-        if not self._processes:
-            return
-        newest = self._processes[-1]
-        if newest.has_failed or not newest.lacked_packages(self.left_out):
+        newest = self._processes[-1] if self._processes else None
+        if newest is None or newest.has_failed or not newest.lacked_packages(self.left_out):
             return
         if newest.ready:
-            self._processes.append(self._start_process())
+            self._processes.append(TemplateProcess.start(self._device, self.left_out))
         else:
             self._make_again(newest)
 
-    def _start_process(self) -> TemplateProcess:
-        return TemplateProcess.start(self._device, self.left_out)
+    def _replace_first(self) -> None:
+        first = self._processes.pop(0)
+        first.is_replaced = True
+        first.end_unless_used()
 
     def _make_again(self, process: TemplateProcess) -> None:
         """Start another one in place of one that is not ready."""
         process.end()
-        self._processes[self._processes.index(process)] = self._start_process()
+        place = self._processes.index(process)
+        self._processes[place] = TemplateProcess.start(self._device, self.left_out)
 
     def _read(self, process: TemplateProcess) -> None:
         """Read what one has said while it was made; where an import has ended it, make another."""
-        from nbaccel.workers import failure, messaging
-
-        while not process.ready and process.is_open:
-            if not select.select([process.socket], [], [], 0.0)[0]:
+        while (
+            not process.ready
+            and process.is_open
+            and select.select([process.socket], [], [], 0.0)[0]
+        ):
+            try:
+                packet = process.socket.recv(_PACKET_BYTES)
+            except ConnectionResetError:
+                packet = b""
+            if not packet and not process.importing:
+                process.has_failed = True
                 return
-            with contextlib.closing(messaging.Channel(process.socket.dup())) as channel:
-                try:
-                    message, _ = channel.receive()
-                except EOFError:
-                    if not process.importing:
-                        process.has_failed = True
-                        return
-                    status = process.process.wait()
-                    reason = f"its import ended the process ({failure.name_exit(status)})"
-                    if status == -signal.SIGALRM:
-                        reason = f"its import takes more than {time_limits.IMPORT_S:.0f} s"
-                    self.left_out[process.importing] = reason
-                    self._make_again(process)
-                    return
-            if isinstance(message, messaging.Ready):
-                process.ready = True
-                self.left_out.update(message.left_out)
-            elif message.obstacle:
-                self.left_out[message.package] = message.obstacle
+            said: dict[str, Any] = json.loads(packet) if packet else {}
+            obstacle = said.get("obstacle") if packet else _why_ended(process)
+            if obstacle:
+                self.left_out[process.importing] = obstacle
                 self._make_again(process)
                 return
-            else:
-                process.importing = message.package
+            process.importing = said.get("importing", process.importing)
+            process.ready = "left_out" in said
+            self.left_out.update(said.get("left_out", {}))
 
     def _serves(self, needs: Callable[[str], bool]) -> bool:
         """Whether workers can be forked at once, with all packages that are needed."""
@@ -399,6 +381,16 @@ class Template:
         first = "torch in the process that workers are forked from (once)"
         say(f"importing {package or first}")
         select.select([process.socket for process in in_making], [], [], SAY_EVERY_S)
+
+
+def _why_ended(process: TemplateProcess) -> str:
+    """What the import of a package has done to a template, which has ended by it."""
+    from nbaccel.workers import failure
+
+    status = process.process.wait()
+    if status == -signal.SIGALRM:
+        return f"its import takes more than {time_limits.IMPORT_S:.0f} s"
+    return f"its import ended the process ({failure.name_exit(status)})"
 
 
 def no_answer(limit_s: float) -> StartupFailed:
@@ -543,25 +535,19 @@ def _standard_folders() -> tuple[str, ...]:
 # ------------------------------------------------------------------------- where from
 
 
-def current_folder() -> str:
-    """The working folder; if it has been deleted, the next folder above it that exists."""
+def current_folder(*, tells: bool = False) -> str:
+    """The working folder; if it has been deleted, which is told, the next one above that exists."""
     try:
         return os.getcwd()
     except FileNotFoundError:
-        above = (folder for folder in Path(_deleted_folder()).parents if folder.is_dir())
-        return str(next(above, Path.home()))
-
-
-def explain_here() -> str:
-    """The same, with a message to the user if it is not the working folder."""
-    folder = current_folder()
-    try:
-        os.getcwd()
-    except FileNotFoundError:
+        # As far as the system remembers it.
+        gone = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+        above = (folder for folder in Path(gone).parents if folder.is_dir())
+        folder = str(next(above, Path.home()))
+    if tells:
         sys.stderr.write(
-            f"nbaccel: the notebook's working folder {_deleted_folder() or ''} has been deleted, "
-            f"so its workers run in {folder}. Go to a folder that exists: "
-            f"%cd {folder}\n"
+            f"nbaccel: the notebook's working folder {gone} has been deleted, so its workers run "
+            f"in {folder}. Go to a folder that exists: %cd {folder}\n"
         )
     return folder
 
@@ -574,7 +560,9 @@ def import_path() -> list[str]:
 
 def installed_first() -> list[str]:
     """The same with the user's own folders last, where a `random.py` would hide the real one."""
-    imported_from = _folders_of_packages()
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _IMPORTED_BY_THE_TEMPLATE]
+    # Where this process has imported them from, which may be a folder of sources.
+    imported_from = {str(Path(file).parent.parent) for file in files if file}
 
     def is_users(entry: str) -> bool:
         is_pythons = entry.startswith(_standard_folders()) or entry.endswith(".zip")
@@ -584,17 +572,3 @@ def installed_first() -> list[str]:
 
     # A stable sort: within both groups the order of the notebook is kept.
     return sorted(import_path(), key=is_users)
-
-
-def _folders_of_packages() -> set[str]:
-    """Where this process has imported them from, which may be a folder of sources."""
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in _IMPORTED_BY_THE_TEMPLATE]
-    return {str(Path(file).parent.parent) for file in files if file}
-
-
-def _deleted_folder() -> str:
-    """The path of the deleted folder, as far as the system remembers it."""
-    try:
-        return os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
-    except OSError:
-        return ""

@@ -1,7 +1,7 @@
 """The template process: clean, single-threaded, everything imported; workers are forked from it.
 
     notebook ── channel ──► template ── fork ──► worker, worker, …
-             ◄── Importing, Ready, Forked, Ended ──
+             ◄── JSON until it is ready; then, by a channel for each worker, its number and its end
 
 It has never touched a GPU, an autograd engine or an OpenMP pool, whatever the notebook has done, so
 a fork of it is safe. It exits when the notebook is gone or hangs up, and takes its workers along.
@@ -58,11 +58,21 @@ def serve(channel_fd: int) -> NoReturn:
     gc.disable()
     _import_for_workers(request)
     left_out = _import_packages(request, channel_fd)
-    _freeze_memory()
+    # Let no collection in a worker write to every page shared with this process.
+    gc.collect()  # no garbage is to be kept for ever
+    gc.freeze()
+    gc.enable()
     _end_with_notebook(channel_fd, False)
     from nbaccel.workers.fork_server import ForkServer
 
-    ForkServer(channel_fd, parent).serve(left_out)
+    server = ForkServer(channel_fd, parent)
+    _say(channel_fd, left_out=left_out)
+    server.serve()
+
+
+def _say(channel_fd: int, **facts: Any) -> None:
+    """Tell the notebook how far this is; see `Template._read`."""
+    os.write(channel_fd, json.dumps(facts).encode())
 
 
 def _open_process(process_id: int) -> list[int]:
@@ -88,19 +98,18 @@ def _import_packages(request: dict[str, Any], channel_fd: int) -> dict[str, str]
     """Import what the notebook has; returns what was left out because it cannot be imported."""
     from nbaccel.base.units import count_noun
     from nbaccel.transfer import sharded_tensors
-    from nbaccel.workers import fork_safety, messaging
+    from nbaccel.workers import fork_safety
     from nbaccel.workers.reaping import end_descendants
 
     left_out: dict[str, str] = dict(request["left_out"])
     failed: dict[str, list[str]] = {}
-    channel = messaging.Channel.from_fd(os.dup(channel_fd))
     device_facts = fork_safety.device_facts()
     num_threads = len(fork_safety.lasting_threads({os.getpid()}))
     for package, modules in request["packages"].items():
         missing = [name for name in modules if name not in sys.modules]
         if package in left_out or not missing:
             continue
-        channel.send(messaging.Importing(package))
+        _say(channel_fd, importing=package)
         # Nothing handles its signal either, so it ends an import that hangs.
         signal.setitimer(signal.ITIMER_REAL, request["import_limit_s"])
         error = _first_error(missing)
@@ -110,7 +119,7 @@ def _import_packages(request: dict[str, Any], channel_fd: int) -> dict[str, str]
         if added > 0:
             obstacles.append(f"it starts {count_noun(added, 'thread')}")
         if obstacles:
-            channel.send(messaging.Importing(package, " and ".join(obstacles)))
+            _say(channel_fd, obstacle=" and ".join(obstacles))
             end_descendants()
             os._exit(0)
         if error is not None and package not in sys.modules:
@@ -121,7 +130,6 @@ def _import_packages(request: dict[str, Any], channel_fd: int) -> dict[str, str]
         # One of two that import each other may fail first, and succeed with the other.
         if all(name in sys.modules for name in names):
             del left_out[package]
-    channel.close()
     sharded_tensors.load_readers()
     return left_out
 
@@ -156,13 +164,6 @@ def _import_for_workers(request: dict[str, Any]) -> None:
     _rehearse_transfer()
 
 
-def _freeze_memory() -> None:
-    """Let no collection in a worker write to every page shared with this process."""
-    gc.collect()  # no garbage is to be kept for ever
-    gc.freeze()
-    gc.enable()
-
-
 def _load_extensions(paths: set[str]) -> None:
     """Import packages that extend torch, but those that a device has imported if it needs them."""
     for entry in importlib.metadata.entry_points(group="torch.backends"):
@@ -189,6 +190,6 @@ def _rehearse_transfer() -> None:
         received_modules.open_arena(key, owner.nbytes, owner.fd)
     with memfd.closing_files(fd):
         modules = pickling.unpack(packed, fd, received_modules.mappings)
-    for manifest, module in modules:
-        received_modules.add(manifest.path, manifest, module)
+    for shared in modules:
+        received_modules.add(shared.path, shared)
     received_modules.write_all()

@@ -21,6 +21,7 @@ import builtins
 import contextlib
 import faulthandler
 import importlib
+import itertools
 import os
 import signal
 import socket
@@ -38,25 +39,25 @@ import torch
 from nbaccel.base import (
     accelerate_library,
     env,
+    leftovers,
     lightning_library,
     torch_private,
     transformers_library,
 )
 from nbaccel.base.errors import InputRefused, InternalError, StoppedAtStep
 from nbaccel.base.units import shorten_text
+from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.topology import Topology
+from nbaccel.precision import precision_check
 from nbaccel.transfer import arena, memfd, pickling, sharded_tensors
 from nbaccel.transfer.library_settings import LibrarySettings, restore_random_states
 from nbaccel.transfer.package_changes import AppliedChanges, LateChange, PackageChange
 from nbaccel.transfer.received_modules import ReceivedModules
 from nbaccel.workers import (
     failure,
-    loop_watch,
     messaging,
-    metrics_reporter,
-    precision_check,
     reaping,
     rendezvous,
     step_stop,
@@ -124,17 +125,14 @@ def run_worker(
             reaping.run_exit_functions(time_limits.EXIT_S)
         # What is missed here becomes the template's child, and the template ends it.
         with contextlib.suppress(Exception):
-            _end_what_it_started()
+            if left := end_descendants():
+                sys.stderr.write(
+                    f"nbaccel: ended what this rank had started and left running: "
+                    f"{', '.join(left)}. Start what is to outlive the workers from the notebook "
+                    "itself.\n"
+                )
         flush_streams()
         os._exit(exit_status)
-
-
-def _end_what_it_started() -> None:
-    if left := end_descendants():
-        sys.stderr.write(
-            f"nbaccel: ended what this rank had started and left running: {', '.join(left)}. "
-            "Start what is to outlive the workers from the notebook itself.\n"
-        )
 
 
 def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
@@ -175,7 +173,9 @@ def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
     for name, streams in before.items():
         worker_output.move_handlers(streams, getattr(sys, name))
     sys.excepthook = sys.__excepthook__
-    worker_output.forget_prompts()
+    for name in ("ps1", "ps2", "ps3"):
+        # Nobody types here, though it looks so in a kernel: Lightning would refuse to run.
+        vars(sys).pop(name, None)
     faulthandler.enable(file=ends.stack, all_threads=True)
     faulthandler.register(messaging.STACK_SIGNAL, file=ends.stack, all_threads=True)
 
@@ -198,6 +198,13 @@ class WorkerContext:
         """Report to the notebook how far the call that begins is."""
         has_panel = self.assignment.has_cells and env.flag("NBACCEL_DASHBOARD") is not False
         loop_watch.begin(channel, self.hardware, self.device, shows_bars=has_panel)
+
+        def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
+            # The notebook is gone, so there is no reader.
+            with contextlib.suppress(OSError):
+                channel.send(messaging.Leaves(leftover, is_there))
+
+        leftovers.listen_for_leftovers(leave)
 
     def go_to(self, folder: str) -> None:
         """Work in a folder of the notebook; on another host only if it is there, too."""
@@ -270,26 +277,24 @@ def serve_call(
         context = set_up_process(assignment, descriptors)
         worker_output.forward_displays(channel.send)
         context.begin_reports(channel)
-        rendezvous.join_store(context.place, rendezvous.group_names())
+        numbers = itertools.count()
+        rendezvous.join_store(context.place, lambda: f"group_{next(numbers)}")
     except BaseException as error:  # the notebook waits for a report, whatever it is
         report(channel, error, Topology.from_json(assignment.topology).rank)
     else:
+
+        def interrupt(_number: int, _frame: Any) -> NoReturn:
+            # One packet per message, so this cannot tear a message that the interrupted code sends.
+            channel.send(messaging.Word.INTERRUPTING)
+            raise KeyboardInterrupt
+
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
-        signal.signal(signal.SIGINT, _interrupt(channel))
+        signal.signal(signal.SIGINT, interrupt)
         Work(channel, context, task.body, job_descriptors, forked_call).run()
     # Until then this worker may serve the store, which slower ranks need. A stop may have come too
     # late to be read.
     while channel.receive()[0] is not messaging.Word.LEAVE:
         continue
-
-
-def _interrupt(channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
-    def on_interrupt(_number: int, _frame: Any) -> NoReturn:
-        # One packet per message, so this cannot tear a message that the interrupted code sends.
-        channel.send(messaging.Word.INTERRUPTING)
-        raise KeyboardInterrupt
-
-    return on_interrupt
 
 
 @dataclass
@@ -340,8 +345,8 @@ class Work:
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.
         self.context.settings.follow(job.settings)
-        for manifest, module in call.modules:
-            received_modules.add(manifest.path, manifest, module)
+        for shared in call.modules:
+            received_modules.add(shared.path, shared)
         clean_up.callback(precision_check.watch(self.context.assignment.mixed_precision))
         return call, received_modules
 

@@ -128,12 +128,6 @@ def forget_shells(shell_class: type[Any]) -> None:
         type(shell_class.instance()).clear_instance()
 
 
-def forget_prompts() -> None:
-    """Let nobody seem to type here, as in a kernel: Lightning would refuse to run on all ranks."""
-    for name in ("ps1", "ps2", "ps3"):
-        vars(sys).pop(name, None)
-
-
 def mute_comms() -> None:
     """A widget made in a child would write to the notebook's socket, which drops it."""
     module = sys.modules.get("comm")

@@ -661,7 +661,7 @@ def test_the_cause_of_an_exception_is_told(launch: Launch) -> None:
 
     error = fail(launch, train)
     assert "which came from KeyError: 'key'" in report_of(error)
-    assert "which led to" in str(error.__cause__)
+    assert "was the direct cause of the following exception" in str(error.__cause__)
 
 
 def test_a_very_long_message_is_cut(launch: Launch) -> None:

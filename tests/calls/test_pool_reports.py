@@ -22,8 +22,8 @@ def test_cells_and_calls_have_reports_of_their_own() -> None:
 
         # Neither the account nor the metrics of a call are continued by the next.
         later = pool.run("1").report().facts
-        assert later.timed_ranks == []
-        assert later.curves == ()
+        assert later.timed_ranks == {}
+        assert later.curves == {}
 
         # A DDP model of an earlier call is still measured; what it has waited there is not told.
         again = notebook_launcher(loops.train, (0,), pool=pool).report().facts

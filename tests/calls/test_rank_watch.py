@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nbaccel import Accelerator, Pool, notebook_launcher
 from nbaccel.calls import supervisor
-from nbaccel.workers.worker_handle import HandleState
+from nbaccel.workers.worker_processes import HandleState
 
 LOOK_S = 1.5
 

@@ -13,7 +13,7 @@ import pytest
 import nbaccel
 from nbaccel import notebook_launcher
 from nbaccel.launchers import Results
-from nbaccel.output.panel.facts import all_runs
+from nbaccel.output.panel.facts import ENDED_RUNS
 from nbaccel.output.panel.rank_times import RankTimes
 from nbaccel.output.report.run_report import report_of
 from tests import worker_functions as workers
@@ -21,7 +21,7 @@ from tests.calls import report_loops as loops
 
 
 def timed(results: Results) -> list[RankTimes]:
-    return results.report().facts.timed_ranks
+    return [*results.report().facts.timed_ranks.values()]
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
@@ -108,7 +108,7 @@ def test_a_report_tells_of_curves_samples_warnings_and_the_plan(tmp_path: Path) 
 def test_a_run_without_loops_has_a_report_that_says_so() -> None:
     results = notebook_launcher(workers.nothing, num_processes=2)
     report = results.report()
-    assert report.facts.timed_ranks == []
+    assert report.facts.timed_ranks == {}
     assert "No loop over batches was seen" in str(report)
     assert report.facts.plan.text == results.plan.explain()
     assert 0 < report.facts.seconds < 60
@@ -117,12 +117,12 @@ def test_a_run_without_loops_has_a_report_that_says_so() -> None:
 def test_a_run_in_this_process_has_a_report() -> None:
     results = notebook_launcher(loops.train, (0,), num_processes=1)
     facts = results.report().facts
-    (times,) = facts.timed_ranks
+    (times,) = facts.timed_ranks.values()
     assert times.computing_s > loops.BATCHES * loops.SLOW_STEP_S
     assert times.waiting_s == 0
     assert facts.ranks[0].samples == loops.BATCHES * 4
     assert (facts.ranks[0].peak_host_bytes or 0) > 1 << 20
-    assert {curve.name for curve in facts.curves} == {"loss", "rank"}
+    assert set(facts.curves) == {"loss", "rank"}
     assert "start_method" in facts.plan.text
 
 
@@ -130,9 +130,9 @@ def test_a_run_in_this_process_has_a_report() -> None:
 def test_a_run_that_failed_has_a_report(num_processes: int, failing_rank: int) -> None:
     with pytest.raises(ValueError, match="as asked") as caught:
         notebook_launcher(loops.fail_after_loop, (failing_rank,), num_processes)
-    latest = report_of(all_runs()[-1], "the latest")
+    latest = report_of(ENDED_RUNS[-1], "the latest")
     assert latest.facts.ending == "failed"
-    assert {curve.name for curve in latest.facts.curves} == {"loss"}
+    assert set(latest.facts.curves) == {"loss"}
     assert latest.facts.ranks[failing_rank].steps == 4
     # In this process the function's own error is raised, which knows nothing of the run.
     if num_processes > 1:

@@ -6,7 +6,7 @@ import pytest
 
 from nbaccel.calls import shutdown
 from nbaccel.calls.shutdown import AFTER_LOSS, END_WORKERS, KEEP_WORKERS, ShutdownLadder
-from nbaccel.workers.worker_handle import HandleState
+from nbaccel.workers.worker_processes import HandleState
 
 
 class Clock:

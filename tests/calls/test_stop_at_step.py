@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, Pool, RunConfig, notebook_launcher
 from nbaccel.errors import LaunchInterrupted
-from nbaccel.workers.loop_watch import StepBoundaries
+from nbaccel.loops.loop_watch import StepBoundaries
 from tests.strategies.needs import SHARDING
 
 ENDLESS = 100_000

@@ -191,14 +191,14 @@ def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
 ) -> None:
     old = values(model)
     fresh.run("model")
-    took = fresh._post_task._namespace_sync.records  # type: ignore[union-attr]
+    took = fresh._namespace_sync.records
 
     def none_left(keys: Any) -> Any:
         limit.__enter__()
         return took(keys)
 
     limit = NoDescriptors()
-    monkeypatch.setattr(fresh._post_task._namespace_sync, "records", none_left)  # type: ignore[union-attr]
+    monkeypatch.setattr(fresh._namespace_sync, "records", none_left)
     try:
         with pytest.raises(WorkerFailed, match="no room for the trained weights"):
             fresh.run(TRAIN)

@@ -6,8 +6,8 @@ import pytest
 
 from nbaccel.config import Fp8Config, RunConfig, load_config_file, read_accelerate_yaml
 from nbaccel.config.accelerate_yaml import is_accelerate_file
-from nbaccel.config.variables import run_variables
 from nbaccel.errors import ConfigError
+from nbaccel.plan.topology import run_variables
 from tests.needs import DEEPSPEED_ROW
 
 FILES = Path(__file__).parent / "accelerate_yaml"

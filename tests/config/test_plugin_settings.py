@@ -5,8 +5,8 @@ import pytest
 from nbaccel.config import RunConfig
 from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
 from nbaccel.config.handlers import TorchDynamoPlugin
-from nbaccel.config.variables import run_variables
 from nbaccel.errors import ConfigError
+from nbaccel.plan.topology import run_variables
 
 
 def set_all(monkeypatch, variables):

@@ -8,9 +8,9 @@ import pytest
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.text_forms import read_yaml
-from nbaccel.config.variables import run_variables
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError
+from nbaccel.plan.topology import run_variables
 
 FILE = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},

@@ -18,7 +18,7 @@ import torch
 from nbaccel import Pool, notebook_launcher
 from nbaccel.deepspeed.room import shortage
 from nbaccel.errors import WorkerDied
-from nbaccel.plan import shared_memory_files
+from nbaccel.plan import topology
 from nbaccel.plan.topology import Topology
 from tests.deepspeed import needs
 from tests.house.source import ROOT
@@ -27,7 +27,7 @@ from tests.house.source import ROOT
 def files(port: str) -> list[str]:
     """Those of one launch: tests beside this one make some of their own."""
     pattern = f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"
-    return sorted(path.name for path in shared_memory_files.FOLDER.glob(pattern))
+    return sorted(path.name for path in topology.SHARED_MEMORY.glob(pattern))
 
 
 def add_up(told: Path, ends: str = "") -> tuple[list[float], int]:
@@ -120,7 +120,7 @@ def places(port: int) -> tuple[Topology, ...]:
 @pytest.fixture
 def made(monkeypatch, tmp_path) -> Any:
     """Makes a file as DeepSpeed names it, in a folder of its own."""
-    monkeypatch.setattr(shared_memory_files, "FOLDER", tmp_path)
+    monkeypatch.setattr(topology, "SHARED_MEMORY", tmp_path)
 
     def make(port: int, rank: int, age_s: float = 0) -> Path:
         name = f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_{rank}"
@@ -135,7 +135,7 @@ def made(monkeypatch, tmp_path) -> Any:
 
 def test_the_files_of_a_launch_are_removed_and_no_others(made):
     own, others = [made(1234, rank) for rank in (0, 1)], [made(1235, 0), made(1234, 2)]
-    shared_memory_files.remove(places(1234))
+    topology.remove_shared_memory(places(1234))
     assert not any(path.exists() for path in own)
     assert all(path.exists() for path in others)
 
@@ -143,17 +143,19 @@ def test_the_files_of_a_launch_are_removed_and_no_others(made):
 def test_what_a_killed_notebook_left_is_removed_once_nobody_has_it(made):
     old, young, used = made(1, 0, age_s=3600), made(2, 0), made(3, 0, age_s=3600)
     with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-        shared_memory_files.remove_orphans()
+        topology.remove_orphans()
         assert [old.exists(), young.exists(), used.exists()] == [False, True, True]
-    shared_memory_files.remove_orphans()
+    topology.remove_orphans()
     assert not used.exists()
 
 
 def test_the_variable_counts_workers_where_they_share_a_machine_with_room(monkeypatch):
     place = places(1)[0]
-    assert shared_memory_files.variables(place, "cpu") == {"LOCAL_SIZE": "2"}
-    assert shared_memory_files.variables(Topology(master_port=1), "cpu") == {}, "it adds up nothing"
-    monkeypatch.setattr(shared_memory_files, "FOLDER", Path("/no/such/folder"))
-    assert shared_memory_files.variables(place, "cpu") == {"LOCAL_SIZE": "0"}
-    assert shared_memory_files.variables(place, "cuda") == {"LOCAL_SIZE": "2"}
+    assert topology.shared_memory_variables(place, "cpu") == {"LOCAL_SIZE": "2"}
+    assert topology.shared_memory_variables(Topology(master_port=1), "cpu") == {}, (
+        "it adds up nothing"
+    )
+    monkeypatch.setattr(topology, "SHARED_MEMORY", Path("/no/such/folder"))
+    assert topology.shared_memory_variables(place, "cpu") == {"LOCAL_SIZE": "0"}
+    assert topology.shared_memory_variables(place, "cuda") == {"LOCAL_SIZE": "2"}
     assert shortage(1) == ""

@@ -231,7 +231,7 @@ def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
     live.interrupt()
     assert live.finish(run).error == "KeyboardInterrupt"
     live.run("report = %accelerate report").check()
-    told = live.run("print(report.facts.ending, report.facts.curves[0].name)").check().stdout
+    told = live.run("print(report.facts.ending, *report.facts.curves)").check().stdout
     assert told == "stopped loss\n"
     told = live.run("print(sys.last_value.report().facts == report.facts)").check().stdout
     assert told == "True\n"

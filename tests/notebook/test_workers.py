@@ -229,4 +229,4 @@ def test_the_report_of_a_cell_is_shown_and_can_be_kept(live: Kernel) -> None:
     assert "No loop over batches was seen." in output["text/html"]
     assert "UserWarning: late" in output["text/html"]
     live.run("report = %accelerate report").check()
-    assert live.run("print(report.facts.warnings[0].ranks)").check().stdout == "(0, 1)\n"
+    assert live.run("print(report.facts.warnings[0].ranks)").check().stdout == "{0, 1}\n"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 import time
 
@@ -16,13 +17,13 @@ def fed(lines: LineAssembler, data: bytes, size: int = CHUNK) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("max_chars", [None, 1_000_000])
-def test_the_time_for_a_line_is_linear_in_its_length(max_chars: int | None) -> None:
+@pytest.mark.parametrize("max_chars", [math.inf, 1_000_000])
+def test_the_time_for_a_line_is_linear_in_its_length(max_chars: float) -> None:
     began = time.monotonic()
     lines = LineAssembler(max_chars)
     (line,) = fed(lines, b"x" * 40_000_000 + b"\n")
     assert time.monotonic() - began < 10.0
-    assert len(line) == 40_000_000 if max_chars is None else len(line) < 1_000_100
+    assert len(line) == 40_000_000 if max_chars == math.inf else len(line) < 1_000_100
 
 
 @pytest.mark.parametrize("start", [b"\r", b"y" * 1_000_000 + b"\r" * 100_000])

@@ -6,11 +6,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, strategies as st
 
-from nbaccel.output.publish import show_results
+from nbaccel.output import publish
 
 
 def plain(text: str) -> dict[str, Any]:
@@ -25,11 +26,12 @@ def shown(results: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
     """Each output's text; rich ones with their HTML."""
     found: list[str] = []
 
-    def publish(bundle: Mapping[str, Any]) -> None:
+    def note(bundle: Mapping[str, Any]) -> None:
         data = bundle["data"]
         found.append(data["text/plain"] + (f" {data['text/html']}" if "text/html" in data else ""))
 
-    show_results(results, publish)
+    with mock.patch.object(publish, "publish_display", note):
+        publish.show_results(results)
     return found
 
 
@@ -85,7 +87,7 @@ def test_every_rank_s_result_can_be_read_from_what_is_shown(
 
 
 def test_in_a_terminal_the_text_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    show_results({0: rich("text", "<b>"), 1: None})
+    publish.show_results({0: rich("text", "<b>"), 1: None})
     assert capsys.readouterr().out == "[0]\ntext\n"
 
 

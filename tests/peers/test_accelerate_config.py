@@ -9,7 +9,7 @@ import pytest
 from nbaccel.config import Fp8Config, RunConfig, load_config_file
 from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
 from nbaccel.config.handlers import TorchDynamoPlugin
-from nbaccel.config.variables import run_variables
+from nbaccel.plan.topology import run_variables
 from tests.needs import DEEPSPEED_ROW
 
 config_args = pytest.importorskip("accelerate.commands.config.config_args")

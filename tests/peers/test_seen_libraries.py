@@ -119,7 +119,7 @@ def test_a_trainer_of_transformers() -> None:
     facts = facts_of(with_transformers)
     assert [figures.steps for figures in facts.ranks] == [STEPS, STEPS]
     assert facts.metric_names[0] == "loss"
-    curve = facts.curves_of("loss")[0]
+    curve = facts.curves["loss"][0]
     assert [step for step, _ in curve] == [2.0 * place for place in range(1, STEPS // 2 + 1)]
     assert {"grad_norm", "learning_rate"} <= set(facts.metric_names)
     assert "epoch" not in facts.metric_names
@@ -133,14 +133,14 @@ def test_a_trainer_that_was_built_in_the_notebook() -> None:
         trainer = trainer_of(folder)
         facts = notebook_launcher(trainer.train, num_processes=2, timeout=300).report().facts
     assert [figures.steps for figures in facts.ranks] == [STEPS, STEPS]
-    assert len(facts.curves_of("loss")[0]) == STEPS // 2
+    assert len(facts.curves["loss"][0]) == STEPS // 2
 
 
 @isolated(timeout_s=300)
 def test_accelerates_own_accelerator() -> None:
     facts = facts_of(with_accelerate)
     assert [figures.steps for figures in facts.ranks] == [6, 6]
-    points = facts.curves_of("loss")[0]
+    points = facts.curves["loss"][0]
     assert {value for _, value in points} == {5.0}, "in the scale in which its user thinks"
     assert [figures.samples for figures in facts.ranks] == [48, 48]
 
@@ -149,7 +149,7 @@ def test_accelerates_own_accelerator() -> None:
 def test_lightning_fabric() -> None:
     facts = facts_of(with_fabric)
     assert facts.metric_names == ["train_loss"]
-    assert [step for step, _ in facts.curves_of("train_loss")[0]] == [*range(12)]
+    assert [step for step, _ in facts.curves["train_loss"][0]] == [*range(12)]
     assert [figures.steps for figures in facts.ranks] == [12, 12]
 
 
@@ -157,6 +157,6 @@ def test_lightning_fabric() -> None:
 def test_lightnings_trainer() -> None:
     facts = facts_of(with_lightning)
     assert set(facts.metric_names) == {"train_loss", "val_loss"}
-    assert len(facts.curves_of("train_loss")[0]) == STEPS
-    assert len(facts.curves_of("val_loss")[0]) == 1
+    assert len(facts.curves["train_loss"][0]) == STEPS
+    assert len(facts.curves["val_loss"][0]) == 1
     assert [figures.steps for figures in facts.ranks] == [STEPS, STEPS]

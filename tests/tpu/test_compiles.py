@@ -10,7 +10,7 @@ import pytest
 
 from nbaccel import RunConfig, notebook_launcher
 from nbaccel.base.training_metrics import Metrics
-from nbaccel.output.panel.display import DashboardUpdater
+from nbaccel.output.panel.facts import RunBoard
 from nbaccel.train.compile_watch import WARM_UP_STEPS
 from tests.tpu import bodies
 from tests.tpu.bodies import Programs
@@ -24,13 +24,13 @@ class Heard:
 
     def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages: list[Metrics] = []
-        hear = DashboardUpdater.receive
+        hear = RunBoard.receive
 
-        def note(updater: DashboardUpdater, rank: int, message: Metrics) -> None:
+        def note(board: RunBoard, rank: int, message: Metrics) -> None:
             self.messages.append(message)
-            hear(updater, rank, message)
+            hear(board, rank, message)
 
-        monkeypatch.setattr(DashboardUpdater, "receive", note)
+        monkeypatch.setattr(RunBoard, "receive", note)
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
             one_worker = config.changed(num_processes=1)

@@ -28,8 +28,8 @@ class Worker:
             self.received.open_arena(key, found.nbytes, found.fd)
         self.mappings = self.received.mappings
         self.args, modules = pickling.unpack(trip.payload, trip.fd, self.mappings)
-        for manifest, module in modules:
-            self.received.add(manifest.path, manifest, module)
+        for shared in modules:
+            self.received.add(shared.path, shared)
 
 
 class Trip:

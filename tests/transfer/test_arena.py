@@ -72,14 +72,14 @@ def test_every_tensor_moves_with_its_values_geometry_and_identity() -> None:
         assert (tensor.shape, tensor.stride()) == geometry[name], name
         assert in_arena(tensor) or tensor.numel() == 0, name
     assert len(sharing.arenas) == 1
-    assert {slot.name for slot in sharing.modules[0].manifest.slots} == values.keys() - {"empty"}
+    assert {slot.name for slot in sharing.modules[0].slots} == values.keys() - {"empty"}
 
 
 def test_slots_describe_the_bytes_in_the_file() -> None:
     module = Odd()
     values = snapshot(module)
     sharing = share(module)
-    for slot in sharing.modules[0].manifest.slots:
+    for slot in sharing.modules[0].slots:
         home = sharing.arenas[slot.arena]
         reader = memfd.Mapping(home.fd, home.nbytes, is_private=True)
         assert torch.equal(slot.view(reader), values[slot.name]), slot.name
@@ -96,7 +96,7 @@ def test_tied_weights_stay_tied() -> None:
     module = Tied()
     sharing = share(module)
     assert module.head.weight is module.embed.weight
-    starts = {slot.name: slot.start for slot in sharing.modules[0].manifest.slots}
+    starts = {slot.name: slot.start for slot in sharing.modules[0].slots}
     assert starts["embed.weight"] == starts["head.weight"]
     assert next(iter(sharing.arenas.values())).nbytes < 2 * 10 * 4 * 4, "one copy"
 
@@ -120,7 +120,7 @@ def test_only_the_used_part_of_a_large_storage_moves() -> None:
 def test_several_models_share_one_arena() -> None:
     one, other = nn.Linear(3, 3), nn.BatchNorm1d(4)
     sharing = share(one, other)
-    assert [m.manifest.path for m in sharing.modules] == ["args[0]", "args[1]"]
+    assert [m.path for m in sharing.modules] == ["args[0]", "args[1]"]
     assert len(sharing.arenas) == 1
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -282,13 +281,12 @@ def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
 
 def test_a_pickle_that_grows_too_long_is_given_up() -> None:
     with pytest.raises(pickling.TooCostly):
-        pickling.pack([str(i) * 100 for i in range(10_000)], Sender(), limit_bytes=MIB)
+        pickling.prepare([str(i) * 100 for i in range(10_000)], Sender(), limit_bytes=MIB)
 
 
 @pytest.mark.usefixtures("no_new_descriptors")
 def test_the_limit_does_not_count_what_travels_beside() -> None:
-    _, fd = pickling.pack(np.zeros(MIB), Sender(), limit_bytes=MIB)
-    os.close(fd)
+    pickling.prepare(np.zeros(MIB), Sender(), limit_bytes=MIB).drop()
 
 
 @pytest.mark.usefixtures("no_new_descriptors")

@@ -17,7 +17,7 @@ from nbaccel.base import processes
 from nbaccel.transfer import memfd, weight_receiver as receiver_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.memfd import PAGE_BYTES
-from nbaccel.workers import messaging, starters, template
+from nbaccel.workers import messaging, template, worker_processes
 from tests.transfer.round_trip import Trip, Worker, replace_tensor
 
 pytestmark = pytest.mark.no_memfd_growth
@@ -394,7 +394,7 @@ def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, m
 
     def to_the_end() -> None:
         with processes.uninterrupted():
-            weight_receiver.close(starters.dispose)
+            weight_receiver.close(worker_processes.dispose)
             went_on.append(True)
 
     with here, there, pytest.raises(KeyboardInterrupt):

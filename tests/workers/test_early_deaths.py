@@ -11,7 +11,7 @@ import pytest
 from nbaccel import Pool, WorkerDied, notebook_launcher
 from nbaccel.calls.group import Group
 from nbaccel.workers import template
-from nbaccel.workers.worker_handle import WorkerHandle
+from nbaccel.workers.worker_processes import WorkerHandle
 from tests import worker_functions as workers
 from tests.kernel.kernel import wait_for
 from tests.process import lives

@@ -167,7 +167,7 @@ def test_the_main_threads_stack_is_read_from_a_dump() -> None:
 def test_what_ran_where_a_worker_was_forked_is_no_part_of_its_stack() -> None:
     of_notebook = (
         '  File "{house}/workers/worker.py", line 80 in run_worker\n'
-        '  File "{house}/workers/starters.py", line 60 in start\n'
+        '  File "{house}/workers/worker_processes.py", line 60 in start\n'
         '  File "/tmp/ipykernel_9/33.py", line 1 in <module>\n'
         '  File "/site-packages/ipykernel/kernelapp.py", line 7 in start\n'
     ).replace("{house}", failure.__file__.rpartition("/workers/")[0])

@@ -218,15 +218,13 @@ def test_where_there_is_ipv6_alone_workers_meet_there():
     assert [line for line in run(body, place) if "c10d" not in line] == [f"{met} [7.0, 7.0]", met]
 
 
-def test_where_pidfds_are_forbidden_a_launch_runs_and_live_workers_are_refused():
+def test_where_pidfds_are_forbidden_launches_and_live_workers_run():
     body = """
     def refuse(*_): raise OSError(38, os.strerror(38))
     os.pidfd_open = refuse
     print(launched()); print(tried(called_in_a_pool))
     """
-    ran, refused = run(body)
-    assert ran == "[(1.0, '127.0.0.1'), (1.0, '127.0.0.1')]"
-    assert refused.startswith("PlatformUnsupported: Several workers need pidfd_open (Linux 5.3")
+    assert run(body) == ["[(1.0, '127.0.0.1'), (1.0, '127.0.0.1')]"] * 2
 
 
 def test_a_small_dev_shm_is_enough_for_models_and_told_where_it_is_not():
@@ -287,5 +285,5 @@ def test_a_limit_of_descriptors_is_told_before_anything_is_started():
     said = run("print(tried(launched)); print(tried(called_in_a_pool))", after("ulimit -n 20"))
     assert len(said) == 2
     for line in said:
-        assert "PlatformUnsupported: Several workers need 18 free file descriptors" in line
+        assert "PlatformUnsupported: Several workers need 20 free file descriptors" in line
         assert "ulimit -n" in line

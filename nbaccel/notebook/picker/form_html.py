@@ -262,8 +262,8 @@ def taken_html(model: PickerModel) -> str:
     below = ""
     if candidate is not None:
         name = candidate.name
-        # Why nothing can be estimated is the reason of each candidate, too.
-        if candidate.reason and candidate.reason not in verdict.remedy:
+        # Why nothing can be estimated, or how much is missing, is the reason of a candidate, too.
+        if candidate.reason and candidate.reason not in f"{verdict.text} {verdict.remedy}":
             clauses.append(f"{candidate.reason[:1].upper()}{candidate.reason[1:]}.")
         drawing = _way_drawing(candidate.placement, num_processes)
         sentence = escape(way_sentence(candidate.placement, num_processes))

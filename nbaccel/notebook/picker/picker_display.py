@@ -188,7 +188,7 @@ class PickerDisplay:
 
 def _running_cell(running_shell: Any) -> object:
     """Which execution of which cell this is."""
-    return publish.request_id() or running_shell.execution_count
+    return publish.request_header("msg_id") or running_shell.execution_count
 
 
 def _missing_widget_part(running_shell: Any) -> str:

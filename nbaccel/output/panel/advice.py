@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 from nbaccel.base.units import count_noun, number_ranges
-from nbaccel.output.panel.facts import RankFacts, RunBoard, earlier_throughput, throughput
+from nbaccel.output.panel.facts import ENDED_RUNS, RankFacts, RunBoard, throughput
 from nbaccel.output.panel.rank_times import RankTimes
 
 _LEAST_S = 2.0  # of training, before its shares mean something
@@ -17,7 +17,7 @@ _LEAST_GAIN = 1.2  # below it more ranks are hardly faster
 
 def advice_of(board: RunBoard) -> list[str]:
     """Sentences, the most urgent first; none where nothing is wrong."""
-    times = [one for one in board.times.by_rank() if one.steady_s >= _LEAST_S]
+    times = [one for one in board.times.by_rank().values() if one.steady_s >= _LEAST_S]
     return [
         *_no_numbers(board.ranks.values()),
         *_alone(board, times),
@@ -73,11 +73,16 @@ def _data(times: Sequence[RankTimes]) -> Iterator[str]:
 
 def _not_worth(board: RunBoard) -> Iterator[str]:
     """Of ranks that do hardly more together than fewer did in an earlier run of the function."""
-    earlier = earlier_throughput(board)
     rate = throughput(board)
-    if earlier is None or rate is None:
+    earlier_runs = [
+        (len(run.ranks), rate_before)
+        for run in ENDED_RUNS
+        if board.title and run.title == board.title and len(run.ranks) < len(board.ranks)
+        if (rate_before := throughput(run))
+    ]
+    if rate is None or not earlier_runs:
         return
-    num_before, rate_before = earlier
+    num_before, rate_before = earlier_runs[-1]
     if rate < _LEAST_GAIN * rate_before:
         ranks = count_noun(num_before, "rank")
         yield (

@@ -17,18 +17,17 @@ The memory of workers is looked up from outside by process id, on other hosts by
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nbaccel.base import env
 from nbaccel.output import publish
 from nbaccel.output.panel import reopened_pages
-from nbaccel.output.panel.facts import RankStatus, RunBoard, note_run
+from nbaccel.output.panel.facts import ENDED_RUNS, RankStatus, RunBoard
 from nbaccel.output.panel.live_html import live_html
 from nbaccel.output.panel.run_notes import NoteFile
 from nbaccel.output.panel.words import live_text
@@ -39,15 +38,14 @@ from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.device import Device
 
 if TYPE_CHECKING:
-    from nbaccel.base.training_metrics import Metrics
     from nbaccel.output.console import Console
-    from nbaccel.workers.worker_handle import WorkerHandle
+    from nbaccel.workers.worker_processes import WorkerHandle
 
 
 FIRST_S = 1.0
 REDRAW_INTERVAL_S = 1.0
 _OPEN_CHARTS = 3  # enough to compare two runs of a cell with a third
-_IN_A_TERMINAL_S = (1.0, 5.0, 15.0, 60.0)
+_LESS_AND_LESS = 3  # times as long until a terminal is told again
 
 
 class Dashboard:
@@ -72,8 +70,7 @@ class Dashboard:
         self._place = place or CellPlace()
         self._is_wanted = is_wanted and env.flag("NBACCEL_DASHBOARD") is not False
         self._next = self.board.began + FIRST_S
-        self._line_times = _less_and_less()
-        self._next_line = next(self._line_times)
+        self._next_line = FIRST_S
 
     def due_in(self) -> float:
         """Seconds until `update` shows something."""
@@ -88,10 +85,6 @@ class Dashboard:
     def has_progress(self) -> bool:
         """Whether a loop had a bar: it is nowhere else, however short the loop was."""
         return any(facts.has_bar for facts in self.board.ranks.values())
-
-    def receive(self, rank: int, message: Metrics) -> None:
-        """Take in what a rank has reported of its training."""
-        self.board.receive(rank, message)
 
     def update(self, rows: Sequence[RankStatus]) -> None:
         """Show the ranks, if it is time."""
@@ -117,7 +110,7 @@ class Dashboard:
             return
         # Several times that have passed since the last look make one line.
         while self._next_line <= self.board.seconds:
-            self._next_line = next(self._line_times)
+            self._next_line *= _LESS_AND_LESS
         self._say_lines(live_text(self.board))
 
     def _draw(self) -> None:
@@ -139,7 +132,7 @@ class Dashboard:
         board.now = self._clock()
         board.see(rows)
         board.ending = ending
-        note_run(board)
+        ENDED_RUNS.append(board)
         if self._is_wanted and (self.was_shown or self.has_progress):
             self._show_summary()
         elif self._place.is_there:
@@ -166,31 +159,18 @@ class Dashboard:
         sys.stderr.flush()
 
 
-class _ShownSummary(NamedTuple):
-    """A summary whose chart is in sight."""
-
-    request_id: str
-    place: CellPlace
-    folded_data: dict[str, Any]
+_SHOWN_SUMMARIES: list[tuple[str, CellPlace, dict[str, Any]]] = []
+"""Request, place, and what it shows once its chart is folded; of those whose chart is in sight."""
 
 
-_SHOWN_SUMMARIES: list[_ShownSummary] = []
-
-
-def _fold_earlier(place: CellPlace, data: dict[str, Any]) -> None:
+def _fold_earlier(place: CellPlace, folded: dict[str, Any]) -> None:
     """Fold the charts of earlier runs of this cell: of a loop of launches they fill screens."""
-    newest = _ShownSummary(publish.request_id(), place, data)
-    of_this_cell = [one for one in _SHOWN_SUMMARIES if one.request_id == newest.request_id]
-    _SHOWN_SUMMARIES[:] = [*of_this_cell, newest]
+    request_id = publish.request_header("msg_id")
+    of_this_cell = [shown for shown in _SHOWN_SUMMARIES if shown[0] == request_id]
+    _SHOWN_SUMMARIES[:] = [*of_this_cell, (request_id, place, folded)]
     while len(_SHOWN_SUMMARIES) > _OPEN_CHARTS:
-        earliest = _SHOWN_SUMMARIES.pop(0)
-        earliest.place.show(earliest.folded_data)
-
-
-def _less_and_less() -> Iterator[float]:
-    yield from _IN_A_TERMINAL_S
-    last_seconds = _IN_A_TERMINAL_S[-1]
-    yield from (last_seconds * 2**position for position in itertools.count(1))
+        _, earliest_place, its_summary = _SHOWN_SUMMARIES.pop(0)
+        earliest_place.show(its_summary)
 
 
 # ------------------------------------------------------------------------- a panel of workers
@@ -230,7 +210,7 @@ class DashboardUpdater(Dashboard):
         waiting_line: WaitingLine | None = None,
         title: str = "",
     ) -> None:
-        is_wanted = always_shown or publish.has_cells() or publish.is_watched()
+        is_wanted = always_shown or publish.is_watched()
         super().__init__(ranks, plan=plan, title=title, place=place, is_wanted=is_wanted)
         self._ranks = frozenset(ranks)
         self._device: Device | None = None
@@ -314,7 +294,6 @@ class DashboardUpdater(Dashboard):
             self.board.warnings = call.console.warnings
             self.finish(self._rows(call) if is_seen else (), ending=ending)
         finally:
-            self._watched = None
             if self._meter is not None:
                 self._meter.close()
 

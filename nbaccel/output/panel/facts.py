@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +13,11 @@ from typing import TYPE_CHECKING
 
 from nbaccel.base.metric_history import MetricHistory, Point
 from nbaccel.base.training_metrics import Metrics
+from nbaccel.base.units import number_ranges, shorten_text
 from nbaccel.output.panel.rank_times import TimeComparison
 
 if TYPE_CHECKING:
     from nbaccel.plan import Plan
-
-
-import re
-
-from nbaccel.base.units import number_ranges, shorten_text
 
 _MAX_EPOCH_MARKS = 200
 _WINDOW_S = 10.0
@@ -145,8 +142,7 @@ class RankFacts:
     @property
     def metrics(self) -> dict[str, float]:
         """The latest value of each metric."""
-        last = {name: history.last for name, history in self.histories.items()}
-        return {name: value for name, value in last.items() if value is not None}
+        return {name: one.last for name, one in self.histories.items() if one.last is not None}
 
     @property
     def loss_name(self) -> str:
@@ -302,18 +298,9 @@ def mean(values: Iterable[float]) -> float | None:
 
 # ------------------------------------------------------------------------- earlier runs
 
-_RUNS: deque[RunBoard] = deque(maxlen=20)
+ENDED_RUNS: deque[RunBoard] = deque(maxlen=20)
+"""Launches, cells and calls, whether they ended well or not."""
 _LEAST_STEPS = 10  # whose time means something
-
-
-def note_run(board: RunBoard) -> None:
-    """A launch, cell or call has ended, well or not."""
-    _RUNS.append(board)
-
-
-def all_runs() -> list[RunBoard]:
-    """Those that are remembered."""
-    return list(_RUNS)
 
 
 def throughput(board: RunBoard) -> float | None:
@@ -322,15 +309,6 @@ def throughput(board: RunBoard) -> float | None:
     if not all(facts.told.samples and (facts.told.steps or 0) >= _LEAST_STEPS for facts in ranks):
         return None
     return sum(facts.samples_pace.overall or 0.0 for facts in ranks) or None
-
-
-def earlier_throughput(board: RunBoard) -> tuple[int, float] | None:
-    """Of the last run of the same function with fewer ranks: how many, and samples per second."""
-    for earlier in reversed(_RUNS):
-        is_same = board.title and earlier.title == board.title and earlier is not board
-        if is_same and len(earlier.ranks) < len(board.ranks) and (rate := throughput(earlier)):
-            return len(earlier.ranks), rate
-    return None
 
 
 # ------------------------------------------------------------------------- what libraries say
@@ -353,6 +331,8 @@ _HARMLESS_LINES = (
     r"perform barrier )?as devices? used by this process (?:is|are) currently unknown).*",
 )
 _IS_HARMLESS = re.compile("|".join(_HARMLESS_LINES))
+_MAX_SEEN_TEXTS = 100
+_MAX_SEEN_CHARS = 500
 _FIRST_LETTERS = "[/WI"
 """Of all lines that may be taken."""
 # What installed packages say of themselves, in the forms of `warnings` and their loggers. Seen of
@@ -373,15 +353,13 @@ _WARNING_LINE = re.compile(r"(?:^|[\s:\[(])(?P<text>[A-Z]\w*Warning: .*)")
 class SeenLine:
     """How often a line was seen, and on which ranks."""
 
+    text: str
     count: int = 0
     ranks: set[int] = field(default_factory=set)
 
 
 class SeenLines:
     """Counts lines by their text, in bounded memory."""
-
-    max_texts = 200
-    max_chars = 500
 
     def __init__(self) -> None:
         self.by_text: dict[str, SeenLine] = {}
@@ -392,20 +370,17 @@ class SeenLines:
     def note(self, rank: int, line: str) -> None:
         """Count a line."""
         self.count += 1
-        text = shorten_text(line, self.max_chars)
-        if text not in self.by_text and len(self.by_text) >= self.max_texts:
+        text = shorten_text(line, _MAX_SEEN_CHARS)
+        if text not in self.by_text and len(self.by_text) >= _MAX_SEEN_TEXTS:
             self.num_left_out += 1
             return
-        seen = self.by_text.setdefault(text, SeenLine())
+        seen = self.by_text.setdefault(text, SeenLine(text))
         seen.count += 1
         seen.ranks.add(rank)
 
 
 class SeenWarnings(SeenLines):
     """Warnings in the output of workers: a report tells each once."""
-
-    max_texts = 50
-    max_chars = 400
 
     def take_in(self, rank: int, lines: Sequence[str]) -> None:
         """Count the warnings among lines that a rank has written."""

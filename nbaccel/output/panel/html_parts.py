@@ -7,11 +7,11 @@ backgrounds. Where styles are left out, too, the words say the same.
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from nbaccel.output.panel.curves import Curves, metric_chart
-from nbaccel.output.panel.rank_times import TIME_KINDS, RankTimes, percent_of, spent_s
+from nbaccel.base.units import format_seconds
+from nbaccel.output.panel.rank_times import TIME_KINDS, RankTimes, percent_of
 from nbaccel.output.panel.words import LINE_CHARS, plain_text
 
 PANEL_STYLE = "font-size:0.9em;line-height:1.5"
@@ -20,7 +20,6 @@ ADVICE_COLOUR = "#d9730d"
 """Beside the text, which has its own colour: it is seen on light and on dark."""
 # The display is that of browsers, which Notebook 6 takes the triangle from.
 SUMMARY_STYLE = "cursor:pointer;display:list-item"
-SCROLLED_STYLE = "max-height:14em;overflow:auto"
 _CELL_STYLE = (
     "text-align:left;vertical-align:top;padding:0.1em 1.2em 0.1em 0;border:none;background:none;"
     "font-weight:normal;white-space:nowrap;max-width:none;font-variant-numeric:tabular-nums"
@@ -52,23 +51,16 @@ def quiet(text: str) -> str:
     return f'<span style="{QUIET_STYLE}">{html.escape(text)}</span>'
 
 
-def folded(title: str, content: str, *, is_open: bool = False) -> str:
+def folded(title: str, content: str) -> str:
     """Something behind a title that unfolds it."""
-    opening = "<details open>" if is_open else "<details>"
     style = f"{SUMMARY_STYLE};{QUIET_STYLE}"
-    return f'{opening}<summary style="{style}">{html.escape(title)}</summary>{content}</details>'
+    return f'<details><summary style="{style}">{html.escape(title)}</summary>{content}</details>'
 
 
 def advice_html(sentences: Iterable[str]) -> str:
     """What is wrong, and what to do; empty for nothing."""
     style = f"border-left:3px solid {ADVICE_COLOUR};padding-left:0.6em;margin:0.3em 0"
     return "".join(f'<div style="{style}">{html.escape(sentence)}</div>' for sentence in sentences)
-
-
-def html_list(items: Iterable[str]) -> str:
-    """Sentences, each with a dot before it."""
-    entries = "".join(f"<li>{html.escape(item)}</li>" for item in items)
-    return f'<ul style="margin:0;padding-left:1.4em">{entries}</ul>'
 
 
 def html_table(rows: Sequence[Sequence[str]], *, is_html: bool = False, rest: str = "") -> str:
@@ -100,34 +92,31 @@ def html_table(rows: Sequence[Sequence[str]], *, is_html: bool = False, rest: st
 def lines_block(text: str, *, scrolls: bool = True) -> str:
     """A text as it is."""
     # Front ends let a `<pre>` scroll by itself, and would show the start of it.
-    style = SCROLLED_STYLE if scrolls else "flex:none;overflow:visible"
+    style = "max-height:14em;overflow:auto" if scrolls else "flex:none;overflow:visible"
     lines = [plain_text(line, LINE_CHARS * 4, keeps_start=True) for line in text.split("\n")]
     return f'<pre style="{_LINES_STYLE};{style}">{html.escape(chr(10).join(lines))}</pre>'
 
 
-def titled_chart(
-    curves: Curves, name: str, marks: Sequence[tuple[float, str]] = (), **form: Any
-) -> str:
-    """A metric's chart below its name; empty where there is none."""
-    chart = metric_chart(curves, name, marks, **form)
+def titled(name: str, chart: str) -> str:
+    """A chart below its name; empty where there is none."""
     title = quiet(plain_text(name, LINE_CHARS))
     return f'<div style="margin-top:0.3em">{title}<br>{chart}</div>' if chart else ""
 
 
-def rank_times_html(timed_ranks: Sequence[RankTimes]) -> str:
+def rank_times_html(timed_ranks: Mapping[int, RankTimes]) -> str:
     """A bar for each rank; a table beside them says the same to screen readers."""
-    longest_s = max((times.steady_s for times in timed_ranks), default=0.0) or 1.0
+    longest_s = max((times.steady_s for times in timed_ranks.values()), default=0.0) or 1.0
     rows = "".join(
-        f'<div style="{_ROW_STYLE}"><div style="width:4.5em">rank {times.rank}</div>'
+        f'<div style="{_ROW_STYLE}"><div style="width:4.5em">rank {rank}</div>'
         f"{_time_bar(times.parts, longest_s)}</div>"
-        for times in timed_ranks[:_MOST_BARS]
+        for rank, times in itertools.islice(timed_ranks.items(), _MOST_BARS)
     )
     return f'<div aria-hidden="true">{rows}{_time_legend(TIME_KINDS)}</div>'
 
 
-def mean_time_html(timed_ranks: Sequence[RankTimes]) -> str:
+def mean_time_html(timed_ranks: Mapping[int, RankTimes]) -> str:
     """One bar for all ranks together, with the part of each kind; empty where none is known."""
-    seconds = {kind: sum(times.parts[kind] for times in timed_ranks) for kind in TIME_KINDS}
+    seconds = {kind: sum(one.parts[kind] for one in timed_ranks.values()) for kind in TIME_KINDS}
     total_s = sum(seconds.values())
     if total_s <= 0:
         return ""
@@ -138,7 +127,7 @@ def mean_time_html(timed_ranks: Sequence[RankTimes]) -> str:
 
 def _time_bar(seconds: Mapping[str, float], full_s: float) -> str:
     parts = "".join(
-        f'<div title="{kind}: {spent_s(part_s)}" '
+        f'<div title="{kind}: {format_seconds(part_s)}" '
         f'style="width:{100 * part_s / full_s:.2f}%;{_BAR_LOOKS[kind]}"></div>'
         for kind, part_s in seconds.items()
         if part_s > 0

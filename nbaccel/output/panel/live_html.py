@@ -25,7 +25,7 @@ from nbaccel.output.panel.html_parts import (
     lines_block,
     mean_time_html,
     quiet,
-    titled_chart,
+    titled,
 )
 from nbaccel.output.panel.words import (
     LABEL_CHARS,
@@ -46,7 +46,7 @@ _STOP_HTML = (
 )
 """Where the panel's script can put a button, it does so."""
 _SAME_S = 2.0
-_MAX_SMALL_CHARTS = 6  # they are sent every second
+_MOST_CHARTS = 6  # they are sent every second
 
 _ROW_STYLE = "display:flex;flex-wrap:wrap;gap:0 1em"
 # A grey that lets any background through, as the empty part of a bar.
@@ -69,7 +69,7 @@ def live_html(board: RunBoard, *, is_stoppable: bool) -> str:
     return (
         f'<div style="{PANEL_STYLE}"><div style="{_ROW_STYLE};align-items:center">'
         f'<span style="flex:1 1 20em">{headline}</span>{stop}</div>{advice_html(advice_of(board))}'
-        f'<div style="{_ROW_STYLE}"><div style="flex:1 1 auto;min-width:0">{figures}</div>'
+        f'<div style="{_ROW_STYLE}"><div style="flex:0 1 auto;min-width:0">{figures}</div>'
         f'<div style="flex:1 1 24em;max-width:36em">{_charts(board)}</div></div>'
         f"{printed_html(board)}</div>"
     )
@@ -90,22 +90,17 @@ def _charts(board: RunBoard) -> str:
     first, *others = board.metric_names() or [""]
     curves = board.curves(first)
     is_log = is_logarithmic(y for points in curves.values() for _, y in points)
-    other_axis = metric_chart(curves, first, board.marks, log_y=not is_log)
-    charts = []
-    for name in others[:_MAX_SMALL_CHARTS]:
-        own_curves = board.curves(name)
-        title = f"{name} {format_number(next(iter(own_curves.values()))[-1][1])}"
-        if chart := titled_chart(own_curves, title, board.marks, width=320, height=110):
-            charts.append(f'<div style="display:inline-block;margin-right:1em">{chart}</div>')
-    return (
-        titled_chart(curves, first, board.marks)
-        + (
-            folded("linear axis" if is_log else "logarithmic axis", other_axis)
-            if other_axis
-            else ""
-        )
-        + (folded(count_noun(len(charts), "other metric"), "".join(charts)) if charts else "")
-    )
+    content = titled(first, metric_chart(curves, first, board.marks))
+    if content:
+        other_axis = metric_chart(curves, first, board.marks, log_y=not is_log)
+        content += folded("linear axis" if is_log else "logarithmic axis", other_axis)
+    charts = [
+        titled(name, metric_chart(board.curves(name), name, board.marks))
+        for name in others[:_MOST_CHARTS]
+    ]
+    if any(charts):
+        content += folded(count_noun(len(charts), "other metric"), "".join(charts))
+    return content
 
 
 # ------------------------------------------------------------------------- the table
@@ -119,8 +114,10 @@ def ranks_html(board: RunBoard) -> str:
         name: [cell_of(facts, board) for facts in shown] for name, cell_of in _COLUMNS.items()
     }
     rows = filled_columns(columns, "rank")
-    loss_name = html.escape(_common_loss_name(board)) or _LOSS_COLUMN
-    rows[0] = [loss_name if name == _LOSS_COLUMN else name for name in rows[0]]
+    names = {_LOSS_COLUMN: html.escape(_common_loss_name(board)) or _LOSS_COLUMN}
+    if board.host_total_bytes:  # all ranks share it
+        names["memory"] = f"memory of {format_bytes(board.host_total_bytes)}"
+    rows[0] = [names.get(name, name) for name in rows[0]]
     return html_table(rows, is_html=True, rest=_rest_words(others) if others else "")
 
 
@@ -226,7 +223,7 @@ _COLUMNS: dict[str, Callable[[RankFacts, RunBoard], str]] = {
     ),
     _LOSS_COLUMN: _loss_cell,
     "metrics": _other_metrics,
-    "memory": lambda facts, board: _of_total(facts.memory.rss or None, board.host_total_bytes),
+    "memory": lambda facts, _: format_bytes(facts.memory.rss) if facts.memory.rss else "",
     "on device": lambda facts, _: _of_total(facts.memory.device, facts.memory.device_total),
 }
 """From a column's name to the HTML of a rank's cell, which is empty for no value."""

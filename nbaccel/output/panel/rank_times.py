@@ -9,7 +9,7 @@ each.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,6 @@ _CLEAR_SHARE = 0.6  # of all waiting, to be one rank's doing
 class RankTimes:
     """What one rank has spent its time on, in seconds; the parts add up to the total."""
 
-    rank: int
     total_s: float
     """Since its first loop over batches began."""
     computing_s: float
@@ -125,12 +124,11 @@ class TimeComparison:
         _add_waiting(rest_s, waited, waited_for)
         return waited, waited_for
 
-    def by_rank(self) -> list[RankTimes]:
+    def by_rank(self) -> dict[int, RankTimes]:
         """The times of all ranks that have reported some, by rank."""
         waited, _ = self._with_rest()
-        return [
-            RankTimes(
-                rank=rank,
+        return {
+            rank: RankTimes(
                 total_s=spent.total_s,
                 computing_s=spent.computing_s,
                 communicating_s=max(0.0, spent.communication_s - waited.get(rank, 0.0)),
@@ -140,7 +138,7 @@ class TimeComparison:
                 starting_s=spent.starting_s,
             )
             for rank, spent in sorted(self._latest.items())
-        ]
+        }
 
     def slowest(self) -> SlowestRank | None:
         """The rank that the others wait for; None where no single one stands out."""
@@ -149,7 +147,7 @@ class TimeComparison:
         if not all_waited_s:
             return None
         rank, waited_s = max(waited_for.items(), key=lambda entry: entry[1])
-        mean_s = statistics.fmean(times.steady_s for times in self.by_rank())
+        mean_s = statistics.fmean(times.steady_s for times in self.by_rank().values())
         waited_share = waited_s / mean_s if mean_s > 0 else 0.0
         stands_out = waited_s >= _CLEAR_SHARE * all_waited_s
         is_much = waited_s >= _LEAST_WAITED_S and waited_share >= _LEAST_SHARE
@@ -171,11 +169,6 @@ def _add_waiting(
     waited_for[last_rank] = waited_for.get(last_rank, 0.0) + others_s / (len(added_s) - 1)
 
 
-def spent_s(seconds: float) -> str:
-    """A duration as it is shown."""
-    return format_seconds(seconds) if seconds >= 0.0005 else "0"
-
-
 def percent_of(part: float, whole: float) -> str:
     """`12 %`."""
     return f"{100 * part / whole:.0f} %" if whole > 0 else "0 %"
@@ -184,7 +177,7 @@ def percent_of(part: float, whole: float) -> str:
 # ------------------------------------------------------------------------- words
 
 
-def slowest_sentence(slowest: SlowestRank | None, timed_ranks: Sequence[RankTimes]) -> str:
+def slowest_sentence(slowest: SlowestRank | None, timed_ranks: Mapping[int, RankTimes]) -> str:
     """Who holds the others up, and why, as far as that is known."""
     if slowest is None:
         return "No rank holds the others up."
@@ -200,11 +193,10 @@ def slowest_sentence(slowest: SlowestRank | None, timed_ranks: Sequence[RankTime
     return f"{sentence}; it {reason} {than_others}." if reason else f"{sentence}."
 
 
-def _reason_of(slowest: SlowestRank, ranks: Sequence[RankTimes]) -> str:
+def _reason_of(slowest: SlowestRank, timed_ranks: Mapping[int, RankTimes]) -> str:
     """In what it spends more than the others."""
-    own = next((times for times in ranks if times.rank == slowest.rank), None)
-    others = [times for times in ranks if times.rank != slowest.rank]
-    if own is None or not others:
+    others = [times for rank, times in timed_ranks.items() if rank != slowest.rank]
+    if slowest.rank not in timed_ranks or not others:
         return ""
     words = {
         "data_s": "waits longer for data",
@@ -212,17 +204,19 @@ def _reason_of(slowest: SlowestRank, ranks: Sequence[RankTimes]) -> str:
         "starting_s": "starts longer in its first step",
     }
     more_s = {
-        name: getattr(own, name) - statistics.fmean(getattr(times, name) for times in others)
+        name: getattr(timed_ranks[slowest.rank], name)
+        - statistics.fmean(getattr(times, name) for times in others)
         for name in words
     }
     most = max(more_s, key=lambda name: more_s[name])
     return words[most] if more_s[most] > slowest.waited_s / 4 else ""
 
 
-def starting_sentence(timed_ranks: Sequence[RankTimes]) -> str:
+def starting_sentence(timed_ranks: Mapping[int, RankTimes]) -> str:
     """What the shares leave out; empty where that is too little to matter."""
-    starting_s = statistics.fmean(times.starting_s for times in timed_ranks)
-    if starting_s < _LEAST_STARTING_SHARE * statistics.fmean(t.total_s for t in timed_ranks):
+    starting_s = statistics.fmean(times.starting_s for times in timed_ranks.values())
+    total_s = statistics.fmean(times.total_s for times in timed_ranks.values())
+    if starting_s < _LEAST_STARTING_SHARE * total_s:
         return ""
     on_average = " on average" if len(timed_ranks) > 1 else ""
     return (

@@ -52,7 +52,7 @@ def note_run(place_id: str) -> None:
     if place_id in _RUNS or shell is None:
         return
     _listen_to(shell)
-    _RUNS[place_id] = _ShownRun(_running_cell(), publish.page_id())
+    _RUNS[place_id] = _ShownRun(_running_cell(), publish.request_header("session"))
     for oldest in list(_RUNS)[:-_MAX_KEPT]:
         del _RUNS[oldest]
 
@@ -115,26 +115,20 @@ def _answer(comm: Any, message: dict[str, Any]) -> None:
     # As it was shown at the end, which the script waits for, too. The comm stays open: pages are
     # told of its end, and complain of one that only the script knows.
     transient = {"display_id": place_id}
-    publish.publish_display(
-        {"data": run.summary, "metadata": {}, "transient": transient, "update": True}
-    )
+    publish.publish_display({"data": run.summary, "transient": transient, "update": True})
 
 
 def _tell_what_has_ended(_info: object) -> None:
     """Show the summaries of runs that another page, or this one before it was reloaded, has run."""
-    page = publish.page_id()
+    page = publish.request_header("session")
     ended = [run for run in _RUNS.values() if run.summary is not None and not run.is_told]
     for run in ended:
         run.is_told = True
         if page == run.page or run.summary is None:
             continue
         words = f"{run.cell} has ended since its page was closed or reloaded:"
-        publish.publish_display(
-            {
-                "data": {
-                    "text/plain": f"{words} {run.summary['text/plain']}",
-                    "text/html": f"<div>{html.escape(words)}</div>{run.summary['text/html']}",
-                },
-                "metadata": {},
-            }
-        )
+        data = {
+            "text/plain": f"{words} {run.summary['text/plain']}",
+            "text/html": f"<div>{html.escape(words)}</div>{run.summary['text/html']}",
+        }
+        publish.publish_display({"data": data})

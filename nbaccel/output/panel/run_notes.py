@@ -182,8 +182,7 @@ def _process_of(note: RunNote) -> psutil.Process | None:
 
 def _note_of(board: RunBoard, note_id: str, title: str) -> RunNote:
     leading = board.leading_rank
-    losses = [facts.loss.last for facts in board.ranks.values() if facts.loss.last is not None]
-    loss = mean(losses) if losses else None
+    loss = mean(facts.loss.last for facts in board.ranks.values() if facts.loss.last is not None)
     left = most_left(board.ranks.values(), board.now)
     return RunNote(
         id=note_id,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +18,8 @@ from nbaccel.output.panel.facts import RankFacts, RunBoard, mean
 from nbaccel.output.panel.time_left import epochs_around, is_over_epochs, most_left, steps_in_all
 
 MOST_ROWS = 8  # more rows of ranks are not readable
-CURVE_CHARS = 20
 LINE_CHARS = 72
 LABEL_CHARS = 24
-_SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
-_NO_NUMBER = "!"
-_LOGARITHMIC_RATIO = 8.0  # of highest to lowest
-NO_VALUE = "-"
 # Terminal sequences mean nothing in HTML and would count as characters of the width.
 _CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
 
@@ -244,38 +237,11 @@ def memory_range(sizes: Sequence[int]) -> str:
 def filled_columns(columns: Mapping[str, Sequence[str]], first: str) -> list[list[str]]:
     """A table's rows: columns without a value, but for the first, would only take space."""
     cells = {
-        name: texts if name == first else [text or NO_VALUE for text in texts]
+        name: texts if name == first else [text or "-" for text in texts]
         for name, texts in columns.items()
         if name == first or any(texts)
     }
     return [[*row] for row in zip(*([name, *texts] for name, texts in cells.items()), strict=True)]
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """A curve in block characters, over all of the values."""
-    points = list(values)
-    if len(points) > CURVE_CHARS:
-        edges = [place * len(points) // CURVE_CHARS for place in range(CURVE_CHARS + 1)]
-        # `mean` lets a value that is not finite win, so that the curve shows it.
-        points = [mean(points[first:last]) or 0.0 for first, last in itertools.pairwise(edges)]
-    finite = [value for value in points if math.isfinite(value)]
-    low = min(finite, default=0.0)
-    high = max(finite, default=0.0)
-    if low > 0 and high / low >= _LOGARITHMIC_RATIO:
-        points = [math.log(value) if math.isfinite(value) else value for value in points]
-        low = math.log(low)
-        high = math.log(high)
-    return "".join(_spark_block(value, low, high) for value in points)
-
-
-def _spark_block(value: float, low: float, high: float) -> str:
-    if not math.isfinite(value):
-        return _NO_NUMBER
-    if high <= low:
-        return _SPARK_BLOCKS[3]
-    # Halves first: high - low of two huge numbers would be infinite.
-    share = (value / 2 - low / 2) / (high / 2 - low / 2)
-    return _SPARK_BLOCKS[min(int(share * len(_SPARK_BLOCKS)), len(_SPARK_BLOCKS) - 1)]
 
 
 def plain_text(text: str, max_chars: int, *, keeps_start: bool = False) -> str:

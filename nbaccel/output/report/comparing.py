@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from nbaccel.base.units import format_seconds
 from nbaccel.config.mistakes import shown
 from nbaccel.output.chart import ChartLine
 from nbaccel.output.panel.curves import chart_of, mean_points
-from nbaccel.output.panel.html_parts import html_table
+from nbaccel.output.panel.html_parts import html_table, titled
 from nbaccel.output.panel.rank_times import TIME_KINDS, percent_of
 from nbaccel.output.panel.words import plain_text, rate_text
 from nbaccel.output.report.report_parts import from_to, indented, most_bytes, title_of
@@ -79,7 +79,7 @@ class RunComparison:
         self.facts = list(facts)
         names = dict.fromkeys(name for facts in self.facts for name in facts.metric_names)
         self._curves = {
-            name: [mean_points(facts.curves_of(name).values()) for facts in self.facts]
+            name: [mean_points(facts.curves.get(name, {}).values()) for facts in self.facts]
             for name in names
         }
 
@@ -98,14 +98,12 @@ class RunComparison:
         charts = ""
         for name, runs in self._curves.items():
             lines = [
-                ChartLine(f"{number}: {plain_text(title_of(facts), _NAME_CHARS)}", points, "rank")
+                ChartLine(f"{number}: {plain_text(title_of(facts), _NAME_CHARS)}", points)
                 for number, (facts, points) in enumerate(zip(self.facts, runs, strict=True), 1)
                 if points
             ]
             if len(lines) > 1:
-                chart = chart_of(lines, name, as_image=True)
-                heading = html.escape(plain_text(name, _NAME_CHARS))
-                charts += f'<div style="margin-top:1em">{heading}</div><div>{chart}</div>'
+                charts += titled(name, chart_of(lines, name, as_image=True))
         return charts
 
     def _repr_html_(self) -> str:
@@ -114,19 +112,14 @@ class RunComparison:
     def __str__(self) -> str:
         return "\n".join(indented(self._rows()))
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
 
-def _share(kind: str) -> Callable[[RunFacts], str]:
+def _share(kind: str, facts: RunFacts) -> str:
     """The share of time that ranks have spent so, in the mean."""
-
-    def text_of(facts: RunFacts) -> str:
-        total_s = sum(times.steady_s for times in facts.timed_ranks)
-        spent_s = sum(times.parts[kind] for times in facts.timed_ranks)
-        return percent_of(spent_s, total_s) if total_s else ""
-
-    return text_of
+    total_s = sum(times.steady_s for times in facts.timed_ranks.values())
+    spent_s = sum(times.parts[kind] for times in facts.timed_ranks.values())
+    return percent_of(spent_s, total_s) if total_s else ""
 
 
 def _steps(facts: RunFacts) -> str:
@@ -148,7 +141,7 @@ _ROWS: dict[str, Callable[[RunFacts], str]] = {
     "steps": _steps,
     "steps/s": _steps_per_s,
     "samples/s": lambda facts: rate_text(facts.samples_per_s),
-    **{kind: _share(kind) for kind in TIME_KINDS},
+    **{kind: functools.partial(_share, kind) for kind in TIME_KINDS},
     "most host memory": lambda facts: most_bytes(facts, "peak_host_bytes"),
     "most device memory": lambda facts: most_bytes(facts, "peak_device_bytes"),
 }

@@ -18,25 +18,23 @@ from nbaccel.base.units import (
     format_seconds,
     number_ranges,
 )
+from nbaccel.output.panel.curves import metric_chart, sparkline
 from nbaccel.output.panel.facts import RunBoard, mean
 from nbaccel.output.panel.html_parts import (
     PANEL_STYLE,
     SUMMARY_STYLE,
     advice_html,
-    html_list,
     html_table,
     lines_block,
     quiet,
     rank_times_html,
-    titled_chart,
+    titled,
 )
 from nbaccel.output.panel.live_html import printed_html
 from nbaccel.output.panel.rank_times import (
     TIME_KINDS,
-    RankTimes,
     percent_of,
     slowest_sentence,
-    spent_s,
     starting_sentence,
 )
 from nbaccel.output.panel.words import (
@@ -44,15 +42,12 @@ from nbaccel.output.panel.words import (
     filled_columns,
     plain_text,
     rate_text,
-    sparkline,
     step_words,
 )
 from nbaccel.output.report.run_facts import RankFigures, RunFacts
 
 _MOST_CHARTS = 16  # as many as a rank reports
 _SIGNS = {"": "✓", "stopped": "■", "failed": "✗", "timed out": "✗"}
-_BAR_CHARS = 32
-_BAR_LETTERS = dict(zip(TIME_KINDS, "█▒d·", strict=True))
 
 _PART_STYLE = "font-size:13px;line-height:1.5;max-width:1120px"
 _HEADING_STYLE = "font-size:14px;font-weight:600;margin:1.4em 0 0.5em"
@@ -88,9 +83,9 @@ def _finished_parts(facts: RunFacts, *, with_curve: bool = False) -> list[str]:
         rate = leading.steps_per_s
         parts += step_words(leading.steps, in_all, rate, facts.samples_per_s, leading.compiled)
     if names := facts.metric_names:
-        curves = [curve for curve in facts.curves if curve.name == names[0]]
-        loss = format_number(mean(curve.values[-1] for curve in curves))
-        curve = f" {sparkline(curves[0].values)}" if with_curve else ""
+        curves = [*facts.curves[names[0]].values()]
+        loss = format_number(mean(points[-1][1] for points in curves))
+        curve = f" {sparkline([y for _, y in curves[0]])}" if with_curve else ""
         parts.append(f"{plain_text(names[0], LABEL_CHARS)} {loss}{curve}")
     if facts.slowest is not None:
         share = facts.slowest.waited_share * 100
@@ -104,8 +99,7 @@ def _finished_parts(facts: RunFacts, *, with_curve: bool = False) -> list[str]:
 
 def most_bytes(facts: RunFacts, name: str) -> str:
     """`1.0 GiB`, the most of all ranks; empty where it is not known."""
-    most = max((getattr(figures, name) or 0 for figures in facts.ranks), default=0)
-    return format_bytes(most) if most else ""
+    return _size(max((getattr(figures, name) or 0 for figures in facts.ranks), default=0))
 
 
 def title_of(facts: RunFacts) -> str:
@@ -136,7 +130,9 @@ def _sections(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> Itera
 
 
 def _list_section(heading: str, items: Sequence[str]) -> _Section:
-    return _Section(heading, [f"  - {item}" for item in items], html_list(items) if items else "")
+    entries = "".join(f"<li>{html.escape(item)}</li>" for item in items)
+    drawn = f'<ul style="margin:0;padding-left:1.4em">{entries}</ul>' if items else ""
+    return _Section(heading, [f"  - {item}" for item in items], drawn)
 
 
 def _time_section(facts: RunFacts) -> _Section:
@@ -146,46 +142,34 @@ def _time_section(facts: RunFacts) -> _Section:
         return _Section("Time by rank", [f"  {words}"], f"<div>{quiet(words)}</div>")
     slowest = slowest_sentence(facts.slowest, ranks) if len(ranks) > 1 else ""
     left_out = starting_sentence(ranks)
-    shares = [["rank", "", *TIME_KINDS]]
-    seconds = [["rank", *TIME_KINDS, "together"]]
-    for times in ranks:
-        percents = [percent_of(part_s, times.steady_s) for part_s in times.parts.values()]
-        shares.append([str(times.rank), _text_bar(times), *percents])
-        pairs = zip(times.parts.values(), percents, strict=True)
-        cells = [f"{spent_s(part_s)} ({percent})" for part_s, percent in pairs]
-        seconds.append([str(times.rank), *cells, spent_s(times.steady_s)])
-    key = ", ".join(f"{letter} {kind}" for kind, letter in _BAR_LETTERS.items())
+    rows = [["rank", *TIME_KINDS, "together"]]
+    for rank, times in ranks.items():
+        cells = [
+            f"{format_seconds(part_s)} ({percent_of(part_s, times.steady_s)})"
+            for part_s in times.parts.values()
+        ]
+        rows.append([str(rank), *cells, format_seconds(times.steady_s)])
     return _Section(
         "Time by rank",
-        [*indented(shares), *(f"  {words}" for words in (key, slowest, left_out) if words)],
-        f"<div>{html.escape(slowest)}</div>{rank_times_html(ranks)}{html_table(seconds)}"
+        [*indented(rows), *(f"  {words}" for words in (slowest, left_out) if words)],
+        f"<div>{html.escape(slowest)}</div>{rank_times_html(ranks)}{html_table(rows)}"
         + (f"<div>{quiet(left_out)}</div>" if left_out else ""),
     )
-
-
-def _text_bar(times: RankTimes) -> str:
-    bar = ""
-    ended_s = 0.0
-    for kind, part_s in times.parts.items():
-        ended_s += part_s
-        # From the sum, so that all bars are equally long.
-        share = min(1.0, ended_s / times.steady_s) if times.steady_s > 0 else 0.0
-        bar += _BAR_LETTERS[kind] * (round(_BAR_CHARS * share) - len(bar))
-    return bar
 
 
 def _curve_section(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> _Section:
     rows = []
     for name in facts.metric_names:
-        points = next(iter(facts.curves_of(name).values()))
+        points = next(iter(facts.curves[name].values()))
         rows.append([name, sparkline([y for _, y in points]), from_to(points)])
-    charts = "".join(
-        titled_chart(facts.curves_of(name), name, facts.marks, as_image=as_image)
-        for name in names[:_MOST_CHARTS]
-    )
+    charts = "".join(_chart(facts, name, as_image=as_image) for name in names[:_MOST_CHARTS])
     more = f"<div>{quiet(', '.join(names[_MOST_CHARTS:]))}</div>"
     drawn = f'<div style="{_CHARTS_STYLE}">{charts}</div>{more}' if charts else ""
     return _Section("Curves", indented(rows), drawn)
+
+
+def _chart(facts: RunFacts, name: str, *, as_image: bool) -> str:
+    return titled(name, metric_chart(facts.curves[name], name, facts.marks, as_image=as_image))
 
 
 def from_to(points: Sequence[tuple[float, float]] | None) -> str:
@@ -215,7 +199,7 @@ def _figure_rows(facts: RunFacts) -> list[list[str]]:
     for name, text_of in _FIGURE_COLUMNS.items():
         columns[name] = [plain_text(text_of(one), 2 * LABEL_CHARS) for one in facts.ranks]
     for name in facts.metric_names[:1]:
-        cells = [from_to(facts.curves_of(name).get(figures.rank)) for figures in facts.ranks]
+        cells = [from_to(facts.curves[name].get(figures.rank)) for figures in facts.ranks]
         columns[plain_text(name, LABEL_CHARS)] = cells
     rows = filled_columns(columns, "rank")
     return rows if len(rows[0]) > 1 else []
@@ -295,9 +279,7 @@ def summary_html(board: RunBoard, facts: RunFacts, *, folds_chart: bool = False)
     names = facts.metric_names
     in_sight = [] if folds_chart else names[:1]
     report = _part_html(facts, "", names[len(in_sight) :]) + printed_html(board)
-    charts = "".join(
-        titled_chart(facts.curves_of(name), name, facts.marks, as_image=True) for name in in_sight
-    )
+    charts = "".join(_chart(facts, name, as_image=True) for name in in_sight)
     return (
         f'<div style="{PANEL_STYLE}"><details><summary style="{SUMMARY_STYLE}">{headline}</summary>'
         # In sight, and not only in the report.

@@ -30,16 +30,16 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import TypeAdapter
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.metric_history import Point
 from nbaccel.config.capabilities import device_row
 from nbaccel.output.panel.advice import advice_of
-from nbaccel.output.panel.facts import RankFacts, RunBoard, loss_first
+from nbaccel.output.panel.facts import RankFacts, RunBoard, SeenLine, loss_first
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
 from nbaccel.output.panel.time_left import steps_in_all
 from nbaccel.output.panel.words import compile_words, left_out_sentence, progress_of
@@ -47,11 +47,6 @@ from nbaccel.plan import Plan
 
 FORMAT_NAME = "nbaccel.report"
 FORMAT_VERSION = 1
-
-
-def _as_number(value: Any) -> Any:
-    """What `_as_plain` wrote for a number that JSON does not have."""
-    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,30 +82,6 @@ class RankFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricCurve:
-    """The values of a metric that one rank has logged."""
-
-    name: str
-    rank: int
-    steps: tuple[float, ...]
-    values: tuple[Annotated[float, BeforeValidator(_as_number)], ...]
-
-    @property
-    def points(self) -> list[Point]:
-        """Pairs of step and value."""
-        return list(zip(self.steps, self.values, strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenWarning:
-    """A warning in the output of workers."""
-
-    text: str
-    count: int
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """All that a report tells; see [Note: the JSON form]."""
 
@@ -123,15 +94,16 @@ class RunFacts:
     ranks: tuple[RankFigures, ...]
     advice: tuple[str, ...] = ()
     slowest: SlowestRank | None = None
-    curves: tuple[MetricCurve, ...] = ()
+    curves: dict[str, dict[int, list[Point]]] = field(default_factory=dict)
+    """Metric → rank → what it has logged."""
     marks: tuple[tuple[float, str], ...] = ()
-    warnings: tuple[SeenWarning, ...] = ()
+    warnings: tuple[SeenLine, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
-    def timed_ranks(self) -> list[RankTimes]:
+    def timed_ranks(self) -> dict[int, RankTimes]:
         """The times of ranks of which they are known."""
-        return [figures.times for figures in self.ranks if figures.times is not None]
+        return {one.rank: one.times for one in self.ranks if one.times is not None}
 
     @property
     def samples_per_s(self) -> float | None:
@@ -142,11 +114,7 @@ class RunFacts:
     @property
     def metric_names(self) -> list[str]:
         """In the order in which they were logged, the one that is shown first in front."""
-        return loss_first(curve.name for curve in self.curves)
-
-    def curves_of(self, name: str) -> dict[int, list[Point]]:
-        """Rank → the points of a metric."""
-        return {curve.rank: curve.points for curve in self.curves if curve.name == name}
+        return loss_first(self.curves)
 
 
 # ------------------------------------------------------------------------- of a board
@@ -154,7 +122,7 @@ class RunFacts:
 
 def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
     """The facts of a run that has ended."""
-    times = {times.rank: times for times in board.times.by_rank()}
+    times = board.times.by_rank()
     return RunFacts(
         nbaccel_version=sys.modules["nbaccel"].__version__,
         began=board.began_on.isoformat(timespec="seconds"),
@@ -174,21 +142,9 @@ def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
         ),
         advice=tuple(advice_of(board)),
         slowest=board.times.slowest(),
-        curves=tuple(
-            MetricCurve(
-                name=name,
-                rank=rank,
-                steps=tuple(step for step, _ in points),
-                values=tuple(value for _, value in points),
-            )
-            for name in board.metric_names()
-            for rank, points in board.curves(name).items()
-        ),
+        curves={name: board.curves(name) for name in board.metric_names()},
         marks=tuple(board.marks),
-        warnings=tuple(
-            SeenWarning(text=text, count=seen.count, ranks=tuple(sorted(seen.ranks)))
-            for text, seen in board.warnings.by_text.items()
-        ),
+        warnings=tuple(board.warnings.by_text.values()),
         notes=tuple(_notes_of(board, plan, list(times.values()))),
     )
 
@@ -255,13 +211,20 @@ def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[s
 def facts_as_json(facts: RunFacts) -> dict[str, Any]:
     """The facts in plain containers; see [Note: the JSON form]."""
     document: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION}
-    document |= _as_plain(dataclasses.asdict(facts))
-    document["marks"] = [{"step": step, "text": text} for step, text in document["marks"]]
-    for figures in document["ranks"]:
-        if figures["times"] is not None:
-            # It is that of the figures.
-            del figures["times"]["rank"]
-    return document
+    document |= dataclasses.asdict(facts)
+    document["marks"] = [{"step": step, "text": text} for step, text in facts.marks]
+    document["curves"] = [
+        {
+            "name": name,
+            "rank": rank,
+            "steps": [step for step, _ in points],
+            "values": [value for _, value in points],
+        }
+        for name, curves in facts.curves.items()
+        for rank, points in curves.items()
+    ]
+    plain: dict[str, Any] = _as_plain(document)
+    return plain
 
 
 def facts_from_json(document: Mapping[str, Any]) -> RunFacts:
@@ -275,10 +238,13 @@ def facts_from_json(document: Mapping[str, Any]) -> RunFacts:
         )
     try:
         plain = json.loads(json.dumps({**document}))
-        for figures in plain["ranks"]:
-            if figures["times"] is not None:
-                figures["times"]["rank"] = figures["rank"]
         plain["marks"] = [(mark["step"], mark["text"]) for mark in plain["marks"]]
+        curves: dict[str, dict[int, list[Any]]] = {}
+        for curve in plain["curves"]:
+            values = [float(y) if y in ("nan", "inf", "-inf") else y for y in curve["values"]]
+            points = list(zip(curve["steps"], values, strict=True))
+            curves.setdefault(curve["name"], {})[curve["rank"]] = points
+        plain["curves"] = curves
         # As JSON, for which strict types take lists as tuples and whole numbers as others.
         return TypeAdapter(RunFacts).validate_json(json.dumps(plain), strict=True)
     except (LookupError, TypeError, ValueError) as error:
@@ -293,6 +259,6 @@ def _as_plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {key: _as_plain(held) for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_plain(held) for held in value]
-    return value
+    if isinstance(value, set):
+        return sorted(value)
+    return [_as_plain(held) for held in value] if isinstance(value, (list, tuple)) else value

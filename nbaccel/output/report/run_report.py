@@ -83,5 +83,4 @@ class RunReport:
     def __str__(self) -> str:
         return "\n".join(report_lines(self.facts))
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__

@@ -10,9 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbaccel.base import env
-from nbaccel.config.variables import STRATEGY_VARIABLE
-
 if TYPE_CHECKING:
     from nbaccel.config import RunConfig
     from nbaccel.plan.launch_plan import Choice
@@ -39,18 +36,6 @@ class Said:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     handlers: tuple[Any, ...] = ()
     has_environment: bool = False
-
-    def flag(self, name: str) -> bool:
-        """Whether an environment variable that counts says yes."""
-        return self.has_environment and bool(env.flag(name))
-
-    def source_of_name(self, strategy: str) -> Source | None:
-        """Where a strategy was named; None where it was not."""
-        if self.run is not None and self.run.strategy == strategy:
-            return "config"
-        if self.has_environment and env.read(STRATEGY_VARIABLE) == strategy:
-            return "environment"
-        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,7 +73,7 @@ def test_accelerate_reads_the_same(monkeypatch):
     """The peer's plugin, from the variables that a worker has."""
     from accelerate import DeepSpeedPlugin as Peer
 
-    from nbaccel.config.variables import run_variables
+    from nbaccel.plan.topology import run_variables
 
     for name, value in run_variables(CONFIG).items():
         monkeypatch.setenv(name, value)

@@ -15,7 +15,7 @@ from nbaccel.config import RunConfig
 from nbaccel.devices.tpu import chips
 from nbaccel.errors import UnsafeMoment
 from nbaccel.plan import Inventory, TpuHost, registry, resolve
-from nbaccel.workers.starters import check_requirements
+from nbaccel.workers.worker_processes import check_requirements
 
 GIB = 2**30
 V5E = TpuHost(

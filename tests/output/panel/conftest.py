@@ -31,7 +31,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
     begin, receive, poll = (
         DashboardUpdater.__init__,
-        DashboardUpdater.receive,
+        RunBoard.receive,
         DashboardUpdater.poll,
     )
 
@@ -39,7 +39,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         begin(self, *args, **more)
         found.shows.append(self)
 
-    def noting_hear(self: DashboardUpdater, rank: int, message: Metrics) -> None:
+    def noting_hear(self: RunBoard, rank: int, message: Metrics) -> None:
         found.heard.append((rank, message))
         receive(self, rank, message)
 
@@ -49,6 +49,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         poll(self, watched)
 
     monkeypatch.setattr(DashboardUpdater, "__init__", noting_begin)
-    monkeypatch.setattr(DashboardUpdater, "receive", noting_hear)
+    monkeypatch.setattr(RunBoard, "receive", noting_hear)
     monkeypatch.setattr(DashboardUpdater, "poll", noting_look)
     return found

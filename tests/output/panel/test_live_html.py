@@ -267,7 +267,7 @@ def test_memory_is_told_against_what_there_is() -> None:
     board = board_of(1, device_bytes=3 * GIB)
     board.host_total_bytes, board.ranks[0].memory.device_total = 24 * GIB, 15 * GIB
     page = Page(both(board)[0])
-    assert page.column("memory") == ["1.0 GiBof 24.0 GiB"]
+    assert page.column("memory of 24.0 GiB") == ["1.0 GiB"]
     assert page.column("on device") == ["3.0 GiBof 15.0 GiB"]
     assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in words.live_text(board)
 
@@ -354,32 +354,32 @@ def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> 
 
 
 def test_a_curve_has_a_block_for_each_value() -> None:
-    assert words.sparkline([11, 12, 13, 14, 15, 16, 17, 18]) == "▁▂▃▄▅▆▇█"
-    assert words.sparkline([]) == ""
-    assert words.sparkline([3.0, 3.0]) == "▄▄"
+    assert curves.sparkline([11, 12, 13, 14, 15, 16, 17, 18]) == "▁▂▃▄▅▆▇█"
+    assert curves.sparkline([]) == ""
+    assert curves.sparkline([3.0, 3.0]) == "▄▄"
 
 
 def test_a_long_curve_is_of_groups_and_spans_all() -> None:
-    curve = words.sparkline([10.0] * 500 + [20.0] * 500)
-    assert curve == "▁" * (words.CURVE_CHARS // 2) + "█" * (words.CURVE_CHARS // 2)
+    blocks = curves.sparkline([10.0] * 500 + [20.0] * 500)
+    assert blocks == "▁" * (curves.SPARK_CHARS // 2) + "█" * (curves.SPARK_CHARS // 2)
 
 
 def test_a_loss_that_falls_by_factors_is_a_slope_and_not_a_cliff() -> None:
-    curve = words.sparkline([1000.0, 100.0, 10.0, 1.0])
-    assert len(set(curve)) == 4
+    blocks = curves.sparkline([1000.0, 100.0, 10.0, 1.0])
+    assert len(set(blocks)) == 4
 
 
 def test_what_is_no_number_is_marked() -> None:
-    assert words.sparkline([1.0, math.nan, 2.0, math.inf]) == "▁!█!"
-    assert words.sparkline([math.nan]) == "!"
+    assert curves.sparkline([1.0, math.nan, 2.0, math.inf]) == "▁!█!"
+    assert curves.sparkline([math.nan]) == "!"
 
 
 @given(st.lists(st.floats(), max_size=200))
 def test_any_values_have_a_curve(values: list[float]) -> None:
-    curve = words.sparkline(values)
-    assert len(curve) == min(len(values), words.CURVE_CHARS)
-    assert set(curve) <= set("▁▂▃▄▅▆▇█!")
-    assert html_module.escape(curve) == curve
+    blocks = curves.sparkline(values)
+    assert len(blocks) == min(len(values), curves.SPARK_CHARS)
+    assert set(blocks) <= set("▁▂▃▄▅▆▇█!")
+    assert html_module.escape(blocks) == blocks
 
 
 # ------------------------------------------------------------------------- where the time goes

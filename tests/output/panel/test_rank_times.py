@@ -5,11 +5,7 @@ import random
 import pytest
 
 from nbaccel.base.spent_time import SpentTime
-from nbaccel.output.panel.rank_times import RankTimes, TimeComparison
-
-
-def by_rank(comparison: TimeComparison) -> dict[int, RankTimes]:
-    return {times.rank: times for times in comparison.by_rank()}
+from nbaccel.output.panel.rank_times import TimeComparison
 
 
 def test_the_parts_add_up_to_the_total() -> None:
@@ -21,7 +17,7 @@ def test_the_parts_add_up_to_the_total() -> None:
             spent[rank][0] += generator.random() / 2
             spent[rank][1] += generator.random() / 2
             comparison.receive(rank, 50 + second + rank / 10, SpentTime(second + 0.0, *spent[rank]))
-    for times in comparison.by_rank():
+    for times in comparison.by_rank().values():
         parts = times.computing_s + times.communicating_s + times.data_s + times.waiting_s
         assert parts == pytest.approx(times.total_s)
         assert min(times.communicating_s, times.waiting_s) >= 0
@@ -38,7 +34,7 @@ def test_who_waits_least_in_collectives_holds_the_others_up() -> None:
     assert slowest.rank == 1
     assert slowest.waited_s == pytest.approx((0.4 + 0.3) / 2 * 20, rel=0.02)
     assert slowest.waited_share == pytest.approx(0.35, rel=0.02)
-    times = by_rank(comparison)
+    times = comparison.by_rank()
     assert times[0].waiting_s == pytest.approx(8.0, rel=0.02)
     assert times[0].communicating_s == pytest.approx(2.0, rel=0.08)
     assert times[1].waiting_s == pytest.approx(0.0, abs=0.1)
@@ -55,7 +51,7 @@ def test_ranks_that_are_late_in_turn_both_wait_and_none_stands_out() -> None:
             comparison.receive(rank, 10 + time_s, SpentTime(time_s, 0.0, seconds[rank]))
     # The totals are equal, and yet each has waited.
     assert seconds[0] == pytest.approx(seconds[1], rel=0.3)
-    assert all(times.waiting_s > 10 for times in comparison.by_rank())
+    assert all(times.waiting_s > 10 for times in comparison.by_rank().values())
     assert comparison.slowest() is None
 
 
@@ -82,7 +78,7 @@ def test_little_waiting_is_not_worth_a_word() -> None:
 def test_a_rank_alone_waits_for_nobody() -> None:
     comparison = TimeComparison([0])
     comparison.receive(0, 10.0, SpentTime(10.0, 2.0, 3.0))
-    (times,) = comparison.by_rank()
+    (times,) = comparison.by_rank().values()
     assert (times.waiting_s, times.communicating_s, times.data_s) == (0.0, 3.0, 2.0)
     assert comparison.slowest() is None
 
@@ -95,6 +91,6 @@ def test_reports_at_different_moments_do_not_count_as_waiting() -> None:
             # Both are in a collective for the same half of each second.
             in_collective = int(time_s) * 0.5 + min(time_s % 1, 0.5)
             comparison.receive(rank, 5 + time_s, SpentTime(time_s, 0.0, in_collective))
-    for times in comparison.by_rank():
+    for times in comparison.by_rank().values():
         assert times.waiting_s < 0.12 * times.total_s
     assert comparison.slowest() is None

@@ -16,7 +16,8 @@ from torch import nn
 
 from nbaccel import Accelerator, Pool, WorkerFailed, notebook_launcher
 from nbaccel.devices.cpu import CpuDevice
-from nbaccel.workers import messaging, metrics_reporter
+from nbaccel.loops import metrics_reporter
+from nbaccel.workers import messaging
 from tests.output.panel.conftest import Seen
 
 Launch = Callable[..., Any]

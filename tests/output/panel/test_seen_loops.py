@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, notebook_launcher
-from nbaccel.workers import loop_watch
+from nbaccel.loops import loop_watch
 from tests.output.panel.conftest import Seen
 
 SAMPLES, EPOCHS, BATCH = 64, 3, 8
@@ -143,7 +143,7 @@ def test_one_process_is_seen_and_leaves_no_hook(seen: Seen, capsys: object) -> N
         for inputs, _ in loader():
             net(inputs).mean().backward()
             optimizer.step()
-        return loop_watch.__dict__["_watch"] is not None
+        return loop_watch.__dict__["_watch"].is_on
 
     results = notebook_launcher(train, (nn.Linear(2, 1),), 1)
     assert results == [True]

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from nbaccel.base.training_metrics import Metrics, OuterLoop, ProgressBar
+from nbaccel.loops.metrics_reporter import ProgressBars, TrainingLoops
 from nbaccel.output.panel import live_html, words
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.panel.time_left import most_left
-from nbaccel.workers.training_loops import ProgressBars, TrainingLoops
 from tests.output.panel.finished import final_html, final_line
 from tests.output.panel.reports import report
 

@@ -16,15 +16,10 @@ import pytest
 
 from nbaccel import ConfigError
 from nbaccel.output.panel.curves import metric_lines
+from nbaccel.output.panel.facts import SeenLine
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
 from nbaccel.output.report.report_parts import report_document
-from nbaccel.output.report.run_facts import (
-    MetricCurve,
-    PlannedRun,
-    RankFigures,
-    RunFacts,
-    SeenWarning,
-)
+from nbaccel.output.report.run_facts import PlannedRun, RankFigures, RunFacts
 from nbaccel.output.report.run_report import RunReport
 
 ODD = "<script>alert(1)</script> & \"'"
@@ -38,9 +33,8 @@ PLAN = PlannedRun(
 )
 
 
-def times(rank: int, computing_s: float, waiting_s: float, data_s: float = 0.5) -> RankTimes:
+def times(computing_s: float, waiting_s: float, data_s: float = 0.5) -> RankTimes:
     return RankTimes(
-        rank=rank,
         total_s=computing_s + waiting_s + data_s + 1.0,
         computing_s=computing_s,
         communicating_s=1.0,
@@ -67,7 +61,7 @@ def facts(**changes: Any) -> RunFacts:
                 samples=3200,
                 samples_per_s=320.0,
                 peak_host_bytes=300 << 20,
-                times=times(0, 3.0, 5.0),
+                times=times(3.0, 5.0),
             ),
             RankFigures(
                 rank=1,
@@ -77,17 +71,19 @@ def facts(**changes: Any) -> RunFacts:
                 samples_per_s=320.0,
                 peak_host_bytes=310 << 20,
                 peak_device_bytes=2 << 30,
-                times=times(1, 8.0, 0.0),
+                times=times(8.0, 0.0),
             ),
         ),
         "slowest": SlowestRank(1, 5.0, 0.52),
-        "curves": (
-            MetricCurve(name="lr", rank=0, steps=steps, values=tuple(1e-3 for _ in steps)),
-            MetricCurve(name=f"loss {ODD}", rank=0, steps=steps, values=values),
-            MetricCurve(name=f"loss {ODD}", rank=1, steps=steps, values=(*values[:-1], math.nan)),
-        ),
+        "curves": {
+            "lr": {0: [(step, 1e-3) for step in steps]},
+            f"loss {ODD}": {
+                0: [*zip(steps, values, strict=True)],
+                1: [*zip(steps, (*values[:-1], math.nan), strict=True)],
+            },
+        },
         "marks": ((0.0, "epoch 1"), (100.0, f"epoch {ODD}")),
-        "warnings": (SeenWarning(text=f"UserWarning: {ODD}", count=3, ranks=(0, 1)),),
+        "warnings": (SeenLine(f"UserWarning: {ODD}", 3, {0, 1}),),
         "notes": ("Memory was looked at once a second.",),
     }
     return RunFacts(**whole | changes)
@@ -96,7 +92,7 @@ def facts(**changes: Any) -> RunFacts:
 EMPTY = facts(
     ranks=(RankFigures(rank=0), RankFigures(rank=1)),
     slowest=None,
-    curves=(),
+    curves={},
     marks=(),
     warnings=(),
     notes=(),
@@ -324,8 +320,8 @@ def test_who_holds_the_others_up_is_said_with_the_reason() -> None:
     assert f"{said}computes longer than the other." in str(RunReport(facts()))
     slow_data = facts(
         ranks=(
-            RankFigures(rank=0, times=times(0, 3.0, 5.0)),
-            RankFigures(rank=1, times=times(1, 3.0, 0.0, data_s=5.5)),
+            RankFigures(rank=0, times=times(3.0, 5.0)),
+            RankFigures(rank=1, times=times(3.0, 0.0, data_s=5.5)),
         )
     )
     assert f"{said}waits longer for data than the other." in str(RunReport(slow_data))
@@ -334,7 +330,7 @@ def test_who_holds_the_others_up_is_said_with_the_reason() -> None:
 def test_a_start_is_left_out_of_shares_and_said() -> None:
     started = [
         dataclasses.replace(one, total_s=one.total_s + start_s, starting_s=start_s)
-        for one, start_s in ((times(0, 3.0, 5.0), 4.0), (times(1, 3.0, 0.0), 9.0))
+        for one, start_s in ((times(3.0, 5.0), 4.0), (times(3.0, 0.0), 9.0))
     ]
     ranks = tuple(RankFigures(rank=rank, times=one) for rank, one in enumerate(started))
     report = RunReport(facts(ranks=ranks))
@@ -353,13 +349,10 @@ def test_where_nobody_does_that_is_said() -> None:
     assert "No rank holds the others up." in str(RunReport(facts(slowest=None)))
 
 
-def test_text_names_the_parts_of_a_bar_and_all_bars_are_equally_long() -> None:
+def test_text_has_the_times_of_each_rank() -> None:
     lines = str(RunReport(facts())).split("\n")
-    bars = [
-        line.split()[1] for line in lines if line.startswith(("  0  ", "  1  ")) and "%" in line
-    ]
-    assert {len(bar) for bar in bars} == {32}
-    assert bars[1].count("█") == round(32 * 8.0 / 9.5)
+    (slow,) = [line for line in lines if line.startswith("  1  ") and "%" in line]
+    assert " ".join(slow.split()).startswith("1 8.0 s (84 %) 1.0 s (11 %)")
 
 
 def test_a_run_too_short_to_measure_says_so() -> None:
@@ -382,8 +375,8 @@ def points(values: Sequence[float]) -> list[tuple[float, float]]:
 
 def test_a_noisy_curve_is_smoothed_over_its_raw_values() -> None:
     noisy = [1.0 + (-1) ** place * 0.3 for place in range(60)]
-    raw, mean = metric_lines({0: points(noisy)})
-    assert (raw.role, mean.role, mean.name) == ("raw", "mean", "rank 0, smoothed")
+    mean, raw = metric_lines({0: points(noisy)})
+    assert (raw.is_thick, mean.is_thick, mean.name) == (False, True, "rank 0, smoothed")
     late = [value for _, value in mean.points][30:]
     assert max(late) - min(late) < 0.3
 
@@ -391,12 +384,12 @@ def test_a_noisy_curve_is_smoothed_over_its_raw_values() -> None:
 def test_a_curve_without_noise_is_drawn_as_it_is() -> None:
     values = [0.01 * (100 - place) for place in range(100)]
     (only,) = metric_lines({0: points(values)})
-    assert only.role == "mean"
+    assert only.is_thick
     assert only.points == points(values)
 
 
 def test_ranks_are_thin_around_their_mean() -> None:
     values = [1.0 / (place + 1) for place in range(20)]
-    first, second, mean = metric_lines({0: points(values), 1: points([v + 2 for v in values])})
-    assert (first.role, second.role, mean.role) == ("rank", "rank", "mean")
+    mean, first, second = metric_lines({0: points(values), 1: points([v + 2 for v in values])})
+    assert (first.is_thick, second.is_thick, mean.is_thick) == (False, False, True)
     assert mean.points[0][1] == pytest.approx(values[0] + 1)

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from nbaccel.base.training_metrics import Metrics, ProgressBar
 from nbaccel.devices.cpu import CpuDevice
-from nbaccel.workers import loop_watch, training_loops
-from nbaccel.workers.training_loops import RunningLoop
+from nbaccel.loops import loop_watch, metrics_reporter
+from nbaccel.loops.metrics_reporter import RunningLoop
 
 
 class Told:
@@ -160,7 +160,7 @@ def test_an_interrupt_in_a_bar_leaves_no_lock_to_other_threads(
 
     with pytest.raises(KeyboardInterrupt), watched(screen):  # noqa: PT012 - a bar is made in it
         bar = tqdm(total=2, mininterval=0, miniters=1)
-        monkeypatch.setattr(training_loops.ProgressBars, "note", interrupt)
+        monkeypatch.setattr(metrics_reporter.ProgressBars, "note", interrupt)
         bar.update()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for lock in tqdm.get_lock().locks:  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def _can_take(lock: Any) -> bool:
 
 
 def test_a_bar_around_the_loop_over_batches_tells_of_the_whole(screen: io.StringIO) -> None:
-    bars = training_loops.ProgressBars()
+    bars = metrics_reporter.ProgressBars()
     with tqdm(total=4) as outer, tqdm(total=20) as inner:
         assert bars.note(outer, 0.0, 100)
         bars.note(inner, 0.0, 100)

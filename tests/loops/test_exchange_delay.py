@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.workers.loop_watch import ExchangeDelay
+from nbaccel.loops.loop_watch import ExchangeDelay
 
 
 class Logged:

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,24 +32,20 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
-from nbaccel.base import env, leftovers, spent_time, torch_private
+from nbaccel.base import env, spent_time, torch_private
 from nbaccel.base.errors import StoppedAtStep
 from nbaccel.base.import_patches import patch_module
 from nbaccel.base.log import write_notice
 from nbaccel.config.capabilities import device_row
+from nbaccel.loops import metrics_reporter
+from nbaccel.loops.metrics_reporter import MetricsChannel, Reporter, RunningLoop
 from nbaccel.plan.contracts.device import Device
-from nbaccel.workers import messaging, metrics_reporter, training_loops
-from nbaccel.workers.metrics_reporter import MetricsChannel, Reporter
-
-if TYPE_CHECKING:
-    from nbaccel.workers.training_loops import RunningLoop
 
 SWITCH = "NBACCEL_WATCH_LOOPS"
 _MEASURED_FIRST = 10  # passes of a DDP model that torch measures in any case
 _MOST_WITHOUT_FIRST = 20
 """Steps of another optimizer after which the first one is of an earlier phase of the training."""
 _MAX_DEPTH = 4  # of containers in which a batch's tensors are looked for
-_watch: _Watch | None = None
 _awaited: set[str] = set()
 """Libraries that are looked for when they are imported."""
 
@@ -117,8 +113,9 @@ class _Watch:
     """The hooks of this process, and what they have seen."""
 
     def __init__(self) -> None:
+        self.is_on = False
         self._thread = threading.get_ident()
-        self._streams = (sys.stdout, sys.stderr)
+        self.streams = (sys.stdout, sys.stderr)
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._step_hooks: list[Any] = []
         self.is_told = False
@@ -131,7 +128,9 @@ class _Watch:
     @property
     def reporter(self) -> Reporter | None:
         """Who is told; None where nobody is, or where it is told already."""
-        return None if self.is_told or self._is_beside() else metrics_reporter.current()
+        if not self.is_on or self.is_told or self._is_beside():
+            return None
+        return metrics_reporter.current()
 
     @property
     def steps_end(self) -> StepBoundaries | None:
@@ -144,11 +143,7 @@ class _Watch:
         # A worker of a DataLoader has inherited the reporter, and is not the rank.
         if reporter is None or reporter.process_id != os.getpid() or self._is_beside():
             return None
-        return reporter if reporter.shows_bars else None
-
-    def is_own_stream(self, file: Any) -> bool:
-        """Whether it is what this process prints to, and nothing that the user has put there."""
-        return any(file is stream for stream in self._streams)
+        return reporter if self.is_on and reporter.shows_bars else None
 
     def _is_beside(self) -> bool:
         # A thread beside the function's does what it does beside the training.
@@ -156,6 +151,7 @@ class _Watch:
 
     def set_hooks(self) -> None:
         """Begin to see."""
+        self.is_on = True
         self.replace(torch.autograd, "backward", _noting_backward)
         # Seen in torch 2.6 to 2.13; where it is missing, loops over loaders are not seen.
         iterator = vars(dataloader).get("_BaseDataLoaderIter")
@@ -169,6 +165,7 @@ class _Watch:
 
     def remove_hooks(self) -> None:
         """Leave everything as it was."""
+        self.is_on = False
         for step_hook in self._step_hooks:
             step_hook.remove()
         for owner, name, plain, hook in reversed(self._replaced):
@@ -207,18 +204,14 @@ class _Watch:
             reporter.stepped(id(optimizer), groups[0].get("lr") if groups else None)
 
 
-def begin(channel: messaging.Channel, hardware: Device, device: str, *, shows_bars: bool) -> None:
+_watch = _Watch()
+
+
+def begin(channel: MetricsChannel, hardware: Device, device: str, *, shows_bars: bool) -> None:
     """Let this worker report to the notebook from now on; steps are counted from here."""
     metrics_reporter.report_by(Reporter(channel, hardware, device, shows_bars=shows_bars))
     _count_waits()
     _watch_loops()
-
-    def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
-        # The notebook is gone, so there is no reader.
-        with contextlib.suppress(OSError):
-            channel.send(messaging.Leaves(leftover, is_there))
-
-    leftovers.listen_for_leftovers(leave)
 
 
 @contextlib.contextmanager
@@ -226,8 +219,7 @@ def reporting_to(
     channel: MetricsChannel, hardware: Device, device: str, *, shows_bars: bool
 ) -> Iterator[None]:
     """A block in which loops of this thread, in a process that is no worker, report."""
-    global _watch  # noqa: PLW0603 - hooks of the process have no other handle on it
-    was_watching = _watch is not None
+    was_watching = _watch.is_on
     account_before = spent_time.present_account()
     reporter = Reporter(channel, hardware, device, shows_bars=shows_bars)
     before = metrics_reporter.report_by(reporter)
@@ -235,12 +227,11 @@ def reporting_to(
     try:
         yield
     except BaseException:  # such as an interrupt while a bar was told of
-        training_loops.release_lock()
+        metrics_reporter.release_lock()
         raise
     finally:
-        if _watch is not None and not was_watching:
+        if not was_watching:
             _watch.remove_hooks()
-            _watch = None
         reporter.flush()
         metrics_reporter.report_by(before)
         spent_time.use_account(account_before)
@@ -248,8 +239,8 @@ def reporting_to(
 
 def _watch_loops() -> None:
     """Set the hooks; from now on loops of this thread are seen."""
-    global _watch  # noqa: PLW0603 - see `reporting_to`
-    if env.flag(SWITCH) is False or _watch is not None:
+    global _watch  # noqa: PLW0603 - hooks of the process have no other handle on it
+    if env.flag(SWITCH) is False or _watch.is_on:
         return
     _watch = _Watch()
     _watch.set_hooks()
@@ -265,7 +256,7 @@ def _patch_library(module: ModuleType) -> None:
     for class_name, method, make_hook in _LIBRARIES[module.__name__]:
         owner = vars(module).get(class_name)
         # A module may be imported when nothing is watched any more.
-        if owner is not None and _watch is not None:
+        if owner is not None and _watch.is_on:
             _watch.replace(owner, method, make_hook)
 
 
@@ -287,47 +278,44 @@ def _count_waits() -> None:
 
 def watch_boundaries(boundaries: StepBoundaries | None) -> None:
     """Say where steps end to these from now on, or to nobody."""
-    if _watch is not None:
-        _watch.boundaries = boundaries
+    _watch.boundaries = boundaries
 
 
 class telling:  # noqa: N801 - used as a function is
     """A block that reports by itself what it does: it is not seen a second time."""
 
     def __enter__(self) -> bool:
-        watch = _watch
-        self._is_outermost = watch is not None and watch.reporter is not None
-        if watch is not None and self._is_outermost:
-            watch.is_told = True
+        self._is_outermost = _watch.reporter is not None
+        if self._is_outermost:
+            _watch.is_told = True
         return self._is_outermost
 
     def __exit__(self, *exc: object) -> None:
-        if self._is_outermost and _watch is not None:
+        if self._is_outermost:
             _watch.is_told = False
 
 
 def savers() -> list[Callable[[], None]]:
     """What is to be called before the function of this call is stopped where a step ends."""
-    return _watch.boundaries.savers if _watch is not None and _watch.boundaries is not None else []
+    return _watch.boundaries.savers if _watch.boundaries is not None else []
 
 
 def end_step() -> None:
     """A batch is about to be read, so a step is done; who reads in `telling` says so by itself."""
-    boundaries = _watch.steps_end if _watch is not None else None
-    if boundaries is not None:
+    if (boundaries := _watch.steps_end) is not None:
         boundaries.reads_batch()
 
 
 def note_loss(loss: Any) -> None:
     """A backward pass begins from this loss, in the scale in which its user thinks."""
-    reporter = _watch.reporter if _watch is not None else None
+    reporter = _watch.reporter
     if reporter is not None and type(loss) is torch.Tensor and loss.numel() == 1:
         reporter.loss_seen(loss)
 
 
 def begin_loop(loader: Any, dataset: Any) -> SeenLoop | None:
     """A loop over a loader begins; None where nobody is told of it."""
-    reporter = _watch.reporter if _watch is not None else None
+    reporter = _watch.reporter
     # A worker of a DataLoader has inherited the reporter, and is not the rank.
     if reporter is None or reporter.process_id != os.getpid():
         return None
@@ -381,7 +369,7 @@ class SeenLoop:
 
 def _noting_backward(plain: Callable[..., None]) -> Callable[..., None]:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        if _watch is not None and grad_tensors is None:
+        if _watch.is_on and grad_tensors is None:
             _watch.num_backwards += 1
             note_loss(tensors)
         plain(tensors, grad_tensors, *args, **kwargs)
@@ -446,7 +434,7 @@ def _noting_batches(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
             loop = self._nbaccel_loop = begin_loop(self, vars(self).get("_dataset"))
         if loop is not None:
             return loop.read(functools.partial(plain, self))
-        if _watch is not None and not _watch.is_told:
+        if not _watch.is_told:
             end_step()
         return plain(self)
 
@@ -484,7 +472,7 @@ def _logging(
 
 
 def _log(values: Mapping[str, Any], step: int | None) -> None:
-    reporter = _watch.reporter if _watch is not None else None
+    reporter = _watch.reporter
     if reporter is not None and values:
         reporter.log(values, step)
 
@@ -523,17 +511,17 @@ def _logging_evaluation(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _taking_bars(plain: Any) -> Callable[..., None]:
     def make_bar(self: Any, *args: Any, **kwargs: Any) -> None:
-        reporter = _watch.bar_reporter() if _watch is not None else None
+        reporter = _watch.bar_reporter()
         is_drawn_elsewhere = bool(kwargs.get("gui"))
         self._nbaccel_in_panel = (
-            _watch is not None
-            and reporter is not None
-            and _watch.is_own_stream(kwargs.get("file") or sys.stderr)
+            reporter is not None
+            # What this process prints to, and nothing that the user has put there.
+            and any((kwargs.get("file") or sys.stderr) is own for own in _watch.streams)
             and len(args) < 5  # else the fifth is the file
             and not is_drawn_elsewhere
         )
         if self._nbaccel_in_panel:
-            kwargs["file"] = training_loops.NOWHERE
+            kwargs["file"] = metrics_reporter.NOWHERE
         # Since 4.66 it is no function: it reads defaults from the environment.
         plain.__get__(self)(*args, **kwargs)
         if reporter is not None and is_drawn_elsewhere and not self.disable:
@@ -548,7 +536,7 @@ def _telling_of_bars(plain: Callable[..., Any]) -> Callable[..., Any]:
         if not vars(self).get("_nbaccel_in_panel"):
             return plain(self, msg, *args, **kwargs)
         # With a text it erases itself, or says that it is one of too many.
-        if msg is None and _watch is not None and (reporter := _watch.bar_reporter()):
+        if msg is None and (reporter := _watch.bar_reporter()):
             reporter.note_bar(self)
         return True
 
@@ -557,7 +545,7 @@ def _telling_of_bars(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _telling_of_widgets(plain: Callable[..., Any]) -> Callable[..., Any]:
     def display(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _watch is not None and (reporter := _watch.bar_reporter()):
+        if reporter := _watch.bar_reporter():
             reporter.note_bar(self, is_elsewhere=True)
         return plain(self, *args, **kwargs)
 

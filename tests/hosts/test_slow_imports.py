@@ -1,0 +1,41 @@
+"""What jsonschema imports for seconds, and Ray imports with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from nbaccel.hosts.ray_host import OWN_PATH
+
+pytestmark = pytest.mark.skipif(
+    find_spec("lark") is None, reason="rfc3987-syntax is not installed, which needs lark"
+)
+
+
+def said(code: str, **variables: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_rays_own_processes_do_without():
+    code = "import sys, jsonschema; print('lark' in sys.modules, jsonschema.__name__)"
+    assert said(code, PYTHONPATH=OWN_PATH) == "False jsonschema\n"
+
+
+def test_the_notebook_has_it_when_it_is_used():
+    code = """
+import sys
+from nbaccel.hosts.own_cluster import _iris_later
+with _iris_later():
+    import jsonschema
+print("lark" in sys.modules, "rfc3987_syntax" in sys.modules)
+conforms = jsonschema.FormatChecker().conforms
+print(conforms("http://b\u00fccher.de/", "iri"), conforms("no iri", "iri"), "lark" in sys.modules)
+"""
+    assert said(code) == "False False\nTrue False True\n"
