@@ -415,13 +415,6 @@ def replace_parameter_table(module: nn.Module, table: dict[str, Any]) -> None:
     module._parameters = table
 
 
-def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that its state dict leaves out."""
-    loss = "buffers that belong to a checkpoint cannot be told from others"
-    names: set[str] = _private(module, "_non_persistent_buffers_set", loss)
-    return names
-
-
 def state_readers(module: nn.Module) -> Iterator[Any]:
     """The functions and hooks that read a module's part of a state dict."""
     yield type(module).load_state_dict

@@ -83,7 +83,6 @@ def _scaler() -> Any:
         (lambda: torch_private.requested_samples(object()), "_num_samples"),
         (lambda: torch_private.untyped_storage(object()), "_untyped_storage"),
         (lambda: torch_private.communication_hooks(object()), "_comm_hooks"),
-        (lambda: torch_private.non_persistent_buffers(object()), "_non_persistent_buffers_set"),  # type: ignore[arg-type]
     ],
 )
 def test_what_instances_lack_is_named(call, name):

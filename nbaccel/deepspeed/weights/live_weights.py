@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel.base import torch_private
 from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.weights.converting import Shard, Written, plan, publishing, write_shard
@@ -147,7 +146,10 @@ def _survey(
     tensors: dict[str, _LiveTensor] = {}
     tied_names: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    for name, tensor in _named_tensors(_module_of(engine)):
+    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
+    for name, tensor in _module_of(engine).state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue  # a module's extra state is no weight
         first_name = first_names.setdefault(id(tensor), name)
         if first_name != name:
             tied_names[name] = first_name
@@ -157,20 +159,6 @@ def _survey(
             dtype = torch.float32 if is_converted else tensor.dtype
             tensors[name] = _LiveTensor(Weight(name, shape, dtype), tensor)
     return tensors, {name: target for name, target in tied_names.items() if target in tensors}
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers, in the order of the module's state dict."""
-    # Not from `state_dict`, which gives detached tensors: DeepSpeed's attributes are needed, and
-    # whether a tensor is a parameter.
-    for module_name, part in module.named_modules(remove_duplicate=False):
-        prefix = f"{module_name}." if module_name else ""
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            yield prefix + name, parameter
-        passing = torch_private.non_persistent_buffers(part)
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in passing:
-                yield prefix + name, buffer
 
 
 def _module_of(engine: Any) -> nn.Module:
