@@ -137,7 +137,9 @@ def test_a_script_is_launched_by_srun_on_all_nodes(cluster: SlurmCluster, tmp_pa
         "dist.init_process_group('gloo')\n"
         "total = torch.ones(1)\n"
         "dist.all_reduce(total)\n"
-        "print('NODE', os.environ['SLURMD_NODENAME'], 'SUM', int(total), os.environ['A'])\n"
+        # Whole lines: processes of a node share their output.
+        "node, a = os.environ['SLURMD_NODENAME'], os.environ['A']\n"
+        "os.write(1, f'NODE {node} SUM {int(total)} {a}\\n'.encode())\n"
         # Without it torch aborts at the end now and then.
         "dist.barrier(); dist.destroy_process_group()\n"
     )
