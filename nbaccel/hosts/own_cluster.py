@@ -210,8 +210,8 @@ class _Cluster:
 
     def connect(self, name: str) -> None:
         """Connect this process to the head, once it is there."""
-        # While it starts: that takes half a second.
-        with _iris_later():
+        # Imported while it starts.
+        with _rfc3987_syntax_later():
             import ray
 
         head = self._processes[(name,)]
@@ -385,7 +385,7 @@ def _token() -> str:
 
 
 @contextlib.contextmanager
-def _iris_later() -> Iterator[None]:
+def _rfc3987_syntax_later() -> Iterator[None]:
     """Let what is imported here get rfc3987_syntax at its first use: `ray_path` says why."""
     module: Any = types.ModuleType("rfc3987_syntax")
 

@@ -72,7 +72,7 @@ def _run(order: dict[str, Any], name: str) -> int:
     process = subprocess.Popen(
         [sys.executable, "-c", _START_CODE, *_words(order, name)], stdin=subprocess.DEVNULL
     )
-    # While it starts: this takes a third of a second.
+    # Imported while it starts.
     from nbaccel.workers.reaping import adopt_orphans, end_descendants
 
     adopt_orphans()

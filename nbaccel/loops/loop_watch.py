@@ -7,8 +7,9 @@
     iter(DataLoader)                   batches, samples, epochs, and waiting for data
     Trainer, Lightning, Fabric, Accelerate   what they log
 
-Each is a hook that costs about a microsecond. `NBACCEL_WATCH_LOOPS=0` leaves them out. A loop that
-reports by itself is not seen a second time: whoever reports does it in a block of `telling`.
+Most run in every step, so they do little (`benchmarks/report_cost.py`); `NBACCEL_WATCH_LOOPS=0`
+leaves them out. A loop that reports by itself is not seen a second time: whoever reports does it in
+a block of `telling`.
 """
 
 from __future__ import annotations

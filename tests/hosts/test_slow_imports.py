@@ -31,8 +31,8 @@ def test_rays_own_processes_do_without():
 def test_the_notebook_has_it_when_it_is_used():
     code = """
 import sys
-from nbaccel.hosts.own_cluster import _iris_later
-with _iris_later():
+from nbaccel.hosts.own_cluster import _rfc3987_syntax_later
+with _rfc3987_syntax_later():
     import jsonschema
 print("lark" in sys.modules, "rfc3987_syntax" in sys.modules)
 conforms = jsonschema.FormatChecker().conforms
