@@ -26,7 +26,7 @@ from nbaccel.base.units import format_bytes
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay a KeyboardInterrupt until the end of this block and of all blocks around it."""
+    """Delay an interrupt (SIGINT) until the end of this block and of all blocks around it."""
     in_main = threading.current_thread() is threading.main_thread()
     # Python runs signal handlers in the main thread only, so other threads are not interrupted.
     if not in_main or isinstance(signal.getsignal(signal.SIGINT), _HeldInterrupt):
@@ -40,7 +40,7 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler_before)
     # After the handler is restored, and only if the block raised nothing: its error counts more.
     if interrupt.pressed:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
 
 class _HeldInterrupt:

@@ -44,6 +44,7 @@ import torch
 import xxhash
 from torch import nn
 
+from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import first_few
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.transfer import memfd, sharded_tensors
@@ -130,12 +131,16 @@ class LocalArena:
         fd = staging_file
         if fd is None:
             fd = memfd.create_file("staging", self.mapping.nbytes)
-        with contextlib.nullcontext() if staging_file is not None else memfd.closed_on_error(fd):
+        with contextlib.ExitStack() as on_error:
+            if staging_file is None:
+                on_error.callback(os.close, fd)
             memfd.write_at(fd, self.mapping.view(0, self.mapping.nbytes), 0)
-            # In this order: the mapping must never show a file that has not been filled.
-            self.mapping.replace(fd, is_private=False)
-        self.training_file = fd
-        self.is_in_staging = staging_file is not None
+            # After that: the mapping must never show a file that has not been filled.
+            with uninterrupted():
+                self.mapping.replace(fd, is_private=False)
+                on_error.pop_all()
+                self.training_file = fd
+                self.is_in_staging = staging_file is not None
 
     def _span_of(self, tensor: torch.Tensor) -> memfd.ByteRange | None:
         if tensor.device.type != "cpu" or type(tensor) not in PLAIN:
@@ -158,11 +163,13 @@ class LocalArena:
             (start, end, own_bytes[start:end].copy())
             for start, end in memfd.ranges_without(whole, self.equal_runs(whole))
         ]
-        self.mapping.replace(self.fd, is_private=True)
-        for start, end, values in kept:
-            own_bytes[start:end] = values
-        os.close(self.own_file)
-        self.training_file = None
+        # Interrupted in between, the notebook would be given a file that is not what is shown here.
+        with uninterrupted():
+            self.mapping.replace(self.fd, is_private=True)
+            for start, end, values in kept:
+                own_bytes[start:end] = values
+            os.close(self.own_file)
+            self.training_file = None
 
     def show_again(self, start: int, end: int) -> None:
         """Let exactly these bytes show the notebook's values again."""

@@ -17,6 +17,7 @@ from nbaccel.base import processes
 from nbaccel.transfer import memfd, weight_receiver as receiver_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.memfd import PAGE_BYTES
+from nbaccel.transfer.weight_writer import LocalArena
 from nbaccel.workers import messaging, template, worker_processes
 from tests.transfer.round_trip import Trip, Worker, replace_tensor
 
@@ -418,3 +419,39 @@ def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkey
     with pytest.raises(OSError, match="too many"):
         receiver_module.WeightReceiver(trip.sharing, {"a": arena, "b": arena})
     assert not is_open(made[0])
+
+
+def test_an_interrupt_never_leaves_a_rank_between_its_own_file_and_the_arenas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameter = nn.Parameter(torch.ones(2 * PAGE_BYTES))
+    nbytes = parameter.nbytes
+    file = memfd.create_file("arena", nbytes)
+    with memfd.closing_files(file):
+        rank_0 = LocalArena.open(file, nbytes)
+        place = rank_0.mapping
+        parameter.data = torch.from_numpy(place.bytes()).view(torch.float32)
+        stepper = torch.optim.SGD([parameter])
+
+        def interrupted(*args: Any, **kwargs: Any) -> None:
+            memfd.Mapping.replace(place, *args, **kwargs)
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(place, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rank_0.train_in_file(None, stepper)
+        parameter.data.fill_(2.0)
+        assert rank_0.own_file is not None
+        assert read_floats(rank_0.own_file, nbytes) == {2.0}
+        with pytest.raises(KeyboardInterrupt):
+            rank_0.leave_file()
+        assert rank_0.own_file is None, "its number may be another file's by now"
+        assert parameter.data.unique().tolist() == [2.0]
+        assert memfd.merge_ranges(rank_0.written()) == [(0, nbytes)]
+
+
+def read_floats(fd: int, nbytes: int) -> set[float]:
+    """The values of a file of float32."""
+    into = bytearray(nbytes)
+    memfd.read_at(fd, memoryview(into), 0)
+    return set(torch.frombuffer(into, dtype=torch.float32).tolist())
