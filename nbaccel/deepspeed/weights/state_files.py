@@ -15,6 +15,7 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -213,25 +214,35 @@ class Weight:
 def check_bits(weights: Iterable[Weight]) -> None:
     """Compare what is to be read with the checksums that `torch.save` wrote beside it."""
     checksums_of = functools.cache(_checksums_in)
-    seen: set[int] = set()
-    for weight in weights:
-        for piece in weight.pieces:
-            storage = piece.tensor.untyped_storage()
-            checksums = checksums_of(piece.file.path)
-            if storage.data_ptr() in seen or not checksums:
-                continue
-            seen.add(storage.data_ptr())
-            stored = FileTensor(piece.file, torch.empty(0, dtype=torch.uint8).set_(storage))
-            crc = 0
-            for chunk in stored.chunks():
-                crc = zlib.crc32(chunk.numpy().data, crc)
-            if (storage.nbytes(), crc) not in checksums:
+    # By address: a record may have several weights.
+    records = {
+        piece.tensor.untyped_storage().data_ptr(): (weight.name, piece)
+        for weight in weights
+        for piece in weight.pieces
+        if checksums_of(piece.file.path)
+    }
+    # zlib lets other threads run. Few, because each has a piece in memory.
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        sums = threads.map(_sum_of_record, (piece for _, piece in records.values()))
+        for (name, piece), record in zip(records.values(), sums, strict=True):
+            if record not in checksums_of(piece.file.path):
+                threads.shutdown(cancel_futures=True)
                 raise CheckpointDamaged(
-                    f"{piece.file.path} has flipped bits: the checksum of the record with "
-                    f"{weight.name} ({storage.nbytes():,} bytes) is wrong. Weights would be "
-                    "converted that are not those that were trained. Copy it again, or convert "
-                    "another checkpoint (tag=...)."
+                    f"{piece.file.path} has flipped bits: the checksum of the record with {name} "
+                    f"({record[0]:,} bytes) is wrong. Weights would be converted that are not "
+                    "those that were trained. Copy it again, or convert another checkpoint "
+                    "(tag=...)."
                 )
+
+
+def _sum_of_record(piece: FileTensor) -> tuple[int, int]:
+    """Size and CRC-32 of the record that a tensor lies in."""
+    storage = piece.tensor.untyped_storage()
+    stored = FileTensor(piece.file, torch.empty(0, dtype=torch.uint8).set_(storage))
+    crc = 0
+    for chunk in stored.chunks():
+        crc = zlib.crc32(chunk.numpy().data, crc)
+    return storage.nbytes(), crc
 
 
 def _checksums_in(path: Path) -> set[tuple[int, int]]:
