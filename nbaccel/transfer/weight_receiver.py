@@ -50,25 +50,20 @@ class WeightReceiver:
             if shared.path in stranded
             for slot in shared.slots
         ]
-        written = {
-            key: memfd.merge_ranges(
-                span for report in reports for span in report.own_bytes.get(key, ())
-            )
-            for key in self._arenas
-        }
-        changed = {
-            key: arena for key, arena in self._arenas.items() if written[key] or key in whole_files
-        }
+        changed = {key for report in reports for key, spans in report.own_bytes.items() if spans}
+        changed.update(whole_files)
         # What can fail comes first: afterwards half of the new values may be there.
-        for arena in changed.values():
-            arena.leave_file()
-        for key, arena in changed.items():
+        for key in changed:
+            self._arenas[key].leave_file()
+        for key in changed:
+            arena = self._arenas[key]
             kept = [slot.span for slot in left_out if slot.arena == key]
             if key in whole_files:
                 # First, because departed and sharded tensors are in the staging file, which is
                 # read after it.
                 _read(whole_files[key], arena, [(0, arena.nbytes)], kept)
-            _read(self.staging[key], arena, written[key], kept)
+            spans = (span for report in reports for span in report.own_bytes.get(key, ()))
+            _read(self.staging[key], arena, memfd.merge_ranges(spans), kept)
         # After the arenas: tensors on devices are filled from their host copies there.
         refresh_devices(self._sharing, stranded)
         if changed:
