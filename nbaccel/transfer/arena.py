@@ -48,11 +48,11 @@ class Arena(memfd.Mapping):
     """
 
     def __init__(self, fd: int, num_bytes: int, *, is_checkpoint: bool = False) -> None:
-        self.fd = fd
         self.key = f"arena{next(_ARENA_NUMBERS)}"
         """Names no other arena of this process."""
         self.is_checkpoint = is_checkpoint
-        super().__init__(fd, num_bytes, is_private=is_checkpoint)
+        # The descriptor stays open, because workers are sent copies of it.
+        super().__init__(fd, num_bytes, is_private=is_checkpoint, owns_file=True)
         _LIVING_ARENAS.append(weakref.ref(self, _LIVING_ARENAS.remove))
 
     @classmethod
@@ -80,12 +80,6 @@ class Arena(memfd.Mapping):
             self.fd = new_fd
             self.is_checkpoint = False
             os.close(old_fd)
-
-    def __del__(self) -> None:
-        super().__del__()
-        # Open until here because workers are sent copies of it; the mapping itself needs none.
-        if hasattr(self, "fd"):
-            os.close(self.fd)
 
 
 # The number of an address would name two arenas in the life of a process; a count does not.

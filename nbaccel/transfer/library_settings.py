@@ -355,18 +355,14 @@ def _configure(logger: logging.Logger, wanted: _LoggerSettings) -> None:
 
 def seeded_states() -> bytes:
     """State of the random generators of Python, torch and NumPy."""
-    return pickle.dumps(
-        (
-            random.getstate(),
-            torch.get_rng_state().numpy().tobytes(),
-            np.random.get_state(),
-        )
-    )
+    # As an array: torch pickles its tensors in another, slower way.
+    torch_state = torch.get_rng_state().numpy()
+    return pickle.dumps((random.getstate(), torch_state, np.random.get_state()))
 
 
 def restore_random_states(states: bytes) -> None:
     """Let this worker draw the numbers that a fork of the notebook would draw."""
-    python_state, torch_bytes, numpy_state = pickle.loads(states)
+    python_state, torch_state, numpy_state = pickle.loads(states)
     random.setstate(python_state)
-    torch.set_rng_state(torch.frombuffer(bytearray(torch_bytes), dtype=torch.uint8))
+    torch.set_rng_state(torch.from_numpy(torch_state))
     np.random.set_state(numpy_state)

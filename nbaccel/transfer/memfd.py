@@ -97,8 +97,13 @@ class Mapping:
     It is unmapped when the last view of it (`view`, `bytes`) is gone, so there is no `close`.
     """
 
-    def __init__(self, fd: int, num_bytes: int, *, is_private: bool) -> None:
+    def __init__(
+        self, fd: int, num_bytes: int, *, is_private: bool, owns_file: bool = False
+    ) -> None:
         self.nbytes = num_bytes
+        self.fd = fd
+        self._owns_file = owns_file
+        """Whether the descriptor is closed with this mapping, which itself needs none."""
         self.address = 0
         self.replace(fd, is_private=is_private)
 
@@ -177,9 +182,11 @@ class Mapping:
         self.advise(start, end, mmap.MADV_DONTNEED)
 
     def __del__(self) -> None:
-        # Not there where a subclass failed before it got this far, or while Python shuts down.
-        if getattr(self, "address", 0) and _c_library is not None:
+        # Names of this module are None while Python shuts down.
+        if self.address and _c_library is not None:
             _c_library().munmap(self.address, self.nbytes)
+        if self._owns_file and os is not None:
+            os.close(self.fd)
 
 
 def file_identity(fd: int) -> tuple[int, int]:

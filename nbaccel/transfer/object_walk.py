@@ -190,14 +190,14 @@ def find_in(
     value: Any,
     path: str,
     namespace: Mapping[str, Any] | None = None,
-    *,
-    depth: int = _MAX_SEARCH_DEPTH,
 ) -> str:
     """The innermost part of a value that does not pickle, as `path['lock'] (a _thread.lock)`."""
-    if depth and type(value) not in _WEAK_TYPES:
-        for inner_path, inner in _parts(path, value, in_words=True):
-            if not pickles(inner, namespace):
-                return find_in(inner, inner_path, namespace, depth=depth - 1)
+    for _ in range(_MAX_SEARCH_DEPTH):
+        parts = () if type(value) in _WEAK_TYPES else _parts(path, value, in_words=True)
+        culprit = next((part for part in parts if not pickles(part[1], namespace)), None)
+        if culprit is None:
+            break
+        path, value = culprit
     return _with_type(path, value)
 
 

@@ -5,7 +5,7 @@ See the notes in `weight_writer`, which has the workers' side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 from torch.autograd.graph import increment_version
@@ -66,8 +66,13 @@ class WeightReceiver:
             _read(self.staging[key], arena, memfd.merge_ranges(spans), kept)
         # After the arenas: tensors on devices are filled from their host copies there.
         refresh_devices(self._sharing, stranded)
-        if changed:
-            self._note_change(stranded)
+        # Lets a graph that needs the old values say so, and a pool's workers adopt the new.
+        for path, slots, module in self._sharing.modules if changed else ():
+            if path not in stranded:
+                tensors = dict(named_tensors(module))
+                written = [tensors[slot.name] for slot in slots]
+                # Inference tensors have no version counter; torch raises for them.
+                increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     def disturbed(self) -> list[str]:
         """Paths of the modules that the notebook has written to meanwhile. Ask before `apply`."""
@@ -90,15 +95,6 @@ class WeightReceiver:
             if ranks:
                 messages[path] = _differing_models(path, ranks, rank_0_trained=bool(digest_of_0))
         return messages
-
-    def _note_change(self, stranded: Collection[str]) -> None:
-        """Let a graph that needs the old values say so, and a pool's workers adopt the new."""
-        for path, slots, module in self._sharing.modules:
-            if path not in stranded:
-                tensors = dict(named_tensors(module))
-                written = [tensors[slot.name] for slot in slots]
-                # Inference tensors have no version counter; torch raises for them.
-                increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     def _versions_now(self) -> dict[str, int]:
         return {path: module_version(module) for path, _, module in self._sharing.modules}

@@ -56,9 +56,6 @@ _PART_REMEDY = (
     "full_state_dict=True)"
 )
 
-OriginalTensors = Mapping[str, weakref.ref[torch.Tensor]]
-"""What a module consisted of when it came, to see later what was replaced."""
-
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 4096
 """A large tensor is sampled in so many pieces of this size: training changes nearly all bytes."""
@@ -82,13 +79,9 @@ class LocalArena:
     @classmethod
     def open(cls, fd: int, num_bytes: int) -> LocalArena:
         """Map an arena; the descriptor stays the caller's."""
-        own_fd = os.dup(fd)
-        with memfd.closed_on_error(own_fd):
-            mapping = memfd.Mapping(own_fd, num_bytes, is_private=True)
-        # It goes with the mapping, which is with the last tensor that lives in it.
-        closing = weakref.finalize(mapping, os.close, own_fd)
-        closing.atexit = False  # a process that ends closes it anyway
-        return cls(own_fd, mapping)
+        # A copy that goes with the mapping, which is with the last tensor that lives in it.
+        mapping = memfd.Mapping(os.dup(fd), num_bytes, is_private=True, owns_file=True)
+        return cls(mapping.fd, mapping)
 
     @property
     def own_file(self) -> int | None:
@@ -217,7 +210,8 @@ class ReceivedModule:
     path: str
     slots: tuple[Slot, ...]
     module: nn.Module
-    origins: OriginalTensors
+    origins: Mapping[str, weakref.ref[torch.Tensor]]
+    """What it consisted of when it came, to see later what was replaced."""
     notebook_names: tuple[str, ...] = ()
     """Names of its tensors, as they were when it came or was last copied back."""
     notebook_state: Hashable = None
@@ -271,7 +265,7 @@ class WeightWriter:
             changes = ""
             if reason:
                 report.stranded[received.path] = reason
-            elif changes := describe_changes(received.slots, tensors, received.origins):
+            elif changes := describe_changes(received, tensors):
                 report.changes[received.path] = changes
             if keeps_states and (reason or changes):
                 report.state_dicts[received.path] = _on_cpu(received.module.state_dict())
@@ -441,20 +435,18 @@ def _have_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.detach().cpu(), other.detach().cpu())
 
 
-def describe_changes(
-    slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor], originals: OriginalTensors
-) -> str:
+def describe_changes(received: ReceivedModule, tensors: Mapping[str, torch.Tensor]) -> str:
     """What is not as the notebook has it, although the values can be copied there."""
     names_by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     replaced = []
-    for slot in slots:
+    for slot in received.slots:
         tensor = tensors[slot.name]
         # An engine shards it, or FP8 stores it: by design, so not worth a message.
         if isinstance(tensor, ScaledTensor) or sharded_tensors.is_sharded(tensor):
             continue
         if tensor.dtype != slot.dtype:
             names_by_dtypes.setdefault((tensor.dtype, slot.dtype), []).append(slot.name)
-        elif _is_another(tensor, originals.get(slot.name)):
+        elif _is_another(tensor, received.origins.get(slot.name)):
             replaced.append(slot.name)
     clauses = [
         f"{first_few(names, 2)} came as {_short_dtype(new)} and {_were(names)} cast to "
