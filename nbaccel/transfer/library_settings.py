@@ -86,7 +86,8 @@ def _add_safe_globals(given: list[tuple[str, bytes]]) -> None:
             add()
 
 
-with warnings.catch_warnings():
+# RuntimeError: it was set in torch's old and new way; see `_read_all`.
+with contextlib.suppress(RuntimeError), warnings.catch_warnings():
     warnings.simplefilter("ignore")
     # Its first use: torch 2.9 and 2.10 say then, once, that the name is old.
     torch.get_float32_matmul_precision()
