@@ -53,6 +53,14 @@ class _HeldInterrupt:
         self.pressed = True
 
 
+def take_held_interrupt(handler: object) -> bool:
+    """Whether a handler of SIGINT is that of `uninterrupted` and holds one, which it gives up."""
+    was_pressed = isinstance(handler, _HeldInterrupt) and handler.pressed
+    if isinstance(handler, _HeldInterrupt):
+        handler.pressed = False
+    return was_pressed
+
+
 def oom_kills(folder: Path = Path("/proc")) -> int:
     """How many processes the kernel has killed for lack of memory since it started."""
     try:

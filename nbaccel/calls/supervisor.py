@@ -656,6 +656,9 @@ def _waking_pipe() -> Iterator[int]:
     handler_before = None
     if is_main_thread:
         handler_before = signal.signal(signal.SIGINT, lambda *_: os.write(waking, b"i"))
+        # It came between two tasks, and this one may wait for a worker that does not answer.
+        if processes.take_held_interrupt(handler_before):
+            os.write(waking, b"i")
     try:
         yield woken
     finally:

@@ -48,11 +48,11 @@ class Arena(memfd.Mapping):
     """
 
     def __init__(self, fd: int, num_bytes: int, *, is_checkpoint: bool = False) -> None:
-        self.fd = fd
         self.key = f"arena{next(_ARENA_NUMBERS)}"
         """Names no other arena of this process."""
-        self._is_checkpoint = is_checkpoint
-        super().__init__(fd, num_bytes, is_private=is_checkpoint)
+        self.is_checkpoint = is_checkpoint
+        # The descriptor stays open, because workers are sent copies of it.
+        super().__init__(fd, num_bytes, is_private=is_checkpoint, owns_file=True)
         _LIVING_ARENAS.append(weakref.ref(self, _LIVING_ARENAS.remove))
 
     @classmethod
@@ -63,12 +63,12 @@ class Arena(memfd.Mapping):
 
     def sync(self) -> None:
         """Make the file show what this process sees; called before it is sent to workers."""
-        if self._is_checkpoint and self.written():
+        if self.is_checkpoint and self.written():
             self.leave_file()
 
     def leave_file(self) -> None:
         """Move from a checkpoint's file to a memory file; called before that is written to."""
-        if not self._is_checkpoint:
+        if not self.is_checkpoint:
             return
         new_fd = memfd.create_file("arena", self.nbytes)
         # An interrupt, or memory that is short: nothing has changed.
@@ -78,19 +78,8 @@ class Arena(memfd.Mapping):
             self.replace(new_fd, is_private=False)
             old_fd = self.fd
             self.fd = new_fd
-            self._is_checkpoint = False
+            self.is_checkpoint = False
             os.close(old_fd)
-
-    def make_private(self) -> None:
-        """Let what this process writes from now on stay its own."""
-        if not self._is_checkpoint:  # which is so already
-            self.replace(self.fd, is_private=True)
-
-    def __del__(self) -> None:
-        super().__del__()
-        # Open until here because workers are sent copies of it; the mapping itself needs none.
-        if hasattr(self, "fd"):
-            os.close(self.fd)
 
 
 # The number of an address would name two arenas in the life of a process; a count does not.
@@ -104,18 +93,12 @@ _MOVE_LOCK = threading.Lock()
 
 def find_arena(address: int, num_bytes: int) -> Arena | None:
     """The arena of this process that holds these bytes, if any."""
-    for arena in _living():
-        if arena.contains(address, num_bytes):
-            return arena
-    return None
-
-
-def _living() -> Iterator[Arena]:
     # A copy, because another thread may add an arena while the loop runs.
     for reference in tuple(_LIVING_ARENAS):
         arena = reference()
-        if arena is not None:
-            yield arena
+        if arena is not None and arena.contains(address, num_bytes):
+            return arena
+    return None
 
 
 def arena_of(storage: torch.UntypedStorage) -> Arena | None:
@@ -127,8 +110,11 @@ def arena_of(storage: torch.UntypedStorage) -> Arena | None:
 
 def make_arenas_private() -> None:
     """Cut a forked child off from the notebook's arenas, for what it writes and what it sends."""
-    for arena in _living():
-        arena.make_private()
+    for reference in tuple(_LIVING_ARENAS):
+        arena = reference()
+        # What lies in a checkpoint's file is private already.
+        if arena is not None and not arena.is_checkpoint:
+            arena.replace(arena.fd, is_private=True)
     _LIVING_ARENAS.clear()
 
 
@@ -328,16 +314,16 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refusals_of(path: str, module: nn.Module) -> Iterator[str]:
+    emptied = _emptied_parameters(module)
     for name, tensor in named_tensors(module):
         reason = _why_not(tensor)
+        if name in emptied:
+            reason = (
+                f"is an empty parameter of shape {tuple(tensor.shape)}, like a placeholder whose "
+                "values are elsewhere (ZeRO-3, FSDP). Gather it first."
+            )
         if reason:
             yield f"  {path}.{name} ({type(module).__name__}): {reason}"
-    for name, tensor in _emptied_parameters(module):
-        yield (
-            f"  {path}.{name} ({type(module).__name__}): is an empty parameter of "
-            f"shape {tuple(tensor.shape)}, like a placeholder whose values are elsewhere (ZeRO-3, "
-            "FSDP). Gather it first."
-        )
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:
@@ -369,20 +355,19 @@ def _why_not(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _emptied_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _emptied_parameters(module: nn.Module) -> Collection[str]:
     """Empty parameters whose values seem to be elsewhere: most of them, or DeepSpeed's (`ds_id`).
 
     One among others is a known idiom: `self.device_of = nn.Parameter(torch.empty(0))`.
     """
-    parameters = [
-        (name, parameter)
+    parameters = {
+        name: parameter
         for name, parameter in module.named_parameters()
         if not isinstance(parameter, UninitializedParameter)
-    ]
-    empty = [(name, parameter) for name, parameter in parameters if parameter.numel() == 0]
-    is_partitioned = any(hasattr(parameter, "ds_id") for _, parameter in empty)
-    if is_partitioned or len(empty) > max(1, len(parameters) // 2):
-        yield from empty
+    }
+    empty = {name for name, parameter in parameters.items() if parameter.numel() == 0}
+    is_partitioned = any(hasattr(parameters[name], "ds_id") for name in empty)
+    return empty if is_partitioned or len(empty) > max(1, len(parameters) // 2) else ()
 
 
 def _move_storages(

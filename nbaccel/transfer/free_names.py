@@ -77,12 +77,13 @@ def names_of(text: str) -> Names:
     # ValueError: the text contains a null character.
     except (SyntaxError, ValueError):
         return Names()
-    reads = _Reads()
+    needed: set[str] = set()
+    possible: set[str] = set()
     if "get_ipython" in python:
-        reads.possible.update(_names_in_magics(ast.parse(python)))
-    reads.follow(code, _NO_NAMES)
-    names = frozenset(filter(is_users, reads.needed))
-    return Names(names, frozenset(filter(is_users, reads.possible)) - names)
+        possible.update(_names_in_magics(ast.parse(python)))
+    _collect(code, _NO_NAMES, needed, possible)
+    names = frozenset(filter(is_users, needed))
+    return Names(names, frozenset(filter(is_users, possible)) - names)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,32 +121,29 @@ def _names_in_magics(tree: ast.Module) -> Iterator[str]:
                         yield from _NAME_IN_TEXT.findall(argument.value)
 
 
-class _Reads:
-    """Collects what code reads that runs at once, and what the functions in it may read later."""
-
-    def __init__(self) -> None:
-        self.needed: set[str] = set()
-        self.possible: set[str] = set()
-
-    def follow(self, code: CodeType, outside: frozenset[str], *, is_class: bool = False) -> None:
-        """Take code that runs where these names are bound."""
-        for instruction, bound in _paths_through(code, outside):
-            # What a class binds is seen by its own body only, not by its methods.
-            inside = outside if is_class else bound
-            argument = instruction.argval
-            if isinstance(argument, CodeType):
-                self._enter(argument, inside)
-            elif instruction.opname in _READ_NAME:
-                self.needed |= {argument} - bound
-            elif instruction.opname in _READ_GLOBAL:
-                self.needed |= {argument} - inside
-
-    def _enter(self, code: CodeType, outside: frozenset[str]) -> None:
-        is_class = not code.co_flags & inspect.CO_NEWLOCALS
-        if is_class or _OWN_SCOPES.fullmatch(code.co_name):
-            self.follow(code, outside, is_class=is_class)
-        else:
-            self.possible |= globals_read(code) - outside
+def _collect(
+    code: CodeType,
+    outside: frozenset[str],
+    needed: set[str],
+    possible: set[str],
+    *,
+    is_class: bool = False,
+) -> None:
+    """Add what code reads, run where these names are bound, and what its functions may read."""
+    for instruction, bound in _paths_through(code, outside):
+        # What a class binds is seen by its own body only, not by its methods.
+        inside = outside if is_class else bound
+        argument = instruction.argval
+        if isinstance(argument, CodeType):
+            is_body = not argument.co_flags & inspect.CO_NEWLOCALS  # of a class
+            if is_body or _OWN_SCOPES.fullmatch(argument.co_name):
+                _collect(argument, inside, needed, possible, is_class=is_body)
+            else:
+                possible |= globals_read(argument) - inside
+        elif instruction.opname in _READ_NAME:
+            needed |= {argument} - bound
+        elif instruction.opname in _READ_GLOBAL:
+            needed |= {argument} - inside
 
 
 def _paths_through(

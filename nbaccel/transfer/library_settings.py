@@ -61,14 +61,6 @@ def _set_warning_filters(filters: list[Any]) -> None:
     warnings.filters.extend([*own, *filters])  # type: ignore[attr-defined]
 
 
-@functools.cache
-def _take_deprecation_warning() -> None:
-    """Have torch say once, unseen, that this name is old, as 2.9 and 2.10 do at its first use."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.get_float32_matmul_precision()
-
-
 def _safe_globals() -> list[tuple[str, bytes]]:
     """Each pickled, behind the installed package that it is from; "" where it is the user's own."""
     found = []
@@ -94,78 +86,68 @@ def _add_safe_globals(given: list[tuple[str, bytes]]) -> None:
             add()
 
 
-_Access = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""What reads a setting here, as something that can be compared and pickled, and what sets it."""
+# RuntimeError: it was set in torch's old and new way; see `_read_all`.
+with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    # Its first use: torch 2.9 and 2.10 say then, once, that the name is old.
+    torch.get_float32_matmul_precision()
 
-
-def _attribute(holder: Any, attribute: str) -> _Access:
-    return functools.partial(getattr, holder, attribute), functools.partial(
-        setattr, holder, attribute
-    )
-
-
-def _by_keywords(function: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
-    return lambda values: function(**values)
-
-
-def _matmul_precision() -> str:
-    _take_deprecation_warning()
-    return torch.get_float32_matmul_precision()
-
-
-_CUDA = torch.backends.cuda
-_CUDNN = torch.backends.cudnn
-_SETTINGS: dict[str, _Access] = {
-    "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
-    "decimal.setcontext": (_decimal_context, decimal.setcontext),
-    "warnings.filters": (_warning_filters, _set_warning_filters),
-    "locale.setlocale": (
-        functools.partial(locale.setlocale, locale.LC_ALL),
-        functools.partial(locale.setlocale, locale.LC_ALL),
-    ),
-    "numpy.set_printoptions": (np.get_printoptions, _by_keywords(np.set_printoptions)),
-    "numpy.seterr": (np.geterr, _by_keywords(np.seterr)),
-    "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "torch.set_printoptions": (torch_private.print_options, _by_keywords(torch.set_printoptions)),
-    "torch.set_warn_always": (torch.is_warn_always_enabled, torch.set_warn_always),
-    "torch.use_deterministic_algorithms": (
-        lambda: {
-            "mode": torch.are_deterministic_algorithms_enabled(),
-            "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        },
-        _by_keywords(torch.use_deterministic_algorithms),
-    ),
-    "torch.autograd.set_detect_anomaly": (
-        lambda: {
-            "mode": torch.is_anomaly_enabled(),
-            "check_nan": torch.is_anomaly_check_nan_enabled(),
-        },
-        _by_keywords(torch.autograd.set_detect_anomaly),
-    ),
-    "torch.set_float32_matmul_precision": (_matmul_precision, torch.set_float32_matmul_precision),
-    # Beside it: torch answers one of the two only where the other has been used to set it.
-    "torch.backends.cuda.matmul.fp32_precision": _attribute(_CUDA.matmul, "fp32_precision"),
-    "torch.backends.cudnn.enabled": _attribute(_CUDNN, "enabled"),
-    "torch.backends.cudnn.benchmark": _attribute(_CUDNN, "benchmark"),
-    "torch.backends.cudnn.deterministic": _attribute(_CUDNN, "deterministic"),
-    "torch.serialization.add_safe_globals": (_safe_globals, _add_safe_globals),
-    "torch.multiprocessing.set_sharing_strategy": (
-        torch.multiprocessing.get_sharing_strategy,
-        torch.multiprocessing.set_sharing_strategy,
-    ),
+_ATTRIBUTES = (
+    # Beside `set_float32_matmul_precision`: torch answers one of the two only where the other has
+    # been used to set it.
+    "torch.backends.cuda.matmul.fp32_precision",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+)
+_SETTERS: dict[str, Callable[[Any], object]] = {
+    "warnings.filters": _set_warning_filters,
+    "locale.setlocale": functools.partial(locale.setlocale, locale.LC_ALL),
+    "torch.serialization.add_safe_globals": _add_safe_globals,
 }
-for _kind in ("flash", "mem_efficient", "math", "cudnn"):
-    if _set := getattr(_CUDA, f"enable_{_kind}_sdp", None):
-        _SETTINGS[f"torch.backends.cuda.enable_{_kind}_sdp"] = (
-            getattr(_CUDA, f"{_kind}_sdp_enabled"),
-            _set,
-        )
+"""Of settings that the function of their name does not take as they are read."""
+
+
+def _at(name: str) -> Any:
+    package, *path = name.split(".")
+    return functools.reduce(getattr, path, sys.modules[package])
+
+
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "sys.setrecursionlimit": sys.getrecursionlimit,
+    "decimal.setcontext": _decimal_context,
+    "warnings.filters": _warning_filters,
+    "locale.setlocale": functools.partial(locale.setlocale, locale.LC_ALL),
+    "numpy.set_printoptions": np.get_printoptions,
+    "numpy.seterr": np.geterr,
+    "torch.set_default_dtype": torch.get_default_dtype,
+    "torch.set_grad_enabled": torch.is_grad_enabled,
+    "torch.set_printoptions": torch_private.print_options,
+    "torch.set_warn_always": torch.is_warn_always_enabled,
+    "torch.use_deterministic_algorithms": lambda: {
+        "mode": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+    },
+    "torch.autograd.set_detect_anomaly": lambda: {
+        "mode": torch.is_anomaly_enabled(),
+        "check_nan": torch.is_anomaly_check_nan_enabled(),
+    },
+    "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision,
+    **{name: functools.partial(_at, name) for name in _ATTRIBUTES},
+    "torch.serialization.add_safe_globals": _safe_globals,
+    "torch.multiprocessing.set_sharing_strategy": torch.multiprocessing.get_sharing_strategy,
+    **{
+        f"torch.backends.cuda.enable_{kind}_sdp": _at(f"torch.backends.cuda.{kind}_sdp_enabled")
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+    },
+}
+"""What reads each setting here, as something that can be compared and pickled. The function of its
+name sets it, given a dict by keywords."""
 
 
 def _read_all() -> dict[str, Any]:
     settings = {}
-    for name, (read, _) in _SETTINGS.items():
+    for name, read in _SETTINGS.items():
         # torch refuses to answer where old and new ways to set a precision were mixed, and has no
         # such way before 2.9.
         with contextlib.suppress(RuntimeError, AttributeError):
@@ -218,8 +200,7 @@ class LibrarySettings:
     """The notebook's settings in one worker."""
 
     def __init__(self) -> None:
-        self._given: Mapping[str, bytes] = {}
-        self._loggers: set[str | None] = set()
+        self._given: Mapping[str, bytes] = {_LOGGING: pickle.dumps((0, {}))}
 
     def follow(self, content: bytes) -> None:
         """Set what the notebook has set since the last call; what a worker's cell has set stays."""
@@ -228,11 +209,11 @@ class LibrarySettings:
             return
         known = self._given
         self._given = given
-        if given[_LOGGING] != known.get(_LOGGING):
+        if given[_LOGGING] != known[_LOGGING]:
+            _, settings_before = pickle.loads(known[_LOGGING])
             logging.root.manager.disable, settings = pickle.loads(given[_LOGGING])
-            for logger_name in self._loggers | settings.keys():
+            for logger_name in settings_before.keys() | settings.keys():
                 _configure(logging.getLogger(logger_name), settings.get(logger_name, _UNSET))
-            self._loggers = set(settings)
         here = _read_all()
         for name in _SETTINGS:
             if name in given and given[name] != known.get(name):
@@ -243,9 +224,14 @@ class LibrarySettings:
 
 
 def _write(name: str, value: Any) -> None:
-    _, write = _SETTINGS[name]
     try:
-        write(value)
+        if name in _ATTRIBUTES:
+            holder, _, attribute = name.rpartition(".")
+            setattr(_at(holder), attribute, value)
+        elif isinstance(value, dict):
+            _at(name)(**value)
+        else:
+            (_SETTERS.get(name) or _at(name))(value)
     # Another machine may lack a locale, or have another version of the package.
     except (RuntimeError, ValueError, TypeError, AttributeError, locale.Error) as error:
         sys.stderr.write(
@@ -297,14 +283,17 @@ def _is_librarys(name: str) -> bool:
 
 def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:
     for handler in filter(_is_notebook_handler, logger.handlers):
-        target = getattr(handler, "baseFilename", "")
-        if target:
+        if isinstance(handler, logging.FileHandler):
+            target = handler.baseFilename
             _append_only(handler)
         else:
             target = _stream_of(handler)
+        parts = b""
+        if handler.formatter is not None or handler.filters:
+            with contextlib.suppress(Exception):  # the user's own class may raise anything
+                parts = pickling.dumps_with_lines((handler.formatter, handler.filters))
         if target:
-            encoding = getattr(handler, "encoding", None)
-            yield target, encoding, handler.level, _pickled_parts(handler)
+            yield target, getattr(handler, "encoding", None), handler.level, parts
 
 
 def _is_notebook_handler(handler: logging.Handler) -> bool:
@@ -314,10 +303,8 @@ def _is_notebook_handler(handler: logging.Handler) -> bool:
 
 def _stream_of(handler: Any) -> str:
     """Which stream of this process a handler writes to; empty if none of them."""
-    for name in _STREAMS:
-        if handler.stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
-            return name
-    return ""
+    streams = ((name, (getattr(sys, name), getattr(sys, f"__{name}__"))) for name in _STREAMS)
+    return next((name for name, ours in streams if handler.stream in ours), "")
 
 
 def _append_only(handler: Any) -> None:
@@ -328,15 +315,6 @@ def _append_only(handler: Any) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         flags = fcntl.fcntl(handler.stream.fileno(), fcntl.F_GETFL)
         fcntl.fcntl(handler.stream.fileno(), fcntl.F_SETFL, flags | os.O_APPEND)
-
-
-def _pickled_parts(handler: logging.Handler) -> bytes:
-    if handler.formatter is None and not handler.filters:
-        return b""
-    try:
-        return pickling.dumps_with_lines((handler.formatter, handler.filters))
-    except Exception:  # the user's own class may raise anything
-        return b""
 
 
 def _handler_from(target: str, encoding: str | None, level: int, parts: bytes) -> logging.Handler:
@@ -378,18 +356,14 @@ def _configure(logger: logging.Logger, wanted: _LoggerSettings) -> None:
 
 def seeded_states() -> bytes:
     """State of the random generators of Python, torch and NumPy."""
-    return pickle.dumps(
-        (
-            random.getstate(),
-            torch.get_rng_state().numpy().tobytes(),
-            np.random.get_state(),
-        )
-    )
+    # As an array: torch pickles its tensors in another, slower way.
+    torch_state = torch.get_rng_state().numpy()
+    return pickle.dumps((random.getstate(), torch_state, np.random.get_state()))
 
 
 def restore_random_states(states: bytes) -> None:
     """Let this worker draw the numbers that a fork of the notebook would draw."""
-    python_state, torch_bytes, numpy_state = pickle.loads(states)
+    python_state, torch_state, numpy_state = pickle.loads(states)
     random.setstate(python_state)
-    torch.set_rng_state(torch.frombuffer(bytearray(torch_bytes), dtype=torch.uint8))
+    torch.set_rng_state(torch.from_numpy(torch_state))
     np.random.set_state(numpy_state)

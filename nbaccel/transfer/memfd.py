@@ -97,8 +97,13 @@ class Mapping:
     It is unmapped when the last view of it (`view`, `bytes`) is gone, so there is no `close`.
     """
 
-    def __init__(self, fd: int, num_bytes: int, *, is_private: bool) -> None:
+    def __init__(
+        self, fd: int, num_bytes: int, *, is_private: bool, owns_file: bool = False
+    ) -> None:
         self.nbytes = num_bytes
+        self.fd = fd
+        self._owns_file = owns_file
+        """Whether the descriptor is closed with this mapping, which itself needs none."""
         self.address = 0
         self.replace(fd, is_private=is_private)
 
@@ -150,11 +155,24 @@ class Mapping:
         return self.address <= address and address + num_bytes <= self.address + self.nbytes
 
     def written(self, start: int = 0, end: int | None = None) -> list[ByteRange]:
-        """Which bytes of a private mapping were written since it was made, in whole pages."""
+        """Which bytes of a private mapping were written since it was made, in whole pages.
+
+        Where the table of pages cannot be read (some sandboxes have none), everything counts so.
+        """
         end = self.nbytes if end is None else end
+        num_pages = -(-(end - start) // PAGE_BYTES)
+        entries = b""
+        with contextlib.suppress(OSError), Path("/proc/self/pagemap").open("rb") as pagemap:
+            position = (self.address + start) // PAGE_BYTES * 8
+            entries = os.pread(pagemap.fileno(), num_pages * 8, position)
+        if len(entries) != num_pages * 8:
+            return [(start, end)]
+        # Linux, admin-guide/mm/pagemap: present (bit 63) or swapped (62), no file's (61).
+        flags = np.frombuffer(entries, dtype=np.uint64) >> np.uint64(61)
+        is_own = (flags >= 2) & (flags & np.uint64(1) == 0)
         return [
-            (start + low, min(start + high, end))
-            for low, high in _own_pages(self.address + start, end - start)
+            (start + first * PAGE_BYTES, min(start + last * PAGE_BYTES, end))
+            for first, last in _runs(is_own)
         ]
 
     def give_back(self, start: int, end: int) -> None:
@@ -164,32 +182,17 @@ class Mapping:
         self.advise(start, end, mmap.MADV_DONTNEED)
 
     def __del__(self) -> None:
-        # Not there where a subclass failed before it got this far, or while Python shuts down.
-        if getattr(self, "address", 0) and _c_library is not None:
+        # Names of this module are None while Python shuts down.
+        if self.address and _c_library is not None:
             _c_library().munmap(self.address, self.nbytes)
+        if self._owns_file and os is not None:
+            os.close(self.fd)
 
 
 def file_identity(fd: int) -> tuple[int, int]:
     """Device and inode: equal for descriptors of one file, as long as it is open."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
-
-
-def _own_pages(address: int, num_bytes: int) -> list[ByteRange]:
-    """Ranges of pages that a private file mapping no longer shares with its file.
-
-    Where the table of pages cannot be read (some sandboxes have none), everything counts as such.
-    """
-    num_pages = -(-num_bytes // PAGE_BYTES)
-    entries = b""
-    with contextlib.suppress(OSError), Path("/proc/self/pagemap").open("rb") as pagemap:
-        entries = os.pread(pagemap.fileno(), num_pages * 8, address // PAGE_BYTES * 8)
-    if len(entries) != num_pages * 8:
-        return [(0, num_pages * PAGE_BYTES)]
-    # Linux, Documentation/admin-guide/mm/pagemap: present (bit 63) or swapped (62), no file's (61).
-    flags = np.frombuffer(entries, dtype=np.uint64) >> np.uint64(61)
-    is_own = (flags >= 2) & (flags & np.uint64(1) == 0)
-    return [(first * PAGE_BYTES, end * PAGE_BYTES) for first, end in _runs(is_own)]
 
 
 def _runs(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> Iterator[tuple[int, int]]:

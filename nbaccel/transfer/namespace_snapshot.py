@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,24 +25,19 @@ from torch import nn
 
 from nbaccel.base import torch_private
 from nbaccel.transfer import arena, pickling
-from nbaccel.transfer.pickling import ModulePlace, Reducer, travels_by_value
+from nbaccel.transfer.pickling import ModulePlace, travels_by_value
 
 PartPlace = tuple[str, str] | type
 """Path of a tensor or submodule, and the name of its attribute; or a class that a cell defined."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModuleSurvey:
     """What a module consists of at one moment, each object under all of its names."""
 
-    modules: tuple[tuple[str, nn.Module], ...]
-    tensors: tuple[tuple[str, torch.Tensor], ...]
-
-    @classmethod
-    def of(cls, root: nn.Module) -> ModuleSurvey:
-        """Look through a module."""
-        modules = root.named_modules(remove_duplicate=False)
-        return cls(tuple(modules), tuple(arena.named_tensors(root)))
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.modules = tuple(root.named_modules(remove_duplicate=False))
+        self.tensors = tuple(arena.named_tensors(root))
 
     def structure(self) -> tuple[Hashable, ...]:
         """Equal as long as a worker's copy can be kept."""
@@ -54,12 +49,6 @@ class ModuleSurvey:
             ),
             tuple((path, *_tensor_geometry(tensor)) for path, tensor in self.tensors),
         )
-
-    def places(self, key: str) -> Iterator[tuple[int, tuple[str, str]]]:
-        """By the id of each object: where it is in the module that has this key."""
-        # In reverse, because later pairs replace earlier ones: of several names the first counts.
-        for path, part in reversed(self.modules + self.tensors):
-            yield id(part), (key, path)
 
     def changeable(self) -> Iterator[tuple[PartPlace, Any]]:
         """What may change while the structure stays, but for the tensors' values."""
@@ -116,104 +105,56 @@ class ModuleChange:
     """The notebook wrote to the weights: drop what this worker has written to them."""
 
 
-def difference(
-    key: str, old: ModuleState, new: ModuleState, survey: ModuleSurvey, *, adopt: bool = False
-) -> ModuleChange | None:
-    """What must be sent to a worker that has the old state; None if nothing."""
-    changed = {
-        place
-        for place, token in new.tokens.items()
-        # What does not pickle cannot be sent; the worker keeps its own value.
-        if old.tokens.get(place) != token and not isinstance(token, OpaqueToken)
-    }
-    removed = frozenset(old.tokens.keys() - new.tokens.keys())
-    adopt = adopt or old.versions != new.versions
-    if not (changed or removed or adopt):
-        return None
-    values = {place: value for place, value in survey.changeable() if place in changed}
-    return ModuleChange(key=key, values=values, removed=removed, adopt=adopt)
-
-
 # ------------------------------------------------------------------------- the table
+
+
+_MODULE_NUMBERS = itertools.count()
 
 
 class ModuleRecord:
     """One module under one key. It does not keep the module alive."""
 
-    def __init__(
-        self, key: str, path: str, module: nn.Module, survey: ModuleSurvey, records: ModuleRecords
-    ) -> None:
+    def __init__(self, path: str, survey: ModuleSurvey, records: ModuleRecords) -> None:
+        number = next(_MODULE_NUMBERS)
+        key = f"module{number}"
         self.key = key
-        self.path = path
+        # A report names modules by path, and must not confuse two of them.
+        is_taken = any(record.path == path for record in tuple(records.values()))
+        self.path: str = f"{path} ({number})" if is_taken else path
         """How the user would write it; reports name it so."""
         self.structure = survey.structure()
         self.slots: tuple[arena.Slot, ...] | None = None
         """Where its tensors lie, once it is in an arena."""
-        self._module = weakref.ref(module, lambda _: records.pop(key, None))
-        self._sharing = arena.Sharing()
-        """Without the module."""
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module, if it lives."""
-        return self._module()
+        self.arenas: dict[str, arena.Arena] = {}
+        self.stand_ins: dict[int, tuple[arena.Arena, int]] = {}
+        """See :class:`arena.Sharing`."""
+        self.module = weakref.ref(survey.root, lambda _: records.pop(key, None))
 
     @property
     def sharing(self) -> arena.Sharing:
         """Where its tensors lie, as long as it lives."""
-        module = self.module
+        module = self.module()
         if module is None or self.slots is None:
             return arena.Sharing()
         shared = arena.SharedModule(self.path, self.slots, module)
-        return replace(self._sharing, modules=(shared,))
-
-    def versions(self) -> int:
-        """See :func:`arena.module_version`."""
-        module = self.module
-        return arena.module_version(module) if module is not None else 0
+        return arena.Sharing(modules=(shared,), arenas=self.arenas, stand_ins=self.stand_ins)
 
     def share(self) -> None:
         """Move it to an arena unless that is done."""
-        module = self.module
+        module = self.module()
         if self.slots is not None or module is None:
             return
         sharing = arena.share_modules([(self.path, module)])
         self.slots = sharing.modules[0].slots
-        self._sharing = replace(sharing, modules=())
+        self.arenas = sharing.arenas
+        self.stand_ins = sharing.stand_ins
         # Again, because moving the tensors has changed their addresses, which are part of it.
-        self.structure = ModuleSurvey.of(module).structure()
+        self.structure = ModuleSurvey(module).structure()
 
 
-class ModuleRecords(dict[str, ModuleRecord]):
-    """By key, in their order, all modules that the workers of one pool know or may get to know.
-
-    Each goes when its module does, or has another structure.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._count = itertools.count()
-
-    def of(self, module: nn.Module) -> ModuleRecord | None:
-        """The record of this very object, if it has one of its own."""
-        return next((record for record in tuple(self.values()) if record.module is module), None)
-
-    def with_keys(self, keys: Iterable[str]) -> list[ModuleRecord]:
-        """The records with these keys, but for those that are gone."""
-        return [record for key in keys if (record := self.get(key)) is not None]
-
-    def add(self, module: nn.Module, path: str, survey: ModuleSurvey) -> ModuleRecord:
-        """Give a module a key; the one it had is given up."""
-        former = self.of(module)
-        if former is not None:
-            self.pop(former.key, None)
-        number = next(self._count)
-        key = f"module{number}"
-        if any(record.path == path for record in tuple(self.values())):
-            # A report names modules by path, and must not confuse two of them.
-            path = f"{path} ({number})"
-        self[key] = ModuleRecord(key, path, module, survey, self)
-        return self[key]
+ModuleRecords = dict[str, ModuleRecord]
+"""By key, in their order, all modules that the workers of one pool know or may get to know. Each
+goes when its module does, or has another structure."""
 
 
 # ------------------------------------------------------------------------- a moment
@@ -222,16 +163,15 @@ class ModuleRecords(dict[str, ModuleRecord]):
 class NamespaceSnapshot:
     """Fingerprints of one moment. Not to be kept: it keeps alive what it has seen."""
 
-    def __init__(self, namespace: Mapping[str, Any], modules: ModuleRecords) -> None:
+    def __init__(self, namespace: Mapping[str, Any], records: ModuleRecords) -> None:
         self._namespace = namespace
-        self._modules = modules
-        self._surveys: dict[str, ModuleSurvey] = {}
+        self._records = records
+        self.surveys: dict[str, ModuleSurvey] = {}
+        """What each module that has been met consists of, by key."""
         self._states: dict[str, ModuleState] = {}
-        self._table: dict[int, ModulePlace] | None = None
+        self._places: dict[int, ModulePlace] | None = None
         self._has_added_all = False
         self._path = ""
-        self.news = 0
-        """How many modules got a key since this moment began."""
 
     # ------------------------------------------------------------------- values
 
@@ -239,93 +179,110 @@ class NamespaceSnapshot:
         """What identifies the value that has this name."""
         self._path = name
         if isinstance(value, nn.Module):
-            place = self.place(value)
+            place = self._place(value)
             if place is not None:
                 return Fingerprint(("module", *place), modules=frozenset((place[0],)))
-        token = plain_token(value)
-        return Fingerprint(token) if token is not None else self._of_pickle(value)
+        token = _plain_token(value)
+        if token is not None:
+            return Fingerprint(token)
+        return _of_pickle(value, self.sender(self._place))
 
-    def _of_pickle(self, value: Any) -> Fingerprint:
-        return fingerprint_of_pickle(value, Reducer(self._namespace, self.place), self.stand_ins())
+    def fingerprint_or_id(self, name: str, value: Any) -> Fingerprint:
+        """The same; of a value that does not pickle, what shows whether another took its place."""
+        try:
+            return self.fingerprint(name, value)
+        except Exception:  # pickling runs user code: it may raise anything
+            return Fingerprint(OpaqueToken(id(value)))
 
-    def stand_ins(self) -> dict[int, Any]:
-        """Host copies of the storages that modules have on devices."""
-        return {
+    def sender(self, find_place: Callable[[Any], ModulePlace | None]) -> pickling.Sender:
+        """What pickles a value of the namespace."""
+        stand_ins = {
             address: host_place
-            for record in tuple(self._modules.values())
-            for address, host_place in record.sharing.stand_ins.items()
+            for record in tuple(self._records.values())
+            for address, host_place in record.stand_ins.items()
         }
+        return pickling.Sender(stand_ins, self._namespace, find_place)
 
     # ------------------------------------------------------------------- modules
 
-    def place(self, module_part: Any) -> ModulePlace | None:
+    def _place(self, module_part: Any) -> ModulePlace | None:
         """Where in a module with a key this is. Modules get one when they are first met."""
         is_module = isinstance(module_part, nn.Module)
-        record = self._modules.of(module_part) if is_module else None
-        if record is not None:
+        # Looked for first: the table of places visits all parts of all modules.
+        if is_module and (record := self._record(module_part)) is not None:
             return self._current(record).key, ""
-        if self._table is None:
-            records = tuple(self._modules.values())
-            self._table = self.table([self._current(record) for record in records])
-        place = self._table.get(id(module_part))
+        if self._places is None:
+            self._places = self.places(self._records)
+        place = self._places.get(id(module_part))
         if place is None and is_module:
-            return self._add(module_part, self._path).key, ""
+            return self._add(self._path, ModuleSurvey(module_part)).key, ""
         if place is None and isinstance(module_part, nn.Parameter) and not self._has_added_all:
             self._add_all()
-            return self.place(module_part)
+            return self._place(module_part)
         return place
 
-    def table(self, records: Iterable[ModuleRecord]) -> dict[int, ModulePlace]:
-        """The places of all parts of these modules; of several, the one that was there first."""
-        table: dict[int, ModulePlace] = {}
-        records = list(records)
-        # In reverse, because later entries replace earlier ones: of several the first counts.
-        for record in reversed(records):
-            table.update(self.survey(record.key).places(record.key))
-        for record in records:
-            table[id(record.module)] = (record.key, "")
-        return table
+    def _record(self, module: nn.Module) -> ModuleRecord | None:
+        """The record of this very object, if it has one of its own."""
+        records = tuple(self._records.values())
+        return next((record for record in records if record.module() is module), None)
 
-    def survey(self, key: str) -> ModuleSurvey:
-        """What the module consists of."""
-        if key not in self._surveys:
-            record = self._modules.get(key)
-            module = record.module if record is not None else None
-            self._surveys[key] = (
-                ModuleSurvey.of(module) if module is not None else ModuleSurvey((), ())
-            )
-        return self._surveys[key]
+    def places(self, keys: Collection[str]) -> dict[int, ModulePlace]:
+        """By id, the places of all parts of these modules."""
+        for record in tuple(self._records.values()):
+            self._current(record)
+        known = [key for key in tuple(self._records) if key in keys and key in self.surveys]
+        surveys = [(key, self.surveys[key]) for key in known]
+        places: dict[int, ModulePlace] = {}
+        # In reverse, because later entries replace earlier ones: of several the first counts.
+        for key, survey in reversed(surveys):
+            for path, part in reversed(survey.modules + survey.tensors):
+                places[id(part)] = (key, path)
+        for key, survey in surveys:
+            places[id(survey.root)] = (key, "")
+        return places
 
     def state(self, key: str) -> ModuleState:
-        """What may change in the module, as it is."""
+        """What may change in a module that has been met, as it is."""
         if key not in self._states:
-            record = self._modules.get(key)
-            self._path = record.path if record is not None else key
-            self._states[key] = self._module_state(key, self.survey(key))
+            survey = self.surveys[key]
+            path = self._records[key].path
+            tokens: dict[PartPlace, Hashable] = {}
+            names: set[str] = set()
+            modules: set[str] = set()
+            for place, value in survey.changeable():
+                tokens[place] = _plain_token(value)
+                if tokens[place] is None:
+                    found = self.fingerprint_or_id(path, value)
+                    tokens[place] = found.token
+                    names |= found.names
+                    modules |= found.modules
+            versions = sum(torch_private.tensor_version(tensor) for _, tensor in survey.tensors)
+            self._states[key] = ModuleState(
+                tokens, versions, frozenset(names), frozenset(modules - {key})
+            )
         return self._states[key]
 
     def _current(self, record: ModuleRecord) -> ModuleRecord:
         """This record, or that of the structure which its module has now."""
-        if record.key in self._surveys:
+        module = record.module()
+        if record.key in self.surveys or module is None:
             return record
-        module = record.module
-        if module is None:
-            return record
-        survey = ModuleSurvey.of(module)
+        survey = ModuleSurvey(module)
         if survey.structure() != record.structure:
-            return self._add(module, record.path, survey)
-        self._surveys[record.key] = survey
+            return self._add(record.path, survey)
+        self.surveys[record.key] = survey
         return record
 
-    def _add(
-        self, module: nn.Module, path: str, survey: ModuleSurvey | None = None
-    ) -> ModuleRecord:
-        survey = survey or ModuleSurvey.of(module)
-        record = self._modules.add(module, path, survey)
-        self._surveys[record.key] = survey
-        self.news += 1
+    def _add(self, path: str, survey: ModuleSurvey) -> ModuleRecord:
+        """Give a module a key; the one it had is given up."""
+        former = self._record(survey.root)
+        if former is not None:
+            self._records.pop(former.key, None)
+        record = ModuleRecord(path, survey, self._records)
+        self._records[record.key] = record
+        self.surveys[record.key] = survey
         # Made anew when it is next needed, with this one in it.
-        self._table = None
+        self._places = None
         return record
 
     def _add_all(self) -> None:
@@ -335,30 +292,7 @@ class NamespaceSnapshot:
         for name, value in list(self._namespace.items()):
             if isinstance(value, nn.Module):
                 self._path = name
-                self.place(value)
-
-    def _module_state(self, key: str, survey: ModuleSurvey) -> ModuleState:
-        names: set[str] = set()
-        modules: set[str] = set()
-
-        def token(value: Any) -> Hashable:
-            plain = plain_token(value)
-            if plain is not None:
-                return plain
-            try:
-                found = self._of_pickle(value)
-            except Exception:  # pickling runs user code: it may raise anything
-                return OpaqueToken(id(value))
-            names.update(found.names)
-            modules.update(found.modules)
-            return found.token
-
-        return ModuleState(
-            tokens={place: token(value) for place, value in survey.changeable()},
-            versions=sum(torch_private.tensor_version(tensor) for _, tensor in survey.tensors),
-            names=frozenset(names),
-            modules=frozenset(modules - {key}),
-        )
+                self._place(value)
 
 
 _NO_REFERENCES: frozenset[str] = frozenset()
@@ -382,7 +316,7 @@ class Fingerprint:
     """Keys of the modules that are part of it."""
 
 
-def plain_token(value: Any) -> Hashable | None:
+def _plain_token(value: Any) -> Hashable | None:
     """The token of a value that can be compared directly."""
     kind = type(value)
     if kind in _IMMUTABLE_TYPES:
@@ -392,16 +326,14 @@ def plain_token(value: Any) -> Hashable | None:
         # As text, so that nan equals nan, and 0.0 differs from -0.0.
         return (kind, value.hex())
     if kind is tuple and len(value) <= _MAX_TUPLE_ELEMENTS:
-        tokens = tuple(map(plain_token, value))
+        tokens = tuple(map(_plain_token, value))
         return None if None in tokens else (kind, tokens)
     return None
 
 
-def fingerprint_of_pickle(
-    value: Any, reducer: Reducer, stand_ins: Mapping[int, tuple[arena.Arena, int]] | None = None
-) -> Fingerprint:
+def _of_pickle(value: Any, sender: pickling.Sender) -> Fingerprint:
     """The fingerprint of anything that pickles."""
-    prepared = pickling.prepare(value, pickling.Sender(stand_ins or {}, reducer))
+    prepared = pickling.prepare(value, sender)
     digest = xxhash.xxh3_128(prepared.stream.getbuffer())
     for block in prepared.blocks:
         with block.raw() as raw_bytes:
@@ -409,4 +341,4 @@ def fingerprint_of_pickle(
             digest.update(raw_bytes.nbytes.to_bytes(8, "little"))
             digest.update(raw_bytes)
     prepared.drop()
-    return Fingerprint(digest.digest(), frozenset(reducer.names), frozenset(reducer.modules))
+    return Fingerprint(digest.digest(), frozenset(sender.names), frozenset(sender.module_keys))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nbaccel.base.errors import ModelNotShareable, NotSendable
-from nbaccel.transfer import arena, memfd, namespace_snapshot, pickling
+from nbaccel.transfer import arena, memfd, pickling
 from nbaccel.transfer.free_names import Names, is_users
 from nbaccel.transfer.namespace_snapshot import (
     Fingerprint,
@@ -28,10 +28,10 @@ from nbaccel.transfer.namespace_snapshot import (
     ModuleRecords,
     ModuleState,
     NamespaceSnapshot,
-    difference,
+    OpaqueToken,
 )
-from nbaccel.transfer.object_walk import find_in
-from nbaccel.transfer.pickling import ModulePlace, Reducer
+from nbaccel.transfer.object_walk import find_in, pickles
+from nbaccel.transfer.pickling import ModulePlace
 from nbaccel.transfer.worker_namespace import Load, NamespaceUpdate
 
 # A module found in one round changes what another value refers to in the next.
@@ -58,7 +58,7 @@ class PreparedPart:
     fds: list[int]
     tokens: Mapping[str, Hashable]
     states: Mapping[str, ModuleState]
-    arenas: Mapping[str, arena.Arena]
+    arenas: Mapping[str, weakref.ref[arena.Arena]]
 
 
 @dataclass
@@ -77,12 +77,8 @@ class PreparedUpdate:
         memfd.close_all(fds)
 
 
-class _LeaveOut(Exception):
-    """These names cannot be sent, and are not needed for sure: go on without them."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__()
-        self.names = frozenset(names)
+class _LeftOut(Exception):
+    """A name that is not needed for sure cannot be sent: begin again without it."""
 
 
 class NamespaceSync:
@@ -91,25 +87,23 @@ class NamespaceSync:
     def __init__(self, namespace: Mapping[str, Any], ranks: Sequence[int]) -> None:
         self._namespace = namespace
         self._ranks = {rank: _RankState() for rank in ranks}
-        self._modules = ModuleRecords()
+        self._records: ModuleRecords = {}
         self.reasons: dict[str, str] = {}
 
     def prepare(
         self, names: Names, ranks: Sequence[int], *, force_send: bool = False
     ) -> PreparedUpdate | None:
         """Pack what these ranks lack of these names, and of what those refer to."""
-        left_out: frozenset[str] = frozenset()
+        left_out: set[str] = set()
         while True:
             # A new one per attempt: what the failed attempt packed refers to the names left out.
             packing = _UpdatePacking(self, names, left_out, force_send=force_send)
             try:
                 packing.pack(ranks)
-            except _LeaveOut as error:
+            except BaseException as error:  # an interrupt must not leak the descriptors either
                 packing.prepared.close()
-                left_out |= error.names
-            except BaseException:  # an interrupt must not leak the descriptors either
-                packing.prepared.close()
-                raise
+                if not isinstance(error, _LeftOut):
+                    raise
             else:
                 return packing.prepared if packing.prepared.parts else None
 
@@ -123,91 +117,76 @@ class NamespaceSync:
                     state.modules.pop(key, None)
                 for key in part.message.forget_arenas:
                     state.arenas.pop(key, None)
-                for key, sent in part.arenas.items():
-                    # Weak: what a rank has must not keep the notebook's memory alive.
-                    state.arenas[key] = weakref.ref(sent)
+                state.arenas.update(part.arenas)
 
     def bound(self, rank: int, names: Iterable[str]) -> None:
         """A rank's cell bound or deleted these: the notebook's are sent only if they change."""
         tokens = self._ranks[rank].seen
-        snapshot = NamespaceSnapshot(self._namespace, self._modules)
+        snapshot = NamespaceSnapshot(self._namespace, self._records)
         for name in names:
             tokens.pop(name, None)
             if name in self._namespace:
-                tokens[name] = self._token(snapshot, name)
-
-    def _token(self, snapshot: NamespaceSnapshot, name: str) -> Hashable:
-        value = self._namespace[name]
-        try:
-            return snapshot.fingerprint(name, value).token
-        # The id still shows that a name was bound anew.
-        except Exception:  # pickling runs user code: it may raise anything
-            return ("unsendable", id(value))
+                # Even the id alone shows that a name was bound anew.
+                tokens[name] = snapshot.fingerprint_or_id(name, self._namespace[name]).token
 
     def records(self, keys: Collection[str]) -> list[ModuleRecord]:
         """The modules with these keys that still live in the notebook."""
-        return [
-            record
-            for record in self._modules.with_keys(sorted(keys))
-            if record.slots is not None and record.module is not None
-        ]
+        records = [self._records[key] for key in sorted(keys) if key in self._records]
+        return [record for record in records if record.sharing.modules]
 
     @contextlib.contextmanager
     def taking_weights(self, records: Iterable[ModuleRecord]) -> Iterator[None]:
         """A block in which weights come from the ranks: no news to them, to be taken over."""
-        arenas = {key for record in records for key in record.sharing.arenas}
+        arenas = {key for record in records for key in record.arenas}
         # Modules may share an arena, so one that was not trained can change with another.
-        versions = {
-            record: record.versions()
-            for record in tuple(self._modules.values())
-            if arenas & record.sharing.arenas.keys()
-        }
+        versions = [
+            (record.key, module, arena.module_version(module))
+            for record in tuple(self._records.values())
+            if (module := record.module()) is not None and arenas & record.arenas.keys()
+        ]
         yield
-        for record, before in versions.items():
-            increase = record.versions() - before
+        for key, module, before in versions:
+            increase = arena.module_version(module) - before
             for state in self._ranks.values():
-                sent = state.modules.get(record.key)
+                sent = state.modules.get(key)
                 if sent is not None and increase:
-                    state.modules[record.key] = replace(sent, versions=sent.versions + increase)
+                    state.modules[key] = replace(sent, versions=sent.versions + increase)
 
 
 class _UpdatePacking:
     """One attempt to pack what a cell needs."""
 
     def __init__(
-        self, sync: NamespaceSync, names: Names, left_out: frozenset[str], *, force_send: bool
+        self, sync: NamespaceSync, names: Names, left_out: set[str], *, force_send: bool
     ) -> None:
         self._namespace = sync._namespace
-        self._modules = sync._modules
+        self._records = sync._records
         self._ranks = sync._ranks
         self._reasons = sync.reasons
         self._names = names
         self._left_out = left_out
         self._forced = names.needed if force_send else frozenset()
-        self._snapshot = NamespaceSnapshot(self._namespace, self._modules)
+        self._snapshot = NamespaceSnapshot(self._namespace, self._records)
         self._found: dict[str, Fingerprint] = {}
         self.prepared = PreparedUpdate()
 
     def pack(self, ranks: Sequence[int]) -> None:
         for _ in range(_MAX_SURVEY_ROUNDS):
-            news = self._snapshot.news
+            known = set(self._records)
             self._found = self._fingerprints_now()
-            if self._snapshot.news == news:
+            if known >= self._records.keys():
                 break
         # Grouped, because ranks mostly have the same: one pickle then serves all of them.
-        groups: list[list[int]] = []
+        groups: list[tuple[_RankState, list[int]]] = []
         for rank in ranks:
             state = self._ranks[rank]
-            group = next((group for group in groups if self._ranks[group[0]] == state), None)
+            group = next((group for known, group in groups if known == state), None)
             if group is None:
-                groups.append([rank])
+                groups.append((state, [rank]))
             else:
                 group.append(rank)
-        for group in groups:
-            self._add_part(tuple(group), self._ranks[group[0]])
-        for part in self.prepared.parts:
-            for name in part.tokens:
-                self._reasons.pop(name, None)
+        for state, group in groups:
+            self._add_part(tuple(group), state)
 
     # ------------------------------------------------------------------- what there is
 
@@ -229,6 +208,7 @@ class _UpdatePacking:
             except Exception as error:  # pickling runs user code: it may raise anything
                 self._refuse(name, error)
                 continue
+            self._reasons.pop(name, None)
             unvisited.extend(sorted(found[name].names))
             for key in self._reach(found[name].modules):
                 unvisited.extend(sorted(self._snapshot.state(key).names))
@@ -249,34 +229,44 @@ class _UpdatePacking:
         return {key for name in variable_names for key in self._found[name].modules}
 
     def _change(self, key: str, sent: ModuleState, *, adopt: bool) -> ModuleChange | None:
+        """What must be sent to a worker that has a module in this state; None if nothing."""
         state = self._snapshot.state(key)
-        change = difference(key, sent, state, self._snapshot.survey(key), adopt=adopt)
-        record = self._modules.get(key)
-        if record is not None and change is not None and change.adopt:
+        changed = {
+            place
+            for place, token in state.tokens.items()
+            # What does not pickle cannot be sent; the worker keeps its own value.
+            if sent.tokens.get(place) != token and not isinstance(token, OpaqueToken)
+        }
+        removed = frozenset(sent.tokens.keys() - state.tokens.keys())
+        adopt = adopt or sent.versions != state.versions
+        if not (changed or removed or adopt):
+            return None
+        if adopt:
             # Workers cannot read the notebook's device memory; they adopt from these copies.
-            arena.update_host_copies(record.sharing)
-        return change
+            arena.update_host_copies(self._records[key].sharing)
+        parts = self._snapshot.surveys[key].changeable()
+        values = {place: value for place, value in parts if place in changed}
+        return ModuleChange(key=key, values=values, removed=removed, adopt=adopt)
 
     # ------------------------------------------------------------------- packing
 
     def _share(self, names: Iterable[str], whole: Collection[str]) -> None:
         """Move the modules that come whole to arenas; leaves out names whose module cannot."""
         for name in names:
-            keys = self._reach(self._found[name].modules)
             try:
-                self._share_modules(key for key in keys if key in whole)
+                for key in self._reach(self._found[name].modules):
+                    if key in whole:
+                        self._records[key].share()
             except ModelNotShareable as error:
                 if name in self._names.needed:
                     raise
-                self._reasons[name] = str(error)
                 # A name that is only possibly read must not make the cell fail.
-                raise _LeaveOut([name]) from error
+                self._reasons[name] = str(error)
+                self._left_out.add(name)
+                raise _LeftOut from error
         # The rest: modules that a changed attribute of a known module refers to.
-        self._share_modules(whole)
-
-    def _share_modules(self, keys: Iterable[str]) -> None:
-        for record in self._modules.with_keys(keys):
-            record.share()
+        for key in whole:
+            self._records[key].share()
 
     def _add_part(self, ranks: tuple[int, ...], state: _RankState) -> None:
         """Pack what ranks in this state lack."""
@@ -285,7 +275,7 @@ class _UpdatePacking:
             for name, fingerprint in self._found.items()
             if name in self._forced or state.seen.get(name) != fingerprint.token
         ]
-        known = {record.key for record in self._modules.with_keys(state.modules)}
+        known = {key for key in state.modules if key in self._records}
         reached = [key for key in self._reach(self._modules_in(self._found)) if key in known]
         starts = self._modules_in(names).union(reached)
         whole = [key for key in self._reach(starts) if key not in known]
@@ -299,15 +289,13 @@ class _UpdatePacking:
             return
         # Before packing: the pickle refers to tensors by their place in an arena.
         self._share(names, whole)
-        records = self._modules.with_keys(whole)
+        records = [self._records[key] for key in whole]
         content: Load = (
             {name: self._namespace[name] for name in names},
             tuple((record.key, shared) for record in records for shared in record.sharing.modules),
             tuple(changes.values()),
         )
-        sender = pickling.Sender(
-            self._snapshot.stand_ins(), Reducer(self._namespace, self._places(known))
-        )
+        sender = self._snapshot.sender(self._places(known))
         try:
             packed, payload_fd = pickling.pack(content, sender)
         except Exception as error:  # pickling runs user code: it may raise anything
@@ -316,7 +304,7 @@ class _UpdatePacking:
         self.prepared.fds.append(payload_fd)
         used = dict(sender.arenas)
         for record in records:
-            used |= record.sharing.arenas
+            used |= record.arenas
         new = {key: found for key, found in used.items() if key not in state.arenas}
         self.prepared.nbytes += packed.nbytes + sum(found.nbytes for found in new.values())
         arena_fds = self._arena_fds(new.values())
@@ -335,7 +323,8 @@ class _UpdatePacking:
             fds=[*arena_fds, payload_fd],
             tokens={name: self._found[name].token for name in names},
             states={key: self._snapshot.state(key) for key in (*whole, *changes)},
-            arenas=new,
+            # Weak: what a rank has must not keep the notebook's memory alive.
+            arenas={key: weakref.ref(found) for key, found in new.items()},
         )
         self.prepared.parts.append(part)
 
@@ -354,37 +343,31 @@ class _UpdatePacking:
 
         # At first use: most pickles hold no module, and the table visits all of them.
         @functools.cache
-        def table() -> dict[int, ModulePlace]:
+        def places() -> dict[int, ModulePlace]:
             # Only modules that these ranks have: a place in any other would name nothing there.
-            return self._snapshot.table(self._modules.with_keys(sorted(known)))
+            return self._snapshot.places(known)
 
-        return lambda part: table().get(id(part))
+        return lambda part: places().get(id(part))
 
     # ------------------------------------------------------------------- what cannot be sent
 
     def _refuse(self, name: str, error: Exception) -> None:
-        """Raise for a needed name; note the reason for others."""
+        """Raise for a needed name; leave others out, with the reason."""
         if name not in self._names.needed:
             self._reasons[name] = f"{type(error).__name__}: {error}"
+            self._left_out.add(name)
             return
-        path = find_in(self._namespace[name], name, can_pickle=self._pickles)
+        path = find_in(self._namespace[name], name, self._namespace)
         raise NotSendable(
             f"{path} cannot be sent to the workers: {type(error).__name__}: {error}.\n"
             "Make it in a %%accelerate cell instead, or send what it is made from.",
             path=path,
         ) from error
 
-    def _pickles(self, value: Any) -> bool:
-        try:
-            namespace_snapshot.fingerprint_of_pickle(value, Reducer(self._namespace))
-        except Exception:  # whatever is raised, it does not pickle
-            return False
-        return True
-
     def _find_culprit(self, names: Iterable[str], error: Exception) -> None:
         """Find the names that make the whole update unpicklable, and refuse or leave them out."""
-        culprits = [name for name in names if not self._pickles(self._namespace[name])]
+        culprits = [name for name in names if not pickles(self._namespace[name], self._namespace)]
         for name in culprits:
             self._refuse(name, error)
         if culprits:
-            raise _LeaveOut(culprits) from error
+            raise _LeftOut from error

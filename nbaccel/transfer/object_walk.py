@@ -168,10 +168,10 @@ def _variables(function: types.FunctionType, path: str) -> Iterator[tuple[str, s
 _MAX_SEARCH_DEPTH = 6  # each level pickles all parts again
 
 
-def _pickles(value: Any) -> bool:
-    """Whether it can be pickled by itself."""
+def pickles(value: Any, namespace: Mapping[str, Any] | None = None) -> bool:
+    """Whether it can be pickled by itself, for a receiver that has this namespace or none."""
     try:
-        pickling.prepare(value, pickling.Sender()).drop()
+        pickling.prepare(value, pickling.Sender(namespace=namespace)).drop()
     except Exception:  # whatever is raised, it does not pickle
         return False
     return True
@@ -181,7 +181,7 @@ def find_culprit(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """The innermost object that does not pickle, as `args[1]['lock'] (a _thread.lock)`."""
     name = getattr(function, "__name__", "the function")
     for path, value in [(name, function), *_numbered("args", args)]:
-        if not _pickles(value):
+        if not pickles(value):
             return find_in(value, path)
     return _with_type(name, function)
 
@@ -189,15 +189,15 @@ def find_culprit(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
 def find_in(
     value: Any,
     path: str,
-    *,
-    can_pickle: Callable[[Any], bool] = _pickles,
-    depth: int = _MAX_SEARCH_DEPTH,
+    namespace: Mapping[str, Any] | None = None,
 ) -> str:
     """The innermost part of a value that does not pickle, as `path['lock'] (a _thread.lock)`."""
-    if depth and type(value) not in _WEAK_TYPES:
-        for inner_path, inner in _parts(path, value, in_words=True):
-            if not can_pickle(inner):
-                return find_in(inner, inner_path, can_pickle=can_pickle, depth=depth - 1)
+    for _ in range(_MAX_SEARCH_DEPTH):
+        parts = () if type(value) in _WEAK_TYPES else _parts(path, value, in_words=True)
+        culprit = next((part for part in parts if not pickles(part[1], namespace)), None)
+        if culprit is None:
+            break
+        path, value = culprit
     return _with_type(path, value)
 
 

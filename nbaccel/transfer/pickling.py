@@ -51,27 +51,69 @@ class TooCostly(Exception):
     """Packing was given up: more than the allowed number of bytes went through the pickle."""
 
 
+ModulePlace = tuple[str, str]
+"""Key of a module, and the dotted name of a part of it (`""`: the module itself)."""
+
+
 @dataclass
 class Sender:
     """What a pickling process knows about shared memory, and what it found while pickling."""
 
     stand_ins: Mapping[int, tuple[arena.Arena, int]] = field(default_factory=dict)
     """Device address of a storage → where its host copy lies."""
-    reduce: Callable[[Any], Any] | None = None
-    """Asked first how to pickle an object; `NotImplemented` leaves it to what follows."""
+    namespace: Mapping[str, Any] | None = None
+    """Functions with these globals get the receiver's namespace; None: there is none."""
+    find_place: Callable[[Any], ModulePlace | None] = lambda _: None
+    """Finds tensors and modules that the receiver has, in a module with a key."""
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Source lines of every cell whose functions or classes travel by value."""
     arenas: dict[str, arena.Arena] = field(default_factory=dict)
     modules: list[torch.nn.Module] = field(default_factory=list)
     """Every module that the pickle holds, each before its parts."""
+    module_keys: set[str] = field(default_factory=set)
+    """Keys of modules that the pickle refers to."""
+    names: set[str] = field(default_factory=set)
+    """Names of the namespace that functions in the pickle read."""
     by_name: bool = False
     """Whether the receiver has the very same classes and functions in its `__main__`, and must get
     them and no copies: a forked worker's answer, or the notebook's `except MyError` would fail."""
+    _cells: dict[int, tuple[types.CellType, _CellStandIn]] = field(default_factory=dict)
+    """Each closure's cell with its stand-in; the cell is kept, so that its id stays its own."""
 
     def key(self, owner: arena.Arena) -> str:
         """Name an arena for the receiver."""
         self.arenas[owner.key] = owner
         return owner.key
+
+    def reduce(self, value: Any) -> Any:
+        """How to pickle an object between namespaces, or `NotImplemented`."""
+        kind = type(value)
+        if kind is types.FunctionType:
+            return self._function(value) if value.__globals__ is self.namespace else NotImplemented
+        if kind is _CellStandIn:
+            return _empty_cell, ()
+        if isinstance(value, (torch.Tensor, torch.nn.Module)):
+            place = self.find_place(value)
+            if place is not None:
+                self.module_keys.add(place[0])
+                return _known, place
+        return NotImplemented
+
+    def _function(self, function: types.FunctionType) -> Any:
+        self.names |= globals_read(function.__code__) & function.__globals__.keys()
+        cells = []
+        contents = []
+        for cell in function.__closure__ or ():
+            _, stand_in = self._cells.setdefault(id(cell), (cell, _CellStandIn()))
+            cells.append(stand_in)
+            # An empty closure cell raises ValueError: the variable has no value yet.
+            with contextlib.suppress(ValueError):
+                contents.append((stand_in, cell.cell_contents))
+        special_attributes = {name: getattr(function, name, None) for name in _SPECIAL_ATTRIBUTES}
+        state = (contents, special_attributes, dict(function.__dict__))
+        made_of = (function.__code__, function.__name__, tuple(cells))
+        # The state has its own setter, because functions have no __setstate__.
+        return _make_function, made_of, state, None, None, _finish_function
 
 
 def pack(value: Any, sender: Sender) -> tuple[memfd.PackedObject, int]:
@@ -214,7 +256,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _weak_reference, (value(),)
         if kind is types.FunctionType:
             _note_source(value, self._sender.sources)
-        if self._sender.reduce is not None:
+        if self._sender.namespace is not None:
             reduced = self._sender.reduce(value)
             if reduced is not NotImplemented:
                 return reduced
@@ -342,9 +384,8 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
 
 
 def _arena_storage(key: str, start: int, nbytes: int, to_device: bool) -> torch.UntypedStorage:
-    receiver = _CURRENT_RECEIVER.get()
-    storage = arena.storage_at(receiver.arenas[key], start, nbytes)
-    return _storage_on_device(storage, receiver.device) if to_device else storage
+    mapping = _CURRENT_RECEIVER.get().arenas[key]
+    return _placed(arena.storage_at(mapping, start, nbytes), to_device)
 
 
 def _arena_tensor(kind: type[torch.Tensor], requires_grad: bool, *slot: Any) -> torch.Tensor:
@@ -379,21 +420,17 @@ def _local_class(address: int, name: str, content: bytes) -> type:
 
 
 def _own_storage(block: Any, to_device: bool) -> torch.UntypedStorage:
-    storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-    return _storage_on_device(storage, _CURRENT_RECEIVER.get().device) if to_device else storage
+    return _placed(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), to_device)
 
 
-def _storage_on_device(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
-    if torch.device(device).type == "cpu":
+def _placed(storage: torch.UntypedStorage, to_device: bool) -> torch.UntypedStorage:
+    device = _CURRENT_RECEIVER.get().device
+    if not to_device or torch.device(device).type == "cpu":
         return storage
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return raw.to(device).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
 
 
 # ------------------------------------------------------------------------- functions of cells
-
-ModulePlace = tuple[str, str]
-"""Key of a module, and the dotted name of a part of it (`""`: the module itself)."""
 
 _SPECIAL_ATTRIBUTES = (
     "__defaults__",
@@ -408,55 +445,6 @@ _SPECIAL_ATTRIBUTES = (
 
 class _CellStandIn:
     """Stands for a closure's cell while pickling, so that it can be made before it is filled."""
-
-
-class Reducer:
-    """Called for every object of a pickle. It also notes what the pickle depends on."""
-
-    def __init__(
-        self,
-        namespace: Mapping[str, Any],
-        find_place: Callable[[Any], ModulePlace | None] | None = None,
-    ) -> None:
-        self.names: set[str] = set()
-        """Names of the namespace that functions in the pickle read."""
-        self.modules: set[str] = set()
-        """Keys of modules that the pickle refers to."""
-        self._namespace = namespace
-        self._places = find_place
-        self._cells: dict[int, tuple[types.CellType, _CellStandIn]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        """How to pickle an object, or `NotImplemented`."""
-        kind = type(value)
-        if kind is types.FunctionType:
-            return self._function(value) if value.__globals__ is self._namespace else NotImplemented
-        if kind is _CellStandIn:
-            return _empty_cell, ()
-        if self._places is not None and isinstance(value, (torch.Tensor, torch.nn.Module)):
-            place = self._places(value)
-            if place is not None:
-                self.modules.add(place[0])
-                return _known, place
-        return NotImplemented
-
-    def _function(self, function: types.FunctionType) -> Any:
-        self.names |= globals_read(function.__code__) & self._namespace.keys()
-        cells = [self._cell(cell) for cell in function.__closure__ or ()]
-        contents = []
-        for cell, empty in zip(function.__closure__ or (), cells, strict=True):
-            # An empty closure cell raises ValueError: the variable has no value yet.
-            with contextlib.suppress(ValueError):
-                contents.append((empty, cell.cell_contents))
-        special_attributes = {name: getattr(function, name, None) for name in _SPECIAL_ATTRIBUTES}
-        state = (contents, special_attributes, dict(function.__dict__))
-        made_of = (function.__code__, function.__name__, tuple(cells))
-        # The state has its own setter, because functions have no __setstate__.
-        return _make_function, made_of, state, None, None, _finish_function
-
-    def _cell(self, cell: types.CellType) -> _CellStandIn:
-        """The one stand-in of this cell; the cell itself is kept, so that its id stays its own."""
-        return self._cells.setdefault(id(cell), (cell, _CellStandIn()))[1]
 
 
 def travels_by_value(definition: type | types.FunctionType) -> bool:

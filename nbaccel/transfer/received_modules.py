@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nbaccel.base import torch_private
 from nbaccel.transfer import memfd, sharded_tensors
@@ -56,13 +57,22 @@ class ReceivedModules:
         self._arenas: dict[str, LocalArena] = {}
         self._modules: dict[str, ReceivedModule] = {}
         self._has_stepped = False
-        self._held = sharded_tensors.HeldParts()
+        # By identity, because == on tensors compares elements.
+        self._held = WeakIdKeyDictionary()
         self._writer = functools.partial(
             WeightWriter, rank=rank, num_nodes=num_nodes, held_parts=self._held
         )
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have been looked at since weights were last copied back."""
-        _report_steps(self)
+        # Weak: the hook is torch's and global, and must not keep this alive.
+        before_step = weakref.WeakMethod(self.before_step)
+
+        def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (living := before_step()) is not None:
+                living(optimizer)
+
+        # Without this it would outlive the pool.
+        weakref.finalize(self, register_optimizer_step_pre_hook(on_step).remove)
 
     @property
     def mappings(self) -> dict[str, memfd.Mapping]:
@@ -154,32 +164,27 @@ class ReceivedModules:
         """Keys of the modules whose weights the notebook may not have got yet."""
         written = self._written()
         return tuple(
-            key
-            for key, received in self._modules.items()
-            if self._has_changed(received, written) or self._is_trained_apart(received, written)
+            key for key, received in self._modules.items() if self._has_news(received, written)
         )
 
-    def _has_changed(self, received: ReceivedModule, written: _Written) -> bool:
-        """Whether this rank has something of a module that the notebook is to get."""
+    def _has_news(self, received: ReceivedModule, written: _Written) -> bool:
+        """Whether the notebook is to get something of a module from this rank, or to be told."""
         state = self._departed_state(received)
         # Some optimizers write weights without raising torch's counter, hence the step as well.
         if state is not None and (self._has_stepped or state != received.notebook_state):
             return True
-        slots = received.slots
-        return self._rank == 0 and (
-            any(memfd.overlap(slot.span, written[slot.arena]) for slot in slots)
+        if self._rank != 0:
+            # It is told that this rank has trained what the notebook gets of rank 0.
+            return self._own_digest(received, written) not in ("", received.reported)
+        return (
+            any(memfd.overlap(slot.span, written[slot.arena]) for slot in received.slots)
             # Nothing comes home of it, and that is told.
             or received.notebook_names != received.tensor_names()
         )
 
-    def _is_trained_apart(self, received: ReceivedModule, written: _Written) -> bool:
-        """Whether it is to be told that this rank has trained what the notebook gets of rank 0."""
-        told = ("", received.reported)
-        return self._rank != 0 and self._own_digest(received, written) not in told
-
     def _own_digest(self, received: ReceivedModule, written: _Written) -> str:
         """Digest of what this rank has written of a module; empty if nothing."""
-        return trained_digest(received.slots, received.module, self._arenas, written, own_only=True)
+        return trained_digest(received, self._arenas, written, own_only=True)
 
     def _written(self) -> dict[str, list[memfd.ByteRange]]:
         return {key: arena.written() for key, arena in self._arenas.items()}
@@ -243,28 +248,20 @@ class ReceivedModules:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to make a step: rank 0 trains in files from now on."""
         self._has_stepped = True
-        self._held.hold_for(optimizer, (received.module for received in self._modules.values()))
-        # Only rank 0, because the notebook gets the model of rank 0.
-        if self._rank != 0 or not self._share_back or optimizer in self._seen:
+        if optimizer in self._seen:
             return
         self._seen.add(optimizer)
+        for received in self._modules.values():
+            for parameter in received.module.parameters():
+                part = sharded_tensors.held_part(parameter)
+                if part is not None:
+                    self._held[parameter] = part
+        # Only rank 0, because the notebook gets the model of rank 0.
+        if self._rank != 0 or not self._share_back:
+            return
         for key, arena in self._arenas.items():
             if arena.training_file is None:
                 # Without room for the file, training goes on in private pages, which are copied
                 # later.
                 with contextlib.suppress(OSError):
                     arena.train_in_file(self._staging.get(key), optimizer)
-
-
-def _report_steps(received_modules: ReceivedModules) -> None:
-    """Report every optimizer's steps: some write weights without raising torch's counter."""
-    # Weak: torch keeps the hook, and it must not keep the modules alive.
-    reference = weakref.ref(received_modules)
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        living = reference()
-        if living is not None:
-            living.before_step(optimizer)
-
-    # The hook is torch's and global: without this it would outlive the pool.
-    weakref.finalize(received_modules, register_optimizer_step_pre_hook(before_step).remove)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nbaccel.base import torch_private
 from nbaccel.config.capabilities import FP8_BACKENDS, STRATEGIES
+from nbaccel.config.capability_rows import Fp8Row, StrategyRow
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.shards import ShardReader
 from nbaccel.transfer import memfd
@@ -60,11 +59,11 @@ def odd_placements(tensor: Any) -> list[Any]:
     ]
 
 
-def pieces(tensor: Any, held_part: object = None) -> Iterator[tuple[PieceSpot, torch.Tensor]]:
+def pieces(tensor: Any, held: object = None) -> Iterator[tuple[PieceSpot, torch.Tensor]]:
     """What this rank has of a tensor: where it lies in the whole, and its values."""
     reader = _reader_of(tensor)
     if reader is not None:
-        yield from reader.local_pieces(tensor, held_part)
+        yield from reader.local_pieces(tensor, held)
         return
     if not is_dtensor(tensor):
         yield (), tensor
@@ -82,32 +81,25 @@ def pieces(tensor: Any, held_part: object = None) -> Iterator[tuple[PieceSpot, t
         )
 
 
-def put_piece(whole: torch.Tensor, spot: PieceSpot, values: torch.Tensor) -> None:
-    """Copy a piece into the whole, with cast."""
-    target, index = _located(whole, spot, values.numel())
-    if _is_scattered(whole, spot):
-        target[index] = values.to(whole)
-    else:
-        _copy_with_cast(target[index], values)
-
-
-def piece_ranges(whole: torch.Tensor, spot: PieceSpot, count: int) -> list[memfd.ByteRange]:
-    """The bytes that :func:`put_piece` writes, counted from the start of the whole's storage."""
+def put_piece(whole: torch.Tensor, spot: PieceSpot, values: torch.Tensor) -> list[memfd.ByteRange]:
+    """Copy a piece into the whole, with cast; returns which bytes of the whole's storage it is."""
+    count = values.numel()
     target, index = _located(whole, spot, count)
-    if _is_scattered(whole, spot):
+    item = whole.element_size()
+    if isinstance(spot, int) and not whole.is_contiguous():
+        # Neither a run nor slices of the whole: element by element.
+        target[index] = values.to(whole)
         firsts = np.full(count, whole.storage_offset())
         for indices, step in zip(index, whole.stride(), strict=True):
             firsts += indices.numpy() * int(step)
         run = 1
     else:
+        _copy_with_cast(target[index], values)
+        if count * item == whole.untyped_storage().nbytes():
+            # All of it, which of a transposed tensor would be as many runs as elements.
+            return [(0, count * item)]
         firsts, run = _runs_of(target[index])
-    item = whole.element_size()
     return memfd.merge_ranges((int(first) * item, (int(first) + run) * item) for first in firsts)
-
-
-def _is_scattered(whole: torch.Tensor, spot: PieceSpot) -> bool:
-    """Whether the piece is neither a run nor slices of the whole, but element by element."""
-    return isinstance(spot, int) and not whole.is_contiguous()
 
 
 def _located(whole: torch.Tensor, spot: PieceSpot, count: int) -> tuple[torch.Tensor, Any]:
@@ -206,29 +198,10 @@ def load_readers() -> None:
             registry.load_object(path)
 
 
-class HeldParts:
-    """Keeps what is needed to read parts after their engine is gone."""
-
-    def __init__(self) -> None:
-        # By identity, because == on tensors compares elements.
-        self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-    def hold_for(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
-        """Keep what is needed of modules as they are at an optimizer's first step."""
-        if optimizer in self._seen:
-            return
-        self._seen.add(optimizer)
-        for tensor in (parameter for module in modules for parameter in module.parameters()):
-            reader = _reader_of(tensor)
-            part = reader.hold(tensor) if reader is not None else None
-            if part is not None:
-                self._found[tensor] = part
-
-    def of(self, tensor: torch.Tensor) -> object:
-        """What was kept of a tensor; None if nothing was."""
-        part: object = self._found.get(tensor)  # type: ignore[no-untyped-call]
-        return part
+def held_part(tensor: torch.Tensor) -> object:
+    """What must be kept so that pieces can be read when their engine is gone; or None."""
+    reader = _reader_of(tensor)
+    return reader.hold(tensor) if reader is not None else None
 
 
 def _reader_of(tensor: torch.Tensor) -> ShardReader | None:
@@ -242,9 +215,8 @@ def shard_readers(*, loaded_only: bool = True) -> Iterator[ShardReader]:
 
 
 def _reader_paths(*, loaded_only: bool = True) -> Iterator[str]:
-    readers = [(row.library, row.shards) for row in STRATEGIES]
-    readers += [(row.library, row.shards) for row in FP8_BACKENDS]
-    for library, path in readers:
+    rows: list[StrategyRow | Fp8Row] = [*STRATEGIES, *FP8_BACKENDS]
+    for row in rows:
         # Reading the shards of a library imports it, which takes seconds.
-        if path and (library in sys.modules or not loaded_only):
-            yield path
+        if row.shards and (row.library in sys.modules or not loaded_only):
+            yield row.shards

@@ -5,7 +5,7 @@ See the notes in `weight_writer`, which has the workers' side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 from torch.autograd.graph import increment_version
@@ -50,29 +50,29 @@ class WeightReceiver:
             if shared.path in stranded
             for slot in shared.slots
         ]
-        written = {
-            key: memfd.merge_ranges(
-                span for report in reports for span in report.own_bytes.get(key, ())
-            )
-            for key in self._arenas
-        }
-        changed = {
-            key: arena for key, arena in self._arenas.items() if written[key] or key in whole_files
-        }
+        changed = {key for report in reports for key, spans in report.own_bytes.items() if spans}
+        changed.update(whole_files)
         # What can fail comes first: afterwards half of the new values may be there.
-        for arena in changed.values():
-            arena.leave_file()
-        for key, arena in changed.items():
+        for key in changed:
+            self._arenas[key].leave_file()
+        for key in changed:
+            arena = self._arenas[key]
             kept = [slot.span for slot in left_out if slot.arena == key]
             if key in whole_files:
                 # First, because departed and sharded tensors are in the staging file, which is
                 # read after it.
                 _read(whole_files[key], arena, [(0, arena.nbytes)], kept)
-            _read(self.staging[key], arena, written[key], kept)
+            spans = (span for report in reports for span in report.own_bytes.get(key, ()))
+            _read(self.staging[key], arena, memfd.merge_ranges(spans), kept)
         # After the arenas: tensors on devices are filled from their host copies there.
         refresh_devices(self._sharing, stranded)
-        if changed:
-            self._note_change(stranded)
+        # Lets a graph that needs the old values say so, and a pool's workers adopt the new.
+        for path, slots, module in self._sharing.modules if changed else ():
+            if path not in stranded:
+                tensors = dict(named_tensors(module))
+                written = [tensors[slot.name] for slot in slots]
+                # Inference tensors have no version counter; torch raises for them.
+                increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     def disturbed(self) -> list[str]:
         """Paths of the modules that the notebook has written to meanwhile. Ask before `apply`."""
@@ -95,15 +95,6 @@ class WeightReceiver:
             if ranks:
                 messages[path] = _differing_models(path, ranks, rank_0_trained=bool(digest_of_0))
         return messages
-
-    def _note_change(self, stranded: Collection[str]) -> None:
-        """Let a graph that needs the old values say so, and a pool's workers adopt the new."""
-        for path, slots, module in self._sharing.modules:
-            if path not in stranded:
-                tensors = dict(named_tensors(module))
-                written = [tensors[slot.name] for slot in slots]
-                # Inference tensors have no version counter; torch raises for them.
-                increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     def _versions_now(self) -> dict[str, int]:
         return {path: module_version(module) for path, _, module in self._sharing.modules}

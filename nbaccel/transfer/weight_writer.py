@@ -56,9 +56,6 @@ _PART_REMEDY = (
     "full_state_dict=True)"
 )
 
-OriginalTensors = Mapping[str, weakref.ref[torch.Tensor]]
-"""What a module consisted of when it came, to see later what was replaced."""
-
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 4096
 """A large tensor is sampled in so many pieces of this size: training changes nearly all bytes."""
@@ -82,13 +79,9 @@ class LocalArena:
     @classmethod
     def open(cls, fd: int, num_bytes: int) -> LocalArena:
         """Map an arena; the descriptor stays the caller's."""
-        own_fd = os.dup(fd)
-        with memfd.closed_on_error(own_fd):
-            mapping = memfd.Mapping(own_fd, num_bytes, is_private=True)
-        # It goes with the mapping, which is with the last tensor that lives in it.
-        closing = weakref.finalize(mapping, os.close, own_fd)
-        closing.atexit = False  # a process that ends closes it anyway
-        return cls(own_fd, mapping)
+        # A copy that goes with the mapping, which is with the last tensor that lives in it.
+        mapping = memfd.Mapping(os.dup(fd), num_bytes, is_private=True, owns_file=True)
+        return cls(mapping.fd, mapping)
 
     @property
     def own_file(self) -> int | None:
@@ -217,7 +210,8 @@ class ReceivedModule:
     path: str
     slots: tuple[Slot, ...]
     module: nn.Module
-    origins: OriginalTensors
+    origins: Mapping[str, weakref.ref[torch.Tensor]]
+    """What it consisted of when it came, to see later what was replaced."""
     notebook_names: tuple[str, ...] = ()
     """Names of its tensors, as they were when it came or was last copied back."""
     notebook_state: Hashable = None
@@ -243,148 +237,101 @@ class WeightWriter:
     """Notebooks that launch together; each gets the weights of its own workers."""
     arenas: Mapping[str, LocalArena]
     staging_files: Mapping[str, int]
-    held_parts: sharded_tensors.HeldParts
+    held_parts: Mapping[torch.Tensor, object]
+    """What was kept of sharded tensors, to read their pieces when the engine is gone."""
     settled: defaultdict[str, list[memfd.ByteRange]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
-    """Private pages must not overwrite these: they are written by themselves, or not at all."""
+    """Private pages must not overwrite these, which are written by themselves."""
 
     def write(self, modules: Sequence[ReceivedModule], *, keeps_states: bool) -> WeightReport:
         """Write these modules."""
         report = WeightReport(rank=self.rank)
         written = {key: arena.written() for key, arena in self.arenas.items()}
         for received in modules:
-            slots = received.slots
-            if digest := trained_digest(slots, received.module, self.arenas, written):
+            if digest := trained_digest(received, self.arenas, written):
                 report.fingerprints[received.path] = digest
         for received in modules:
             tensors = dict(named_tensors(received.module))
             reason = (
                 _mismatch_reason(received.slots, tensors)
-                or self._out_of_reach(tensors)
+                or _out_of_reach(tensors, self.num_nodes)
                 or untied_reason(received.slots, tensors)
             )
-            if reason:
-                for slot in received.slots:
-                    self.settled[slot.arena].append(slot.span)
-            else:
+            if not reason:
                 self._write_departed(received.slots, tensors, report)
-            if self.rank == 0:
-                _tell(report, received, reason, keeps_states=keeps_states)
-        if self.rank == 0:
-            self._write_pages(written, report)
-        return report
-
-    # ------------------------------------------------------------------- what does not fit
-
-    def _out_of_reach(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Why pieces of sharded tensors cannot be put together here; empty if they can."""
-        for name, tensor in tensors.items():
-            if not sharded_tensors.is_sharded(tensor):
+            if self.rank != 0:
                 continue
-            if self.num_nodes > 1:
-                return (
-                    f"it is sharded over {self.num_nodes} nodes, each with a part only; "
-                    f"{_PART_REMEDY}"
-                )
-            placements = sharded_tensors.odd_placements(tensor)
-            if placements:
-                return (
-                    f"{name} is placed as {placements}, which no rank can undo alone; "
-                    f"{_PART_REMEDY}"
-                )
-        return ""
-
-    # ------------------------------------------------------------------- writing
-
-    def _write_pages(
-        self, written: Mapping[str, list[memfd.ByteRange]], report: WeightReport
-    ) -> None:
-        """Write every page that has changed, around what is settled."""
+            changes = ""
+            if reason:
+                report.stranded[received.path] = reason
+            elif changes := describe_changes(received, tensors):
+                report.changes[received.path] = changes
+            if keeps_states and (reason or changes):
+                report.state_dicts[received.path] = _on_cpu(received.module.state_dict())
         for key, arena in self.arenas.items():
             # The notebook gets the file of this rank's own.
-            if arena.own_file is not None:
-                continue
-            changed = arena.changed(written[key])
-            for start, end in memfd.ranges_without(changed, self.settled[key]):
-                if not arena.is_in_staging:
-                    memfd.write_at(self.staging_files[key], arena.mapping.view(start, end), start)
-                report.own_bytes[key].append((start, end))
+            if self.rank == 0 and arena.own_file is None:
+                report.own_bytes[key] += self._write_pages(key, arena, written[key])
+        return report
+
+    def _write_pages(
+        self, key: str, arena: LocalArena, written: list[memfd.ByteRange]
+    ) -> list[memfd.ByteRange]:
+        """Write every page that has changed, around what is settled."""
+        ranges = list(memfd.ranges_without(arena.changed(written), self.settled[key]))
+        if not arena.is_in_staging:
+            for start, end in ranges:
+                memfd.write_at(self.staging_files[key], arena.mapping.view(start, end), start)
+        return ranges
 
     def _write_departed(
         self, slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor], report: WeightReport
     ) -> None:
         """Copy tensors that no longer live in the arena into their slots of the staging file."""
-        places: set[tuple[str, int, int]] = set()
-        seeded: set[tuple[str, int]] = set()
+        places: set[Slot] = set()
         for slot in slots:
             tensor = tensors[slot.name]
-            key = slot.arena
-            arena = self.arenas[key]
+            place = slot._replace(name="")
             is_sharded = sharded_tensors.is_sharded(tensor)
-            place = (key, slot.start, slot.offset)
-            if (
-                # Every rank has a copy of a whole tensor, and rank 0's counts; of a sharded one
-                # each a part.
-                not (is_sharded or self.rank == 0)
-                or place in places
-                or is_in_arena(tensor.detach(), slot, arena.mapping)
-            ):
-                continue
-            places.add(place)
-            self.settled[key].append(slot.span)
-            if is_sharded:
-                report.own_bytes[key] += self._put_pieces(slot, tensor)
-                continue
-            # A tensor that covers the storage overwrites it all.
-            is_whole = tensor.numel() * slot.dtype.itemsize == slot.nbytes
-            # A second time would undo what was written below.
-            if (key, slot.start) not in seeded and not is_whole and not arena.is_in_staging:
-                # First, because other tensors view parts of it, too.
-                memfd.write_at(self.staging_files[key], arena.mapping.view(*slot.span), slot.start)
-            seeded.add((key, slot.start))
-            self._put_pieces(slot, tensor)
-            report.own_bytes[key].append(slot.span)
+            # Every rank has a copy of a whole tensor, and rank 0's counts; of a sharded one a part.
+            is_owed = is_sharded or self.rank == 0
+            mapping = self.arenas[slot.arena].mapping
+            if is_owed and place not in places and not is_in_arena(tensor.detach(), slot, mapping):
+                places.add(place)
+                written = self._put_pieces(slot, tensor)
+                report.own_bytes[slot.arena] += written
+                # Of a sharded one other ranks write the rest.
+                self.settled[slot.arena] += [slot.span] if is_sharded else written
 
     def _put_pieces(self, slot: Slot, tensor: torch.Tensor) -> list[memfd.ByteRange]:
-        """Copy what this rank has of a tensor; returns which bytes of a sharded one that are."""
+        """Copy what this rank has of a tensor; returns which bytes that are."""
         mapping = self.arenas[slot.arena].mapping
         # Mapped shared, because all ranks write their pieces of a sharded tensor into this file.
         staging = memfd.Mapping(self.staging_files[slot.arena], mapping.nbytes, is_private=False)
         target = slot.view(staging)
         before = slot.view(mapping)
-        is_sharded = sharded_tensors.is_sharded(tensor)
-        pieces = sharded_tensors.pieces(
-            tensor if is_sharded else tensor.detach(), self.held_parts.of(tensor)
-        )
-        dtype = tensor.dtype
         written = []
-        for spot, piece in pieces:
-            values = sharded_tensors.unrounded_values(piece.detach(), before, spot, dtype)
-            sharded_tensors.put_piece(target, spot, values)
-            if is_sharded:
-                written += [
-                    (slot.start + start, slot.start + end)
-                    for start, end in sharded_tensors.piece_ranges(target, spot, values.numel())
-                ]
+        for spot, piece in sharded_tensors.pieces(tensor, self.held_parts.get(tensor)):
+            values = sharded_tensors.unrounded_values(piece.detach(), before, spot, tensor.dtype)
+            written += [
+                (slot.start + start, slot.start + end)
+                for start, end in sharded_tensors.put_piece(target, spot, values)
+            ]
         return written
 
 
-def _tell(
-    report: WeightReport, received: ReceivedModule, reason: str, *, keeps_states: bool
-) -> None:
-    """Note what the notebook's module will not have as it is here."""
-    path = received.path
-    changes = ""
-    if reason:
-        report.stranded[path] = reason
-    else:
-        tensors = dict(named_tensors(received.module))
-        changes = describe_changes(received.slots, tensors, received.origins)
-    if changes:
-        report.changes[path] = changes
-    if keeps_states and (reason or changes):
-        report.state_dicts[path] = _on_cpu(received.module.state_dict())
+def _out_of_reach(tensors: Mapping[str, torch.Tensor], num_nodes: int) -> str:
+    """Why pieces of sharded tensors cannot be put together here; empty if they can."""
+    for name, tensor in tensors.items():
+        if not sharded_tensors.is_sharded(tensor):
+            continue
+        if num_nodes > 1:
+            return f"it is sharded over {num_nodes} nodes, each with a part only; {_PART_REMEDY}"
+        placements = sharded_tensors.odd_placements(tensor)
+        if placements:
+            return f"{name} is placed as {placements}, which no rank can undo alone; {_PART_REMEDY}"
+    return ""
 
 
 def _mismatch_reason(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> str:
@@ -418,18 +365,17 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_digest(
-    slots: Sequence[Slot],
-    module: nn.Module,
+    received: ReceivedModule,
     arenas: Mapping[str, LocalArena],
     written: Mapping[str, Sequence[memfd.ByteRange]],
     *,
     own_only: bool = False,
 ) -> str:
     """A digest of a module's parameters, or `own_only` of the trained ones; empty without any."""
-    tensors = dict(named_tensors(module))
+    tensors = dict(named_tensors(received.module))
     compared = []
     trained = []
-    for slot in slots:
+    for slot in received.slots:
         tensor = tensors.get(slot.name)
         if tensor is None or not _is_compared(tensor):
             continue
@@ -454,22 +400,14 @@ def _is_compared(tensor: torch.Tensor) -> bool:
 def _digest(tensors: Iterable[torch.Tensor]) -> str:
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        for sample in _samples(tensor.detach()):
-            # Viewed as bytes, because NumPy has no bfloat16.
-            digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().data)
+        values = tensor.detach().reshape(-1)
+        length = _SAMPLE_BYTES // tensor.element_size()
+        if values.numel() > length * _NUM_SAMPLES and tensor.is_contiguous():
+            # The first and the last sample lie at the ends.
+            values = values.unfold(0, length, (values.numel() - length) // (_NUM_SAMPLES - 1))
+        # Viewed as bytes, because NumPy has no bfloat16.
+        digest.update(values.contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _samples(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    length = max(1, _SAMPLE_BYTES // tensor.element_size())
-    if tensor.numel() <= length * _NUM_SAMPLES or not tensor.is_contiguous():
-        yield tensor.reshape(-1)
-        return
-    # The first and the last sample lie at the ends.
-    flat = tensor.view(-1)
-    step = (flat.numel() - length) // (_NUM_SAMPLES - 1)
-    for number in range(_NUM_SAMPLES):
-        yield flat[number * step : number * step + length]
 
 
 # ------------------------------------------------------------------------- what fits
@@ -497,20 +435,18 @@ def _have_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.detach().cpu(), other.detach().cpu())
 
 
-def describe_changes(
-    slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor], originals: OriginalTensors
-) -> str:
+def describe_changes(received: ReceivedModule, tensors: Mapping[str, torch.Tensor]) -> str:
     """What is not as the notebook has it, although the values can be copied there."""
     names_by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     replaced = []
-    for slot in slots:
+    for slot in received.slots:
         tensor = tensors[slot.name]
         # An engine shards it, or FP8 stores it: by design, so not worth a message.
         if isinstance(tensor, ScaledTensor) or sharded_tensors.is_sharded(tensor):
             continue
         if tensor.dtype != slot.dtype:
             names_by_dtypes.setdefault((tensor.dtype, slot.dtype), []).append(slot.name)
-        elif _is_another(tensor, originals.get(slot.name)):
+        elif _is_another(tensor, received.origins.get(slot.name)):
             replaced.append(slot.name)
     clauses = [
         f"{first_few(names, 2)} came as {_short_dtype(new)} and {_were(names)} cast to "

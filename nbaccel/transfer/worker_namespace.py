@@ -18,7 +18,6 @@ from nbaccel.transfer.arena import SharedModule
 from nbaccel.transfer.free_names import is_users
 from nbaccel.transfer.memfd import PackedObject
 from nbaccel.transfer.namespace_snapshot import ModuleChange
-from nbaccel.transfer.pickling import Reducer
 from nbaccel.transfer.received_modules import ReceivedModules
 
 Load = tuple[dict[str, Any], tuple[tuple[str, SharedModule], ...], tuple[ModuleChange, ...]]
@@ -105,12 +104,11 @@ class Namespace:
         missing = [name for name in names if name not in self._user_ns]
         if missing:
             raise NameError(self._not_bound(missing), name=missing[0])
-        reducer = _NotebookReducer(self._user_ns)
-        values = {name: self._user_ns[name] for name in names}
-        packed, fd = pickling.pack(values, pickling.Sender(reduce=reducer))
-        if reducer.pieces:
+        sender = _SenderToNotebook(namespace=self._user_ns)
+        packed, fd = pickling.pack({name: self._user_ns[name] for name in names}, sender)
+        if sender.pieces:
             sys.stderr.write(
-                f"nbaccel: rank {self._rank} has only a piece of {reducer.pieces} sharded "
+                f"nbaccel: rank {self._rank} has only a piece of {sender.pieces} sharded "
                 f"tensor(s) in {', '.join(names)}, and that is what comes. For all of it, "
                 "gather on all ranks in a cell first: accelerator.get_state_dict(m), or "
                 "full_tensor().\n"
@@ -127,14 +125,13 @@ class Namespace:
         return "\n".join(lines)
 
 
-class _NotebookReducer(Reducer):
+class _SenderToNotebook(pickling.Sender):
     """Replaces what means nothing in the notebook: devices, process groups, wrappers."""
 
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        super().__init__(namespace)
-        self.pieces = 0
+    pieces = 0
+    """Of how many sharded tensors only the part of this rank has been sent."""
 
-    def __call__(self, value: Any) -> Any:
+    def reduce(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             inner = value.module if isinstance(value, DistributedDataParallel) else None
             inner = inner or sharded_tensors.module_inside(value)
@@ -147,7 +144,7 @@ class _NotebookReducer(Reducer):
             sharded_tensors.is_sharded(value) or value.device.type not in ("cpu", "meta")
         ):
             return _as_it_is, (self._at_hand(value),)
-        return super().__call__(value)
+        return super().reduce(value)
 
     def _at_hand(self, tensor: torch.Tensor) -> torch.Tensor:
         values: Any = tensor.detach()

@@ -62,7 +62,7 @@ def model(checkpoint: Path) -> Iterator[nn.Module]:
 def lies_in_file(model: nn.Module) -> bool:
     weight = model[0].weight
     home = arena.find_arena(weight.data_ptr(), weight.nbytes)
-    return home is not None and bool(getattr(home, "_is_checkpoint", False))
+    return home is not None and bool(getattr(home, "is_checkpoint", False))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from nbaccel import Pool, WorkerDied, WorkerFailed
+from nbaccel.base.processes import uninterrupted
 from nbaccel.calls.pool_planning import PoolState
+from nbaccel.workers.messaging import PoolTask
 from tests.process import descriptors
 
 TRAIN = """
@@ -148,6 +150,19 @@ def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh: Pool, model: nn
     assert fresh.state is PoolState.IDLE, "Stop lets a stopped process go on, to hear it"
     fresh.run("1")
     assert equal(model, [v - 0.5 for v in old]), "the weights come home with the next cell"
+
+
+def test_stop_between_the_cell_and_what_follows_it_is_not_lost(fresh: Pool) -> None:
+    rank_0 = fresh.call(os.getpid)[0]
+    group = fresh._workers
+    assert group is not None
+    os.kill(rank_0, signal.SIGSTOP)
+    with uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        result = group.everyone(PoolTask("share_equal_pages"))
+    assert result.interrupted
+    assert not result.lost
+    assert fresh.call(os.getpid)[0] == rank_0
 
 
 def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(
