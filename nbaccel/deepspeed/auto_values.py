@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbaccel.base.errors import ConfigError, MissingBackend
 from nbaccel.config import RunConfig
@@ -31,24 +31,9 @@ from nbaccel.deepspeed.zero_config import (
 )
 from nbaccel.plan.launch_plan import Choice, choices_table
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 class _UnknownValue(Exception):
     """No argument decides a value; the text says what would."""
-
-
-class UndecidedKey(FieldMistake):
-    """The message about a key whose ``"auto"`` nothing decides."""
-
-    __slots__ = ("reason",)
-    reason: str
-
-    def __new__(cls, text: str, path: str = "", reason: str = "") -> Self:  # noqa: D102
-        mistake = super().__new__(cls, text, path)
-        mistake.reason = reason
-        return mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +251,30 @@ def resolve_auto(
     Raises:
         ConfigError: Values that nothing decides, and contradictions, all of them.
     """
+    return _filled_in(config, facts, run, model, optimizer, scheduler)
+
+
+def resolve_decided(
+    config: Mapping[str, Any], *, facts: TrainingFacts, run: RunConfig | None, model: object | None
+) -> tuple[Resolved, dict[str, str]]:
+    """A configuration without the keys that nothing decides, and the reason of each of those.
+
+    For a form and an estimate, which go on without them.
+    """
+    reasons: dict[str, str] = {}
+    return _filled_in(config, facts, run, model, None, None, reasons), reasons
+
+
+def _filled_in(
+    config: Mapping[str, Any] | str | Path | ZeroConfig,
+    facts: TrainingFacts | None,
+    run: RunConfig | None,
+    model: object | None,
+    optimizer: object | None,
+    scheduler: object | None,
+    left_out: dict[str, str] | None = None,
+) -> Resolved:
+    """See :func:`resolve_auto`; keys that nothing decides go to `left_out` where it is given."""
     settings, _ = old_forms(load_settings(config))
     # What `facts` has was given, whatever the default of a stand-in is.
     unsaid = {
@@ -275,46 +284,53 @@ def resolve_auto(
     known = _Known(all_facts, model, settings, frozenset(unsaid))
     mistakes = list(_contradictions(known))
     choices: list[Choice] = []
+    undecided: dict[str, str] = {}
     waiting = set(auto_keys(settings))
     # In the order of the rules: later ones use what earlier ones decided.
     for key in (key for key in _RULES if key in waiting):
-        # Keys that nothing decides are collected, so that one error names all of them.
         try:
             value, reason = _RULES[key][0](known)
         except _UnknownValue as error:
-            text = (
-                f'{key}="auto" cannot be filled in: {error}. DeepSpeed would fall back to its '
-                "default or fail. Alternatively, write a value in its place."
-            )
-            mistakes.append(UndecidedKey(text, key, str(error)))
+            undecided[key] = str(error)
+            drop_at(settings, key)
             continue
         put_at(settings, key, value)
         choices.append(Choice(key, _plain_choice(value), reason))
     for key in sorted(waiting - set(_RULES)):
         schema = _installed_schema()
-        for default in schema.defaults(key) if schema else ():
+        section = key.partition(".")[0]
+        if defaults := schema.defaults(key) if schema else ():
             # DeepSpeed's models replace "auto" by their default; so it is left out here.
-            drop_at(settings, key)
-            choices.append(Choice(key, _plain_choice(default), "DeepSpeed's own default"))
-            break
+            choices.append(Choice(key, _plain_choice(defaults[0]), "DeepSpeed's own default"))
+        elif schema is not None and section in schema.removed:
+            # A section that DeepSpeed has removed is the mistake, not its "auto".
+            text = schema.removed_text(section, shown(settings[section]))
+            mistakes.append(FieldMistake(text, section))
+            continue
         else:
-            mistakes.append(_unfillable_key(key, settings, schema))
+            undecided[key] = (
+                f'{key}="auto" is not filled in by any library: transformers and Accelerate do not '
+                "accept it there. Give a value, or leave it out."
+            )
+        drop_at(settings, key)
     choices += _added_precision(known)
+    if left_out is None:
+        mistakes += (_undecided(key, reason) for key, reason in undecided.items())
+    else:
+        left_out |= undecided
     if mistakes:
         raise ConfigError(*mistakes)
     return Resolved(ZeroConfig.from_dict(settings), tuple(choices))
 
 
-def _unfillable_key(key: str, settings: Mapping[str, Any], schema: Schema | None) -> FieldMistake:
-    # A section that DeepSpeed has removed is the mistake, not its "auto".
-    name = key.partition(".")[0]
-    if schema is not None and name in schema.removed:
-        return FieldMistake(schema.removed_text(name, shown(settings[name])), name)
+def _undecided(key: str, reason: str) -> FieldMistake:
+    if key not in _RULES:
+        return FieldMistake(reason, key)
     text = (
-        f'{key}="auto" is not filled in by any library: transformers and Accelerate do not accept '
-        "it there. Give a value, or leave it out."
+        f'{key}="auto" cannot be filled in: {reason}. DeepSpeed would fall back to its default or '
+        "fail. Alternatively, write a value in its place."
     )
-    return UndecidedKey(text, key, text)
+    return FieldMistake(text, key)
 
 
 def _installed_schema() -> Schema | None:

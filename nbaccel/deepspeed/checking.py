@@ -33,7 +33,7 @@ from nbaccel.deepspeed.combinations import (
     doubts,
     maker_mistakes,
 )
-from nbaccel.deepspeed.config_keys import Finding, key_findings
+from nbaccel.deepspeed.config_keys import key_findings
 from nbaccel.deepspeed.cpp_operations import missing_tools
 from nbaccel.deepspeed.room import folder_mistakes, shortage
 from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet_logger
@@ -107,8 +107,8 @@ def check_config(
     if device is None:
         device = "cuda" if (inventory or inspect_machine()).gpus else "cpu"
     findings = [*key_findings(settings, schema), *_auto_findings(settings, schema, allow_auto)]
-    keys = [finding.text for finding in findings if finding.is_mistake]
-    advice = [*notes, *(finding.text for finding in findings if not finding.is_mistake)]
+    keys = [finding for finding in findings if isinstance(finding, FieldMistake)]
+    advice = [*notes, *(finding for finding in findings if not isinstance(finding, FieldMistake))]
     if isinstance(config, ZeroConfig) and config.to_dict() == settings:
         checked = config  # its values were checked when it was made
     else:
@@ -180,9 +180,7 @@ def _typed_config(settings: dict[str, Any]) -> tuple[ZeroConfig, list[FieldMista
         return config, [*mistakes, *later_mistakes]
 
 
-def _auto_findings(
-    settings: Mapping[str, Any], schema: Schema, allow_auto: bool
-) -> Iterator[Finding]:
+def _auto_findings(settings: Mapping[str, Any], schema: Schema, allow_auto: bool) -> Iterator[str]:
     for key in auto_keys(settings):
         if key.partition(".")[0] in schema.removed:
             continue  # reported already, with a remedy
@@ -193,16 +191,15 @@ def _auto_findings(
                 "Resolve it with resolve_auto, or give a value."
             )
             if not allow_auto:
-                yield Finding(FieldMistake(text, key))
+                yield FieldMistake(text, key)
         elif defaults:
-            text = f'{key}="auto" leaves it to DeepSpeed, whose default is {defaults[0]!r}.'
-            yield Finding(FieldMistake(text, key), is_mistake=False)
+            yield f'{key}="auto" leaves it to DeepSpeed, whose default is {defaults[0]!r}.'
         else:
             text = (
                 f'{key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key in. Give '
                 "a value, or leave it out."
             )
-            yield Finding(FieldMistake(text, key))
+            yield FieldMistake(text, key)
 
 
 def _model_mistakes(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -36,29 +35,16 @@ _NEAR_A_FIELD = 0.83
 """`devise` is 0.833 like `device`; keys of DeepSpeed without a field are up to 0.828 like one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something about a key.
-
-    Attributes:
-        text: The message.
-        is_mistake: Whether the configuration is refused for it.
-    """
-
-    text: FieldMistake
-    is_mistake: bool = True
-
-
 def key_findings(
     settings: Mapping[str, Any], schema: Schema, section_path: str = ""
-) -> Iterator[Finding]:
-    """Look at every key of a configuration, section by section."""
+) -> Iterator[str]:
+    """What is wrong with each key, section by section; plain text where that is only advice."""
     known_keys = schema.sections.get(section_path)
     prefix = f"{section_path}." if section_path else ""
     for key, value in settings.items():
         path = f"{prefix}{key}"
         if path in schema.removed:
-            yield Finding(FieldMistake(schema.removed_text(path, shown(value)), path))
+            yield FieldMistake(schema.removed_text(path, shown(value)), path)
             continue
         meant_key = key
         if known_keys is not None and key not in known_keys:
@@ -69,7 +55,7 @@ def key_findings(
                         f"that it does not know in {section_path}: got {shown(value)}. Move it to "
                         "the top level."
                     )
-                    yield Finding(FieldMistake(text, path))
+                    yield FieldMistake(text, path)
                 continue
             meant_key, advice = _advice(key, section_path, settings, schema)
             yield _unknown_key(path, value, section_path, advice, schema)
@@ -84,16 +70,15 @@ def _is_comment(key: str) -> bool:
     return key.startswith(_COMMENT_STARTS) or key.lower() in ("comment", "comments")
 
 
-def _unknown_key(path: str, value: Any, section_path: str, advice: str, schema: Schema) -> Finding:
+def _unknown_key(path: str, value: Any, section_path: str, advice: str, schema: Schema) -> str:
     head = f"{path} is no key of DeepSpeed {schema.version}"
     got = f"got {path}={shown(value)}"
     # Published configurations have such keys, so they are not refused.
     if not advice and not section_path:
-        text = f"{head}, which ignores it: {got}."
-        return Finding(FieldMistake(text, path), is_mistake=False)
+        return f"{head}, which ignores it: {got}."
     fate = "refuse it" if section_path in schema.models else "silently ignore it"
     advice = advice or f"The keys there are: {', '.join(sorted(schema.sections[section_path]))}."
-    return Finding(FieldMistake(f"{head}: {got}. It would {fate}. {advice}", path))
+    return FieldMistake(f"{head}: {got}. It would {fate}. {advice}", path)
 
 
 def _advice(

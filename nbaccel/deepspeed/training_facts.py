@@ -72,27 +72,22 @@ def gathered(
         # Its default must not contradict a file that turns a precision on.
         if "mixed_precision" in run.model_fields_set:
             known["mixed_precision"] = run.mixed_precision
-    known |= _of_maker(optimizer, ("lr", "weight_decay", "betas", "eps"))
-    known |= _of_maker(scheduler, ("warmup_num_steps", "total_num_steps"))
+    known |= _of_maker(optimizer) | _of_maker(scheduler)
     facts = facts or TrainingFacts()
-    # One process is the field's default, which cannot be told from a value that was given.
-    given = {
-        field.name
-        for field in fields(facts)
-        if getattr(facts, field.name) not in ((1,) if field.name == "world_size" else (None,))
-    }
+    # A field's default cannot be told from the same value that was given.
+    given = {one.name for one in fields(facts) if getattr(facts, one.name) != one.default}
     return replace(facts, **{name: value for name, value in known.items() if name not in given})
 
 
-def _of_maker(maker: object, arguments: tuple[str, ...]) -> dict[str, Any]:
+def _of_maker(maker: object) -> dict[str, Any]:
     # A torch optimizer has `defaults`; Accelerate's stand-ins keep arguments as attributes, and
     # the rest in `kwargs`.
     held = getattr(maker, "defaults", None)
     if not isinstance(held, dict):
         held = {**getattr(maker, "kwargs", {}), **getattr(maker, "__dict__", {})}
     return {
-        _FACT_OF_ARGUMENT[name]: plain_value(held[name])
-        for name in arguments
+        fact: plain_value(held[name])
+        for name, fact in _FACT_OF_ARGUMENT.items()
         if held.get(name) is not None
     }
 

@@ -16,7 +16,7 @@ from nbaccel.base.disk import free_bytes
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.nested_keys import has_key, put_at, value_at
-from nbaccel.deepspeed.auto_filling import resolve_decided
+from nbaccel.deepspeed.auto_values import resolve_decided
 from nbaccel.deepspeed.training_facts import TrainingFacts
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, load_settings, old_forms
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes, replicated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.deepspeed.auto_filling import filled_in
+from nbaccel.deepspeed.auto_values import resolve_decided
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.config_keys import misspelt_keys
 from nbaccel.deepspeed.form.key_edits import with_key, with_stage
@@ -21,12 +22,13 @@ from nbaccel.deepspeed.form.training_ways import (
     way_name,
 )
 from nbaccel.deepspeed.training_facts import TrainingFacts
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, old_forms
 from nbaccel.deepspeed.zero_memory import OPTIMIZER_PLACE, PARAM_PLACE, estimate_memory
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.model_size import Shape
 from nbaccel.memory.settings_form import Edit, FilledConfig, Setting, SettingsForm, TrainingWay
 from nbaccel.plan import Inventory, Plan
+from nbaccel.plan.launch_plan import Choice
 
 _FEW_KEYS = 4  # enough to recognise a file
 _STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
@@ -36,6 +38,10 @@ _KEY_OF_RUN_FIELD = {
     "mixed_precision": "bf16.enabled, fp16.enabled",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
+_FILLED_LATER = dict.fromkeys(
+    ("train_micro_batch_size_per_gpu", "train_batch_size"),
+    "filled in by prepare, from your data loader",
+)
 
 
 class DeepSpeedForm(SettingsForm):
@@ -157,7 +163,18 @@ class DeepSpeedForm(SettingsForm):
             micro_batch_size=samples,
             accumulation_steps=config.gradient_accumulation_steps,
         )
-        return filled_in(document, config, facts, module)
+        try:
+            resolved, reasons = resolve_decided(document, facts=facts, run=config, model=module)
+        except ConfigError as error:
+            return FilledConfig(document, (Choice("DeepSpeed", "refused", error.mistakes[0]),))
+        # Written into the document itself, which keeps the order and form that the user wrote.
+        filled = copy.deepcopy(document)
+        decided = resolved.config.to_dict()
+        for key in auto_keys(document):
+            if key not in reasons:
+                nested_keys.put_at(filled, key, nested_keys.value_at(decided, key))
+        later = [Choice(key, "auto", _FILLED_LATER.get(key, why)) for key, why in reasons.items()]
+        return FilledConfig(filled, (*resolved.choices, *later))
 
     def batch_size(self, document: Mapping[str, Any]) -> int | None:
         """See :meth:`SettingsForm.batch_size`."""
