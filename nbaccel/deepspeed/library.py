@@ -11,7 +11,6 @@ from packaging.version import InvalidVersion, Version
 
 from nbaccel.base.errors import MissingBackend
 from nbaccel.base.optional_packages import require
-from nbaccel.config.capabilities import StrategyRow, strategy_row
 from nbaccel.deepspeed import build_notice
 
 OLDEST = "0.18.5"
@@ -22,11 +21,6 @@ _GREETING_TEXT = "Setting accelerator to CPU."
 
 def _is_no_greeting(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_GREETING_TEXT)
-
-
-def row() -> StrategyRow:
-    """The capability row of training with DeepSpeed."""
-    return strategy_row("deepspeed")
 
 
 def load_module(module: str, *, why: str) -> Any:
@@ -42,34 +36,23 @@ def load_module(module: str, *, why: str) -> Any:
 
 def check_version() -> None:
     """Refuse a DeepSpeed that would fail in the middle of a training, without importing it."""
-    installed_version = _installed_version()
-    if installed_version is not None and (text := refusal(installed_version)):
-        raise MissingBackend(text, name="deepspeed")
-
-
-def refusal(version: str) -> str:
-    """Why a version of DeepSpeed cannot be used."""
-    if not _is_older(version, OLDEST):
-        return ""
-    return (
-        f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer. Older ones "
-        "leave the optimizer's state and float32 weights out of checkpoints of stage 0 in bf16, "
-        "and the oldest cannot be shut down in a running process. Install a newer one: pip install "
-        f'"deepspeed>={OLDEST}"'
-    )
+    if version := older_than(OLDEST):
+        raise MissingBackend(
+            f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer. Older "
+            "ones leave the optimizer's state and float32 weights out of checkpoints of stage 0 in "
+            "bf16, and the oldest cannot be shut down in a running process. Install a newer one: "
+            f'pip install "deepspeed>={OLDEST}"',
+            name="deepspeed",
+        )
 
 
 def older_than(release: str) -> str:
     """The version that is installed, where it is older than this one; empty elsewhere."""
-    installed_version = _installed_version()
-    return installed_version if installed_version and _is_older(installed_version, release) else ""
-
-
-def _is_older(version: str, release: str) -> bool:
+    version = _installed_version()
     try:
-        return Version(version) < Version(release)
+        return version if version and Version(version) < Version(release) else ""
     except InvalidVersion:  # of a build from source
-        return False
+        return ""
 
 
 # Cached: each launch and each plugin asks, and reading metadata takes milliseconds.

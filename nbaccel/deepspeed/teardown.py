@@ -11,8 +11,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.base import accelerate_library, env
 from nbaccel.base.log import get_logger
@@ -24,28 +23,19 @@ _log = get_logger(__name__)
 _VARIABLE_PREFIXES = ("ACCELERATE_", "DEEPSPEED_")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Before:
-    """What was there before, and is restored.
+class Before(NamedTuple):
+    """What was there before, and is restored."""
 
-    Attributes:
-        environ: Variables that the libraries set and read themselves.
-        accelerate: Whether Accelerate's shared state was set up.
-        hf_config: What transformers holds as the process's DeepSpeed configuration.
-    """
-
-    environ: dict[str, str]
-    accelerate: bool
+    variables: dict[str, str]
+    is_accelerate_set_up: bool
     hf_config: Any
+    """What transformers holds as the process's DeepSpeed configuration."""
 
 
 def observe() -> Before:
     """Look at what DeepSpeed and those who use it will change."""
-    return Before(
-        environ=_library_variables(),
-        accelerate=accelerate_library.is_set_up(),
-        hf_config=private_api.hf_config_reference(),
-    )
+    is_set_up = accelerate_library.is_set_up()
+    return Before(_library_variables(), is_set_up, private_api.hf_config_reference())
 
 
 def tear_down(state_before: Before) -> None:
@@ -57,10 +47,10 @@ def tear_down(state_before: Before) -> None:
     with contextlib.ExitStack() as steps:  # run from the last to the first, each in any case
         # Last of all: only then do no hooks, lists and groups hold engines and modules any more.
         steps.callback(gc.collect)
-        steps.callback(_restore_variables, state_before)
+        steps.callback(_restore_variables, state_before.variables)
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
         steps.callback(private_api.keep_hf_config_reference, state_before.hf_config)
-        if not state_before.accelerate:
+        if not state_before.is_accelerate_set_up:
             steps.callback(accelerate_library.forget)
         # After the engines, some of which ask their group for a rank when they are destroyed.
         steps.callback(_end_groups)
@@ -84,11 +74,7 @@ def destroy(engine: Any) -> None:
     of the process group that it then asks for its rank.
     """
     engine.destroy()
-    engine.destroy = _do_nothing
-
-
-def _do_nothing() -> None:
-    """In place of `destroy`, once it has run."""
+    engine.destroy = lambda: None
 
 
 def live_engines() -> list[Any]:
@@ -99,11 +85,7 @@ def live_engines() -> list[Any]:
     # DeepSpeed has no list of its engines; the garbage collector tracks all of them.
     engine_class = module.DeepSpeedEngine
     # By type: `isinstance` reads `__class__` of each object, and some objects of torch warn then.
-    return [
-        live_object
-        for live_object in gc.get_objects()
-        if issubclass(type(live_object), engine_class)
-    ]
+    return [found for found in gc.get_objects() if issubclass(type(found), engine_class)]
 
 
 def forget_modules() -> None:
@@ -187,12 +169,6 @@ def _library_variables() -> dict[str, str]:
     }
 
 
-def _restore_variables(state_before: Before) -> None:
-    variables = _library_variables()
-    env.update(
-        {
-            # None, which unsets, for a variable that was not there before.
-            name: state_before.environ.get(name)
-            for name in variables.keys() | state_before.environ.keys()
-        }
-    )
+def _restore_variables(variables_before: dict[str, str]) -> None:
+    # None unsets a variable that was not there before.
+    env.update({**dict.fromkeys(_library_variables()), **variables_before})

@@ -9,8 +9,7 @@ from typing import Any
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig, nested_keys
-from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits
-from nbaccel.deepspeed import library
+from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits, strategy_row
 from nbaccel.deepspeed.form.key_edits import put_place
 from nbaccel.deepspeed.zero_config import ZERO
 from nbaccel.deepspeed.zero_memory import (
@@ -50,14 +49,14 @@ _ALIGNED_ELEMENTS = 2**20  # swap buffers are a multiple of it
 
 def missing_library() -> str:
     """What to install for DeepSpeed to train; empty where nothing is missing."""
-    if is_installed(library.row().library):
+    if is_installed("deepspeed"):
         return ""
     return f"DeepSpeed is not installed: {install_line('deepspeed')}"
 
 
 def engine_refusal(config: RunConfig) -> str:
     """Why DeepSpeed's engine cannot train a run: a clause; empty where it can."""
-    row = library.row()
+    row = strategy_row("deepspeed")
     if missing := missing_library():
         return missing
     if precision_row(config.mixed_precision).has_backends:

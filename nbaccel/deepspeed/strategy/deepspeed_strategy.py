@@ -40,7 +40,6 @@ from nbaccel.deepspeed.training_facts import made_in
 from nbaccel.plan.contracts.asking import SaidBySettings
 from nbaccel.plan.contracts.bundle import Bundle
 from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.shards import Remembered
 from nbaccel.plan.contracts.standins import DummyOptim
 from nbaccel.plan.contracts.strategy import Strategy
 from nbaccel.plan.inspecting import inspect_machine
@@ -67,21 +66,19 @@ class DeepSpeedStrategy(Strategy):
         # By id of the engine, which its Drive keeps alive: no other object gets the same id
         # meanwhile.
         self._drives: dict[int, Drive] = {}
-        self._before: dict[int, Remembered] = {}
         self._lease = shared_environment.Lease(place.device)
+        finalizer: Any
         if place.is_alone:
             # A cell that is run again forgets its Accelerator; the notebook's modules stay. The
             # dictionaries are passed, not `self`, which the finalizer would keep alive for ever.
-            end_finalizer = weakref.finalize(
-                self, _end_all, self._drives, self._before, self._lease
-            )
-            # At exit no cell looks at the modules again, and the environment's own atexit handler
-            # destroys the engines.
-            end_finalizer.atexit = False
+            finalizer = weakref.finalize(self, _end_all, self._drives, self._lease)
         else:
             # The engines are only noted: a cell may still look at them after the Accelerator.
-            leave_finalizer = weakref.finalize(self, shared_environment.add, self._drives)
-            leave_finalizer.atexit = False
+            noted = shared_environment.ORPHANED_DRIVES
+            finalizer = weakref.finalize(self, noted.extend, self._drives.values())
+        # At exit no cell looks at the modules again, and the environment's own atexit handler
+        # destroys the engines.
+        finalizer.atexit = False
         self._announced: Any = None
         active_plugin = plugins.active
         if active_plugin.is_zero3_init_enabled():
@@ -204,9 +201,9 @@ class DeepSpeedStrategy(Strategy):
             raise
         norm = given_settings.get("gradient_clipping")
         own_clipping = float(norm) if isinstance(norm, (int, float)) else None
-        engine_drive = Drive(engine, folders, diagnostics.Troubles(engine, made_as), own_clipping)
+        troubles = diagnostics.Troubles(engine, made_as)
+        engine_drive = Drive(engine, folders, troubles, own_clipping, states_before)
         self._drives[id(engine)] = engine_drive
-        self._before[id(engine)] = states_before
         return engine_drive
 
     def _warn_before(
@@ -252,11 +249,12 @@ class DeepSpeedStrategy(Strategy):
         trained again in any way.
         """
         keys = list(self._drives) if models is None else [id(model) for model in models]
-        engine_drives = {key: self._drives.pop(key) for key in keys if key in self._drives}
+        engine_drives = [self._drives.pop(key) for key in keys if key in self._drives]
         # A step that is due would be lost with its engine.
-        for engine_drive in engine_drives.values():
+        for engine_drive in engine_drives:
             engine_drive.step()
-        _end_drives(engine_drives, self._before, is_alone=self.place.is_alone)
+        for engine_drive in engine_drives:
+            engine_drive.end(is_alone=self.place.is_alone)
         if not self._drives:
             self._announced = None
             self._lease.give_up()
@@ -399,21 +397,9 @@ class DeepSpeedStrategy(Strategy):
             self.load_model_state(model, weights, strict=not left_out)
 
 
-def _end_drives(
-    engine_drives: dict[int, Drive], states_before: dict[int, Remembered], *, is_alone: bool
-) -> None:
-    # Where there are other processes, this one has only a part of each module: nothing is restored.
-    for key, engine_drive in engine_drives.items():
-        state_before = states_before.pop(key)
-        engine_drive.end(state_before if is_alone else None)
-
-
-def _end_all(
-    engine_drives: dict[int, Drive],
-    states_before: dict[int, Remembered],
-    lease: shared_environment.Lease,
-) -> None:
-    _end_drives(engine_drives, states_before, is_alone=True)
+def _end_all(engine_drives: dict[int, Drive], lease: shared_environment.Lease) -> None:
+    for engine_drive in engine_drives.values():
+        engine_drive.end(is_alone=True)
     lease.give_up()
 
 

@@ -94,11 +94,7 @@ def drive_of_parameters(parameters: Iterable[torch.Tensor], drives: Sequence[Dri
 
 
 class _EngineProxy:
-    """The engine's optimizer or schedule, in place of the object that was prepared.
-
-    Attributes:
-        given: The object that was prepared.
-    """
+    """The engine's optimizer or schedule, in place of `given`, the object that was prepared."""
 
     def __init__(self, drive: Drive, given_object: Any) -> None:
         # The constructor of `Optimizer` is not called: it would make a second state and groups.
@@ -119,7 +115,11 @@ class _EngineProxy:
 
 
 class EngineOptimizer(_EngineProxy, Optimizer):
-    """An engine's optimizer: a step of it is a step of the engine."""
+    """An engine's optimizer: a step of it is a step of the engine.
+
+    Groups and state are those of the optimizer inside: this process's part of the parameters,
+    flattened.
+    """
 
     @property
     def model(self) -> Any:
@@ -148,30 +148,9 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         """Whether the last step did not happen because gradients were infinite."""
         return self._drive.was_skipped
 
-    @property
-    def _own(self) -> Any:
-        return self._drive.engine.optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The engine's; its parameters are this process's part of them, flattened."""
-        groups: list[dict[str, Any]] = self._own.param_groups
-        return groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The engine's, by flattened parameter."""
-        return self._own.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Of the torch optimizer inside."""
-        settings: dict[str, Any] = self._inner.defaults
-        return settings
-
     def state_dict(self) -> dict[str, Any]:
         """This process's part, in DeepSpeed's form."""
-        values: dict[str, Any] = self._own.state_dict()
+        values: dict[str, Any] = self._drive.engine.optimizer.state_dict()
         return values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,8 +177,8 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         return self._drive.engine.basic_optimizer
 
     def __repr__(self) -> str:
-        names = (type(wrapped_object).__name__ for wrapped_object in (self, self._own, self._inner))
-        return "{}({} over {})".format(*names)
+        own = type(self._drive.engine.optimizer).__name__
+        return f"{type(self).__name__}({own} over {type(self._inner).__name__})"
 
 
 class EngineScheduler(_EngineProxy):
@@ -230,12 +209,7 @@ class EngineScheduler(_EngineProxy):
 
 
 class Drive:
-    """Drives one engine.
-
-    Attributes:
-        engine: As given.
-        ran: Whether a forward pass is waiting for its backward pass.
-    """
+    """Drives one engine, made of a module that was what `before` says."""
 
     def __init__(
         self,
@@ -243,9 +217,10 @@ class Drive:
         folders: Claim,
         loss_troubles: Troubles,
         norm: float | None,
+        before: Remembered,
     ) -> None:
         self.engine = engine
-        self.ran = False
+        self.ran = False  # whether a forward pass is waiting for its backward pass
         # See [Note: when it steps]: a forward pass must see the weights of the step that is due.
         self._hooks = [
             engine.register_forward_pre_hook(lambda *_: self.step()),
@@ -254,6 +229,7 @@ class Drive:
         self._claimed = folders
         self._troubles = loss_troubles
         self._clipping = norm
+        self._before = before
         self._forced: bool | None = None
         self._due = False
         self._held_back = self._has_told_held_back = False
@@ -359,16 +335,16 @@ class Drive:
         device = self.engine.device
         return torch.as_tensor(0.0 if self._norm is None else self._norm, device=device).float()
 
-    def end(self, before: Remembered | None) -> None:
-        """Destroy the engine."""
+    def end(self, *, is_alone: bool) -> None:
+        """Destroy the engine; a process that is alone has all of the module, and restores it."""
         for handle in self._hooks:
             handle.remove()
-        if before is None:
+        if is_alone:
+            take_back(self.engine.module, self._before)
+            self._claimed.release()
+        else:
             unhook(self.engine)
             destroy(self.engine)  # its files stay: the weights in them are still to be read back
-            return
-        take_back(self.engine.module, before)
-        self._claimed.release()
 
     @property
     def _clips_itself(self) -> bool:

@@ -94,7 +94,7 @@ def make_engine(
     if moe_layers and zero_config.zero_stage == 3:
         fetch_together(model, moe_layers)
     if has_several and zero_config.zero_stage == 3:
-        shard_in_turn(model, settings)
+        shard_in_turn(model, zero_config)
     with _quiet_logger(zero_config):
         engine, *_ = deepspeed.initialize(**arguments)
     private_api.check_fp32_copies(engine)

@@ -5,8 +5,7 @@
     stage 0       whole weights; nothing is cut, and they are copied back as those of any module
 
 The float32 copy is what was trained: it is what is copied back to the notebook, and no process ever
-holds all of it. What a launch and a pool use, :mod:`~nbaccel.deepspeed.strategy.reader`, begins
-here.
+holds all of it.
 """
 
 from __future__ import annotations
@@ -67,7 +66,10 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     flat_values = whole.reshape(-1)
     # The float32 copy, too: from it the next step makes the weights.
     if private_api.is_swapped_out(tensor):
-        _write_to_disk(tensor, flat_values)
+        first, count = _local_span(tensor)
+        part = flat_values[first : first + count]
+        # The tensor that DeepSpeed's public function returns is a buffer, released by then.
+        private_api.write_swapped_fp32(tensor, lambda values: values[:count].copy_(part))
     else:
         for first_element, part_values in local_pieces(tensor):
             part_values.copy_(flat_values[first_element : first_element + part_values.numel()])
@@ -85,20 +87,9 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
         tensor.data.copy_(whole)  # small parameters (or gathered ones) are whole here, besides
 
 
-def _write_to_disk(tensor: Any, flat_values: torch.Tensor) -> None:
-    """Change the float32 copy where it is kept.
-
-    The tensor that DeepSpeed's public function returns is a buffer which it has released by then.
-    """
-    first, count = _local_span(tensor)
-    part = flat_values[first : first + count]
-    private_api.write_swapped_fp32(tensor, lambda values: values[:count].copy_(part))
-
-
 def _of_mapping(fp32_mapping: Any) -> Piece:
-    return int(fp32_mapping.lp_fragment_address.start), fp32_mapping.hp_fragment.detach().reshape(
-        -1
-    )
+    values = fp32_mapping.hp_fragment.detach().reshape(-1)
+    return int(fp32_mapping.lp_fragment_address.start), values
 
 
 def _of_destroyed(tensor: torch.Tensor, mapping: Any) -> Piece:
@@ -121,23 +112,16 @@ def _of_placeholder(tensor: Any) -> list[Piece]:
         values = safe_get_local_fp32_param(tensor)
         if values is not None:
             return [(first_element, values.detach().reshape(-1)[:element_count])]
-    return [(first_element, _at_hand(tensor).detach().reshape(-1)[:element_count])]
+    on_disk = nvme_swapping.is_on_disk(tensor)
+    weights = nvme_swapping.read_part(tensor) if on_disk else tensor.ds_tensor
+    return [(first_element, weights.detach().reshape(-1)[:element_count])]
 
 
 def _local_span(tensor: Any) -> tuple[int, int]:
     """First element and number of elements that this process has, without padding."""
     part_size = int(tensor.ds_tensor.ds_numel)
-    first_element = _partition_rank(tensor) * part_size
+    rank = getattr(tensor, "ds_zero_partition_rank", None)  # from 0.19.3 on
+    if rank is None:
+        rank = dist.get_rank(tensor.ds_process_group)
+    first_element = int(rank) * part_size
     return first_element, max(0, min(part_size, int(tensor.ds_numel) - first_element))
-
-
-def _partition_rank(tensor: Any) -> int:
-    """Which of the parts is this process's; an attribute of the parameter from 0.19.3 on."""
-    rank = getattr(tensor, "ds_zero_partition_rank", None)
-    return int(dist.get_rank(tensor.ds_process_group) if rank is None else rank)
-
-
-def _at_hand(tensor: Any) -> torch.Tensor:
-    """This process's part of the weights, read from disk if it lies there."""
-    local_part: torch.Tensor = tensor.ds_tensor
-    return nvme_swapping.read_part(tensor) if nvme_swapping.is_on_disk(tensor) else local_part

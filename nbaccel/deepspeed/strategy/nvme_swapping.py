@@ -27,11 +27,18 @@ from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
 class Claim:
     """An engine's use of folders on the fast disk."""
 
-    def __init__(self, folders: frozenset[Path], rank: int) -> None:
+    def __init__(self, folders: set[Path], rank: int) -> None:
         self.folders = folders
-        self._rank = rank
         # A forked child inherits the claim, but not the files.
         self._pid = os.getpid()
+        self.leftovers = [
+            LeftoverFolders(
+                folder.absolute(),
+                f"zero_stage_3/*/rank{rank}",
+                whole=folder.name.startswith(_ENGINE_FOLDER_PREFIX),
+            )
+            for folder in sorted(folders)
+        ]
 
     def release(self) -> None:
         """Remove this process's files; a second time does nothing."""
@@ -41,20 +48,9 @@ class Claim:
         _OPEN_CLAIMS.remove(self)
         if os.getpid() != self._pid:
             return  # a forked child's copy; the files are its parent's
-        for folders in self.leftovers():
-            folders.remove()
-            announce_leftover(folders, is_there=False)
-
-    def leftovers(self) -> list[LeftoverFolders]:
-        """What is to be removed when the engine, or this process, has ended."""
-        return [
-            LeftoverFolders(
-                folder.absolute(),
-                f"zero_stage_3/*/rank{self._rank}",
-                whole=folder.name.startswith(_ENGINE_FOLDER_PREFIX),
-            )
-            for folder in sorted(self.folders)
-        ]
+        for leftover in self.leftovers:
+            leftover.remove()
+            announce_leftover(leftover, is_there=False)
 
 
 _ENGINE_FOLDER_PREFIX = "engine_"
@@ -79,12 +75,12 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
             folder = base / f"{_ENGINE_FOLDER_PREFIX}{number}"
         zero_config = zero_config.changed(**{name: section.changed(nvme_path=str(folder))})
         own.add(folder)
-    new_claim = Claim(frozenset(own), rank)
+    new_claim = Claim(own, rank)
     if own:
         _OPEN_CLAIMS.append(new_claim)
-    for leftovers in new_claim.leftovers():
+    for leftover in new_claim.leftovers:
         # Before the files exist: a worker that is killed cannot remove them, and the notebook does.
-        announce_leftover(leftovers, is_there=True)
+        announce_leftover(leftover, is_there=True)
     return zero_config, new_claim
 
 

@@ -8,6 +8,9 @@ is there after training, and is to be looked at, saved, or trained in another wa
 
     take_back            this process has all of it: no communication
     take_back_together   each process has a part: before another engine gets the module
+
+The capability row names this module as DeepSpeed's :class:`~nbaccel.abc.ShardReader`; what is in
+``__all__`` are its functions.
 """
 
 from __future__ import annotations
@@ -25,10 +28,36 @@ from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.deepspeed.private_api import ZERO3_MODULE_ATTRIBUTES
 from nbaccel.deepspeed.strategy import local_shards
-from nbaccel.deepspeed.teardown import destroy, forget_modules, live_engines
+from nbaccel.deepspeed.strategy.local_shards import assign, hold, is_cut, local_pieces, whole_shape
+from nbaccel.deepspeed.strategy.nvme_swapping import leave
+from nbaccel.deepspeed.strategy.zero_init import building_whole
+from nbaccel.deepspeed.teardown import (
+    destroy,
+    forget_groups,
+    forget_modules,
+    live_engines,
+    tear_down,
+)
+from nbaccel.deepspeed.weights.placeholders import check_whole
 from nbaccel.plan.contracts import shards
 from nbaccel.plan.contracts.shards import Piece, Remembered
 
+__all__ = [
+    "assign",
+    "building_whole",
+    "check_whole",
+    "forget_groups",
+    "hold",
+    "inner_module",
+    "is_cut",
+    "leave",
+    "local_pieces",
+    "plain_state",
+    "remember",
+    "take_back",
+    "tear_down",
+    "whole_shape",
+]
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -81,9 +110,8 @@ _REMEMBERED_STATES: WeakKeyDictionary[nn.Module, Remembered] = WeakKeyDictionary
 
 def remember(module: nn.Module) -> Remembered:
     """See :meth:`ShardReader.remember`; of a module that is taken apart, what it was before."""
-    is_cut = any(map(local_shards.is_cut, module.parameters()))
     # A module that is in parts looks like its engine's; only a whole one is looked at again.
-    if not is_cut or module not in _REMEMBERED_STATES:
+    if module not in _REMEMBERED_STATES or not any(map(is_cut, module.parameters())):
         _REMEMBERED_STATES[module] = shards.remember(module)
     return _REMEMBERED_STATES[module]
 
@@ -91,7 +119,7 @@ def remember(module: nn.Module) -> Remembered:
 def take_back(module: nn.Module, remembered: Remembered) -> bool:
     """See :meth:`ShardReader.take_back`; engines of this module are destroyed."""
     engines = _engines_of(module)
-    if not engines and not any(map(local_shards.is_cut, module.parameters())):
+    if not engines and not any(map(is_cut, module.parameters())):
         return False
     _restore_module(module, remembered, _trained_weights(module), engines)
     return True
@@ -105,11 +133,12 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
     those in low precision.
     """
     state_before = _REMEMBERED_STATES.get(module)
-    is_cut = state_before is not None and any(map(local_shards.is_cut, module.parameters()))
+    is_taken_apart = state_before is not None and any(map(is_cut, module.parameters()))
     built_in_shards = state_before is not None and any(
         "ds_shape" in own_attributes for _, own_attributes in state_before.tensors.values()
     )
-    had_engine = torch.tensor(is_cut and not built_in_shards, dtype=torch.int32, device=device)
+    is_engines = is_taken_apart and not built_in_shards
+    had_engine = torch.tensor(is_engines, dtype=torch.int32, device=device)
     # The ranks must agree: if `prepare` failed on some of them, those have no engine, and still
     # have to take part in the collectives below.
     dist.all_reduce(had_engine, dist.ReduceOp.MAX)
@@ -132,8 +161,7 @@ def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Te
     for name, parameter in module.named_parameters():
         shape = local_shards.shape_of(parameter)
         whole = torch.zeros(shape, dtype=torch.float32, device=device)
-        is_cut = local_shards.is_cut(parameter)
-        num_own = _fill_in(whole, local_shards.local_pieces(parameter) if is_cut else ())
+        num_own = _fill_in(whole, local_pieces(parameter) if is_cut(parameter) else ())
         count = torch.tensor(num_own, dtype=torch.int64, device=device)
         dist.all_reduce(count)
         # The sum is the same on all ranks, so all take the same branch and none waits alone.
@@ -211,10 +239,10 @@ def unhook(engine: Any) -> None:
 def _trained_weights(module: nn.Module) -> dict[int, torch.Tensor]:
     """Whole float32 weights by the identity of their parameters; none where no copy has them."""
     found: dict[int, torch.Tensor] = {}
-    for parameter in filter(local_shards.is_cut, module.parameters()):
+    for parameter in filter(is_cut, module.parameters()):
         shape = local_shards.shape_of(parameter)
         whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         # Where this process has only a part, the parameter keeps the weights that it has.
-        if _fill_in(whole, local_shards.local_pieces(parameter)) >= whole.numel():
+        if _fill_in(whole, local_pieces(parameter)) >= whole.numel():
             found[id(parameter)] = whole
     return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -74,21 +73,17 @@ class Lease:
         cpp_operations.remove_forgotten_locks()
 
 
-_ORPHANED_DRIVES: list[Drive] = []
+ORPHANED_DRIVES: list[Drive] = []
+"""Engines whose Accelerator is gone, without which they cannot be trained.
 
-
-def add(drives: Mapping[int, Drive]) -> None:
-    """Note engines whose Accelerator is gone, without which they cannot be trained.
-
-    They are not ended at once: a cell may still look at what they have.
-    """
-    _ORPHANED_DRIVES.extend(drives.values())
+They are not ended at once: a cell may still look at what they have.
+"""
 
 
 def end() -> None:
     """Destroy the noted engines; no collective."""
     # Removed before it ends: one that cannot be destroyed must not be tried again by each
     # `prepare`.
-    while _ORPHANED_DRIVES:
-        _ORPHANED_DRIVES.pop().end(None)
+    while ORPHANED_DRIVES:
+        ORPHANED_DRIVES.pop().end(is_alone=False)
     forget_modules()

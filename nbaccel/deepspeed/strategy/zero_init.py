@@ -17,18 +17,13 @@ import torch.distributed as dist
 from nbaccel.base import mapped_files
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed
+from nbaccel.config.nested_keys import drop_at
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.strategy import local_shards
-from nbaccel.deepspeed.zero_config import AUTO
+from nbaccel.deepspeed.zero_config import ZeroConfig, auto_keys
 
 if TYPE_CHECKING:
     from torch import nn
-
-_DTYPES_BY_SECTION = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:
@@ -70,11 +65,8 @@ def building_whole() -> contextlib.AbstractContextManager[None]:
 def _without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """The settings for `zero.Init`, which reads batch sizes, has no use for them and no "auto"."""
     concrete_settings = copy.deepcopy(dict(zero_settings))
-    for key in [key for key, value in concrete_settings.items() if value == AUTO]:
-        del concrete_settings[key]
-    for section in [value for value in concrete_settings.values() if isinstance(value, dict)]:
-        for key in [key for key, value in section.items() if value == AUTO]:
-            del section[key]
+    for key in list(auto_keys(concrete_settings)):
+        drop_at(concrete_settings, key)
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & concrete_settings.keys():
         concrete_settings["train_micro_batch_size_per_gpu"] = 1
         concrete_settings["train_batch_size"] = world_size * concrete_settings.get(
@@ -83,7 +75,7 @@ def _without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str
     return concrete_settings
 
 
-def shard_in_turn(model: nn.Module, zero_settings: Mapping[str, Any]) -> None:
+def shard_in_turn(model: nn.Module, zero_config: ZeroConfig) -> None:
     """Cut a model into shards, one parameter after the other; a collective.
 
     An engine would first cast the whole model in every process, and only then cut it. Nothing
@@ -96,7 +88,9 @@ def shard_in_turn(model: nn.Module, zero_settings: Mapping[str, Any]) -> None:
     dist.all_gather_object(all_mapped, is_mapped)
     if not all(answer[0] for answer in all_mapped):
         return
-    compute_dtype = _compute_dtype(zero_settings)
+    half = torch.bfloat16 if zero_config.is_on("bf16") else torch.float32
+    compute_dtype = torch.float16 if zero_config.is_on("fp16") else half
+    settings = _without_auto(zero_config.to_dict(), dist.get_world_size())
     for buffer in model.buffers():
         # As the engine does with the buffers of a model that it casts itself.
         if buffer.is_floating_point():
@@ -108,7 +102,7 @@ def shard_in_turn(model: nn.Module, zero_settings: Mapping[str, Any]) -> None:
         parameter.data = values.to(dtype, copy=True)
         # What was written is kept, because another parameter may view the same memory.
         mapped_files.drop_pages(values.data_ptr(), values.nbytes, keep_written=True)
-        _cut(parameter, parameters[0], zero_settings, compute_dtype)
+        _cut(parameter, parameters[0], settings, compute_dtype)
 
 
 def _lies_in_file(parameter: torch.Tensor) -> bool:
@@ -117,13 +111,6 @@ def _lies_in_file(parameter: torch.Tensor) -> bool:
         not parameter.nbytes
         or mapped_files.find_mapping(parameter.data_ptr(), parameter.nbytes) is not None
     )
-
-
-def _compute_dtype(settings: Mapping[str, Any]) -> torch.dtype:
-    for name, dtype in _DTYPES_BY_SECTION.items():
-        if (settings.get(name) or {}).get("enabled"):
-            return dtype
-    return torch.float32
 
 
 def _cut(
@@ -138,11 +125,7 @@ def _cut(
     # A module of its own, because the rest of the model is to be cut later.
     holder = nn.Module()
     holder.register_parameter("weight", parameter)
-    zero.Init(
-        module=holder,
-        config_dict_or_path=_without_auto(settings, dist.get_world_size()),
-        dtype=dtype,
-    )
+    zero.Init(module=holder, config_dict_or_path=settings, dtype=dtype)
 
 
 def fetch_together(model: nn.Module, class_names: str) -> None:
