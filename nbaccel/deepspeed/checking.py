@@ -36,7 +36,7 @@ from nbaccel.deepspeed.combinations import (
 from nbaccel.deepspeed.config_keys import key_findings
 from nbaccel.deepspeed.cpp_operations import missing_tools
 from nbaccel.deepspeed.room import folder_mistakes, shortage
-from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet_logger
+from nbaccel.deepspeed.schema import Schema, deepspeed_schema
 from nbaccel.deepspeed.zero_config import (
     AUTO,
     ZERO,
@@ -213,7 +213,7 @@ def _model_mistakes(
         if not isinstance(section, Mapping) or section_path.rpartition(".")[0] in schema.models:
             continue  # its parent's model looks at it
         try:
-            with quiet_logger():
+            with library.quiet_logger():
                 model(**{key: value for key, value in section.items() if value != AUTO})
         except ValidationError as error:
             for detail in error.errors(include_url=False):
@@ -240,7 +240,7 @@ def _refused_by_deepspeed(config: ZeroConfig) -> Iterator[str]:
     settings.setdefault("train_micro_batch_size_per_gpu", 1)
     reader = library.load_module("deepspeed.runtime.config", why="DeepSpeed")
     try:
-        with quiet_logger():
+        with library.quiet_logger():
             reader.DeepSpeedConfig(settings)
     except Exception as error:  # whatever it raises is what the user would meet later
         yield (

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -66,12 +66,11 @@ def _check_gpu(index: int, machine: Inventory) -> None:
 _LOOPBACK_ADDRESS = "127.0.0.1"
 _OLD_NAMES = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 # What these variables hold in a process that is alone.
-_RANKS = ("RANK", "LOCAL_RANK")
-_SIZES = (
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
-)
-_ALONE = dict.fromkeys(_RANKS, "0") | dict.fromkeys(_SIZES, "1")
+_ALONE = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+    **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"), "1"),
+}
 # With the first three, torch or Accelerate would look for a launcher that is not there; with the
 # last DeepSpeed would make shared memory of 66 MiB, and leave it: see `plan.topology`.
 _UNSET_VARIABLES = (
@@ -87,6 +86,8 @@ class DeepSpeedEnvironment:
         device: What DeepSpeed computes on, as torch calls it: ``cpu``, ``cuda:0``.
         backend: The process group's backend: ``gloo``, ``nccl``.
         port: TCP port of the rendezvous store, on loopback.
+        closed: Whether it has been closed.
+        is_block: Whether a ``with`` statement closes it.
     """
 
     def __init__(self, *, device: str, backend: str, port: int, undo: contextlib.ExitStack) -> None:
@@ -95,20 +96,10 @@ class DeepSpeedEnvironment:
         self.port = port
         self._undo = undo
         self._pid = os.getpid()
-        self._is_block = False
-        self._is_open = True
+        self.is_block = False
+        self.closed = False
         # At exit, too: engines must be destroyed before `nvme_swapping` removes their files.
         atexit.register(self.close)
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has been closed."""
-        return not self._is_open
-
-    @property
-    def is_block(self) -> bool:
-        """Whether a ``with`` statement closes it."""
-        return self._is_block
 
     def close(self) -> None:
         """Undo everything. Closing again does nothing.
@@ -116,33 +107,28 @@ class DeepSpeedEnvironment:
         Engines that are still alive are destroyed, the process group ends, variables are as before.
         """
         # A forked child has a copy; group, store and variables are its parent's to end.
-        if not self._is_open or os.getpid() != self._pid:
+        if self.closed or os.getpid() != self._pid:
             return
-        self._is_open = False
+        self.closed = True
         atexit.unregister(self.close)
         # Before the undoing, so that one that fails half-way does not block the next environment.
         _OPEN_ENVIRONMENTS.discard(self)
         self._undo.close()
 
     def __enter__(self) -> Self:
-        if not self._is_open:
+        if self.closed:
             raise UnsafeMoment(
                 f"{self!r} was closed, and its port is gone. Call deepspeed_environment() again: "
                 "each call makes a new one."
             )
-        self._is_block = True
+        self.is_block = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        text = f"{_LOOPBACK_ADDRESS}:{self.port}" if self._is_open else "closed"
+        text = "closed" if self.closed else f"{_LOOPBACK_ADDRESS}:{self.port}"
         return f"<DeepSpeedEnvironment {self.device}, {self.backend}, {text}>"
 
 

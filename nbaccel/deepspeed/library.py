@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -17,6 +19,18 @@ OLDEST = "0.18.5"
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
 
 _GREETING_TEXT = "Setting accelerator to CPU."
+
+
+@contextlib.contextmanager
+def quiet_logger(level: int = logging.CRITICAL + 1) -> Iterator[None]:
+    """A block in which DeepSpeed's logger is silent: it logs every configuration it reads."""
+    logger = logging.getLogger("DeepSpeed")
+    level_before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(level_before)
 
 
 def _is_no_greeting(record: logging.LogRecord) -> bool:

@@ -6,20 +6,14 @@ import tempfile
 import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nbaccel.base.disk import free_bytes, nearest_folder
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig
-from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.memory.estimate import MemoryEstimate
-from nbaccel.memory.model_size import measure
 from nbaccel.plan import topology
 from nbaccel.plan.inventory import Inventory
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def shortage(num_workers: int) -> str:
@@ -69,22 +63,6 @@ def _folder_problem(swap_folder: Path) -> str:
     return ""
 
 
-def needed_memory(
-    model: nn.Module,
-    zero_config: ZeroConfig,
-    *,
-    is_training: bool = True,
-    local_world_size: int,
-    num_nodes: int,
-    machine: Inventory,
-) -> MemoryEstimate:
-    """What the processes of this node will need, without activations."""
-    shape = measure(model, trains=is_training)
-    return estimate_memory(
-        shape, zero_config, num_processes=local_world_size, num_nodes=num_nodes, inventory=machine
-    )
-
-
 def host_bytes(need: MemoryEstimate, device: str) -> int:
     """What the processes of this node will take of its memory."""
     # On a CPU the weights are there already, one copy for all until they are written to.
@@ -112,17 +90,13 @@ def check_host_memory(need: MemoryEstimate, device: str, machine: Inventory) -> 
         warnings.warn(f"{text}: the system may kill it at the start. {advice}", stacklevel=2)
 
 
-def check_disk(
-    need: MemoryEstimate, zero_config: ZeroConfig, in_use: Collection[Path] = ()
-) -> None:
+def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
     """Refuse to swap to a disk that is too small."""
     needed_bytes = need.nvme.total
     if not needed_bytes:
         return
-    sections = (zero_config.offload_optimizer, zero_config.offload_param)
-    folders = [Path(section.nvme_path) for section in sections if section and section.nvme_path]
     # Both folders may be on one disk: the whole need must fit on the fuller of the two.
-    free_room, folder = min((_free_room(folder, in_use), folder) for folder in folders)
+    free_room, folder = min((_free_room(folder, in_use), folder) for folder in need.nvme_folders)
     if needed_bytes > free_room:
         raise ConfigError(
             f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "

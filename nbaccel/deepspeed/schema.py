@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -142,7 +141,7 @@ def deepspeed_schema() -> Schema:
     config_module = library.load_module("deepspeed.runtime.config", why=reason)
     schedule_module = library.load_module("deepspeed.runtime.lr_schedules", why=reason)
     removed_keys = private_api.removed_keys(config_module)
-    with quiet_logger():
+    with library.quiet_logger():
         search = _Search(config_module.DeepSpeedConfig, removed_keys)
     torch_optimizers = _classes_of("torch.optim", "Optimizer")
     torch_schedulers = _classes_of("torch.optim.lr_scheduler", "LRScheduler")
@@ -172,18 +171,6 @@ def _classes_of(module_name: str, base_name: str) -> dict[str, type]:
         for name, item in sorted(vars(module).items())
         if isinstance(item, type) and issubclass(item, base) and item is not base
     }
-
-
-@contextlib.contextmanager
-def quiet_logger() -> Iterator[None]:
-    """A block in which DeepSpeed's logger is silent: it logs every configuration it reads."""
-    logger = logging.getLogger("DeepSpeed")
-    level_before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level_before)
 
 
 class _Search:

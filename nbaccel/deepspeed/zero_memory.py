@@ -373,6 +373,8 @@ def estimate_memory(
     gpus = machine.gpus[:num_processes]
     device, host, nvme = _BYTES_AT_STAGE[settings.stage](settings, shape, world_size, not gpus)
     folders = tuple(nvme_folders(given))
+    names = ", ".join(settings.unknown)
+    note = f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.'
     return MemoryEstimate(
         device=device + Bytes(activations=activation_bytes),
         host=host * num_processes,
@@ -387,7 +389,7 @@ def estimate_memory(
         # Only where something is swapped: a folder of a section that is not used does not matter.
         nvme_free=min(map(free_bytes, folders), default=None) if nvme.total else None,
         nvme_folders=folders,
-        notes=(*common_notes(activation_bytes, on_cpu=not gpus), *_unknown_notes(settings)),
+        notes=(*common_notes(activation_bytes, on_cpu=not gpus), *([note] if names else [])),
     )
 
 
@@ -419,13 +421,6 @@ def _in_words(settings: CountedSettings) -> str:
     places = (("optimizer", settings.optimizer_place), ("parameters", settings.parameter_place))
     moved = [f"{content} on {place}" for content, place in places if place != "none"]
     return ", ".join([f"ZeRO-{settings.stage}", settings.precision, *moved])
-
-
-def _unknown_notes(settings: CountedSettings) -> list[str]:
-    if not settings.unknown:
-        return []
-    names = ", ".join(settings.unknown)
-    return [f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.']
 
 
 def _check_arguments(

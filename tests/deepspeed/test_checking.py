@@ -18,7 +18,8 @@ from nbaccel.deepspeed import cpp_operations
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.combinations import device_mistakes, doubts
 from nbaccel.deepspeed.cpp_operations import missing_tools, needed_ops
-from nbaccel.deepspeed.schema import deepspeed_schema, quiet_logger
+from nbaccel.deepspeed.library import quiet_logger
+from nbaccel.deepspeed.schema import deepspeed_schema
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, section_of
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory

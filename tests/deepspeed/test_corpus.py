@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.schema import quiet_logger
+from nbaccel.deepspeed.library import quiet_logger
 from nbaccel.deepspeed.zero_config import AUTO
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory

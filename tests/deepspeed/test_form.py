@@ -27,7 +27,8 @@ def test_every_key_is_a_choice():
 
 @needs.DEEPSPEED
 def test_defaults_are_those_of_the_installed_deepspeed():
-    from nbaccel.deepspeed.schema import deepspeed_schema, quiet_logger
+    from nbaccel.deepspeed.library import quiet_logger
+    from nbaccel.deepspeed.schema import deepspeed_schema
 
     with quiet_logger():
         models = deepspeed_schema().models

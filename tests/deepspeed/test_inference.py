@@ -12,7 +12,9 @@ from nbaccel import notebook_launcher
 from nbaccel.deepspeed import room
 from nbaccel.deepspeed.strategy import nvme_swapping
 from nbaccel.deepspeed.zero_config import ZeroConfig
+from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
+from nbaccel.memory.model_size import measure
 from nbaccel.plan.inventory import Inventory
 from tests.deepspeed import needs, operations
 from tests.deepspeed.inference import BUFFERS, INNER, LAYERS, WIDTH, config, infer_all, t5
@@ -129,10 +131,9 @@ def test_a_model_that_is_only_used_needs_no_memory_for_training():
     """18 bytes for each parameter would refuse what fits with 4."""
     model = torch.nn.Linear(1 << 15, 1 << 15, device="meta")  # 4 GiB of float32
     machine = Inventory(cpu_cores=2, host_available_bytes=9 << 30, host_total_bytes=9 << 30)
-    asked = {"local_world_size": 1, "num_nodes": 1, "machine": machine}
     used = ZeroConfig.from_dict(config("cpu"))
-    room.check_host_memory(
-        room.needed_memory(model, used, is_training=False, **asked), "cpu", machine
-    )
+    need = estimate_memory(measure(model, trains=False), used, inventory=machine)
+    room.check_host_memory(need, "cpu", machine)
+    need = estimate_memory(model, used, inventory=machine)
     with pytest.raises(ConfigError, match="would kill it at the start"):
-        room.check_host_memory(room.needed_memory(model, used, **asked), "cpu", machine)
+        room.check_host_memory(need, "cpu", machine)

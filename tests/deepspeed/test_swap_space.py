@@ -12,23 +12,16 @@ from torch import nn
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.room import check_disk, folder_mistakes, needed_memory
+from nbaccel.deepspeed.room import check_disk, folder_mistakes
 from nbaccel.deepspeed.zero_config import ZeroConfig
-from nbaccel.plan import inspect_machine
+from nbaccel.deepspeed.zero_memory import estimate_memory
 from tests.deepspeed import needs
 
 FULL = 12 << 20
 
 
 def check_room(model: nn.Module, config: ZeroConfig, num_processes: int) -> None:
-    need = needed_memory(
-        model,
-        config,
-        local_world_size=num_processes,
-        num_nodes=1,
-        machine=inspect_machine(),
-    )
-    check_disk(need, config)
+    check_disk(estimate_memory(model, config, num_processes=num_processes))
 
 
 def swapped_to(folder: Path | str) -> dict[str, object]:

@@ -57,18 +57,6 @@ _OUT_OF_MEMORY_WORDS = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Trial:
-    """The task of the workers: bytes that may be used are None for all."""
-
-    config: dict[str, Any]
-    batch_size: int
-    gradient_checkpointing: bool
-    device: str
-    device_bytes: int | None
-    host_bytes: int | None
-
-
 def is_out_of_memory(error: WorkerFailed) -> bool:
     """Whether a launch failed because memory ran out: on a device, on the host, or by a kill."""
     return any(map(_is_want_of_memory, error.failures))
@@ -141,15 +129,9 @@ class Prover:
         # errors.
         dashboard = env.applied({"NBACCEL_DASHBOARD": "0"})
         with _trial_config(rung) as config, dashboard:
-            trial = _Trial(
-                config=config,
-                batch_size=batch_size,
-                gradient_checkpointing=again,
-                device=self.plan.device,
-                device_bytes=self.memory_model.limits.device,
-                host_bytes=self._host_share(rung),
-            )
-            arguments = (model, self.memory_model.sample_batch, trial)
+            trial = (config, batch_size, again, self.plan.device)
+            limits = (self.memory_model.limits.device, self._host_share(rung))
+            arguments = (model, self.memory_model.sample_batch, *trial, *limits)
             try:
                 peaks = list(self.launch(run_trial, arguments, config=run))
             except WorkerFailed as error:
@@ -195,39 +177,51 @@ def _failure_text(error: WorkerFailed) -> str:
 
 
 # ----------------------------------------------------------------------- in a worker
-def run_trial(model: nn.Module, sample_batch: Any, trial: _Trial) -> tuple[int, int]:
-    """Make an engine and step; the most bytes of tensors on the device and in host memory."""
+def run_trial(
+    model: nn.Module,
+    sample_batch: Any,
+    config: dict[str, Any],
+    batch_size: int,
+    recomputes: bool,
+    device_name: str,
+    device_limit: int | None,
+    host_limit: int | None,
+) -> tuple[int, int]:
+    """Make an engine and step; the most bytes of tensors on the device and in host memory.
+
+    A limit is in bytes; None is all that there is.
+    """
     env.update({"PATH": cpp_operations.path_with_ninja()})
     logging.disable(logging.CRITICAL)  # for good: the process ends with the trial
-    device = registry.device(trial.device)
-    on_host = device_row(trial.device).in_host_memory
+    device = registry.device(device_name)
+    on_host = device_row(device_name).in_host_memory
     own_tensors = [*model.parameters(), *model.buffers()]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         import deepspeed
 
         cpp_operations.remove_forgotten_locks()
-        if trial.host_bytes is not None:
-            _limit_host_memory(trial.host_bytes, own_tensors)
-        if not on_host and trial.device_bytes is not None:
-            device.limit_memory(trial.device_bytes)
-        if trial.gradient_checkpointing:
+        if host_limit is not None:
+            _limit_host_memory(host_limit, own_tensors)
+        if not on_host and device_limit is not None:
+            device.limit_memory(device_limit)
+        if recomputes:
             enable_gradient_checkpointing(model)
         model.train()
         with LiveBytes(own_tensors, device="cpu") as live:
-            engine, *_ = deepspeed.initialize(model=model, config=trial.config)
+            engine, *_ = deepspeed.initialize(model=model, config=config)
             # It trains in the model's own tensors, whose shared pages become private then.
             if on_host:
                 live.adopt(one for one in engine.module.parameters() if one.numel())
             # Some optimizers make their states in the first step: the peak comes with the second.
             for _ in range(2):
-                training_step(engine, resized(sample_batch, trial.batch_size))
+                training_step(engine, resized(sample_batch, batch_size))
             device.synchronize()  # what fails later fails here
     # Such tensors were in the room that the process's limit leaves for everything else.
-    if trial.host_bytes is not None and live.peak > trial.host_bytes:
+    if host_limit is not None and live.peak > host_limit:
         raise MemoryError(
             f"tensors took {format_bytes(live.peak)} of host memory, and a worker's share is "
-            f"{format_bytes(trial.host_bytes)}, with a batch of {trial.batch_size}"
+            f"{format_bytes(host_limit)}, with a batch of {batch_size}"
         )
     # The process ends with the trial, so that the peak is the trial's.
     memory = deepspeed.accelerator.get_accelerator()

@@ -37,6 +37,8 @@ from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.strategy.resolve_config import check_parts, resolve_config
 from nbaccel.deepspeed.strategy.restore import remember, take_back_together
 from nbaccel.deepspeed.training_facts import made_in
+from nbaccel.deepspeed.zero_memory import estimate_memory
+from nbaccel.memory.model_size import measure
 from nbaccel.plan.contracts.asking import SaidBySettings
 from nbaccel.plan.contracts.bundle import Bundle
 from nbaccel.plan.contracts.place import Place
@@ -214,13 +216,13 @@ class DeepSpeedStrategy(Strategy):
             warnings.warn(text, stacklevel=2)
         nvme_swapping.check_buffers(model, config.config, self.place.world_size)
         machine = inspect_machine()
-        need = room.needed_memory(
-            model,
+        # What the processes of this node will need, without activations.
+        need = estimate_memory(
+            measure(model, trains=is_training),
             config.config,
-            is_training=is_training,
-            local_world_size=self.place.local_world_size,
+            num_processes=self.place.local_world_size,
             num_nodes=max(1, self.place.world_size // self.place.local_world_size),
-            machine=machine,
+            inventory=machine,
         )
         device = self.place.device.type
         # On every rank of this node, since each has a heap to keep freed blocks in.
@@ -229,7 +231,7 @@ class DeepSpeedStrategy(Strategy):
         # One process of each node looks at the disk; the others wait in their first collective
         # and have not yet written anything that would count as room taken.
         if self.place.is_local_main:
-            room.check_disk(need, config.config, nvme_swapping.folders_in_use())
+            room.check_disk(need, nvme_swapping.folders_in_use())
             room.check_host_memory(need, device, machine)
 
     def unwrap(self, model: nn.Module) -> nn.Module:

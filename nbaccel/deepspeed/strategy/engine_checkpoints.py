@@ -99,15 +99,6 @@ def _plain_reading() -> Iterator[None]:
         yield
 
 
-def _refuse_code(path: Path) -> None:
-    with _plain_reading():
-        other_names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    if other_names:
-        raise CheckpointDamaged(
-            f"{path} holds a {other_names[0]}. Nothing of it was run or loaded. {_PLAIN_REMEDY}"
-        )
-
-
 def save_plain(
     model_state: Mapping[str, Any], folder: Path, *, left_out: Collection[str] = ()
 ) -> None:
@@ -150,8 +141,14 @@ def check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = (
     # be looked at without reading their numbers.
     own_name = f"zero_pp_rank_{dist.get_rank()}_"
     for path in filter(is_readable, folder.glob("*.pt")):
-        if "zero_pp_rank_" not in path.name or own_name in path.name:
-            _refuse_code(path)
+        if "zero_pp_rank_" in path.name and own_name not in path.name:
+            continue
+        with _plain_reading():
+            other_names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        if other_names:
+            raise CheckpointDamaged(
+                f"{path} holds a {other_names[0]}. Nothing of it was run or loaded. {_PLAIN_REMEDY}"
+            )
     first_readable = next(filter(is_readable, model_files), None)
     if first_readable is None:
         return

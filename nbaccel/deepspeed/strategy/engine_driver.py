@@ -195,15 +195,6 @@ class EngineScheduler(_EngineProxy):
         """The learning rates of the optimizer's groups, as they are now."""
         return [float(group["lr"]) for group in self._drive.engine.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The schedule's own."""
-        values: dict[str, Any] = self._inner.state_dict()
-        return values
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
-        self._inner.load_state_dict(state_dict)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
 

@@ -19,8 +19,9 @@ import ctypes
 import functools
 import inspect
 import io
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def make_engine(
         fetch_together(model, moe_layers)
     if has_several and zero_config.zero_stage == 3:
         shard_in_turn(model, zero_config)
-    with _quiet_logger(zero_config):
+    with _usual_logging(zero_config):
         engine, *_ = deepspeed.initialize(**arguments)
     private_api.check_fp32_copies(engine)
     _convert_inputs(engine)
@@ -153,24 +154,17 @@ def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
     return offload_optimizer
 
 
-@contextlib.contextmanager
-def _quiet_logger(zero_config: ZeroConfig) -> Iterator[None]:
-    from deepspeed.utils import logger
-
-    level_before = logger.level
-    if zero_config.log_level is None and not zero_config.extra.get("dump_state"):
-        logger.setLevel("WARNING")
-    try:
-        yield
-    finally:
-        logger.setLevel(level_before)
+def _usual_logging(zero_config: ZeroConfig) -> contextlib.AbstractContextManager[None]:
+    """A block without DeepSpeed's dozen lines, unless the configuration turns them on."""
+    is_asked = zero_config.log_level is not None or zero_config.extra.get("dump_state")
+    return contextlib.nullcontext() if is_asked else library.quiet_logger(logging.WARNING)
 
 
 def begin_comm(zero_config: ZeroConfig) -> None:
     """Let DeepSpeed take up the process group, without which it cannot even destroy an engine."""
     deepspeed = library.load_module("deepspeed", why="Training with DeepSpeed")
     # It prints a line for the operation it loads.
-    with _quiet_logger(zero_config), contextlib.redirect_stdout(io.StringIO()):
+    with _usual_logging(zero_config), contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
 
 

@@ -75,11 +75,9 @@ def _from_first(value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tenso
     # In float32 also for a model in 16 bit, whose optimizer has a float32 copy to be set.
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     device = tensor.device
-    shape = local_shards.shape_of(tensor)
+    whole_tensor = torch.empty(local_shards.shape_of(tensor), dtype=dtype, device=device)
     if dist.get_rank() == 0 and value is not None:
         whole_tensor = value.detach().to(device, dtype).contiguous()
-    else:
-        whole_tensor = torch.empty(shape, dtype=dtype, device=device)
     dist.broadcast(whole_tensor, 0)
     return whole_tensor
 

@@ -22,6 +22,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.leftovers import LeftoverFolders, announce_leftover
 from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
+from nbaccel.deepspeed.zero_memory import DEFAULTS
 
 
 class Claim:
@@ -100,11 +101,6 @@ def leave() -> None:
 atexit.register(leave)
 
 
-_BUFFER_SIZE = 100_000_000
-_BUFFER_COUNT = 5
-"""DeepSpeed's defaults: numbers in a buffer, and how many buffers."""
-
-
 def is_on_disk(tensor: torch.Tensor) -> bool:
     """Whether this process's part of a parameter is in a file."""
     local_part = getattr(tensor, "ds_tensor", None)
@@ -155,8 +151,11 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
     section = zero_config.offload_param
     if section is None or section.device != "nvme":
         return
-    size = _BUFFER_SIZE if section.buffer_size is None else int(section.buffer_size)
-    count = _BUFFER_COUNT if section.buffer_count is None else int(section.buffer_count)
+    usual_size, usual_count = (
+        DEFAULTS[f"{ZERO}.offload_param.{name}"] for name in ("buffer_size", "buffer_count")
+    )
+    size = usual_size if section.buffer_size is None else int(section.buffer_size)
+    count = usual_count if section.buffer_count is None else int(section.buffer_count)
     parts = {
         # A model built in shards has placeholders: `ds_numel` is the size of the whole parameter.
         name: -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)

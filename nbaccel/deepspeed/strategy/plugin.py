@@ -22,7 +22,6 @@ from nbaccel.config.handlers import Settings
 from nbaccel.config.mistakes import shown
 from nbaccel.config.nested_keys import has_key, put_at, value_at
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.strategy.config_queries import ConfigQueries
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings, old_forms
 
 if TYPE_CHECKING:
@@ -31,12 +30,190 @@ if TYPE_CHECKING:
     from nbaccel.config import RunConfig
 
 
-class _Filling:
-    """Fills in a configuration by hand, and says which of several plugins is in force."""
+_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": f"{ZERO}.stage",
+    "offload_optimizer_device": f"{ZERO}.offload_optimizer.device",
+    "offload_param_device": f"{ZERO}.offload_param.device",
+    "offload_optimizer_nvme_path": f"{ZERO}.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": f"{ZERO}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+}
+"""Argument → where DeepSpeed's file has it."""
 
-    deepspeed_config: dict[str, Any]
-    transformer_moe_cls_names: str | None
-    _selected: bool = False
+
+def _read_steps(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _read_number(text: str) -> float | str:
+    return text if text == AUTO else float(text)
+
+
+def _read_flag(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes")
+
+
+_PREFIX = "ACCELERATE_DEEPSPEED_"
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _read_steps),
+    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", _read_number),
+    "zero_stage": (f"{_PREFIX}ZERO_STAGE", int),
+    "offload_optimizer_device": (f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE", str),
+    "offload_param_device": (f"{_PREFIX}OFFLOAD_PARAM_DEVICE", str),
+    "offload_optimizer_nvme_path": (f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH", str),
+    "offload_param_nvme_path": (f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH", str),
+    "zero3_save_16bit_model": (f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL", _read_flag),
+    "hf_ds_config": (f"{_PREFIX}CONFIG_FILE", str),
+    "transformer_moe_cls_names": (f"{_PREFIX}MOE_LAYER_CLS_NAMES", str),
+}
+"""Argument → the variable that Accelerate's launcher sets for it, and its reader."""
+
+
+@dataclass
+class DeepSpeedPlugin(Settings):
+    """How DeepSpeed shards, and where it keeps what it shards.
+
+    None reads the variable that Accelerate's launcher sets, and else takes the default.
+
+    Attributes:
+        hf_ds_config: A DeepSpeed configuration: a dictionary, a `ZeroConfig`, the path of a JSON
+            file, or JSON text; ``"auto"`` values in it are filled in by `prepare`. Then an object
+            with `config`, `get_value`, `is_zero3` and the like, as in Accelerate.
+        gradient_accumulation_steps: Batches for one optimizer step; default the Accelerator's.
+        gradient_clipping: Largest norm of gradients; default 1.0, as Accelerate has it.
+        zero_stage: 0, 1, 2 (default) or 3.
+        is_train_batch_min: Of several loaders' batch sizes, whether the smallest is the training's.
+        offload_optimizer_device: ``none``, ``cpu`` or ``nvme`` (stage 3).
+        offload_param_device: The same of parameters (stage 3).
+        offload_optimizer_nvme_path: Folder on the fast disk.
+        offload_param_nvme_path: The same of parameters.
+        zero3_init_flag: Whether transformers builds models in shards from here on, by
+            ``deepspeed.zero.Init``; default at stage 3, if transformers has been imported by then.
+        zero3_save_16bit_model: DeepSpeed's own switch for gathering on save; `get_state_dict` and
+            `save_model` here gather without it.
+        transformer_moe_cls_names: Names of mixture-of-experts layers, with commas, whose
+            parameters are fetched together (stage 3).
+        enable_msamp: Refused: MS-AMP's patches of DeepSpeed fit no version that can be installed.
+        msamp_opt_level: The same.
+        deepspeed_config: The configuration that came of it. It may be changed before `prepare`,
+            which replaces it by the one without ``"auto"``.
+
+    Raises:
+        ConfigError: The file cannot be read, or contradicts the arguments.
+        MissingBackend: DeepSpeed is installed, and too old.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+    deepspeed_config: dict[str, Any] = field(init=False, repr=False, compare=False)
+    _selected = False  # not annotated, so that it is no argument
+
+    def __post_init__(self) -> None:
+        library.check_version()
+        if self.enable_msamp:
+            raise PlatformUnsupported(
+                f"DeepSpeedPlugin(enable_msamp={self.enable_msamp}) needs MS-AMP's patches of "
+                "DeepSpeed, which fit no release that Python 3.10 or newer can install. Training "
+                "would run without FP8. Leave it out, and use Accelerator(mixed_precision='fp8'), "
+                "which multiplies in FP8 under ZeRO too."
+            )
+        # Before the variables are read: an argument that contradicts the file is a mistake, while
+        # a variable only fills in what the file leaves open.
+        given = {argument for argument in _KEYS if getattr(self, argument) is not None}
+        self._read_variables()
+        settings = _read_config(self.hf_ds_config)
+        if settings is None:
+            settings = {ZERO: {"stage": 2 if self.zero_stage is None else self.zero_stage}}
+        mistakes = [
+            mistake for argument in _KEYS if (mistake := self._merge(settings, argument, given))
+        ]
+        if mistakes:
+            raise ConfigError(*mistakes)
+        # DeepSpeed refuses a configuration without batch sizes; `prepare` fills in "auto".
+        for key in (*BATCH_SIZES, "gradient_clipping"):
+            settings.setdefault(key, AUTO)
+        self.take_configuration(settings)
+        # Code written for Accelerate reads these attributes: they must say what is in force.
+        for argument, key in _KEYS.items():
+            setattr(self, argument, self.get_value(key, getattr(self, argument)))
+        self.zero_stage = self.zero_stage or 0  # DeepSpeed's default
+        if self.zero3_init_flag is None:
+            flag = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
+            # Importing transformers takes seconds, and a model need not come from there.
+            self.zero3_init_flag = "transformers" in sys.modules if flag is None else flag
+        self.zero3_init_flag = bool(self.zero3_init_flag and self.zero_stage == 3)
+
+    def take_configuration(self, settings: dict[str, Any]) -> None:
+        """Put a configuration in force, for those who ask either attribute."""
+        self.deepspeed_config = settings
+        self.hf_ds_config = ConfigQueries(settings)
+
+    # ---------------------------------------------------------------- reading
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """What the configuration has under a dotted key.
+
+        Args:
+            ds_key_long: For example ``zero_optimization.stage``.
+            default: What to answer where it has nothing.
+        """
+        return value_at(self.deepspeed_config, ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether a dotted key is still to be filled in."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    @property
+    def mixed_precision(self) -> str | None:
+        """The file's precision: ``no``, ``fp16`` or ``bf16``; None where it leaves that open."""
+        enabled = {name: self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")}
+        if True in enabled.values():
+            return next(name for name, is_on in enabled.items() if is_on is True)
+        return "no" if [*enabled.values()] == [False, False] else None
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Batches for one step as the configuration has them; None where it leaves them open."""
+        steps = self.get_value("gradient_accumulation_steps")
+        return steps if isinstance(steps, int) else None
+
+    @contextlib.contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Switch building in shards on or off for a block.
+
+        Args:
+            enable: What it is in the block.
+        """
+        from nbaccel.deepspeed.strategy import zero_init
+
+        # Below stage 3 there is nothing to build in shards, whatever is passed.
+        flag_before = self.zero3_init_flag
+        self.zero3_init_flag = enable and self.zero_stage == 3
+        with zero_init.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
+            try:
+                yield
+            finally:
+                self.zero3_init_flag = flag_before
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether transformers builds models in shards."""
+        return bool(self.zero3_init_flag)
+
+    # ---------------------------------------------------------------- filling in by hand
 
     @property
     def selected(self) -> bool:
@@ -179,189 +356,6 @@ class _Filling:
         if self.transformer_moe_cls_names:
             fetch_together(model, self.transformer_moe_cls_names)
 
-
-_KEYS = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": f"{ZERO}.stage",
-    "offload_optimizer_device": f"{ZERO}.offload_optimizer.device",
-    "offload_param_device": f"{ZERO}.offload_param.device",
-    "offload_optimizer_nvme_path": f"{ZERO}.offload_optimizer.nvme_path",
-    "offload_param_nvme_path": f"{ZERO}.offload_param.nvme_path",
-    "zero3_save_16bit_model": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
-}
-"""Argument → where DeepSpeed's file has it."""
-
-
-def _read_steps(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
-def _read_number(text: str) -> float | str:
-    return text if text == AUTO else float(text)
-
-
-def _read_flag(text: str) -> bool:
-    return text.lower() in ("1", "true", "yes")
-
-
-_PREFIX = "ACCELERATE_DEEPSPEED_"
-_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _read_steps),
-    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", _read_number),
-    "zero_stage": (f"{_PREFIX}ZERO_STAGE", int),
-    "offload_optimizer_device": (f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE", str),
-    "offload_param_device": (f"{_PREFIX}OFFLOAD_PARAM_DEVICE", str),
-    "offload_optimizer_nvme_path": (f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH", str),
-    "offload_param_nvme_path": (f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH", str),
-    "zero3_save_16bit_model": (f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL", _read_flag),
-    "hf_ds_config": (f"{_PREFIX}CONFIG_FILE", str),
-    "transformer_moe_cls_names": (f"{_PREFIX}MOE_LAYER_CLS_NAMES", str),
-}
-"""Argument → the variable that Accelerate's launcher sets for it, and its reader."""
-
-
-@dataclass
-class DeepSpeedPlugin(_Filling, Settings):
-    """How DeepSpeed shards, and where it keeps what it shards.
-
-    None reads the variable that Accelerate's launcher sets, and else takes the default.
-
-    Attributes:
-        hf_ds_config: A DeepSpeed configuration: a dictionary, a `ZeroConfig`, the path of a JSON
-            file, or JSON text; ``"auto"`` values in it are filled in by `prepare`. Then an object
-            with `config`, `get_value`, `is_zero3` and the like, as in Accelerate.
-        gradient_accumulation_steps: Batches for one optimizer step; default the Accelerator's.
-        gradient_clipping: Largest norm of gradients; default 1.0, as Accelerate has it.
-        zero_stage: 0, 1, 2 (default) or 3.
-        is_train_batch_min: Of several loaders' batch sizes, whether the smallest is the training's.
-        offload_optimizer_device: ``none``, ``cpu`` or ``nvme`` (stage 3).
-        offload_param_device: The same of parameters (stage 3).
-        offload_optimizer_nvme_path: Folder on the fast disk.
-        offload_param_nvme_path: The same of parameters.
-        zero3_init_flag: Whether transformers builds models in shards from here on, by
-            ``deepspeed.zero.Init``; default at stage 3, if transformers has been imported by then.
-        zero3_save_16bit_model: DeepSpeed's own switch for gathering on save; `get_state_dict` and
-            `save_model` here gather without it.
-        transformer_moe_cls_names: Names of mixture-of-experts layers, with commas, whose
-            parameters are fetched together (stage 3).
-        enable_msamp: Refused: MS-AMP's patches of DeepSpeed fit no version that can be installed.
-        msamp_opt_level: The same.
-        deepspeed_config: The configuration that came of it. It may be changed before `prepare`,
-            which replaces it by the one without ``"auto"``.
-
-    Raises:
-        ConfigError: The file cannot be read, or contradicts the arguments.
-        MissingBackend: DeepSpeed is installed, and too old.
-    """
-
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | str | None = None
-    gradient_clipping: float | str | None = None
-    zero_stage: int | None = None
-    is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
-    enable_msamp: bool | None = None
-    msamp_opt_level: str | None = None
-    deepspeed_config: dict[str, Any] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        library.check_version()
-        if self.enable_msamp:
-            raise PlatformUnsupported(
-                f"DeepSpeedPlugin(enable_msamp={self.enable_msamp}) needs MS-AMP's patches of "
-                "DeepSpeed, which fit no release that Python 3.10 or newer can install. Training "
-                "would run without FP8. Leave it out, and use Accelerator(mixed_precision='fp8'), "
-                "which multiplies in FP8 under ZeRO too."
-            )
-        # Before the variables are read: an argument that contradicts the file is a mistake, while
-        # a variable only fills in what the file leaves open.
-        given = {argument for argument in _KEYS if getattr(self, argument) is not None}
-        self._read_variables()
-        settings = _read_config(self.hf_ds_config)
-        if settings is None:
-            settings = {ZERO: {"stage": 2 if self.zero_stage is None else self.zero_stage}}
-        mistakes = [
-            mistake for argument in _KEYS if (mistake := self._merge(settings, argument, given))
-        ]
-        if mistakes:
-            raise ConfigError(*mistakes)
-        # DeepSpeed refuses a configuration without batch sizes; `prepare` fills in "auto".
-        for key in (*BATCH_SIZES, "gradient_clipping"):
-            settings.setdefault(key, AUTO)
-        self.take_configuration(settings)
-        # Code written for Accelerate reads these attributes: they must say what is in force.
-        for argument, key in _KEYS.items():
-            setattr(self, argument, self.get_value(key, getattr(self, argument)))
-        self.zero_stage = self.zero_stage or 0  # DeepSpeed's default
-        if self.zero3_init_flag is None:
-            flag = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
-            # Importing transformers takes seconds, and a model need not come from there.
-            self.zero3_init_flag = "transformers" in sys.modules if flag is None else flag
-        self.zero3_init_flag = bool(self.zero3_init_flag and self.zero_stage == 3)
-
-    def take_configuration(self, settings: dict[str, Any]) -> None:
-        """Put a configuration in force, for those who ask either attribute."""
-        self.deepspeed_config = settings
-        self.hf_ds_config = ConfigQueries(settings)
-
-    # ---------------------------------------------------------------- reading
-
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """What the configuration has under a dotted key.
-
-        Args:
-            ds_key_long: For example ``zero_optimization.stage``.
-            default: What to answer where it has nothing.
-        """
-        return value_at(self.deepspeed_config, ds_key_long, default)
-
-    def is_auto(self, ds_key_long: str) -> bool:
-        """Whether a dotted key is still to be filled in."""
-        return bool(self.get_value(ds_key_long) == AUTO)
-
-    @property
-    def mixed_precision(self) -> str | None:
-        """The file's precision: ``no``, ``fp16`` or ``bf16``; None where it leaves that open."""
-        enabled = {name: self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")}
-        if True in enabled.values():
-            return next(name for name, is_on in enabled.items() if is_on is True)
-        return "no" if [*enabled.values()] == [False, False] else None
-
-    @property
-    def accumulation_steps(self) -> int | None:
-        """Batches for one step as the configuration has them; None where it leaves them open."""
-        steps = self.get_value("gradient_accumulation_steps")
-        return steps if isinstance(steps, int) else None
-
-    @contextlib.contextmanager
-    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Switch building in shards on or off for a block.
-
-        Args:
-            enable: What it is in the block.
-        """
-        from nbaccel.deepspeed.strategy import zero_init
-
-        # Below stage 3 there is nothing to build in shards, whatever is passed.
-        flag_before = self.zero3_init_flag
-        self.zero3_init_flag = enable and self.zero_stage == 3
-        with zero_init.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
-            try:
-                yield
-            finally:
-                self.zero3_init_flag = flag_before
-
-    def is_zero3_init_enabled(self) -> bool:
-        """Whether transformers builds models in shards."""
-        return bool(self.zero3_init_flag)
-
     # ---------------------------------------------------------------- putting together
 
     def _read_variables(self) -> None:
@@ -397,6 +391,62 @@ class DeepSpeedPlugin(_Filling, Settings):
         return ""
 
 
+_OFFLOAD_KEYS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
+
+
+@dataclass
+class ConfigQueries:
+    """A configuration, by dotted keys, as code for Accelerate asks ``plugin.hf_ds_config`` for it.
+
+    `config` is the plugin's own ``deepspeed_config``; names are those of `HfDeepSpeedConfig`.
+    """
+
+    config: dict[str, Any]
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The section of a dotted key, None where there is none, and the key's last part."""
+        path, _, last_key = ds_key_long.rpartition(".")
+        section = value_at(self.config, path) if path else self.config
+        return section if isinstance(section, dict) else None, last_key
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a dotted key."""
+        return value_at(self.config, ds_key_long, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a dotted key."""
+        section, last_key = self.find_config_node(ds_key_long)
+        if section is not None and last_key in section:
+            del section[last_key]
+        elif must_exist:
+            raise ValueError(
+                f"{ds_key_long!r} is not in the DeepSpeed configuration, so nothing was removed. "
+                "Leave must_exist out if it need not be there."
+            )
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether a value is set, and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether a value is set, and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Whether it is stage 2."""
+        return bool(self.get_value(f"{ZERO}.stage") == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether it is stage 3."""
+        return bool(self.get_value(f"{ZERO}.stage") == 3)
+
+    def is_offload(self) -> bool:
+        """Whether something of stage 2 or 3 is kept in host memory or on a disk."""
+        devices = {self.get_value(key) for key in _OFFLOAD_KEYS}
+        return (self.is_zero2() or self.is_zero3()) and not devices.isdisjoint({"cpu", "nvme"})
+
+
 def _read_config(config: Any) -> dict[str, Any] | None:
     if config is None or config == "none":
         return None
@@ -420,11 +470,7 @@ def _is_path(config: str) -> bool:
 
 
 class Plugins:
-    """One plugin or several by name, of which one is in force.
-
-    Attributes:
-        by_name: The plugins; one alone is called ``default``.
-    """
+    """One plugin, which is called ``default``, or several by name, of which one is in force."""
 
     def __init__(self, given: Any) -> None:
         named_plugins = given if isinstance(given, Mapping) else {"default": given}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,6 @@ from nbaccel.deepspeed.weights.converting import Shard, Written, plan, publishin
 from nbaccel.deepspeed.weights.state_files import Weight
 
 _COPIED_ELEMENTS = 2**22
-
-
-class _LiveTensor(NamedTuple):
-    """A tensor of the model, and the name, shape and type with which it will be written."""
-
-    weight: Weight
-    tensor: torch.Tensor
 
 
 def fp32_state_dict(
@@ -51,10 +44,10 @@ def fp32_state_dict(
     tensors, tied_names = _survey(engine, as_fp32=True, exclude_frozen=exclude_frozen_parameters)
     of_stage_0 = dict(_masters_of_stage_0(engine.optimizer))
     state_dict: dict[str, torch.Tensor] = {}
-    for name, live in tensors.items():
-        gathered = _whole_master(live.tensor, of_stage_0)
+    for name, (weight, tensor) in tensors.items():
+        gathered = _whole_master(tensor, of_stage_0)
         if gathered is not None:
-            state_dict[name] = gathered.to("cpu", live.weight.dtype, copy=True)
+            state_dict[name] = gathered.to("cpu", weight.dtype, copy=True)
     tied = {name: target for name, target in tied_names.items() if target in state_dict}
     return state_dict | {name: state_dict[target] for name, target in tied.items()}
 
@@ -88,12 +81,12 @@ def save_16bit_weights(
         CheckpointFailed: On every rank, if rank 0 could not write; the folder is as it was.
     """
     tensors, tied_names = _survey(engine, as_fp32=False, exclude_frozen=exclude_frozen_parameters)
-    weights = {name: live.weight for name, live in tensors.items()}
+    weights = {name: weight for name, (weight, _) in tensors.items()}
     shards = plan(weights, tied_names, max_shard_size)
     folder = Path(output_dir).expanduser()
     # All ranks gather in the same order, that of the files.
-    ordered = [tensors[weight.name].tensor for shard in shards for weight in shard.weights]
-    gathered = map(_whole_parameter, ordered)
+    ordered = [tensors[weight.name] for shard in shards for weight in shard.weights]
+    gathered = (_whole_parameter(tensor) for _, tensor in ordered)
     error = None
     if dist.get_rank() == 0:
         error = _write_shards(folder, shards, gathered)
@@ -141,9 +134,9 @@ def _check_all_ranks(error: Exception | None, folder: Path) -> None:
 
 def _survey(
     engine: Any, *, as_fp32: bool, exclude_frozen: bool
-) -> tuple[dict[str, _LiveTensor], dict[str, str]]:
-    """All tensors of the model's state dict by name, and names of tied ones with that of each."""
-    tensors: dict[str, _LiveTensor] = {}
+) -> tuple[dict[str, tuple[Weight, torch.Tensor]], dict[str, str]]:
+    """All tensors with how they will be written, and names of tied ones with that of each."""
+    tensors: dict[str, tuple[Weight, torch.Tensor]] = {}
     tied_names: dict[str, str] = {}
     first_names: dict[int, str] = {}
     # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
@@ -157,7 +150,7 @@ def _survey(
             shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
             is_converted = as_fp32 and tensor.is_floating_point()
             dtype = torch.float32 if is_converted else tensor.dtype
-            tensors[name] = _LiveTensor(Weight(name, shape, dtype), tensor)
+            tensors[name] = (Weight(name, shape, dtype), tensor)
     return tensors, {name: target for name, target in tied_names.items() if target in tensors}
 
 

@@ -47,9 +47,6 @@ class Unknown:
         unknown.args = args
         return unknown
 
-    def __init__(self, *args: Any) -> None:
-        """Nothing more."""
-
     def __setstate__(self, state: Any) -> None:
         """Ignored, since state is not needed."""
 
