@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.base.errors import ConfigError, MissingBackend
 from nbaccel.config import RunConfig
@@ -77,10 +77,18 @@ class _Known:
 
 
 _AutoAnswer = tuple[Any, str]
-_Rule = Callable[[_Known], _AutoAnswer]
 
 
-def _said(name: str, meaning: str, default: Any = None, reason: str = "") -> _Rule:
+class _Rule(NamedTuple):
+    """How a key's ``"auto"`` is decided, and the fact with which a value in the file must agree."""
+
+    decide: Callable[[_Known], _AutoAnswer]
+    fact: str = ""
+
+
+def _said(
+    name: str, meaning: str, default: Any = None, reason: str = "", *, must_agree: bool = True
+) -> _Rule:
     """A rule: the run's value, or a published default."""
 
     def rule(known: _Known) -> _AutoAnswer:
@@ -92,7 +100,7 @@ def _said(name: str, meaning: str, default: Any = None, reason: str = "") -> _Ru
         # JSON has no tuples, so that betas of a file are a list.
         return (list(value) if isinstance(value, tuple) else value), f"the run's {meaning}"
 
-    return rule
+    return _Rule(rule, name if must_agree else "")
 
 
 def _micro_batch(known: _Known) -> _AutoAnswer:
@@ -135,7 +143,7 @@ def _precision(section_name: str) -> _Rule:
         is_on = {"fp8": "bf16"}.get(value, value) == section_name
         return is_on, f"the run's mixed precision is {value!r}"
 
-    return rule
+    return _Rule(rule, "mixed_precision")
 
 
 def _by_width(formula: Callable[[int], int], text: str) -> _Rule:
@@ -148,7 +156,7 @@ def _by_width(formula: Callable[[int], int], text: str) -> _Rule:
             raise _UnknownValue(f"{name} has no hidden size and no linear layer")
         return formula(width), f"{text}, hidden size {width} from {source}"
 
-    return rule
+    return _Rule(rule)
 
 
 def _warmup_peak(known: _Known) -> _AutoAnswer:
@@ -156,7 +164,7 @@ def _warmup_peak(known: _Known) -> _AutoAnswer:
     rate = value_at(known.settings, "optimizer.params.lr")
     if isinstance(rate, float) and "learning_rate" in known.defaults:
         return rate, "the file's learning rate"
-    return _said("learning_rate", "learning rate")(known)
+    return _LEARNING_RATE.decide(known)
 
 
 def _warmup_steps(known: _Known) -> _AutoAnswer:
@@ -172,54 +180,45 @@ def _warmup_steps(known: _Known) -> _AutoAnswer:
 
 
 _BY_ACCELERATE = "Accelerate's default"
-_PLACE = ("none", _BY_ACCELERATE)
-# Key by key: the rule, and the fact with which a value in the file must agree.
-_RULES: dict[str, tuple[_Rule, str]] = {
-    f"{ZERO}.stage": (_said("zero_stage", "ZeRO stage", 2, _BY_ACCELERATE), "zero_stage"),
-    f"{ZERO}.offload_optimizer.device": (
-        _said("offload_optimizer", "place of optimizer state", *_PLACE),
-        "",
+_LEARNING_RATE = _said("learning_rate", "learning rate")
+_SWAP_FOLDER = _said("nvme_path", "folder on the fast disk", must_agree=False)
+_RULES: dict[str, _Rule] = {
+    f"{ZERO}.stage": _said("zero_stage", "ZeRO stage", 2, _BY_ACCELERATE),
+    f"{ZERO}.offload_optimizer.device": _said(
+        "offload_optimizer", "place of optimizer state", "none", _BY_ACCELERATE, must_agree=False
     ),
-    f"{ZERO}.offload_param.device": (_said("offload_param", "place of parameters", *_PLACE), ""),
-    f"{ZERO}.offload_optimizer.nvme_path": (_said("nvme_path", "folder on the fast disk"), ""),
-    f"{ZERO}.offload_param.nvme_path": (_said("nvme_path", "folder on the fast disk"), ""),
-    f"{ZERO}.stage3_gather_16bit_weights_on_model_save": (
-        _said("gather_16bit_weights", "choice", default=False, reason=_BY_ACCELERATE),
-        "",
+    f"{ZERO}.offload_param.device": _said(
+        "offload_param", "place of parameters", "none", _BY_ACCELERATE, must_agree=False
+    ),
+    f"{ZERO}.offload_optimizer.nvme_path": _SWAP_FOLDER,
+    f"{ZERO}.offload_param.nvme_path": _SWAP_FOLDER,
+    f"{ZERO}.stage3_gather_16bit_weights_on_model_save": _said(
+        "gather_16bit_weights", "choice", default=False, reason=_BY_ACCELERATE, must_agree=False
     ),
     # These three formulas are those of transformers' `HfTrainerDeepSpeedConfig`.
-    f"{ZERO}.reduce_bucket_size": (_by_width(lambda width: width * width, "hidden * hidden"), ""),
-    f"{ZERO}.stage3_prefetch_bucket_size": (
-        _by_width(lambda width: int(0.9 * width * width), "0.9 * hidden * hidden"),
-        "",
+    f"{ZERO}.reduce_bucket_size": _by_width(lambda width: width * width, "hidden * hidden"),
+    f"{ZERO}.stage3_prefetch_bucket_size": _by_width(
+        lambda width: int(0.9 * width * width), "0.9 * hidden * hidden"
     ),
-    f"{ZERO}.stage3_param_persistence_threshold": (
-        _by_width(lambda width: 10 * width, "10 * hidden"),
-        "",
+    f"{ZERO}.stage3_param_persistence_threshold": _by_width(
+        lambda width: 10 * width, "10 * hidden"
     ),
-    "gradient_accumulation_steps": (_accumulation, "accumulation_steps"),
-    "train_micro_batch_size_per_gpu": (_micro_batch, "micro_batch_size"),
-    "train_batch_size": (_total_batch, "micro_batch_size"),
-    "gradient_clipping": (
-        _said("max_grad_norm", "largest norm", 1.0, _BY_ACCELERATE),
-        "max_grad_norm",
+    "gradient_accumulation_steps": _Rule(_accumulation, "accumulation_steps"),
+    "train_micro_batch_size_per_gpu": _Rule(_micro_batch, "micro_batch_size"),
+    "train_batch_size": _Rule(_total_batch, "micro_batch_size"),
+    "gradient_clipping": _said("max_grad_norm", "largest norm", 1.0, _BY_ACCELERATE),
+    "optimizer.params.lr": _LEARNING_RATE,
+    "optimizer.params.betas": _said("betas", "betas", [0.9, 0.999], "the default of Adam"),
+    "optimizer.params.eps": _said("eps", "epsilon", 1e-8, "the default of Adam"),
+    "optimizer.params.weight_decay": _said(
+        "weight_decay", "weight decay", 0.0, "none unless the run says so"
     ),
-    "optimizer.params.lr": (_said("learning_rate", "learning rate"), "learning_rate"),
-    "optimizer.params.betas": (
-        _said("betas", "betas", [0.9, 0.999], "the default of Adam"),
-        "betas",
-    ),
-    "optimizer.params.eps": (_said("eps", "epsilon", 1e-8, "the default of Adam"), "eps"),
-    "optimizer.params.weight_decay": (
-        _said("weight_decay", "weight decay", 0.0, "none unless the run says so"),
-        "weight_decay",
-    ),
-    "scheduler.params.warmup_min_lr": (lambda _: (0, "a warm-up starts from nothing"), ""),
-    "scheduler.params.warmup_max_lr": (_warmup_peak, "learning_rate"),
-    "scheduler.params.total_num_steps": (_said("total_steps", "number of steps"), "total_steps"),
-    "scheduler.params.warmup_num_steps": (_warmup_steps, "warmup_steps"),
-    "fp16.enabled": (_precision("fp16"), "mixed_precision"),
-    "bf16.enabled": (_precision("bf16"), "mixed_precision"),
+    "scheduler.params.warmup_min_lr": _Rule(lambda _: (0, "a warm-up starts from nothing")),
+    "scheduler.params.warmup_max_lr": _Rule(_warmup_peak, "learning_rate"),
+    "scheduler.params.total_num_steps": _said("total_steps", "number of steps"),
+    "scheduler.params.warmup_num_steps": _Rule(_warmup_steps, "warmup_steps"),
+    "fp16.enabled": _precision("fp16"),
+    "bf16.enabled": _precision("bf16"),
 }
 
 AUTO_KEYS = tuple(_RULES)
@@ -289,7 +288,7 @@ def _filled_in(
     # In the order of the rules: later ones use what earlier ones decided.
     for key in (key for key in _RULES if key in waiting):
         try:
-            value, reason = _RULES[key][0](known)
+            value, reason = _RULES[key].decide(known)
         except _UnknownValue as error:
             undecided[key] = str(error)
             drop_at(settings, key)
@@ -361,14 +360,14 @@ def _contradictions(known: _Known) -> Iterator[str]:
         settings={key: value for key, value in known.settings.items() if key not in BATCH_SIZES},
         defaults=frozenset(),
     )
-    for key, (rule, fact_name) in _RULES.items():
+    for key, (decide, fact_name) in _RULES.items():
         in_file = value_at(known.settings, key)
         # A default that the user did not write contradicts nothing.
         is_said = fact_name and fact_name not in known.defaults
         if not is_said or in_file in (None, AUTO) or getattr(known.facts, fact_name) is None:
             continue
         try:
-            value, reason = rule(by_run)
+            value, reason = decide(by_run)
         except _UnknownValue:
             continue  # a share of an unknown number of steps
         if value != (list(in_file) if isinstance(value, list) else in_file):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ BUILDER = "deepspeed.ops.op_builder.builder"
 """The module whose class compiles every operation, however it is used."""
 
 
-def folder(environ: Mapping[str, str]) -> Path:
+def folder() -> Path:
     """Where torch builds operations, a folder each, by torch's rule (Python and CUDA versions)."""
-    if chosen_folder := environ.get("TORCH_EXTENSIONS_DIR"):
+    if chosen_folder := env.read("TORCH_EXTENSIONS_DIR"):
         return Path(chosen_folder)
     extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
     version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
@@ -34,13 +33,12 @@ def folder(environ: Mapping[str, str]) -> Path:
     return Path(extension.get_default_build_root()) / f"{python_tag}_{device_kind}"
 
 
-def is_built(operation_name: str, environ: Mapping[str, str]) -> bool:
+def is_built(operation_name: str) -> bool:
     """Whether an operation is there, from an earlier use or from DeepSpeed's installation."""
     # Not imported for it: without DeepSpeed loaded only the file tells.
-    installed_operations = getattr(
-        sys.modules.get("deepspeed.git_version_info"), "installed_ops", {}
-    )
-    built_operation = folder(environ) / operation_name / f"{operation_name}.so"
+    version_module = sys.modules.get("deepspeed.git_version_info")
+    installed_operations = getattr(version_module, "installed_ops", {})
+    built_operation = folder() / operation_name / f"{operation_name}.so"
     return bool(installed_operations.get(operation_name)) or built_operation.exists()
 
 
@@ -60,7 +58,7 @@ def change_builder(builder_module: Any) -> None:
 
     @functools.wraps(operation)
     def built(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_built(self.name, env.snapshot()):
+        if not is_built(self.name):
             # Flushed at once, since compiling prints nothing for minutes.
             write_notice(f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n")
             sys.stderr.flush()

@@ -85,7 +85,7 @@ def _advice(
     key: str, section_path: str, settings: Mapping[str, Any], schema: Schema
 ) -> tuple[str, str]:
     """The key that was probably meant, and the sentence that says so; empty where none is near."""
-    places = schema.places(key)
+    places = [path for path, keys in schema.sections.items() if key in keys]
     # A key that many sections have, such as "enabled", does not tell where it belongs.
     if 0 < len(places) <= 3:
         return key, f"It belongs in {' or '.join(place or 'the top level' for place in places)}."

@@ -106,7 +106,7 @@ def _compiler_words(environ: Mapping[str, str]) -> list[str]:
 def check_compiler() -> None:
     """Refuse to go on where the operation that every engine on a CPU needs cannot be built."""
     environ = env.snapshot()
-    if compiler_of(environ) is None and not build_notice.is_built(_CPU_OPERATION, environ):
+    if compiler_of(environ) is None and not build_notice.is_built(_CPU_OPERATION):
         raise PlatformUnsupported(no_compiler(environ, [_CPU_OPERATION]))
 
 
@@ -116,7 +116,7 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
     A process that builds keeps the lock open until it has finished; any other waits until the file
     is gone, silently and without a time limit.
     """
-    locks = sorted(build_notice.folder(env.snapshot()).glob("*/lock"))
+    locks = sorted(build_notice.folder().glob("*/lock"))
     forgotten = tuple(path for path in locks if is_forgotten(path))
     for path in forgotten:
         # A warning, since it changes a folder that other environments of this user share.

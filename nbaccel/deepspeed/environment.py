@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
@@ -336,3 +338,59 @@ def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
         **processes.store_options(fd),
     )
     dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+# ------------------------------------------------------------------------------ shared by engines
+
+_USERS: Counter[DeepSpeedEnvironment] = Counter()
+"""How many engines and builders use an environment that was made for them: one at most is open."""
+
+
+class Lease:
+    """One user's claim that engines can be made in this process.
+
+    Where there is no process group, an environment of one process is made; it ends with the last
+    claim. In a launched process the variables that DeepSpeed needs are set.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._environment: DeepSpeedEnvironment | None = None
+
+    def take(self) -> None:
+        """Claim it; a second time does nothing."""
+        if self._environment is not None:
+            return
+        import torch.distributed as dist
+
+        ignore_old_names()
+        gc.collect()  # strategies of an earlier run of the cell, in cycles, still hold their lease
+        # Others, such as `deepspeed_environment()`, may have closed one while it had users.
+        shared = next((known for known in _USERS if not known.closed), None)
+        if shared is None and dist.is_initialized():
+            _prepare_launched(self._device)
+            return
+        self._environment = shared or deepspeed_environment(device=self._device)
+        _USERS[self._environment] += 1
+
+    def give_up(self) -> None:
+        """End the claim; without one this does nothing."""
+        environment = self._environment
+        self._environment = None
+        if environment is None:
+            return
+        _USERS[environment] -= 1
+        if not _USERS[environment]:
+            del _USERS[environment]
+            environment.close()
+
+
+def _prepare_launched(device: torch.device) -> None:
+    """Set the variables that DeepSpeed needs in a process that a launcher started."""
+    env.update({"PATH": cpp_operations.path_with_ninja()})
+    if device.type == "cpu":
+        cpp_operations.check_compiler()
+        # DeepSpeed reads it once, when it is imported, and would compute on a GPU if it finds
+        # one.
+        env.update({"DS_ACCELERATOR": env.read("DS_ACCELERATOR") or "cpu"})
+    cpp_operations.remove_forgotten_locks()

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -32,19 +31,14 @@ _ADAM_ALSO = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a constructor takes.
-
-    Attributes:
-        owner: Its class, for messages.
-        known: Names of arguments.
-        needed: Those without a default.
-        open: Whether it takes any name.
-    """
+    """What the constructor of a class, the owner, takes."""
 
     owner: str
     known: frozenset[str]
     needed: frozenset[str] = frozenset()
+    """Those without a default."""
     open: bool = False
+    """Whether it takes any name."""
 
     @classmethod
     def of(cls, made_class: type, *also: str) -> Arguments:
@@ -61,32 +55,19 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The keys, models and classes of the installed DeepSpeed.
-
-    Attributes:
-        version: DeepSpeed's version.
-        sections: Keys of each section by its path; the top level is the empty path. A section that
-            is not here takes any key.
-        models: DeepSpeed's own model of a section, where it has one.
-        removed: Keys that DeepSpeed had, by path, and its sentence on each.
-        optimizers: Names of optimizers: DeepSpeed's, in any case, and torch's.
-        own_optimizers: DeepSpeed's alone.
-        schedulers: Learning rate schedules and what their constructors take; DeepSpeed's first.
-        own_schedulers: Names of DeepSpeed's alone.
-    """
+    """The keys, models and classes of the installed DeepSpeed; `own_` are without torch's."""
 
     version: str
     sections: Mapping[str, frozenset[str]]
-    models: Mapping[str, type[BaseModel]] = field(repr=False)
-    removed: Mapping[str, str] = field(repr=False)
-    optimizers: tuple[str, ...] = ()
-    own_optimizers: tuple[str, ...] = ()
-    schedulers: Mapping[str, Arguments] = field(default_factory=dict)
-    own_schedulers: tuple[str, ...] = ()
-
-    def places(self, config_key: str) -> tuple[str, ...]:
-        """Where a key belongs."""
-        return tuple(path for path, keys in self.sections.items() if config_key in keys)
+    """Keys by the section's path, empty at the top; one that is not here takes any key."""
+    models: Mapping[str, type[BaseModel]]
+    removed: Mapping[str, str]
+    """Keys that DeepSpeed had, by path, and its sentence on each."""
+    optimizers: tuple[str, ...]
+    own_optimizers: tuple[str, ...]
+    """In lower case; DeepSpeed takes them in any."""
+    schedulers: Mapping[str, Arguments]
+    own_schedulers: tuple[str, ...]
 
     def defaults(self, config_key: str) -> tuple[Any, ...]:
         """DeepSpeed's default for a key of one of its models, which replace ``"auto"`` by it."""
@@ -150,9 +131,9 @@ def deepspeed_schema() -> Schema:
     }
     return Schema(
         version=str(deepspeed.__version__),
-        sections=MappingProxyType(search.sections),
-        models=MappingProxyType(search.models),
-        removed=MappingProxyType(removed_keys),
+        sections=search.sections,
+        models=search.models,
+        removed=removed_keys,
         optimizers=(*config_module.DEEPSPEED_OPTIMIZERS, *torch_optimizers),
         own_optimizers=tuple(config_module.DEEPSPEED_OPTIMIZERS),
         schedulers={

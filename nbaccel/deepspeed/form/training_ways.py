@@ -10,7 +10,6 @@ from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits, strategy_row
-from nbaccel.deepspeed.form.key_edits import put_place
 from nbaccel.deepspeed.zero_config import ZERO
 from nbaccel.deepspeed.zero_memory import (
     OPTIMIZER_PLACE,
@@ -52,6 +51,23 @@ def missing_library() -> str:
     if is_installed("deepspeed"):
         return ""
     return f"DeepSpeed is not installed: {install_line('deepspeed')}"
+
+
+def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str = "") -> bool:
+    """Say where something is kept, with the folder that only a disk has; whether it is new."""
+    section = key.rpartition(".")[0]
+    path_key = f"{section}.nvme_path"
+    if place in (None, "", "none") or isinstance(nested_keys.value_at(settings, section), str):
+        nested_keys.drop_at(settings, section)
+    if place in (None, "", "none"):
+        return False
+    nested_keys.put_at(settings, key, place)
+    if place != "nvme":
+        nested_keys.drop_at(settings, path_key)
+    elif not nested_keys.value_at(settings, path_key):
+        nested_keys.put_at(settings, path_key, folder)
+        return True
+    return False
 
 
 def engine_refusal(config: RunConfig) -> str:

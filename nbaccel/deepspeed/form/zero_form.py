@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from nbaccel.base.errors import ConfigError
@@ -13,17 +14,22 @@ from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.deepspeed.auto_values import resolve_decided
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.config_keys import misspelt_keys
-from nbaccel.deepspeed.form.key_edits import with_key, with_stage
 from nbaccel.deepspeed.form.key_settings import COMMON, EVERYDAY, OVERLAP, key_settings
 from nbaccel.deepspeed.form.training_ways import (
     engine_refusal,
     missing_library,
+    put_place,
     training_ways,
     way_name,
 )
 from nbaccel.deepspeed.training_facts import TrainingFacts
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, old_forms
-from nbaccel.deepspeed.zero_memory import OPTIMIZER_PLACE, PARAM_PLACE, estimate_memory
+from nbaccel.deepspeed.zero_memory import (
+    OPTIMIZER_PLACE,
+    PARAM_PLACE,
+    estimate_memory,
+    place_at_stage,
+)
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.model_size import Shape
 from nbaccel.memory.settings_form import Edit, FilledConfig, Setting, SettingsForm, TrainingWay
@@ -32,7 +38,8 @@ from nbaccel.plan.launch_plan import Choice
 
 _FEW_KEYS = 4  # enough to recognise a file
 _STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
-_PLACE_KEYS = (OPTIMIZER_PLACE, PARAM_PLACE)
+_PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
+_STAND_INS = {"optimizer.type": "DummyOptim", "scheduler.type": "DummyScheduler"}
 _NO_STAGE = "choose a ZeRO stage first"
 _KEY_OF_RUN_FIELD = {
     "mixed_precision": "bf16.enabled, fp16.enabled",
@@ -74,7 +81,7 @@ class DeepSpeedForm(SettingsForm):
         if setting.name == "zero_stage":
             return config.zero_stage if config.uses_deepspeed else None
         # "none" and no key are one choice: on the device.
-        if setting.name in _PLACE_KEYS:
+        if setting.name in _PLACE_CONTENTS:
             return _place_of(config, setting.name)
         return nested_keys.value_at(config.deepspeed, setting.strategy_key)
 
@@ -89,13 +96,13 @@ class DeepSpeedForm(SettingsForm):
     ) -> Edit:
         """See :meth:`SettingsForm.edited`."""
         if setting.name == "zero_stage":
-            return with_stage(config, value, (before and before.deepspeed) or {})
+            return _with_stage(config, value, (before and before.deepspeed) or {})
         if not config.uses_deepspeed:
             raise ConfigError(
                 f"{setting.name}={value!r} is for DeepSpeed, which is off, and would have no "
                 "effect. Choose a ZeRO stage first."
             )
-        return with_key(config, setting.name, value)
+        return _with_key(config, setting.name, value)
 
     def check(self, config: RunConfig, device: str) -> None:
         """See :meth:`SettingsForm.check`."""
@@ -112,7 +119,7 @@ class DeepSpeedForm(SettingsForm):
             return ""
         if setting.name == "zero_stage":
             return engine_refusal(config)
-        if setting.name not in _PLACE_KEYS:
+        if setting.name not in _PLACE_CONTENTS:
             return ""
         if not config.uses_deepspeed or stage is None:
             return _NO_STAGE
@@ -129,7 +136,7 @@ class DeepSpeedForm(SettingsForm):
         if not config.uses_deepspeed or config.zero_stage is None:
             return _NO_STAGE
         # A place can be chosen at any stage: its options say what they need.
-        if key in _PLACE_KEYS:
+        if key in _PLACE_CONTENTS:
             return ""
         for_stage_3 = (f"{ZERO}.stage3_", f"{ZERO}.offload_param.")
         if key.startswith(for_stage_3) and config.zero_stage < _STAGE_OF_PARAMETERS:
@@ -225,6 +232,52 @@ class DeepSpeedForm(SettingsForm):
     def is_document(self, settings: Mapping[str, Any]) -> bool:
         """See :meth:`SettingsForm.is_document`."""
         return set(settings) == {"gradient_accumulation_steps"}
+
+
+def _with_stage(
+    run_config: RunConfig, stage: int | None, earlier_settings: Mapping[str, Any]
+) -> Edit:
+    """A run with another ZeRO stage."""
+    if stage is None:
+        return Edit(run_config.changed(zero_stage=None, deepspeed=None))
+    # Turning DeepSpeed off and on again must not lose what was set before.
+    settings = copy.deepcopy(
+        dict((run_config.deepspeed or {}) if run_config.uses_deepspeed else earlier_settings)
+    )
+    remarks: tuple[str, ...] = ()
+    for key, content in _PLACE_CONTENTS.items():
+        place = nested_keys.value_at(settings, key) or "none"
+        possible = place_at_stage(key, place, stage)
+        if possible != place:
+            put_place(settings, key, possible)
+            target = "the CPU" if possible == "cpu" else "the device"
+            remarks += (f"Place of {content}: {target}, as stage {stage} cannot use {place}.",)
+    return Edit(run_config.changed(zero_stage=stage, deepspeed=settings), remarks)
+
+
+def _with_key(config: RunConfig, key: str, value: Any) -> Edit:
+    """A run with another value for a key of DeepSpeed."""
+    settings = copy.deepcopy(dict(config.deepspeed or {}))
+    remarks: tuple[str, ...] = ()
+    part = key.partition(".")[0]
+    if key in _PLACE_CONTENTS:
+        # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
+        folder = str(Path.cwd() / "nvme_offload")
+        if put_place(settings, key, value, folder):
+            remarks = (
+                f"Files of {_PLACE_CONTENTS[key]} go to {folder}: change it to a fast disk.",
+            )
+    elif value in (None, ""):
+        nested_keys.drop_at(settings, key)
+        if key in _STAND_INS:  # without a type its parameters have no meaning
+            settings.pop(part, None)
+    else:
+        nested_keys.put_at(settings, key, value)
+        if key in _STAND_INS:
+            remarks = (
+                f"DeepSpeed makes the {part}: give prepare a {_STAND_INS[key]} in its place.",
+            )
+    return Edit(config.changed(deepspeed=settings), remarks)
 
 
 def _place_of(config: RunConfig, place_key: str) -> str | None:

@@ -16,13 +16,13 @@ from torch import nn
 from nbaccel.base.errors import ConfigError
 from nbaccel.deepspeed import room
 from nbaccel.deepspeed.auto_values import Resolved
+from nbaccel.deepspeed.environment import Lease
 from nbaccel.deepspeed.strategy import (
     diagnostics,
     engine_checkpoints,
     engines,
     gathering,
     nvme_swapping,
-    shared_environment,
     zero_init,
 )
 from nbaccel.deepspeed.strategy.engine_driver import (
@@ -36,6 +36,7 @@ from nbaccel.deepspeed.strategy.engines import begin_comm, is_engines, make_engi
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.strategy.resolve_config import check_parts, resolve_config
 from nbaccel.deepspeed.strategy.restore import remember, take_back_together
+from nbaccel.deepspeed.teardown import forget_modules
 from nbaccel.deepspeed.training_facts import made_in
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.memory.model_size import measure
@@ -53,6 +54,15 @@ if TYPE_CHECKING:
     from nbaccel.plan.contracts.precision import Precision
 
 
+_ORPHANED_DRIVES: list[Drive] = []
+"""Engines whose Accelerator is gone, without which they cannot be trained.
+
+In a live worker a cell that prepares is run again, perhaps with another model. The earlier engine
+would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
+collector does not see that nothing else refers to them.
+"""
+
+
 class DeepSpeedStrategy(Strategy):
     """DeepSpeed's ZeRO."""
 
@@ -68,7 +78,7 @@ class DeepSpeedStrategy(Strategy):
         # By id of the engine, which its Drive keeps alive: no other object gets the same id
         # meanwhile.
         self._drives: dict[int, Drive] = {}
-        self._lease = shared_environment.Lease(place.device)
+        self._lease = Lease(place.device)
         finalizer: Any
         if place.is_alone:
             # A cell that is run again forgets its Accelerator; the notebook's modules stay. The
@@ -76,8 +86,7 @@ class DeepSpeedStrategy(Strategy):
             finalizer = weakref.finalize(self, _end_all, self._drives, self._lease)
         else:
             # The engines are only noted: a cell may still look at them after the Accelerator.
-            noted = shared_environment.ORPHANED_DRIVES
-            finalizer = weakref.finalize(self, noted.extend, self._drives.values())
+            finalizer = weakref.finalize(self, _ORPHANED_DRIVES.extend, self._drives.values())
         # At exit no cell looks at the modules again, and the environment's own atexit handler
         # destroys the engines.
         finalizer.atexit = False
@@ -164,7 +173,12 @@ class DeepSpeedStrategy(Strategy):
         plugin: DeepSpeedPlugin,
         given_settings: dict[str, Any],
     ) -> Drive | None:
-        scheduler = _engine_scheduler(bundle, optimizer)
+        of_optimizer = (
+            one
+            for one in bundle.schedulers
+            if optimizer is None or getattr(one, "optimizer", optimizer) is optimizer
+        )
+        scheduler = next(filter(is_engines, of_optimizer), None)
         is_training = optimizer is not None or _is_trained_by_file(model, given_settings, bundle)
         settings = given_settings
         if not is_training:  # DeepSpeed would make these from the file all the same
@@ -184,7 +198,11 @@ class DeepSpeedStrategy(Strategy):
         begin_comm(resolved_config.config)  # first: destroying engines below needs it
         if not self.place.is_alone:
             take_back_together(model, self.place.device)
-            shared_environment.end()
+            # Removed before it ends: one that cannot be destroyed must not be tried again by each
+            # `prepare`.
+            while _ORPHANED_DRIVES:
+                _ORPHANED_DRIVES.pop().end(is_alone=False)
+            forget_modules()
         # Before the engine is made, which casts the module in place.
         states_before = remember(model)
         made_as = made_in(model)
@@ -399,7 +417,7 @@ class DeepSpeedStrategy(Strategy):
             self.load_model_state(model, weights, strict=not left_out)
 
 
-def _end_all(engine_drives: dict[int, Drive], lease: shared_environment.Lease) -> None:
+def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:
     for engine_drive in engine_drives.values():
         engine_drive.end(is_alone=True)
     lease.give_up()
@@ -423,7 +441,11 @@ def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
     """Each model's optimizer, by the number of the model."""
     found: dict[int, Any] = {}
     for optimizer in bundle.optimizers:
-        trained = {id(parameter) for parameter in _parameters_of_optimizer(optimizer)}
+        is_dummy = isinstance(optimizer, DummyOptim)
+        # A DummyOptim takes what torch's optimizers take: groups, or parameters themselves.
+        groups = optimizer.params if is_dummy else optimizer.param_groups
+        parts = (one["params"] if isinstance(one, dict) else [one] for one in groups)
+        trained = {id(parameter) for part in parts for parameter in part}
         numbers = [
             number
             for number, model in enumerate(bundle.models)
@@ -439,22 +461,6 @@ def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
             )
         found[numbers[0]] = optimizer
     return found
-
-
-def _parameters_of_optimizer(optimizer: Any) -> Iterable[torch.Tensor]:
-    groups = optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups
-    # A DummyOptim takes what torch's optimizers take: groups, or parameters themselves.
-    for group in groups:
-        yield from group["params"] if isinstance(group, dict) else [group]
-
-
-def _engine_scheduler(bundle: Bundle, optimizer: Any) -> Any:
-    """The first of an optimizer's schedulers that the engine is to step; None if there is none."""
-    for scheduler in bundle.schedulers:
-        is_its = optimizer is None or getattr(scheduler, "optimizer", optimizer) is optimizer
-        if is_its and is_engines(scheduler):
-            return scheduler
-    return None
 
 
 def _schedule_of(

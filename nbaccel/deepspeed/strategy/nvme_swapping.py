@@ -143,7 +143,7 @@ def skip_repeated_reads(module: nn.Module) -> None:
     swappers = (getattr(parameter, "nvme_swapper", None) for parameter in module.parameters())
     # The parameters of an engine share one swapper, which must be wrapped once.
     for swapper in {id(swapper): swapper for swapper in swappers if swapper is not None}.values():
-        swapper.swap_in = _read_once(swapper.swap_in)
+        swapper.swap_in = functools.partial(_read_once, swapper.swap_in)
 
 
 def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) -> None:
@@ -189,14 +189,10 @@ def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
     return torch.from_file(str(path), shared=is_shared, size=part_size, dtype=tensor.dtype)
 
 
-def _read_once(swap_in: Any) -> Any:
-    @functools.wraps(swap_in)
-    def read(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        # By id, since tensors compare element by element.
-        unique = {id(parameter): parameter for parameter in parameters}
-        return swap_in(list(unique.values()), *args, **kwargs)
-
-    return read
+def _read_once(swap_in: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    # By id, since tensors compare element by element.
+    unique = {id(parameter): parameter for parameter in parameters}
+    return swap_in(list(unique.values()), *args, **kwargs)
 
 
 def _swap_status() -> Any:

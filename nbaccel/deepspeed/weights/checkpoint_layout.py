@@ -60,14 +60,7 @@ from nbaccel.deepspeed.weights.state_files import (
 )
 
 # Raised where entries have another type than DeepSpeed gives them; the file may be anything.
-_STRUCTURE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_ENTRY_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _MOST_RANKS = 2**20  # `range` of a number in a damaged file must not take all memory
 _STAGE_NAMES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 _ROUNDED_BYTES = 2**20  # far above DeepSpeed's rounding; smaller tensors are never swapped
@@ -91,7 +84,7 @@ def read_layout(
         return of_stage(files, model, exclude_frozen_parameters)
     except ConfigError:
         raise  # it is a `ValueError`, too
-    except _STRUCTURE_ERRORS as error:
+    except _ENTRY_ERRORS as error:
         raise CheckpointDamaged(
             f"{files.folder} has files without the entries that DeepSpeed writes "
             f"({type(error).__name__}: {error}): they are damaged, or something else wrote them. "

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nbaccel.deepspeed import deepspeed_environment
-from nbaccel.deepspeed.strategy.shared_environment import Lease
+from nbaccel.deepspeed.environment import Lease
 from tests.deepspeed import needs
 
 pytestmark = needs.DEEPSPEED
