@@ -30,7 +30,6 @@ from nbaccel.base import env, processes
 from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.deepspeed import cpp_operations, library, teardown
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.inventory import Inventory
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +52,9 @@ def _read_device(device: object) -> tuple[str | None, int]:
     return match[1], int(match[2] or 0) if match[1] == "cuda" else 0
 
 
-def _check_gpu(index: int, machine: Inventory) -> None:
+def _check_gpu(index: int) -> None:
     """Refuse a GPU that is not there."""
+    machine = inspect_machine()
     if index >= len(machine.gpus):
         listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
         remedy = "one of these" if listed else "device='cpu'"
@@ -183,9 +183,34 @@ def deepspeed_environment(
     _close_current()
     _check_launcher(env.snapshot())
     _check_group()
-    # The stack undoes every step if one fails; `_open_environment` takes the steps out at its end.
+    # The stack undoes every step if one fails; in the end it hands them to the environment.
     with contextlib.ExitStack() as stack:
-        opened_environment = _open_environment(wanted_kind, gpu_index, port, timeout_s, stack)
+        if wanted_kind == "cuda":
+            _check_gpu(gpu_index)
+        ignore_old_names()
+        socket = stack.enter_context(
+            processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
+        )
+        port_number = int(socket.getsockname()[1])
+        variables = _environment_variables(wanted_kind, gpu_index, port_number)
+        stack.enter_context(env.applied(variables))
+        # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there.
+        stack.callback(teardown.tear_down, teardown.observe())
+        deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
+        kind = _chosen_device(deepspeed, wanted_kind)
+        if kind == "cpu":
+            cpp_operations.check_compiler()
+        # One that was asked for has been looked at before DeepSpeed was imported.
+        elif kind == "cuda" and wanted_kind is None:
+            _check_gpu(gpu_index)
+        cpp_operations.remove_forgotten_locks()
+        backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
+        # The store owns the descriptor from here on, so the socket must not close it.
+        _begin_group(backend_name, socket.detach(), port_number, timeout_s)
+        device = kind if kind == "cpu" else f"{kind}:{gpu_index}"
+        opened_environment = DeepSpeedEnvironment(
+            device=device, backend=backend_name, port=port_number, undo=stack.pop_all()
+        )
     _OPEN_ENVIRONMENTS.add(opened_environment)
     return opened_environment
 
@@ -196,42 +221,6 @@ def ignore_old_names() -> None:
     DeepSpeed 0.19 calls collectives by names that torch 2.13 has replaced.
     """
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
-
-
-def _open_environment(
-    wanted_kind: str | None,
-    gpu_index: int,
-    port: int | None,
-    timeout_s: float,
-    stack: contextlib.ExitStack,
-) -> DeepSpeedEnvironment:
-    """Everything in its order; what was done is undone if a step fails."""
-    if wanted_kind == "cuda":
-        _check_gpu(gpu_index, inspect_machine())
-    ignore_old_names()
-    socket = stack.enter_context(
-        processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
-    )
-    port_number = int(socket.getsockname()[1])
-    variables = _environment_variables(wanted_kind, gpu_index, port_number)
-    stack.enter_context(env.applied(variables))
-    # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there before.
-    stack.callback(teardown.tear_down, teardown.observe())
-    deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
-    kind = _chosen_device(deepspeed, wanted_kind)
-    if kind == "cpu":
-        cpp_operations.check_compiler()
-    # One that was asked for has been looked at before DeepSpeed was imported.
-    elif kind == "cuda" and wanted_kind is None:
-        _check_gpu(gpu_index, inspect_machine())
-    cpp_operations.remove_forgotten_locks()
-    backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
-    # The store owns the descriptor from here on, so the socket must not close it.
-    _begin_group(backend_name, socket.detach(), port_number, timeout_s)
-    device = kind if kind == "cpu" else f"{kind}:{gpu_index}"
-    return DeepSpeedEnvironment(
-        device=device, backend=backend_name, port=port_number, undo=stack.pop_all()
-    )
 
 
 def _environment_variables(

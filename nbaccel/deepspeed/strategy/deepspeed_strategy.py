@@ -149,9 +149,7 @@ class DeepSpeedStrategy(Strategy):
             bundle,
             models=tuple(drive.engine if drive else model for model, drive in models),
             optimizers=tuple(
-                EngineOptimizer(drive, optimizer)
-                if (drive := drive_of[id(optimizer)])
-                else optimizer
+                EngineOptimizer(drive) if (drive := drive_of[id(optimizer)]) else optimizer
                 for optimizer in bundle.optimizers
             ),
             schedulers=tuple(
@@ -471,4 +469,4 @@ def _schedule_of(
         return scheduler
     # Where its optimizer is only in the file, one engine has it.
     drive = drive_of.get(id(scheduler.optimizer)) or next(filter(None, drives))
-    return EngineScheduler(drive, scheduler)
+    return EngineScheduler(drive)

@@ -13,7 +13,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -94,22 +94,23 @@ def drive_of_parameters(parameters: Iterable[torch.Tensor], drives: Sequence[Dri
 
 
 class _EngineProxy:
-    """The engine's optimizer or schedule, in place of `given`, the object that was prepared."""
+    """The engine's optimizer or schedule, in place of the object that was prepared."""
 
-    def __init__(self, drive: Drive, given_object: Any) -> None:
+    _name_in_engine: ClassVar[str]
+    """The engine's attribute with the object whose attributes are read where this one has none."""
+
+    def __init__(self, drive: Drive) -> None:
         # The constructor of `Optimizer` is not called: it would make a second state and groups.
         self._drive = drive
-        self.given = given_object
 
     @property
     def _inner(self) -> Any:
-        """The object whose attributes are read where this one has none."""
-        raise NotImplementedError
+        return getattr(self._drive.engine, self._name_in_engine)
 
     def __getattr__(self, name: str) -> Any:
         # `_inner` reads `_drive`: without this, an object made without its constructor, as `copy`
         # makes it, would recurse without end.
-        if name in ("_drive", "given"):
+        if name == "_drive":
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
         return getattr(self._inner, name)
 
@@ -120,6 +121,8 @@ class EngineOptimizer(_EngineProxy, Optimizer):
     Groups and state are those of the optimizer inside: this process's part of the parameters,
     flattened.
     """
+
+    _name_in_engine = "basic_optimizer"
 
     @property
     def model(self) -> Any:
@@ -172,10 +175,6 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         """Refused; see :meth:`Drive.__reduce__`."""
         return self._drive.__reduce__()
 
-    @property
-    def _inner(self) -> Any:
-        return self._drive.engine.basic_optimizer
-
     def __repr__(self) -> str:
         own = type(self._drive.engine.optimizer).__name__
         return f"{type(self).__name__}({own} over {type(self._inner).__name__})"
@@ -184,9 +183,7 @@ class EngineOptimizer(_EngineProxy, Optimizer):
 class EngineScheduler(_EngineProxy):
     """A schedule that the engine advances with its steps."""
 
-    @property
-    def _inner(self) -> Any:
-        return self._drive.engine.lr_scheduler
+    _name_in_engine = "lr_scheduler"
 
     def step(self, *_: Any, **__: Any) -> None:
         """Nothing: the engine's step has advanced it."""

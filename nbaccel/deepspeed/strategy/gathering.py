@@ -63,23 +63,17 @@ def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool
                 continue
             # Tied parameters are one tensor of several names.
             done.add(id(tensor))
-            whole = _from_first(state.get(name), tensor)
+            # In float32 also for a model in 16 bit, whose optimizer has a float32 copy to be set.
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            shape = local_shards.shape_of(tensor)
+            whole = torch.empty(shape, dtype=dtype, device=tensor.device)
+            if dist.get_rank() == 0:
+                whole.copy_(state[name])
+            dist.broadcast(whole, 0)
             if local_shards.is_cut(tensor):
                 local_shards.assign(tensor, whole)
             else:
                 tensor.detach().copy_(whole)
-
-
-def _from_first(value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """Process 0's tensor on every process, in float32 where it is a floating-point one."""
-    # In float32 also for a model in 16 bit, whose optimizer has a float32 copy to be set.
-    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    device = tensor.device
-    whole_tensor = torch.empty(local_shards.shape_of(tensor), dtype=dtype, device=device)
-    if dist.get_rank() == 0 and value is not None:
-        whole_tensor = value.detach().to(device, dtype).contiguous()
-    dist.broadcast(whole_tensor, 0)
-    return whole_tensor
 
 
 def _misfit_text(

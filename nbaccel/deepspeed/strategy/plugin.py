@@ -241,9 +241,6 @@ class DeepSpeedPlugin(Settings):
             )
         self._selected = True
 
-    def _unselect(self) -> None:
-        self._selected = False
-
     def fill_match(
         self,
         ds_key_long: str,
@@ -511,7 +508,7 @@ class Plugins:
         plugin = self.get(name)
         # Code written for Accelerate reads `selected` of each plugin.
         for known_plugin in self.by_name.values():
-            known_plugin._unselect()  # noqa: SLF001 - one of the same module
+            known_plugin._selected = False  # noqa: SLF001 - one of the same module
         plugin.select(_from_accelerator_state=True)
         self._selected = name
 

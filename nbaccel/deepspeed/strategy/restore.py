@@ -170,7 +170,15 @@ def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Te
             found[id(parameter)] = whole.to(parameter.device)
         elif local_shards.is_partitioned(parameter) and parameter.numel() != whole.numel():
             missing.append(name)
-    _check_none_missing(module, missing, device)
+    missing_count = torch.tensor(len(missing), device=device)
+    dist.all_reduce(missing_count)
+    if missing_count:
+        raise ConfigError(
+            f"{type(module).__name__} was taken apart by an engine that was not finished on "
+            f"all processes: {int(missing_count)} part(s) of weights are lost "
+            f"({', '.join(missing[:3]) or 'on other ranks'}). Build a new model, or "
+            "restart the workers (%accelerate restart), which get the notebook's."
+        )
     return found
 
 
@@ -181,18 +189,6 @@ def _fill_in(whole: torch.Tensor, pieces: Iterable[Piece]) -> int:
         whole.view(-1)[first : first + values.numel()].copy_(values)
         count += values.numel()
     return count
-
-
-def _check_none_missing(module: nn.Module, names: list[str], device: torch.device) -> None:
-    missing_count = torch.tensor(len(names), device=device)
-    dist.all_reduce(missing_count)
-    if missing_count:
-        raise ConfigError(
-            f"{type(module).__name__} was taken apart by an engine that was not finished on "
-            f"all processes: {int(missing_count)} part(s) of weights are lost "
-            f"({', '.join(names[:3]) or 'on other ranks'}). Build a new model, or "
-            "restart the workers (%accelerate restart), which get the notebook's."
-        )
 
 
 def _restore_module(

@@ -93,7 +93,15 @@ def save_16bit_weights(
     # Whatever has failed, rank 0 takes part in all gathers: the others would wait.
     for _ in gathered:
         continue
-    _check_all_ranks(error, folder)
+    # As text: an exception of any type need not survive pickling.
+    rank_errors = [None if error is None else f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(rank_errors, src=0)
+    if error is not None:
+        raise error
+    if rank_errors[0] is not None:
+        raise CheckpointFailed(
+            f"save_16bit_weights({str(folder)!r}) failed on rank 0, which writes. {rank_errors[0]}"
+        )
     return Written.of_shards(folder, shards)
 
 
@@ -115,18 +123,6 @@ def _write_shards(
     except Exception as error:  # whatever it is, the others must hear of it
         return error
     return None
-
-
-def _check_all_ranks(error: Exception | None, folder: Path) -> None:
-    # As text: an exception of any type need not survive pickling.
-    rank_errors = [None if error is None else f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(rank_errors, src=0)
-    if error is not None:
-        raise error
-    if rank_errors[0] is not None:
-        raise CheckpointFailed(
-            f"save_16bit_weights({str(folder)!r}) failed on rank 0, which writes. {rank_errors[0]}"
-        )
 
 
 # ------------------------------------------------------------------------- what there is
