@@ -314,22 +314,17 @@ def _filled_in(
         drop_at(settings, key)
     choices += _added_precision(known)
     if left_out is None:
-        mistakes += (_undecided(key, reason) for key, reason in undecided.items())
+        for key, reason in undecided.items():
+            text = (
+                f'{key}="auto" cannot be filled in: {reason}. DeepSpeed would fall back to its '
+                "default or fail. Alternatively, write a value in its place."
+            )
+            mistakes.append(FieldMistake(text if key in _RULES else reason, key))
     else:
         left_out |= undecided
     if mistakes:
         raise ConfigError(*mistakes)
     return Resolved(ZeroConfig.from_dict(settings), tuple(choices))
-
-
-def _undecided(key: str, reason: str) -> FieldMistake:
-    if key not in _RULES:
-        return FieldMistake(reason, key)
-    text = (
-        f'{key}="auto" cannot be filled in: {reason}. DeepSpeed would fall back to its default or '
-        "fail. Alternatively, write a value in its place."
-    )
-    return FieldMistake(text, key)
 
 
 def _installed_schema() -> Schema | None:

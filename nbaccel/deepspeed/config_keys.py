@@ -16,7 +16,7 @@ from typing import Any
 from nbaccel.config.field_rules import FieldMistake
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.deepspeed.schema import Schema
-from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, Section, ZeroConfig, section_of
+from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, config_fields
 
 _COMMENT_STARTS = ("_", "//", "#", "$")
 # What people write at the top level, and what they mean by it.
@@ -165,21 +165,9 @@ def misspelt_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterat
 
 
 @lru_cache(maxsize=1)
-def _fields_by_section() -> dict[str, frozenset[str]]:
+def _fields_by_section() -> dict[str, set[str]]:
     """Keys with a field by the path of their section; the top level is the empty path."""
-    found: dict[str, frozenset[str]] = {}
-
-    def add(section: type[Section], path: str) -> None:
-        names = frozenset(section.model_fields) - {"extra"}
-        if section is ZeroConfig:
-            found[ZERO] = frozenset(ZERO_KEYS)
-            names = names - found[ZERO] | {ZERO}
-        found[path] = names
-        for name, model_field in section.model_fields.items():
-            inner = section_of(model_field)
-            if inner is not None:
-                place = ZERO if section is ZeroConfig and name in ZERO_KEYS else path
-                add(inner, f"{place}.{name}".lstrip("."))
-
-    add(ZeroConfig, "")
+    found: dict[str, set[str]] = {"": {ZERO}}
+    for place, name, _ in config_fields():
+        found.setdefault(place, set()).add(name)
     return found

@@ -489,6 +489,20 @@ class ZeroConfig(_ZeroSection):
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
+def config_fields(
+    section: type[Section] = ZeroConfig, path: str = ""
+) -> Iterator[tuple[str, str, FieldInfo]]:
+    """Each field: the path of the section that JSON has it in, its key there, and the field."""
+    for name, model_field in section.model_fields.items():
+        if name == _EXTRA_FIELD:
+            continue
+        place = ZERO if section is ZeroConfig and name in ZERO_KEYS else path
+        yield place, name, model_field
+        inner = section_of(model_field)
+        if inner is not None:
+            yield from config_fields(inner, f"{place}.{name}".lstrip("."))
+
+
 # ------------------------------------------------------------------------------ documents
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nbaccel.config.field_rules import rule_of
 from nbaccel.deepspeed.auto_values import AUTO_KEYS
-from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, ZeroConfig, section_of
+from nbaccel.deepspeed.zero_config import ZERO, config_fields, section_of
 from nbaccel.deepspeed.zero_memory import DEFAULTS, OPTIMIZER_PLACE, PARAM_PLACE
 from nbaccel.memory.settings_form import ChoiceOption, Setting
 
@@ -110,20 +109,11 @@ def key_settings() -> Iterator[Setting]:
         strategy_key=f"{ZERO}.stage",
         docs_link=_docs_link(ZERO),
     )
-    yield from _of_section(ZeroConfig, "")
-
-
-def _of_section(model: type[BaseModel], path: str) -> Iterator[Setting]:
     # Settings of the run, which has choices for them elsewhere in the form.
     run_keys = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
-    for name, field in model.model_fields.items():
-        # `ZeroConfig` has the keys of `zero_optimization` as fields of its top level.
-        place = ZERO if not path and name in ZERO_KEYS else path
-        key = f"{place}.{name}" if place else name
-        section = section_of(field)
-        if section is not None:
-            yield from _of_section(section, key)
-        elif name != "extra" and key not in run_keys:
+    for place, name, field in config_fields():
+        key = f"{place}.{name}".lstrip(".")
+        if section_of(field) is None and key not in run_keys:
             yield _of_key(key, place, field)
 
 

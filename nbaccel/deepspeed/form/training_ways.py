@@ -104,23 +104,15 @@ def training_ways(
         if placement.uses_disk and folder is None and not way_refusal:
             way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
         yield TrainingWay(
-            name=_name_of(placement),
+            name=name_of(placement),
             configs=_variants(config, placement, shape, folder, can_checkpoint=can_checkpoint),
             placement=placement,
             refusal=way_refusal,
         )
 
 
-def way_name(config: RunConfig) -> str:
-    """See :meth:`SettingsForm.way_of`."""
-    places = (
-        nested_keys.value_at(config.deepspeed, place_key) or "none"
-        for place_key in (OPTIMIZER_PLACE, PARAM_PLACE)
-    )
-    return _name_of(StatePlacement(config.zero_stage or 0, *places))
-
-
-def _name_of(placement: StatePlacement) -> str:
+def name_of(placement: StatePlacement) -> str:
+    """The name of a way to train: ``ZeRO-2, optimizer on the CPU``."""
     stage_name = f"ZeRO-{placement.divided}"
     if not placement.leaves_device:
         return stage_name

@@ -18,9 +18,9 @@ from nbaccel.deepspeed.form.key_settings import COMMON, EVERYDAY, OVERLAP, key_s
 from nbaccel.deepspeed.form.training_ways import (
     engine_refusal,
     missing_library,
+    name_of,
     put_place,
     training_ways,
-    way_name,
 )
 from nbaccel.deepspeed.training_facts import TrainingFacts
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, old_forms
@@ -32,7 +32,14 @@ from nbaccel.deepspeed.zero_memory import (
 )
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.model_size import Shape
-from nbaccel.memory.settings_form import Edit, FilledConfig, Setting, SettingsForm, TrainingWay
+from nbaccel.memory.settings_form import (
+    Edit,
+    FilledConfig,
+    Setting,
+    SettingsForm,
+    StatePlacement,
+    TrainingWay,
+)
 from nbaccel.plan import Inventory, Plan
 from nbaccel.plan.launch_plan import Choice
 
@@ -205,7 +212,11 @@ class DeepSpeedForm(SettingsForm):
 
     def way_of(self, config: RunConfig) -> str:
         """See :meth:`SettingsForm.way_of`."""
-        return way_name(config)
+        places = (
+            nested_keys.value_at(config.deepspeed, place_key) or "none"
+            for place_key in (OPTIMIZER_PLACE, PARAM_PLACE)
+        )
+        return name_of(StatePlacement(config.zero_stage or 0, *places))
 
     def read(
         self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory

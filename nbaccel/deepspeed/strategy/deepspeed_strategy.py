@@ -21,7 +21,7 @@ from nbaccel.deepspeed.strategy import (
     diagnostics,
     engine_checkpoints,
     engines,
-    gathering,
+    local_shards,
     nvme_swapping,
     zero_init,
 )
@@ -316,12 +316,12 @@ class DeepSpeedStrategy(Strategy):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
-        return gathering.gather_weights(self.unwrap(model), keep=self.place.is_main)
+        return local_shards.gather_weights(self.unwrap(model), keep=self.place.is_main)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
         """See :meth:`Strategy.load_model_state`."""
         if id(model) in self._drives:
-            gathering.scatter_weights(self.unwrap(model), state, **options)
+            local_shards.scatter_weights(self.unwrap(model), state, **options)
         else:
             model.load_state_dict(state, **options)
 
@@ -338,9 +338,7 @@ class DeepSpeedStrategy(Strategy):
     @property
     def keeps_own_disks(self) -> bool:
         """See :attr:`ShardedCheckpoints.keeps_own_disks`; ``use_node_local_storage``."""
-        return any(
-            engine_checkpoints.is_node_local(drive.engine) for drive in self._drives.values()
-        )
+        return any(drive.engine.use_node_local_storage() for drive in self._drives.values())
 
     def shard_folder(self, number: int) -> str:
         """See :meth:`ShardedCheckpoints.shard_folder`; Accelerate's name for it."""
@@ -369,7 +367,7 @@ class DeepSpeedStrategy(Strategy):
         if id(model) in self._drives:
             module = self.unwrap(model)
             keeps = self.place.is_main or writes_shared
-            model_state = gathering.gather_weights(module, keep=keeps)
+            model_state = local_shards.gather_weights(module, keep=keeps)
         else:
             model_state = model.state_dict()
         if self.place.is_main or writes_shared:
@@ -378,9 +376,10 @@ class DeepSpeedStrategy(Strategy):
     def _writing_drive(self, model: nn.Module) -> Drive | None:
         """What drives the engine of a model, if that engine can write checkpoints."""
         drive = self._drives.get(id(model))
-        if drive is None or not engine_checkpoints.can_write(drive.engine):
-            return None
-        return drive
+        # DeepSpeed gives no checkpoint engine to one without an optimizer. Only process 0 would
+        # fail, and the others would wait for it.
+        is_able = getattr(drive and drive.engine, "checkpoint_engine", None) is not None
+        return drive if is_able else None
 
     def check_sharded(
         self,

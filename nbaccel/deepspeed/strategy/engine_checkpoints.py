@@ -113,20 +113,6 @@ def read_plain(folder: Path, device: torch.device) -> dict[str, Any]:
     return dict(torch.load(folder / _PLAIN_WEIGHTS_FILE, map_location=device, weights_only=True))
 
 
-def can_write(engine: Any) -> bool:
-    """Whether an engine has what its `save_checkpoint` needs.
-
-    DeepSpeed gives none to an engine without an optimizer. Only process 0 would fail, and the
-    others would wait for it.
-    """
-    return getattr(engine, "checkpoint_engine", None) is not None
-
-
-def is_node_local(engine: Any) -> bool:
-    """Whether each node is to write to its own disk, by DeepSpeed's ``use_node_local_storage``."""
-    return bool(engine.use_node_local_storage())
-
-
 def check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = ()) -> None:
     """Refuse a checkpoint that :func:`load` could not read; no collective, nothing is changed."""
     if engine.load_universal_checkpoint():
@@ -184,7 +170,7 @@ def _check_ranks(
 ) -> None:
     """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
     # Without `ranks_there` another program saved it: which files are on other nodes is not known.
-    if is_node_local(engine) and not ranks_there:
+    if engine.use_node_local_storage() and not ranks_there:
         return
     matches = (_ZERO_FILE.fullmatch(path.name) for path in folder.iterdir())
     saved_ranks = {int(match[1]) for match in matches if match}

@@ -118,7 +118,7 @@ def write_part(tensor: torch.Tensor, values: torch.Tensor) -> None:
     _mapped_part(tensor, is_shared=True)[: values.numel()].copy_(values)
     local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
     # A part that was read ahead is used from its buffer, where it is outdated by now.
-    if local_part.status == _swap_status().AVAILABLE:
+    if local_part.status.name == "AVAILABLE":
         local_part.data.view(-1)[: values.numel()].copy_(values)
 
 
@@ -130,7 +130,7 @@ def free_buffers(module: nn.Module) -> None:
         swapped_parameter.nvme_swapper.synchronize_reads()
         # A parameter that is gathered, or being gathered, needs its buffer.
         is_used = swapped_parameter.ds_status.name != "NOT_AVAILABLE"
-        if swapped_parameter.ds_tensor.status == _swap_status().AVAILABLE and not is_used:
+        if swapped_parameter.ds_tensor.status.name == "AVAILABLE" and not is_used:
             swapped_parameter.nvme_swapper.remove_partition_and_release_buffers([swapped_parameter])
 
 
@@ -193,9 +193,3 @@ def _read_once(swap_in: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     # By id, since tensors compare element by element.
     unique = {id(parameter): parameter for parameter in parameters}
     return swap_in(list(unique.values()), *args, **kwargs)
-
-
-def _swap_status() -> Any:
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
-    return PartitionedParamStatus

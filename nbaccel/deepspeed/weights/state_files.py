@@ -142,10 +142,6 @@ class FileTensor(NamedTuple):
         """Number of elements."""
         return self.tensor.numel()
 
-    def part(self, first: int, count: int) -> FileTensor:
-        """Some of its elements, as a tensor of one dimension."""
-        return FileTensor(self.file, self.tensor.view(-1).narrow(0, first, count))
-
     def chunks(self) -> Iterator[torch.Tensor]:
         """Its elements in their order, a few MiB at a time; each is gone with the next."""
         for chunk in torch.split(self.tensor.reshape(-1), _CHUNK_ELEMENTS):
@@ -168,7 +164,8 @@ def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple
         first = max(begin, 0)
         count = min(end, tensor.numel) - first
         if count > 0:
-            pieces.append(tensor.part(first, count))
+            part = tensor.tensor.view(-1).narrow(0, first, count)
+            pieces.append(FileTensor(tensor.file, part))
         begin -= tensor.numel
         end -= tensor.numel
     return tuple(pieces)
