@@ -78,8 +78,8 @@ class HostfileEngine(Engine):
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
         """See :meth:`Engine.start_nodes`."""
         command = own_cluster.host_command(env.read(_PYTHON_VARIABLE, "") or "")
-        commands: dict[tuple[str, ...], list[str]] = {
-            (host.name,): [*_ssh_command(), host.address, shlex.join(command)]
+        commands = {
+            host.name: [*_ssh_command(), host.address, shlex.join(command)]
             for host in hosts
             if not host.is_here
         }

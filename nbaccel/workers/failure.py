@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from nbaccel.base.frames import Frame, of_traceback, place, source, user_frame, within_worker
-from nbaccel.base.units import format_bytes, mark_left_out, shorten_text
+from nbaccel.base.units import format_bytes, shorten_text
 from nbaccel.plan import registry
 
 # nbaccel's own error; where its cause is a lost connection, it is a consequence too.
@@ -60,19 +60,12 @@ class RaisedError:
     """The exception it was raised from or during, if any."""
     notes: tuple[str, ...] = ()
     parts: tuple[RaisedError, ...] = ()
-    num_chars: int = 0
-    """How long the whole message was, where only head and tail are here."""
     missing_name: str = ""
 
     @property
     def first_line(self) -> str:
-        """Of the message, not too long."""
-        line, *rest = self.message.strip().split("\n", 1)
-        if len(line) <= _HEADLINE_CHARS:
-            return line
-        num_chars = len(line) if rest else max(len(line), self.num_chars)
-        half = _HEADLINE_CHARS // 2
-        return mark_left_out(line[:half], num_chars - 2 * half, line[-half:])
+        """Of the message."""
+        return self.message.strip().partition("\n")[0]
 
     @property
     def at(self) -> Frame | None:
@@ -188,8 +181,7 @@ def describe_error(error: BaseException, seen: set[int] | None = None) -> Raised
         notes.append(f"It was raised {original.where}.")
     return RaisedError(
         type_name=kind_name(kind),
-        message=shorten_text(text, _MESSAGE_CHARS),
-        num_chars=len(text),
+        message=_shortened_message(text),
         frames=frames,
         missing_name=(error.name or "") if isinstance(error, NameError) else "",
         cause=described_cause,
@@ -205,6 +197,13 @@ def _whole_traceback(error: BaseException) -> str:
         entry = entry and entry.tb_next
     text = "".join(traceback.format_exception(type(error), error, entry))
     return shorten_text(text, _MESSAGE_CHARS)
+
+
+def _shortened_message(text: str) -> str:
+    """Head and tail of the first line, which headlines show, and of the rest."""
+    first_line, *rest = text.strip().split("\n", 1)
+    lines = [shorten_text(first_line, _HEADLINE_CHARS)]
+    return "\n".join(lines + [shorten_text(more, _MESSAGE_CHARS) for more in rest])
 
 
 def kind_name(kind: type) -> str:
@@ -245,7 +244,8 @@ _WORKER_FILE = str(_PACKAGE_FOLDER / "workers" / "worker.py")
 _COLLECTIVES_FILE = str(_PACKAGE_FOLDER / "train" / "collectives.py")
 _CHECK_FILE = str(_PACKAGE_FOLDER / "train" / "call_check.py")
 _THREAD_HEADING = re.compile(r"^(?=(?:Current thread|Thread) )", re.MULTILINE)
-_STACK_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
+# Of faulthandler, which writes question marks where it cannot read the line, and of tracebacks.
+_FRAME_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+),? in (?P<function>.*)$')
 
 
 def parse_stack(dump: str) -> tuple[Frame, ...]:
@@ -256,19 +256,20 @@ def parse_stack(dump: str) -> tuple[Frame, ...]:
     """
     stack: list[Frame] = []
     for block in _THREAD_HEADING.split(dump):
-        frames = [
-            Frame(
-                file=match["file"],
-                # faulthandler writes question marks where it cannot read the line.
-                line=int(match["line"].strip("?") or 0),
-                function=match["function"],
-            )
-            for match in map(_STACK_LINE.match, block.splitlines())
-            if match
-        ]
+        frames = _frames_in(block.splitlines())
         if frames and (not stack or any(frame.file == _WORKER_FILE for frame in frames)):
             stack = frames
     return within_worker(stack)
+
+
+def _frames_in(lines: Iterable[str]) -> list[Frame]:
+    return [
+        Frame(
+            file=match["file"], line=int(match["line"].strip("?") or 0), function=match["function"]
+        )
+        for match in map(_FRAME_LINE.match, lines)
+        if match
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -558,7 +559,6 @@ def tells_of_a_lost_connection(type_name: str, message: str) -> bool:
 
 _MOST_CHARS = 1_000_000
 _TRACEBACK_BLOCK = re.compile(r"^Traceback \(most recent call last\):\n", re.MULTILINE)
-_TRACEBACK_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
 _SLOT_TYPES = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
@@ -659,11 +659,7 @@ def unwrap_error(error: BaseException) -> WrappedError | None:
     return WrappedError(
         kind=wrapper.exc_type,
         message=_without_type("\n".join(lines[end:]), wrapper.exc_type),
-        frames=tuple(
-            Frame(file=match["file"], line=int(match["line"]), function=match["function"])
-            for match in map(_TRACEBACK_FRAME.match, lines[:end])
-            if match
-        ),
+        frames=tuple(_frames_in(lines[:end])),
         where=wrapper.where,
     )
 
