@@ -48,12 +48,10 @@ class HostSession:
             self._on_end.callback(self._kill_actors)
             self._on_end.callback(self._starter.leave)
             actors = self._crew.actors
-            needs_own = registry.known_device(plan.device).own_template
-            device = plan.device if needs_own else ""
             runs_cells = "IPython" in sys.modules
             facts = self._await_answers(
                 {
-                    name: actor.join.remote(device, runs_cells=runs_cells)
+                    name: actor.join.remote(plan.device, runs_cells=runs_cells)
                     for name, actor in actors.items()
                 }
             )

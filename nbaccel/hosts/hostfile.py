@@ -83,7 +83,7 @@ class HostfileEngine(Engine):
             for host in hosts
             if not host.is_here
         }
-        return own_cluster.OwnCluster(self.name, hosts, commands)
+        return own_cluster.OwnCluster(self.name, hosts, commands, env.snapshot())
 
 
 def _ssh_command() -> list[str]:

@@ -172,14 +172,14 @@ class _Cluster:
     def __init__(self) -> None:
         self.num_users = 0
         self._processes: dict[str, _HostProcess] = {}
-        self._on_end = contextlib.ExitStack()
+        self.on_end = contextlib.ExitStack()
         self._order: dict[str, Any] = {}
 
     def start_head(self, address: str) -> None:
         """Start the head on this machine, and have hosts told of it."""
         folder = tempfile.mkdtemp(prefix="nbray-")
-        self._on_end.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._on_end.callback(self._end_processes)
+        self.on_end.callback(shutil.rmtree, folder, ignore_errors=True)
+        self.on_end.callback(self._end_processes)
         with listen(address, None) as free:
             port = free.getsockname()[1]
         self._order = {"head": f"{address}:{port}", "environment": _settings()}
@@ -203,10 +203,10 @@ class _Cluster:
                     + (problem or f"Nothing was heard of it for {_HEAD_S:.0f} s.")
                 )
             time.sleep(_LOOK_S)
-        self._on_end.enter_context(_kernel_as_before())
+        self.on_end.enter_context(_kernel_as_before())
         with env.applied(self._order["environment"]):
             _reread_settings()
-            self._on_end.callback(ray.shutdown)
+            self.on_end.callback(ray.shutdown)
             ray.init(
                 address=self._order["head"],
                 log_to_driver=False,
@@ -249,10 +249,6 @@ class _Cluster:
             host.errors.close()
         self._processes.clear()
 
-    def end(self) -> None:
-        """End all of it, and wait for that."""
-        self._on_end.close()
-
 
 # A fact of the process, as the connection to Ray is.
 _clusters: list[_Cluster] = []
@@ -266,7 +262,7 @@ class OwnCluster(NodeCrew):
         engine: str,
         hosts: Sequence[Host],
         commands: Mapping[str, Sequence[str]],
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
     ) -> None:
         """Start what is not there of it. The notebook's own machine has its head.
 
@@ -289,9 +285,8 @@ class OwnCluster(NodeCrew):
                 own = [_address_towards(address) for address in addresses.values()]
                 own_address = next((one for one in own if one not in LOOPBACK_ADDRESSES), own[0])
                 self._cluster.start_head(own_address)
-            surroundings = environment or env.snapshot()
             for name, command in commands.items():
-                self._cluster.start_node(name, command, surroundings, addresses[name])
+                self._cluster.start_node(name, command, environment, addresses[name])
             if is_first:
                 self._cluster.connect()
             for host in hosts:
@@ -311,7 +306,7 @@ class OwnCluster(NodeCrew):
         self._cluster.num_users -= 1
         if self._cluster.num_users == 0:
             _clusters.clear()
-            self._cluster.end()
+            self._cluster.on_end.close()
 
 
 def _settings() -> dict[str, str | None]:

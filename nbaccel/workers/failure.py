@@ -170,15 +170,14 @@ def describe_error(error: BaseException, seen: set[int] | None = None) -> Raised
         parts = error.exceptions[:_MOST_PARTS]  # type: ignore[attr-defined]
     notes = [str(note) for note in getattr(error, "__notes__", ())][-_MOST_NOTES:]
     frames = _frames_of(error.__traceback__) + _unparsed_place(error)
-    kind = type(error)
     original = unwrap_error(error)
     if original is None:
+        kind: type[BaseException] = type(error)
         text = _text_of(error)
     else:
-        kind = original.kind
-        text = original.message
-        frames += original.frames
-        notes.append(f"It was raised {original.where}.")
+        kind, text, inner_frames, where = original
+        frames += inner_frames
+        notes.append(f"It was raised {where}.")
     return RaisedError(
         type_name=kind_name(kind),
         message=_shortened_message(text),
@@ -327,9 +326,7 @@ def _outermost(stack: Iterable[Frame]) -> str:
 
 def _called_name(stack: Sequence[Frame], at: Frame | None) -> str:
     """What the user's frame called, by the outermost name that is not private."""
-    inner = stack[: stack.index(at)] if at else stack
-    public = [frame.function for frame in inner if not frame.function.startswith("_")]
-    return public[-1] if public else stack[0].function
+    return _outermost(stack[: stack.index(at)] if at else stack) or stack[0].function
 
 
 def as_clause(sentence: str) -> str:
@@ -605,7 +602,7 @@ def take_error(error: BaseException) -> PortableException:
     original = unwrap_error(error)
     # Of an error that torch has raised again, the parts have stayed in the process it came from.
     if original is not None:
-        return PortableException(original.kind, (), {}, {})
+        return PortableException(original[0], (), {}, {})
     # Notes are part of the failure record, which shows them.
     attributes = {name: value for name, value in vars(error).items() if name != "__notes__"}
     return PortableException(
@@ -633,19 +630,13 @@ def _slots_of(error: BaseException) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------------- raised again by torch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrappedError:
-    """What an exception was in the process that it comes from."""
+def unwrap_error(
+    error: BaseException,
+) -> tuple[type[BaseException], str, tuple[Frame, ...], str] | None:
+    """Type, message, frames and place of what torch has raised for another process or thread.
 
-    kind: type[BaseException]
-    message: str
-    frames: tuple[Frame, ...]
-    where: str
-    """Such as `in DataLoader worker process 0`."""
-
-
-def unwrap_error(error: BaseException) -> WrappedError | None:
-    """Take apart what torch has raised for another process or thread."""
+    The place reads as `in DataLoader worker process 0`.
+    """
     wrapper = _torch_wrapper(error.__traceback__)
     # By its text: an error whose class takes more than a text is raised as a RuntimeError.
     if wrapper is None or not str(error).startswith(f"Caught {wrapper.exc_type.__name__} "):
@@ -656,12 +647,8 @@ def unwrap_error(error: BaseException) -> WrappedError | None:
     # The last block, because the causes of an error come before it.
     lines = blocks[-1].rstrip("\n").split("\n")
     end = next((i for i, line in enumerate(lines) if not line.startswith("  ")), len(lines))
-    return WrappedError(
-        kind=wrapper.exc_type,
-        message=_without_type("\n".join(lines[end:]), wrapper.exc_type),
-        frames=tuple(_frames_in(lines[:end])),
-        where=wrapper.where,
-    )
+    message = _without_type("\n".join(lines[end:]), wrapper.exc_type)
+    return wrapper.exc_type, message, tuple(_frames_in(lines[:end])), wrapper.where
 
 
 def _torch_wrapper(traceback: TracebackType | None) -> Any:

@@ -55,7 +55,8 @@ class ForkServer:
         except EOFError:
             return False
         if isinstance(message, messaging.Fork):
-            worker.set_before_fork(message.threads)
+            if message.threads:
+                worker.tell_libraries(message.threads)
             report = messaging.Channel.from_fd(descriptors.pop())
             pid = self._fork(report, descriptors)
             self._reports[pid] = report

@@ -94,9 +94,9 @@ def interrupted_at_step() -> Iterator[None]:
         yield
         return
     asked = threading.Event()
-    alarm = threading.Timer(
-        time_limits.STEP_S, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)
-    )
+    main = threading.get_ident()
+    # Looked up when it is due: Windows has no such function.
+    alarm = threading.Timer(time_limits.STEP_S, lambda: signal.pthread_kill(main, signal.SIGINT))
     alarm.daemon = True
 
     def is_asked() -> bool:

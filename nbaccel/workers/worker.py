@@ -506,11 +506,11 @@ def _exit_process(error: BaseException | None) -> None:
 
 # ------------------------------------------------------------------------- threads
 
-# Libraries read their variables when they are loaded, which was not in the worker: each is told.
-# OpenBLAS, which numpy and scipy bring, is told in the template. A process that tells it anew after
-# a fork gets all its threads back, as many as the machine has cores, and they wait in a busy loop
-# for work that may never come. The template's next fork ends them again (pthread_atfork), and its
-# worker inherits the number.
+# Libraries read their variables when they are loaded, which was not in the worker: each is told, in
+# the template if it knows the number. A process that tells OpenBLAS, which numpy and scipy bring,
+# anew after a fork gets all its threads back, as many as the machine has cores, and they wait in a
+# busy loop for work that may never come. The template's next fork ends them again (pthread_atfork),
+# and its worker inherits the number.
 
 _found_libraries: list[Any] = []
 
@@ -522,10 +522,11 @@ def find_libraries() -> None:
     _found_libraries[:] = ThreadpoolController().lib_controllers
 
 
-def set_before_fork(num_threads: int) -> None:
-    """Tell the libraries of a process that is about to fork: the child inherits the number."""
-    if num_threads:
-        _set_where_different(num_threads)
+def tell_libraries(num_threads: int) -> None:
+    """Let the libraries found here compute with so many threads: also what is forked later."""
+    for library in _found_libraries:
+        if library.num_threads != num_threads:
+            library.set_num_threads(num_threads)
 
 
 def limit_threads(num_threads: int) -> None:
@@ -535,10 +536,4 @@ def limit_threads(num_threads: int) -> None:
     # such libraries (scikit-learn), who has this loaded.
     if not _found_libraries and "threadpoolctl" in sys.modules:
         find_libraries()
-    _set_where_different(num_threads)
-
-
-def _set_where_different(num_threads: int) -> None:
-    for library in _found_libraries:
-        if library.num_threads != num_threads:
-            library.set_num_threads(num_threads)
+    tell_libraries(num_threads)

@@ -413,7 +413,7 @@ class WorkerHandle:
         # A process that does not handle the signal would be killed by it.
         can_answer = self.is_fork or self.state is not HandleState.FORKED
         if can_answer:
-            self._signal(STACK_SIGNAL)
+            self.starter.signal(self.pid, STACK_SIGNAL)
         return can_answer
 
     def interrupt(self) -> None:
@@ -421,13 +421,13 @@ class WorkerHandle:
         self.is_stopped = True
         # In this order: a stopped process keeps the signal pending and handles it once it
         # continues.
-        self._signal(signal.SIGINT)
-        self._signal(signal.SIGCONT)
+        self.starter.signal(self.pid, signal.SIGINT)
+        self.starter.signal(self.pid, signal.SIGCONT)
 
     def terminate(self) -> None:
         """Ask it to end, and do not wait for `finally` blocks."""
         self.is_stopped = True
-        self._signal(signal.SIGTERM)
+        self.starter.signal(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """End it, with everything it has started that has not left its process group."""
@@ -438,7 +438,7 @@ class WorkerHandle:
         """Let it exit: its work is over."""
         self.tell(messaging.Word.LEAVE)
         # A stopped process (SIGSTOP) would not read the message.
-        self._signal(signal.SIGCONT)
+        self.starter.signal(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """Close every descriptor that is left."""
@@ -446,9 +446,6 @@ class WorkerHandle:
         memfd.close_all([self.sentinel, *self.pipes])
         self.pipes.clear()
         self.take([])
-
-    def _signal(self, number: int) -> None:
-        self.starter.signal(self.pid, number)
 
 
 def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
@@ -612,7 +609,7 @@ def assignments(
                 environ=surroundings,
             ),
             **run_variables(plan.config),
-            **(_device_choice(shares[place.node_rank]) if shares else {}),
+            **(_device_choice(shares[place.node_rank].devices) if shares else {}),
             **shared_memory_variables(place, plan.device),
             **own_variables,
         }
@@ -658,7 +655,6 @@ def _device_variables(plan: Plan) -> list[dict[str, str | None]]:
     return [{**idle, **variables} for variables in of_workers]
 
 
-def _device_choice(share: HostShare) -> dict[str, str]:
+def _device_choice(devices: Sequence[int]) -> dict[str, str]:
     """What a worker on a host gets where only some of the devices there were named."""
-    devices = ",".join(map(str, share.devices))
-    return {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
