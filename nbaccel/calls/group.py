@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from nbaccel.base import processes
-from nbaccel.base.errors import LaunchInterrupted, StartupFailed
+from nbaccel.base.errors import LaunchInterrupted
 from nbaccel.base.log import write_notice
 from nbaccel.calls import outcome
 from nbaccel.calls.outcome import why_lost
@@ -194,18 +194,12 @@ class Group:
             has_cells=publish.has_cells(),
         )
         for member, assignment in zip(self.members, told, strict=True):
-            with contextlib.ExitStack() as sent:
-                fds = []
-                if assignment.serves_store and meeting_place.store_socket is not None:
-                    fds.append(meeting_place.store_socket.fileno())
-                if self.stays:
-                    control, worker_end = messaging.Channel.pair()
-                    member.control = self._starter.channel_to(member.pid, control, is_second=True)
-                    sent.enter_context(contextlib.closing(worker_end))
-                    fds.append(worker_end.fileno())
-                # If it has died already, its sentinel says so.
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    member.channel.send(assignment, fds)
+            fds = []
+            if assignment.serves_store and meeting_place.store_socket is not None:
+                fds.append(meeting_place.store_socket.fileno())
+            # If it has died already, its sentinel says so.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                member.channel.send(assignment, fds)
 
     def _start_worker(self, rank: int) -> WorkerHandle:
         channel, pipes, worker_ends = connect()
@@ -221,6 +215,7 @@ class Group:
             pid=pid,
             sentinel=starter.sentinel(pid),
             starter=starter,
+            stays=self.stays,
             is_fork=isinstance(starter, ForkStarter),
         )
         # At once, so that it is ended whatever happens next.
@@ -231,15 +226,8 @@ class Group:
         return member
 
     def collect(self) -> Sequence[tuple[WorkerHandle, messaging.Ended]]:
-        """Workers that have ended since the last call; all of a pool's, if their template has."""
-        try:
-            ends = [(member, self._starter.end_of(member.pid)) for member in self._living()]
-        except StartupFailed as error:
-            if not self.stays:
-                raise
-            reason = str(error).partition("\n")[0]
-            status = self._starter.status or 0
-            return [(m, messaging.Ended(m.pid, status, 0, reason)) for m in self._living()]
+        """Workers that have ended since the last call."""
+        ends = [(member, self._starter.end_of(member.pid)) for member in self._living()]
         return [(member, ended) for member, ended in ends if ended is not None]
 
     # ---- ending
@@ -257,13 +245,8 @@ class Group:
     def _end_workers(self) -> None:
         for member in self._living():
             member.kill()
-        try:
-            # With a limit: a process that hangs in a driver cannot be killed.
-            self._wait_for_ends(time_limits.KILL_S)
-        # The template has ended and has taken its workers along; the channel cannot say more.
-        except StartupFailed:
-            for member in self.members:
-                member.end()
+        # With a limit: a process that hangs in a driver cannot be killed.
+        self._wait_for_ends(time_limits.KILL_S)
         for member in self.members:
             for folders in member.leftovers:
                 folders.remove()

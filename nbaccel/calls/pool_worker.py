@@ -1,8 +1,9 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
+    second thread   channel ─► tasks, for the main thread; answers ASK_WHEREABOUTS and BREAK at
+                    once; interrupts again, a moment later, where the first interrupt came at the
+                    end of a block
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    second thread   has a separate channel: answers ASK_WHEREABOUTS and BREAK at once; interrupts
-                    again, a moment later, where the first interrupt came at the end of a block
 
 Both wait without polling, so an idle worker costs no CPU.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import signal
 import sys
@@ -33,7 +35,7 @@ from nbaccel.transfer import memfd
 from nbaccel.transfer.library_settings import restore_random_states
 from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.worker_namespace import Namespace
-from nbaccel.workers import messaging
+from nbaccel.workers import messaging, step_stop
 from nbaccel.workers.worker import (
     Work,
     WorkerCall,
@@ -89,8 +91,11 @@ class CellWorker:
         # Written to in the middle of any other code, where a signal comes: no lock could be used.
         self._put_off, self._putting_off = os.pipe()
         self._main = threading.get_ident()
-        # The second channel's descriptor is the last; those before it belong to the assignment.
-        self._control = messaging.Channel.from_fd(fds.pop())
+        self._tasks: queue.SimpleQueue[tuple[messaging.Task, list[int]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._stop = step_stop.AgreedStop(channel, listens=False)
+        """Of the latest call."""
         self._context = set_up_process(assignment, fds)
         memfd.close_all(fds)
         self._rank = self._context.place.rank
@@ -107,24 +112,15 @@ class CellWorker:
         )
         restore_random_states(assignment.random_states)
         precision_check.watch(assignment.mixed_precision)
-        threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
+        threading.Thread(target=self._listen, name="nbaccel-control", daemon=True).start()
 
     # ---- the main thread
 
     def loop(self) -> None:
-        """Take tasks until the channel closes or says so."""
+        """Take tasks until the notebook is gone, or has ended this pool."""
         self._channel.send(messaging.Idle())
-        while True:
-            try:
-                task, fds = self._channel.receive()
-            # The notebook is gone, or has ended this pool.
-            except (EOFError, OSError):
-                return
-            if task is messaging.Word.LEAVE:
-                return
-            # A stop may have come too late for the task before to read it.
-            if not isinstance(task, messaging.Task):
-                continue
+        while (received := self._tasks.get()) is not None:
+            task, fds = received
             with memfd.closing_files(*fds):
                 shown = self._do(task.body, fds)
             # `report` and `Work` ignore interrupts while they hand over.
@@ -168,7 +164,8 @@ class CellWorker:
     def _call(self, job: messaging.Job, fds: list[int]) -> None:
         self._context.begin_reports(self._channel)
         self._busy = True
-        Work(self._channel, self._context, job, fds).run()
+        self._stop = step_stop.AgreedStop(self._channel, listens=False)
+        Work(self._channel, self._context, job, fds, self._stop).run()
 
     def run_cell(
         self,
@@ -270,9 +267,9 @@ class CellWorker:
 
     # ---- the second thread
 
-    def _answer(self) -> None:
+    def _listen(self) -> None:
         while True:
-            waited_for = [self._control.fileno(), self._put_off]
+            waited_for = [self._channel.fileno(), self._put_off]
             if self._put_off in select.select(waited_for, [], [])[0]:
                 os.read(self._put_off, 1)
                 time.sleep(_PUT_OFF_S)
@@ -281,13 +278,21 @@ class CellWorker:
                     signal.pthread_kill(self._main, signal.SIGINT)
                 continue
             try:
-                message, _ = self._control.receive()
+                message, fds = self._channel.receive()
             except (EOFError, OSError):
+                message, fds = messaging.Word.LEAVE, []
+            if message is messaging.Word.LEAVE:
+                self._tasks.put(None)
                 return
             if message is messaging.Word.ASK_WHEREABOUTS:
                 self._channel.send(self._whereabouts())
             elif message is messaging.Word.BREAK:
                 self._groups.cut()
+            elif isinstance(message, messaging.Task):
+                self._tasks.put((message, fds))
+            else:
+                # One that comes too late is about a call that has ended.
+                self._stop.hear(message)
 
     def _whereabouts(self) -> messaging.Whereabouts:
         stack = []

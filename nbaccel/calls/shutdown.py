@@ -109,7 +109,7 @@ class _Course:
                 case ShutdownStep.INTERRUPT:
                     self.member.interrupt()
                 case ShutdownStep.CUT_AND_INTERRUPT:
-                    self.member.cut_connections()
+                    self.member.tell(messaging.Word.BREAK)
                     self.member.interrupt()
                 case ShutdownStep.TERMINATE:
                     self.member.terminate()
