@@ -81,14 +81,7 @@ class Group:
     They take one task after the other if the group stays, as a pool's does, or make a single call.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        starter: Starter,
-        *,
-        stays: bool = False,
-        after_end: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, plan: Plan, starter: Starter, *, stays: bool) -> None:
         self.plan = plan
         self.stays = stays
         self.members: list[WorkerHandle] = []
@@ -97,15 +90,12 @@ class Group:
         """Why a pool's workers were all ended in a task; empty while they are there."""
         self._starter = starter
         self._on_end = contextlib.ExitStack()
-        self._on_end.callback(after_end)
         # Before all others, so that it runs after them: workers are reaped through the starter.
         self._on_end.callback(starter.close)
         self._numbers = itertools.count()
         """Of tasks. A worker's first `Idle` has the number 0: that of its start."""
         self._rank_logs: RankLogs | None = None
         self._task: Supervisor | None = None
-        self._answers: dict[int, messaging.Whereabouts] = {}
-        """What each worker has answered last while it was idle."""
 
     @classmethod
     def started(
@@ -135,7 +125,7 @@ class Group:
         close_store = place.store_socket.close if place.store_socket is not None else lambda: None
         clean_up.callback(close_store)
         plan = dataclasses.replace(plan, world_size=plan.num_processes * place.num_nodes)
-        group = cls(plan, starter, stays=stays, after_end=hosts.close if stays else close_store)
+        group = cls(plan, starter, stays=stays)
         clean_up.callback(group.end)
         group._start(place, variables or {})
         # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
@@ -143,8 +133,8 @@ class Group:
         return group
 
     @classmethod
-    def ready(cls, plan: Plan) -> Group:
-        """Start a pool's workers, and wait until they can take a task."""
+    def ready(cls, plan: Plan) -> tuple[Group, Callable[[], None]]:
+        """Start a pool's workers, and wait until they can take a task; also what ends them."""
         if plan.start_method == "fork":
             fork_safety.judge_fork()
         waiting_line = WaitingLine(plan.num_processes)
@@ -165,8 +155,7 @@ class Group:
             if not result.is_complete:
                 raise outcome.call_error(result, plan)
             # The start has succeeded: the group is the caller's to end.
-            undo_start.pop_all()
-        return group
+            return group, undo_start.pop_all().close
 
     def _start(self, meeting_place: MeetingPlace, variables: Mapping[str, str]) -> None:
         """Start all workers and tell each its place; they then wait for a task."""
@@ -338,7 +327,7 @@ class Group:
     # ---- between tasks
 
     def rank_rows(self) -> list[RankStatus]:
-        """How each worker stands by what is known of it here; none is asked."""
+        """How each worker stands, by what it has told last; none is asked."""
         now = time.monotonic()
         open_ranks = frozenset() if self._task is None else self._task.open
         # Processes that are gone, though no task has noticed it yet.
@@ -347,38 +336,11 @@ class Group:
             rank_status(
                 member,
                 now - member.since,
-                # While a cell runs a worker is asked about once a second.
-                (member.whereabouts if member.rank in open_ranks else None)
-                or self._answers.get(member.rank),
                 is_open=member.rank in open_ranks,
                 is_gone=member.sentinel in ended,
             )
             for member in self.members
         ]
-
-    def ask_whereabouts(self) -> None:
-        """Ask all workers where they are; of those that do not answer at once nothing is known."""
-        answers: dict[int, messaging.Whereabouts] = {}
-        waiting = {m.channel.fileno(): m for m in self.members if not m.hung_up}
-        for member in waiting.values():
-            member.ask_where()
-        deadline = time.monotonic() + time_limits.ASK_STATUS_S
-        while waiting and (left_s := deadline - time.monotonic()) > 0:
-            for fd in messaging.wait(waiting, left_s):
-                try:
-                    answer, _ = waiting[fd].channel.receive()
-                # The worker has ended; the next task reports why.
-                except EOFError:
-                    del waiting[fd]
-                    continue
-                if isinstance(answer, messaging.Whereabouts):
-                    answers[waiting.pop(fd).rank] = answer
-                elif isinstance(answer, messaging.Leaves):
-                    waiting[fd].note(answer)
-                elif isinstance(answer, (messaging.Display, messaging.ClearOutput)):
-                    # Displayed by a thread that a cell has left running.
-                    publish.show_message(answer)
-        self._answers = answers
 
 
 def _forget_memory(worker_places: Sequence[Topology]) -> None:

@@ -81,7 +81,9 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
     """Run `function(*args)` in the workers of a plan."""
     plan = check_requirements(plan)
     folder = launched_functions.resume_folder(plan, function) if plan.config.resume else None
-    with _one_at_a_time(), contextlib.ExitStack() as clean_up:
+    with contextlib.ExitStack() as clean_up:
+        _wait_for_turn()
+        clean_up.callback(_ONE_AT_A_TIME.release)
         waiting_line = WaitingLine(plan.num_processes)
         clean_up.callback(waiting_line.close)
         # A fork has the notebook's modules and imports none anew.
@@ -137,8 +139,7 @@ def _tell_host_memory(plan: Plan, packed: PackedCall) -> Plan:
     return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
 
 
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def _wait_for_turn() -> None:
     # Tried first, so that the user learns why the second launch does not begin.
     if not _ONE_AT_A_TIME.acquire(blocking=False):
         write_notice(
@@ -146,10 +147,6 @@ def _one_at_a_time() -> Iterator[None]:
             "that is over.\n"
         )
         _ONE_AT_A_TIME.acquire()
-    try:
-        yield
-    finally:
-        _ONE_AT_A_TIME.release()
 
 
 def _run_attempts(
@@ -273,10 +270,9 @@ class PackedCall:
 
     def task(self, receiver: WeightReceiver | None) -> tuple[messaging.Job, list[int]]:
         """What each rank is given, with its descriptors in the order of `messaging.Job`."""
-        staging_fds = receiver.staging if receiver is not None else {}
         fds = [call_arena.fd for call_arena in self.arenas.values()]
-        fds += [staging_fds[key] for key in self.arenas if key in staging_fds]
-        return self.job, [*fds, *self.payload_fds]
+        staging_fds = receiver.staging.values() if receiver is not None else ()
+        return self.job, [*fds, *staging_fds, *self.payload_fds]
 
     def mentions(self, package: str) -> bool:
         """Whether the call may use a package: its name is in the pickle.

@@ -77,8 +77,8 @@ def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> Worker
     text = failure.failure_text(
         records,
         plan.world_size,
-        last_output=result.tails,
-        library_messages=result.library_messages,
+        last_output=result.console.tails(),
+        library_messages=result.console.library_messages.lines(),
         headline=headline,
         advice=advice,
         closing=closing_lines,
@@ -140,8 +140,10 @@ def _of_several_ranks(
             "branch on the rank or for ranks with different numbers of batches."
         )
     messages = [record.raised.message for record in records if record.raised is not None]
-    lines = itertools.chain.from_iterable(result.tails.values())
-    if any(map(failure.tells_of_unlike_collectives, (*messages, *lines, *result.library_messages))):
+    lines = itertools.chain(
+        *result.console.tails().values(), result.console.library_messages.lines()
+    )
+    if any(map(failure.tells_of_unlike_collectives, (*messages, *lines))):
         return "", (
             "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
             "its weights with all ranks when it runs: all ranks must run the same modules, in the "
@@ -220,8 +222,8 @@ def _what_is_left(result: CallResult) -> str:
             f"{WORKERS_LOST} The notebook's own variables and models are as they were before this "
             "cell."
         )
-    in_groups = any(idle.in_groups for idle in result.idle.values())
-    return f"{_STILL_ALIVE} {_REGROUPED}" if result.out_of_step and in_groups else _STILL_ALIVE
+    was_regrouped = result.out_of_step and True in result.in_groups
+    return f"{_STILL_ALIVE} {_REGROUPED}" if was_regrouped else _STILL_ALIVE
 
 
 def why_lost(result: CallResult) -> str:

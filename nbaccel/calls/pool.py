@@ -369,16 +369,11 @@ class Pool:
         """What an object of rank 0 is, as mime data; None if unknown or if the pool is not idle."""
         return self._ask("inspect", name=name, detail=detail)  # type: ignore[no-any-return]
 
-    def status(self, *, asks_workers: bool = True) -> StatusTable:
-        """What each worker is doing and what it has in memory.
+    def status(self) -> StatusTable:
+        """What each worker is doing, and what it had in memory when its last task had ended.
 
-        Args:
-            asks_workers: Whether workers that wait for a cell are asked for the names that they
-                hold, which takes up to 0.2 s where one does not answer. Else, and while a cell
-                runs, it is what they have answered last.
+        While a cell runs, workers are asked about once a second.
         """
-        if asks_workers and self._workers is not None and self._state is PoolState.IDLE:
-            self._workers.ask_whereabouts()
         rows = self._workers.rank_rows() if self._workers is not None else []
         return status_table(self._state, self.reason, self.plan, rows, self._activity)
 
@@ -492,9 +487,8 @@ class Pool:
             return None
         with contextlib.suppress(UnsafeMoment), self._working() as (group, _):
             # A completion that takes longer is of no use, and the pool is held meanwhile.
-            return group.run_tasks({0: (PoolTask(method, arguments), ())}, timeout_s=1.0).shown.get(
-                0
-            )
+            task = PoolTask(method, arguments)
+            return group.run_tasks({0: (task, ())}, timeout_s=1.0).shown.get(0)
         return None
 
     # ---- what follows a task
@@ -641,12 +635,12 @@ class Pool:
         if self._state is PoolState.BROKEN:
             write_notice(outcome.new_workers_line(self.num_processes, self.reason))
         self._state = PoolState.STARTING
-        group = Group.ready(check_requirements(self.plan))
+        group, end = Group.ready(check_requirements(self.plan))
         self._workers = group
         # With an engine, what its hosts have is known only now.
         self.plan = group.plan
         # A finalizer, so that a pool that is dropped without stop() ends its workers too.
-        self._end = weakref.finalize(self, group.end)
+        self._end = weakref.finalize(self, end)
         self.reason = ""
         self._forget_workers()
         if self._dist:

@@ -1,17 +1,16 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    second thread   has a separate channel: answers ASK_WHEREABOUTS and BREAK at once; interrupts
-                    again, a moment later, where the first interrupt came at the end of a block
+    second thread   has a separate channel: answers ASK_WHEREABOUTS and BREAK at once
+    a third one     interrupts again, a moment later, where an interrupt came at a block's end
 
 Both wait without polling, so an idle worker costs no CPU.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import os
-import select
 import signal
 import sys
 import threading
@@ -86,8 +85,6 @@ class CellWorker:
         self._channel = channel
         self._busy = False
         self._times_put_off = 0
-        # Written to in the middle of any other code, where a signal comes: no lock could be used.
-        self._put_off, self._putting_off = os.pipe()
         self._main = threading.get_ident()
         # The second channel's descriptor is the last; those before it belong to the assignment.
         self._control = messaging.Channel.from_fd(fds.pop())
@@ -113,7 +110,7 @@ class CellWorker:
 
     def loop(self) -> None:
         """Take tasks until the channel closes or says so."""
-        self._channel.send(messaging.Idle())
+        self._channel.send(messaging.Idle(whereabouts=self._whereabouts()))
         while True:
             try:
                 task, fds = self._channel.receive()
@@ -160,7 +157,7 @@ class CellWorker:
             bound=self._names.bound() if is_cell else (),
             dirty=self._names.modules.dirty() if is_cell else (),
             sequence=self._groups.sequence() if ran_code else (),
-            in_groups=torch.distributed.is_initialized(),
+            whereabouts=self._whereabouts(),
         )
 
     # ---- tasks, each with its descriptors; what it returns is shown. Interrupted where it is busy.
@@ -263,35 +260,34 @@ class CellWorker:
             return
         if self._times_put_off < _MOST_TIMES_PUT_OFF and _leaves_block(frame):
             self._times_put_off += 1
-            os.write(self._putting_off, b"i")
+            # Not by `threading`, whose locks the interrupted code may hold.
+            _thread.start_new_thread(self._interrupt_again, ())
             return
         self._channel.send(messaging.Word.INTERRUPTING)
         raise KeyboardInterrupt
+
+    def _interrupt_again(self) -> None:
+        time.sleep(_PUT_OFF_S)
+        # 0: the task has ended meanwhile, and the next one is not to be interrupted.
+        if self._times_put_off:
+            signal.pthread_kill(self._main, signal.SIGINT)
 
     # ---- the second thread
 
     def _answer(self) -> None:
         while True:
-            waited_for = [self._control.fileno(), self._put_off]
-            if self._put_off in select.select(waited_for, [], [])[0]:
-                os.read(self._put_off, 1)
-                time.sleep(_PUT_OFF_S)
-                # 0: the task has ended meanwhile, and the next one is not to be interrupted.
-                if self._times_put_off:
-                    signal.pthread_kill(self._main, signal.SIGINT)
-                continue
             try:
                 message, _ = self._control.receive()
             except (EOFError, OSError):
                 return
             if message is messaging.Word.ASK_WHEREABOUTS:
-                self._channel.send(self._whereabouts())
+                self._channel.send(self._whereabouts(sys._current_frames().get(self._main)))
             elif message is messaging.Word.BREAK:
                 self._groups.cut()
 
-    def _whereabouts(self) -> messaging.Whereabouts:
+    def _whereabouts(self, frame: FrameType | None = None) -> messaging.Whereabouts:
+        """What this worker has in memory, and where a frame is; None while it waits for a task."""
         stack = []
-        frame = sys._current_frames().get(self._main)
         while frame is not None:
             code = frame.f_code
             stack.append(Frame(file=code.co_filename, line=frame.f_lineno, function=code.co_name))

@@ -38,7 +38,7 @@ class CellDashboardUpdater(DashboardUpdater):
     def row(self, call: WatchedCall, member: WorkerHandle) -> RankStatus:
         """One rank, as it is now, with what it is doing."""
         is_open = member.rank in call.open
-        values = rank_status(member, call.seconds, member.whereabouts, is_open=is_open)
+        values = rank_status(member, call.seconds, is_open=is_open)
         # A rank that has finished is idle; how it finished is of more interest.
         if is_open:
             return values
@@ -54,12 +54,7 @@ class CellDashboardUpdater(DashboardUpdater):
 
 
 def rank_status(
-    member: WorkerHandle,
-    state_seconds: float,
-    place: messaging.Whereabouts | None,
-    *,
-    is_open: bool,
-    is_gone: bool = False,
+    member: WorkerHandle, state_seconds: float, *, is_open: bool, is_gone: bool = False
 ) -> RankStatus:
     """One row of the table."""
     if member.has_ended or is_gone:
@@ -68,6 +63,7 @@ def rank_status(
         state = "stopping" if member.is_stopped else "running"
     else:
         state = "idle"
+    place = member.whereabouts
     if place is None or state == "gone":
         place = messaging.Whereabouts(stack=(), device_bytes=None)
     return RankStatus(

@@ -72,10 +72,8 @@ class CallResult:
     """Whether all workers had it."""
     members: tuple[WorkerHandle, ...] = ()
     """The workers that had it, by rank, with what each has returned, raised or died of."""
-    tails: dict[int, list[str]] = field(default_factory=dict, repr=False)
-    """The last lines that each rank printed."""
-    library_messages: list[str] = field(default_factory=list, repr=False)
-    """What libraries have printed that is folded away as long as all is well."""
+    console: Console = field(repr=False)
+    """What ranks have printed."""
     interrupted: bool = False
     """The user has stopped it."""
     timed_out: bool = False
@@ -118,6 +116,12 @@ class CallResult:
         return {rank: answer.shown for rank, answer in self.idle.items()}
 
     @property
+    def in_groups(self) -> set[bool]:
+        """Whether ranks are in a process group: one answer, or both."""
+        places = [idle.whereabouts for idle in self.idle.values()]
+        return {place is not None and place.group != "" for place in places}
+
+    @property
     def out_of_step(self) -> bool:
         """Whether process groups cannot be used any longer.
 
@@ -129,8 +133,7 @@ class CallResult:
         for idle in self.idle.values():
             for name, count in idle.sequence:
                 counts.setdefault(name, set()).add(count)
-        in_groups = {idle.in_groups for idle in self.idle.values()}
-        differ = len(in_groups) > 1 or any(len(numbers) > 1 for numbers in counts.values())
+        differ = len(self.in_groups) > 1 or any(len(numbers) > 1 for numbers in counts.values())
         return self.was_cut or (self.is_of_all and differ)
 
 
@@ -180,7 +183,7 @@ class Supervisor:
         self._joining: set[int] = set()
         """Ranks that have finished, or have no task, and join a process group for the others."""
         self._group_wanted: messaging.GroupWanted | None = None
-        self.result = CallResult(is_of_all=len(self._ranks) == len(self.members))
+        self.result = CallResult(is_of_all=len(self._ranks) == len(self.members), console=console)
         for member in self.members:
             member.begin_call(takes_part=member.rank in self._ranks)
 
@@ -223,8 +226,6 @@ class Supervisor:
                 with processes.uninterrupted():
                     show.end(self, self._ending())
                 result.observed = show.board
-        result.tails = self.console.tails()
-        result.library_messages = self.console.library_messages.lines()
         result.was_cut = self._ladder is not None and self._ladder.has_cut
         return result
 
@@ -257,19 +258,19 @@ class Supervisor:
 
     def _send_tasks(self) -> None:
         """Send the tasks: the workers are at work while the rest is made ready to hear them."""
-        ranks_by_body: dict[int, list[int]] = {}
-        for rank, (body, _) in self._tasks.items():
-            ranks_by_body.setdefault(id(body), []).append(rank)
-        channels = {member.rank: member.channel for member in self.members}
         # Ranks mostly have the very same task, which is pickled once.
-        for ranks in ranks_by_body.values():
-            body, _ = self._tasks[ranks[0]]
-            packet, files = messaging.pack_message(messaging.Task(number=self._number, body=body))
-            with memfd.closing_files(*files):
-                for rank in ranks:
-                    # The worker may have ended meanwhile; its sentinel says so.
-                    with contextlib.suppress(OSError):
-                        channels[rank].send_packet(packet, [*self._tasks[rank][1], *files])
+        packed: dict[int, tuple[bytes, list[int]]] = {}
+        with contextlib.ExitStack() as sent:
+            for member in (member for member in self.members if member.rank in self._tasks):
+                body, fds = self._tasks[member.rank]
+                if id(body) not in packed:
+                    task = messaging.Task(number=self._number, body=body)
+                    packed[id(body)] = messaging.pack_message(task)
+                    sent.enter_context(memfd.closing_files(*packed[id(body)][1]))
+                packet, files = packed[id(body)]
+                # The worker may have ended meanwhile; its sentinel says so.
+                with contextlib.suppress(OSError):
+                    member.channel.send_packet(packet, [*fds, *files])
         if self._make_show is not None:
             self._show = self._make_show()
 
@@ -427,17 +428,46 @@ class Supervisor:
         except EOFError:
             self._hang_up(member)
             return
-        if isinstance(message, (messaging.Display, messaging.ClearOutput)):
-            # What it printed before the display must be shown before it.
-            self.drain_output(member)
-            self.console.feed_display(member.rank, message)
-        elif isinstance(message, Metrics):
-            if self._show is not None:
+        match message:
+            case messaging.Display() | messaging.ClearOutput():
+                # What it printed before the display must be shown before it.
+                self.drain_output(member)
+                self.console.feed_display(member.rank, message)
+            case Metrics() if self._show is not None:
                 self._show.board.receive(member.rank, message)
-        elif isinstance(message, messaging.Leaves):
-            member.note(message)
-        else:
-            self._on_message(member, message, fds)
+            case messaging.Leaves():
+                member.note(message)
+            case _:
+                self._on_message(member, message, fds)
+
+    def _on_message(self, member: WorkerHandle, message: Any, fds: list[int]) -> None:
+        """A worker has said how far it is."""
+        match message:
+            case messaging.Word.ALIVE:
+                member.state = HandleState.ALIVE
+            case messaging.Word.STARTED:
+                member.state = HandleState.RUNNING
+            case messaging.Returned():
+                member.take(fds)
+                member.returned = message
+                self._on_handed_over(member)
+            case messaging.Failed():
+                self._on_failure(member, message, fds)
+                self._on_handed_over(member)
+            case messaging.Word.INTERRUPTING if self._ladder is not None:
+                self._ladder.unwinds(member)
+            case messaging.AtStep() if self._agreement is not None:
+                self._agreement.answered(member.rank, message.number)
+                if self._ladder is not None:
+                    self._ladder.answers_step(self._agreement.wait_s)
+            case messaging.Whereabouts():
+                member.whereabouts = message
+                if self._ladder is not None:
+                    self._ladder.answered(member)
+            case messaging.Idle():
+                self._on_idle(member, message)
+            case messaging.GroupWanted():
+                self._on_group_wanted(message)
 
     def _read_output(self, member: WorkerHandle, pipe: int) -> bool:
         """Take in a chunk of output; returns whether there may be more."""
@@ -479,35 +509,6 @@ class Supervisor:
 
     # ---- messages
 
-    def _on_message(self, member: WorkerHandle, message: Any, fds: list[int]) -> None:
-        """A worker has said how far it is."""
-        match message:
-            case messaging.Word.ALIVE:
-                member.state = HandleState.ALIVE
-            case messaging.Word.STARTED:
-                member.state = HandleState.RUNNING
-            case messaging.Returned():
-                member.take(fds)
-                member.returned = message
-                self._on_handed_over(member)
-            case messaging.Failed():
-                self._on_failure(member, message, fds)
-                self._on_handed_over(member)
-            case messaging.Word.INTERRUPTING if self._ladder is not None:
-                self._ladder.unwinds(member)
-            case messaging.AtStep() if self._agreement is not None:
-                self._agreement.answered(member.rank, message.number)
-                if self._ladder is not None:
-                    self._ladder.answers_step(self._agreement.wait_s)
-            case messaging.Whereabouts():
-                member.whereabouts = message
-                if self._ladder is not None:
-                    self._ladder.answered(member)
-            case messaging.Idle():
-                self._on_idle(member, message)
-            case messaging.GroupWanted():
-                self._on_group_wanted(message)
-
     def _on_failure(self, member: WorkerHandle, message: messaging.Failed, fds: list[int]) -> None:
         """A worker's function has raised."""
         if member.rank not in self.open:
@@ -539,6 +540,7 @@ class Supervisor:
 
     def _on_idle(self, member: WorkerHandle, message: messaging.Idle) -> None:
         rank = member.rank
+        member.whereabouts = message.whereabouts
         if message.number == self._number:
             member.finish_call()
             self.drain_output(member)
