@@ -116,8 +116,13 @@ class _PackageScan:
             known = self._modules if users == self._users else {}
             self._users = users
             self._packages = installed_modules()
-            with _collector_paused():
+            # Thousands of new places would set the collector off again and again.
+            was_on = gc.isenabled()
+            gc.disable()
+            try:
                 self._modules = dict(self._look_at_modules(known))
+            finally:
+                (gc.enable if was_on else gc.disable)()
         changes: dict[_Identity, PackageChange] = {}
         for name, scanned in self._modules.items():
             if scanned.has_changed():
@@ -240,18 +245,6 @@ def _module_of(found_class: type) -> Any:
     return type.__getattribute__(found_class, "__module__")
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Without the garbage collector: thousands of new places set it off again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _closed_over(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         # An empty cell raises ValueError: the variable has no value yet.
@@ -277,8 +270,15 @@ _of_this_cell: tuple[PackageChange | LateChange, ...] | None = None
 """None where no cell has looked for them yet; a program that is no notebook is one cell."""
 
 
-def sendable_changes() -> tuple[PackageChange | LateChange, ...]:
-    """The changes that workers can be given; what cannot be is told, once each."""
+def sendable_changes(*, looks_anew: bool = True) -> tuple[PackageChange | LateChange, ...]:
+    """The changes that workers can be given; what cannot be is told, once each.
+
+    Looking for them takes milliseconds, and a cell may call live workers a thousand times. Those
+    may be given what was found when the cell first called workers, or a module was imported.
+    """
+    global _of_this_cell  # noqa: PLW0603 - a fact of the process, like the modules themselves
+    if not (looks_anew or _of_this_cell is None or _scan.is_behind()):
+        return _of_this_cell
     changes = _scan.changes()
     for identity in _CHECKED.keys() - changes.keys():
         del _CHECKED[identity]
@@ -291,20 +291,10 @@ def sendable_changes() -> tuple[PackageChange | LateChange, ...]:
                     f"{_CHECKED[identity]}. Do it in the launched function, or use "
                     'start_method="fork".\n'
                 )
-    global _of_this_cell  # noqa: PLW0603 - a fact of the process, like the modules themselves
     _of_this_cell = tuple(
         _when_needed(change) for identity, change in changes.items() if not _CHECKED[identity]
     )
     return _of_this_cell
-
-
-def changes_of_this_cell() -> tuple[PackageChange | LateChange, ...]:
-    """The changes as they were when this cell first called workers, or a module was imported.
-
-    Looking for them takes milliseconds, and a cell may call live workers a thousand times.
-    """
-    known = None if _scan.is_behind() else _of_this_cell
-    return sendable_changes() if known is None else known
 
 
 def _when_needed(change: PackageChange) -> PackageChange | LateChange:

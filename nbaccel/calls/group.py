@@ -43,36 +43,17 @@ from nbaccel.workers.worker_processes import (
 )
 
 
-class LaunchHosts:
-    """Where the workers of a launch or pool run: here, or on hosts that stay for all attempts."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._session: HostSession | None = None
-        self._lost: list[str] = []
-
-    def session(self) -> HostSession | None:
-        """Hosts for the next attempt: those of the last one, unless some were lost; None: here."""
-        if not engine_row(self.plan.engine).runs_on_hosts:
-            return None
-        if self._session is not None and self._session.lost_hosts:
-            self._lost += self._session.lost_hosts
-            self.close()
-        if self._session is None:
-            self._session = HostSession.open(self.plan, self._lost)
-            for warning in self._session.plan.warnings:
-                write_notice(f"nbaccel: {warning}\n")
-        return self._session
-
-    def lost_hosts(self) -> Sequence[str]:
-        """Hosts that the next attempt will do without."""
-        return self._session.lost_hosts if self._session is not None else ()
-
-    def close(self) -> None:
-        """Let all hosts go."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+def open_hosts(
+    clean_up: contextlib.ExitStack, plan: Plan, lost: Sequence[str] = ()
+) -> HostSession | None:
+    """Hosts for the workers, without those that were lost; None: here. `clean_up` lets them go."""
+    if not engine_row(plan.engine).runs_on_hosts:
+        return None
+    session = HostSession.open(plan, lost)
+    clean_up.callback(session.close)
+    for warning in session.plan.warnings:
+        write_notice(f"nbaccel: {warning}\n")
+    return session
 
 
 class Group:
@@ -101,7 +82,8 @@ class Group:
     def started(
         cls,
         clean_up: contextlib.ExitStack,
-        hosts: LaunchHosts,
+        plan: Plan,
+        session: HostSession | None,
         waiting_line: WaitingLine,
         *,
         forked_call: worker.WorkerCall | None = None,
@@ -113,9 +95,7 @@ class Group:
         They are ended by `clean_up`, also if the start fails. Workers that are forked from this
         process for one call have `forked_call`; the `variables` are further ones of theirs.
         """
-        session = hosts.session()
         if session is None:
-            plan = hosts.plan
             place = _meeting_place(plan)
             starter = _local_starter(plan, waiting_line, forked_call)
         else:
@@ -144,9 +124,8 @@ class Group:
                 # The cells to come may use anything that the notebook has.
                 pool_template.wait(waiting_line.say, lambda _package: True)
                 plan = pool_template.told_in(plan)
-            hosts = LaunchHosts(plan)
-            undo_start.callback(hosts.close)
-            group = cls.started(undo_start, hosts, waiting_line, stays=True)
+            session = open_hosts(undo_start, plan)
+            group = cls.started(undo_start, plan, session, waiting_line, stays=True)
             result = group.run_tasks({}, ranks=[member.rank for member in group.members])
             if result.interrupted:
                 raise LaunchInterrupted(
@@ -319,26 +298,15 @@ class Group:
         """Give all workers the same task."""
         return self.run_tasks({member.rank: (body, fds) for member in self.members})
 
-    def post(self, body: Any) -> None:
-        """Give all workers a task without waiting for it; it is done before the next one."""
-        for member in self.members:
-            member.tell(messaging.Task(number=0, body=body))
-
     # ---- between tasks
 
     def rank_rows(self) -> list[RankStatus]:
         """How each worker stands, by what it has told last; none is asked."""
-        now = time.monotonic()
         open_ranks = frozenset() if self._task is None else self._task.open
         # Processes that are gone, though no task has noticed it yet.
         ended = messaging.wait([member.sentinel for member in self._living()], 0.0)
         return [
-            rank_status(
-                member,
-                now - member.since,
-                is_open=member.rank in open_ranks,
-                is_gone=member.sentinel in ended,
-            )
+            rank_status(member, is_open=member.rank in open_ranks, is_gone=member.sentinel in ended)
             for member in self.members
         ]
 
@@ -364,8 +332,7 @@ def _meeting_place(plan: Plan) -> MeetingPlace:
 def _local_starter(
     plan: Plan, waiting_line: WaitingLine, forked_call: worker.WorkerCall | None
 ) -> Starter:
-    if forked_call is not None:
-        return ForkStarter(forked_call, is_asked=plan.config.start_method == "fork")
     if plan.start_method == "fork":
-        return ForkStarter()
+        is_asked = forked_call is None or plan.config.start_method == "fork"
+        return ForkStarter(forked_call, is_asked=is_asked)
     return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)

@@ -48,7 +48,8 @@ def run_observed(
     board = channel.dashboard.board
     more = {FOLDER_VARIABLE: str(folder)} if folder is not None else {}
     try:
-        with _observing_here(plan, channel):
+        with contextlib.ExitStack() as clean_up:
+            _observe(clean_up, plan, channel)
             values = _call_here(plan, function, args, more)
         launched_functions.note_end(folder, None)
         return values, board
@@ -184,8 +185,11 @@ class BoardChannel:
         """Take in what the function reports."""
         self.try_send(message)
 
-    def end(self, ending: str) -> None:
-        """Leave the summary."""
+    def end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave the summary of a function that has returned, or raised what is of this kind."""
+        ending = ""
+        if kind is not None:
+            ending = "stopped" if issubclass(kind, KeyboardInterrupt) else "failed"
         self.dashboard.finish([self._own_row(ending or "done")], ending=ending)
 
     def _own_row(self, state: str) -> RankStatus:
@@ -198,32 +202,18 @@ class BoardChannel:
         )
 
 
-@contextlib.contextmanager
-def _observing_here(plan: Plan, channel: BoardChannel) -> Iterator[None]:
-    """A block in which loops of this process report to a board, and are shown in a panel."""
-    __tracebackhide__ = True
-    ending = ""
-    with contextlib.ExitStack() as clean_up:
-        clean_up.callback(lambda: channel.end(ending))
-        # Else nothing can report: torch takes a second to import, and the function need not use it.
-        if "torch" in sys.modules:
-            from nbaccel.loops import loop_watch
-            from nbaccel.workers import step_stop
+def _observe(clean_up: contextlib.ExitStack, plan: Plan, channel: BoardChannel) -> None:
+    """Let loops of this process report to the board, until `clean_up` leaves the summary."""
+    clean_up.push(channel.end)
+    # Else nothing can report: torch takes a second to import, and the function need not use it.
+    if "torch" in sys.modules:
+        from nbaccel.loops import loop_watch
+        from nbaccel.workers import step_stop
 
-            hardware = registry.device(plan.device)
-            device_name = str(hardware.torch_device(0))
-            clean_up.enter_context(
-                loop_watch.reporting_to(
-                    channel, hardware, device_name, shows_bars=channel.has_panel
-                )
-            )
-            if plan.config.on_stop == "keep":
-                clean_up.enter_context(step_stop.interrupted_at_step())
-        try:
-            yield
-        except KeyboardInterrupt:
-            ending = "stopped"
-            raise
-        except BaseException:  # whatever the function raises, SystemExit too, it has failed
-            ending = "failed"
-            raise
+        hardware = registry.device(plan.device)
+        device_name = str(hardware.torch_device(0))
+        clean_up.enter_context(
+            loop_watch.reporting_to(channel, hardware, device_name, shows_bars=channel.has_panel)
+        )
+        if plan.config.on_stop == "keep":
+            clean_up.enter_context(step_stop.interrupted_at_step())

@@ -112,10 +112,7 @@ def _run_in_main(script: Script) -> None:
 
 
 def run_script_here(script: Script) -> int | FailureRecord:
-    """Run it as the only process; its exit status, or what it has raised.
-
-    Raised here, that would look like a mistake that nbaccel has found.
-    """
+    """Its exit status, or what it has raised: raised here, that would look like nbaccel's."""
     try:
         _run_in_main(script)
     except SystemExit as exit_:

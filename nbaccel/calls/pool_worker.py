@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -32,15 +33,7 @@ from nbaccel.transfer import memfd
 from nbaccel.transfer.library_settings import restore_random_states
 from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.worker_namespace import Namespace
-from nbaccel.workers import messaging
-from nbaccel.workers.worker import (
-    Work,
-    WorkerCall,
-    flush_streams,
-    own_process,
-    report,
-    set_up_process,
-)
+from nbaccel.workers import messaging, worker
 
 if TYPE_CHECKING:
     from nbaccel.calls.pool_planning import CellSource
@@ -52,7 +45,7 @@ def serve_cells(
     channel: messaging.Channel,
     assignment: messaging.WorkerAssignment,
     fds: list[int],
-    _forked_call: WorkerCall | None = None,
+    _forked_call: worker.WorkerCall | None = None,
 ) -> None:
     """Be a worker of a pool until the notebook ends it, or is gone."""
     CellWorker(channel, assignment, fds).loop()
@@ -88,7 +81,7 @@ class CellWorker:
         self._main = threading.get_ident()
         # The second channel's descriptor is the last; those before it belong to the assignment.
         self._control = messaging.Channel.from_fd(fds.pop())
-        self._context = set_up_process(assignment, fds)
+        self._context = worker.set_up_process(assignment, fds)
         memfd.close_all(fds)
         self._rank = self._context.place.rank
         self._groups = ProcessGroups(self._context.place, channel.send)
@@ -144,8 +137,8 @@ class CellWorker:
         except BaseException as error:  # neither exit nor interrupt may end the worker
             # Those two are not told: a failed join shows in the other ranks, and memory may stay.
             if getattr(task, "method", "") not in ("join_group", "share_equal_pages"):
-                report(self._channel, self._explained(error), self._rank)
-        flush_streams()
+                worker.report(self._channel, self._explained(error), self._rank)
+        worker.flush_streams()
         return shown
 
     def _idle(self, number: int, task: Any, shown: Any) -> messaging.Idle:
@@ -165,7 +158,7 @@ class CellWorker:
     def _call(self, job: messaging.Job, fds: list[int]) -> None:
         self._context.begin_reports(self._channel)
         self._busy = True
-        Work(self._channel, self._context, job, fds).run()
+        worker.Work(self._channel, self._context, job, fds).run()
 
     def run_cell(
         self,
@@ -184,7 +177,7 @@ class CellWorker:
         self._context.begin_reports(self._channel)
         self._busy = True
         try:
-            with own_process():
+            with worker.own_process():
                 return self._shell.run(source)
         except SystemExit as error:
             if error.code not in (None, 0):
@@ -231,13 +224,9 @@ class CellWorker:
         """Drop all process groups: they are out of step. New ones get other names in the store."""
         self._groups.close(generation)
 
-    def complete(self, _fds: list[int], code: str, cursor: int) -> messaging.Completions:
-        """Find completions."""
-        return self._shell.completions_at(code, cursor)
-
-    def inspect(self, _fds: list[int], name: str, detail: int) -> dict[str, str] | None:
-        """Describe an object."""
-        return self._shell.describe(name, detail)
+    def ask_shell(self, _fds: list[int], question: str, **arguments: Any) -> Any:
+        """Find completions, or describe an object: a method of the shell."""
+        return getattr(self._shell, question)(**arguments)
 
     # ---- errors and interrupts
 
@@ -320,8 +309,5 @@ def _leaves_block(frame: FrameType | None) -> bool:
     cut right after: at the first line of `__exit__`, or before that is called (Python 3.10).
     Interrupted there, `torch.no_grad()` leaves gradients off for all later cells.
     """
-    while frame is not None:
-        if frame.f_code.co_name == "__exit__":
-            return True
-        frame = frame.f_back
-    return sys.exc_info()[1] is not None
+    callers = (caller.f_code.co_name for caller, _ in traceback.walk_stack(frame))
+    return "__exit__" in callers or sys.exc_info()[1] is not None

@@ -48,10 +48,8 @@ _MOST_POLL_S = 0.05
 _FIRST_LOOK_S = 0.02
 _MOST_LOOK_S = 0.25
 
-# Weak keys: a check ends with its group, and a new group at the same address gets a new one.
-_CHECKS_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveCheck] = (
-    weakref.WeakKeyDictionary()
-)
+_LATEST: list[tuple[weakref.ref[dist.ProcessGroup], CollectiveCheck]] = []
+"""The default process group and its check, which ends with it; empty for none yet."""
 
 
 def wanted_check() -> str:
@@ -75,29 +73,22 @@ def default_group_check() -> CollectiveCheck:
     if process_group is None:
         dist.get_world_size()  # a live worker joins the group here
         process_group = dist.group.WORLD
-    check = _CHECKS_BY_GROUP.get(process_group)
-    if check is None:
-        forget_left_groups()
-        check = _CHECKS_BY_GROUP[process_group] = CollectiveCheck(
-            dist.get_rank(), dist.get_world_size()
-        )
-    return check
+    if not (_LATEST and _LATEST[0][0]() is process_group):
+        check = CollectiveCheck(dist.get_rank(), dist.get_world_size())
+        _LATEST[:] = [(weakref.ref(process_group, lambda _: _LATEST.clear()), check)]
+    return _LATEST[0][1]
 
 
-def forget_left_groups() -> None:
-    """Give back the memory of groups that this process has left."""
-    # Something else may hold the group itself: a worker keeps all it has been in.
-    groups = torch_private.process_groups()
-    for process_group in list(_CHECKS_BY_GROUP):
-        if process_group not in groups:
-            del _CHECKS_BY_GROUP[process_group]
+def forget_left_group() -> None:
+    """Give back the memory of a group that this process has left, which others may still hold."""
+    if not dist.is_initialized():
+        _LATEST.clear()
 
 
 def calls_begun() -> int:
     """How many calls this process has begun in the default group; 0 where there is none."""
-    group: Any = dist.group.WORLD if dist.is_initialized() else None
-    check = None if group is None else _CHECKS_BY_GROUP.get(group)
-    return 0 if check is None else check.calls_begun
+    is_there = dist.is_initialized() and _LATEST and _LATEST[0][0]() is dist.group.WORLD
+    return _LATEST[0][1].calls_begun if is_there else 0
 
 
 class CollectiveCheck:
