@@ -401,5 +401,5 @@ class Idle:
     """Keys of those of the notebook's modules whose weights may have changed."""
     sequence: tuple[tuple[str, int], ...] = ()
     """How many collectives each process group has begun."""
-    in_groups: bool = False
-    """Whether this worker is in a process group."""
+    whereabouts: Whereabouts | None = None
+    """What it has in memory now; its stack is empty."""

@@ -302,7 +302,7 @@ class WorkerHandle:
     """What came along with the value, weights or exception that it has handed over."""
     record: FailureRecord | None = None
     whereabouts: messaging.Whereabouts | None = None
-    """Where a pool's worker was by its latest answer."""
+    """Where a pool's worker was by its latest answer, and what it had in memory."""
     stack_text: str = ""
     """What faulthandler has written since it was last read."""
     hung_up: bool = False
@@ -345,7 +345,10 @@ class WorkerHandle:
     def begin_call(self, *, takes_part: bool) -> None:
         """A call begins, and what is known of the last one is dropped."""
         self.take([])
-        self.returned = self.failed = self.record = self.whereabouts = None
+        self.returned = self.failed = self.record = None
+        if self.whereabouts is not None:
+            # A late answer to the last call would be taken for the place in this one.
+            self.whereabouts = dataclasses.replace(self.whereabouts, stack=())
         self.is_stopped = False
         if takes_part:
             self.since = time.monotonic()
