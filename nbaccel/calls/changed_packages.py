@@ -53,6 +53,10 @@ _TENSOR_TYPE = type(torch.FloatTensor)  # of 50 classes with the same hundreds o
 _LONGEST_TABLE = 4096
 
 
+_Identity = tuple[object, ...]
+"""What tells a change from others in this process."""
+
+
 class _ScannedPlace(NamedTuple):
     """A module, class, object, table or list of an installed package."""
 
@@ -82,10 +86,9 @@ class _ScannedModule(NamedTuple):
     """A module of a package, and what all places in it held."""
 
     module: types.ModuleType
-    place_ids: list[tuple[int, ChangeKind]]
     views: list[Iterable[Any]]
     held: list[Any]
-    changes: list[PackageChange]
+    changes: dict[_Identity, PackageChange]
 
     def has_changed(self) -> bool:
         """Whether any place holds something else now."""
@@ -99,32 +102,43 @@ class _ScannedModule(NamedTuple):
 class _PackageScan:
     """Modules of installed packages, and what was found in them."""
 
-    def __init__(self, users: frozenset[str] = frozenset()) -> None:
-        self.users = users
+    def __init__(self) -> None:
+        self._users: frozenset[str] = frozenset()
         """Names of the user's own modules, whose functions and classes are looked for."""
         self._packages: Mapping[str, str] = {}
         self._modules: dict[str, _ScannedModule] = {}
-        self._owned: set[tuple[int, ChangeKind]] = set()
-        """Places by their ids: the same table may have a name in many modules."""
 
-    def changes(self) -> list[PackageChange]:
+    def changes(self) -> dict[_Identity, PackageChange]:
         """All changes that there are now."""
         if self.is_behind():
+            users = local_modules() | {"__main__"}
+            # A module of the user's that was not imported yet may have been what was found.
+            known = self._modules if users == self._users else {}
+            self._users = users
             self._packages = installed_modules()
-            with _collector_paused():
-                self._find_modules()
+            # Thousands of new places would set the collector off again and again.
+            was_on = gc.isenabled()
+            gc.disable()
+            try:
+                self._modules = dict(self._look_at_modules(known))
+            finally:
+                (gc.enable if was_on else gc.disable)()
+        changes: dict[_Identity, PackageChange] = {}
         for name, scanned in self._modules.items():
             if scanned.has_changed():
-                self._modules[name] = self._scan(name, scanned.module, scanned)
-        return [change for scanned in self._modules.values() for change in scanned.changes]
+                self._modules[name] = self._scan(name, scanned.module)
+            # The same table may have a name in many modules.
+            for identity, change in self._modules[name].changes.items():
+                changes.setdefault(identity, change)
+        return changes
 
     def is_behind(self) -> bool:
         """Whether modules have been imported since."""
         return installed_modules() is not self._packages
 
-    def _find_modules(self) -> None:
-        known = self._modules
-        self._modules = {}
+    def _look_at_modules(
+        self, known: Mapping[str, _ScannedModule]
+    ) -> Iterator[tuple[str, _ScannedModule]]:
         for name in self._packages:
             module = sys.modules.get(name)
             is_left_out = name.partition(".")[0] in _NOT_LOOKED_AT
@@ -132,25 +146,24 @@ class _PackageScan:
                 continue
             scanned = known.get(name)
             if scanned is None or scanned.module is not module:
-                scanned = self._scan(name, module, scanned)
-            self._modules[name] = scanned
+                scanned = self._scan(name, module)
+            yield name, scanned
 
-    def _scan(
-        self, name: str, module: types.ModuleType, before: _ScannedModule | None
-    ) -> _ScannedModule:
-        self._owned.difference_update(before.place_ids if before is not None else ())
+    def _scan(self, name: str, module: types.ModuleType) -> _ScannedModule:
         is_public = not any(part.startswith("_") for part in name.split("."))
-        places = list(self._places_in(name, _ScannedPlace("", "attribute", module, is_public)))
+        place = _ScannedPlace("", "attribute", module, is_public)
+        places = [place, *self._places_within(name, place)]
         views = [place.values() for place in places]
         return _ScannedModule(
             module=module,
-            place_ids=[(id(place.owner), place.kind) for place in places],
             views=views,
             held=list(itertools.chain.from_iterable(views)),
-            changes=[change for place in places for change in self._changes_in(name, place)],
+            changes=dict(found for place in places for found in self._changes_in(name, place)),
         )
 
-    def _changes_in(self, module: str, place: _ScannedPlace) -> Iterator[PackageChange]:
+    def _changes_in(
+        self, module: str, place: _ScannedPlace
+    ) -> Iterator[tuple[_Identity, PackageChange]]:
         for key, value in place.items():
             kind = type(value)
             # First what most values are told by.
@@ -158,16 +171,21 @@ class _PackageScan:
             if (is_code and self._is_users(value)) or (
                 place.kind == "entry" and self._is_users(key)
             ):
-                yield PackageChange(
-                    module=module, holder=place.path, kind=place.kind, key=key, value=value
+                key_identity = key if isinstance(key, str) else id(key)
+                identity = (id(place.owner), place.kind, key_identity, id(value))
+                yield (
+                    identity,
+                    PackageChange(
+                        module=module, holder=place.path, kind=place.kind, key=key, value=value
+                    ),
                 )
 
     def _is_users(self, value: Any, depth_left: int = 3) -> bool:
         """Whether it is a function or class of the notebook, or wraps one."""
         kind = type(value)
         if issubclass(kind, type):
-            return _module_of(value) in self.users
-        if kind is types.FunctionType and value.__globals__.get("__name__") in self.users:
+            return _module_of(value) in self._users
+        if kind is types.FunctionType and value.__globals__.get("__name__") in self._users:
             return True
         wrapped_by = _WRAPPERS.get(kind)
         return (
@@ -176,25 +194,16 @@ class _PackageScan:
             and any(self._is_users(inner, depth_left - 1) for inner in wrapped_by(value))
         )
 
-    def _places_in(self, module: str, place: _ScannedPlace) -> Iterator[_ScannedPlace]:
-        """A place and those within it, unless another module has them already."""
-        place_id = (id(place.owner), place.kind)
-        if place_id not in self._owned:
-            self._owned.add(place_id)
-            yield place
-            for inner in self._inner_places(module, place):
-                yield from self._places_in(module, inner)
-
-    def _inner_places(self, module: str, place: _ScannedPlace) -> Iterator[_ScannedPlace]:
-        if place.kind != "attribute":
-            return
+    def _places_within(self, module: str, place: _ScannedPlace) -> Iterator[_ScannedPlace]:
+        """Classes and objects of a module, and the tables and lists of each."""
         for name, value in place.items():
             path = f"{place.path}.{name}" if place.path else name
             kind = type(value)
             if issubclass(kind, type):
                 # Elsewhere than in its own module it is another name of it.
                 if kind is not _TENSOR_TYPE and not place.path and _module_of(value) == module:
-                    yield _ScannedPlace(path, "attribute", value, place.has_tables)
+                    found_class = _ScannedPlace(path, "attribute", value, place.has_tables)
+                    yield from (found_class, *self._places_within(module, found_class))
                 continue
             if not place.has_tables or name.startswith("__") or "cache" in name.lower():
                 continue
@@ -209,7 +218,8 @@ class _PackageScan:
                 and type(_attributes_of(value)) is dict
                 and not issubclass(kind, types.ModuleType)
             ):
-                yield _ScannedPlace(path, "attribute", value, has_tables=True)
+                found = _ScannedPlace(path, "attribute", value, has_tables=True)
+                yield from (found, *self._places_within(module, found))
 
 
 def _attributes_of(owner: Any) -> Mapping[str, Any]:
@@ -235,18 +245,6 @@ def _module_of(found_class: type) -> Any:
     return type.__getattribute__(found_class, "__module__")
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Without the garbage collector: thousands of new places set it off again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _closed_over(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         # An empty cell raises ValueError: the variable has no value yet.
@@ -266,24 +264,22 @@ _WRAPPERS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
 
 
 _scan = _PackageScan()
-_CHECKED: dict[tuple[Any, ...], str] = {}
+_CHECKED: dict[_Identity, str] = {}
 """Changes that are there → why they cannot be sent; empty for those that can."""
 _of_this_cell: tuple[PackageChange | LateChange, ...] | None = None
 """None where no cell has looked for them yet; a program that is no notebook is one cell."""
 
 
-def _current_scan() -> _PackageScan:
-    global _scan  # noqa: PLW0603 - a fact of the process, like the modules themselves
-    users = local_modules() | {"__main__"}
-    if users != _scan.users:
-        # A module of the user's that was not imported yet may have been what was found.
-        _scan = _PackageScan(users)
-    return _scan
+def sendable_changes(*, looks_anew: bool = True) -> tuple[PackageChange | LateChange, ...]:
+    """The changes that workers can be given; what cannot be is told, once each.
 
-
-def sendable_changes() -> tuple[PackageChange | LateChange, ...]:
-    """The changes that workers can be given; what cannot be is told, once each."""
-    changes = {change.identity(): change for change in _current_scan().changes()}
+    Looking for them takes milliseconds, and a cell may call live workers a thousand times. Those
+    may be given what was found when the cell first called workers, or a module was imported.
+    """
+    global _of_this_cell  # noqa: PLW0603 - a fact of the process, like the modules themselves
+    if not (looks_anew or _of_this_cell is None or _scan.is_behind()):
+        return _of_this_cell
+    changes = _scan.changes()
     for identity in _CHECKED.keys() - changes.keys():
         del _CHECKED[identity]
     for identity, change in changes.items():
@@ -295,20 +291,10 @@ def sendable_changes() -> tuple[PackageChange | LateChange, ...]:
                     f"{_CHECKED[identity]}. Do it in the launched function, or use "
                     'start_method="fork".\n'
                 )
-    global _of_this_cell  # noqa: PLW0603 - as `_scan`
     _of_this_cell = tuple(
         _when_needed(change) for identity, change in changes.items() if not _CHECKED[identity]
     )
     return _of_this_cell
-
-
-def changes_of_this_cell() -> tuple[PackageChange | LateChange, ...]:
-    """The changes as they were when this cell first called workers, or a module was imported.
-
-    Looking for them takes milliseconds, and a cell may call live workers a thousand times.
-    """
-    known = None if _current_scan().is_behind() else _of_this_cell
-    return sendable_changes() if known is None else known
 
 
 def _when_needed(change: PackageChange) -> PackageChange | LateChange:
@@ -326,12 +312,11 @@ def _when_needed(change: PackageChange) -> PackageChange | LateChange:
 
 
 def _after_cell(_result: object = None) -> None:
-    global _of_this_cell  # noqa: PLW0603 - as `_scan`
+    global _of_this_cell  # noqa: PLW0603 - as in `sendable_changes`
     _of_this_cell = None
     # Modules that were imported are looked at now: a launch would wait for it.
-    scan = _current_scan()
-    if scan.is_behind():
-        scan.changes()
+    if _scan.is_behind():
+        _scan.changes()
 
 
 if (_shell := frames.running_shell()) is not None:

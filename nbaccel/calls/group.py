@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from nbaccel.base import processes
-from nbaccel.base.errors import LaunchInterrupted, StartupFailed
+from nbaccel.base.errors import LaunchInterrupted
 from nbaccel.base.log import write_notice
 from nbaccel.calls import outcome
 from nbaccel.calls.outcome import why_lost
@@ -43,36 +43,17 @@ from nbaccel.workers.worker_processes import (
 )
 
 
-class LaunchHosts:
-    """Where the workers of a launch or pool run: here, or on hosts that stay for all attempts."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._session: HostSession | None = None
-        self._lost: list[str] = []
-
-    def session(self) -> HostSession | None:
-        """Hosts for the next attempt: those of the last one, unless some were lost; None: here."""
-        if not engine_row(self.plan.engine).runs_on_hosts:
-            return None
-        if self._session is not None and self._session.lost_hosts:
-            self._lost += self._session.lost_hosts
-            self.close()
-        if self._session is None:
-            self._session = HostSession.open(self.plan, self._lost)
-            for warning in self._session.plan.warnings:
-                write_notice(f"nbaccel: {warning}\n")
-        return self._session
-
-    def lost_hosts(self) -> Sequence[str]:
-        """Hosts that the next attempt will do without."""
-        return self._session.lost_hosts if self._session is not None else ()
-
-    def close(self) -> None:
-        """Let all hosts go."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+def open_hosts(
+    clean_up: contextlib.ExitStack, plan: Plan, lost: Sequence[str] = ()
+) -> HostSession | None:
+    """Hosts for the workers, without those that were lost; None: here. `clean_up` lets them go."""
+    if not engine_row(plan.engine).runs_on_hosts:
+        return None
+    session = HostSession.open(plan, lost)
+    clean_up.callback(session.close)
+    for warning in session.plan.warnings:
+        write_notice(f"nbaccel: {warning}\n")
+    return session
 
 
 class Group:
@@ -81,14 +62,7 @@ class Group:
     They take one task after the other if the group stays, as a pool's does, or make a single call.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        starter: Starter,
-        *,
-        stays: bool = False,
-        after_end: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, plan: Plan, starter: Starter, *, stays: bool) -> None:
         self.plan = plan
         self.stays = stays
         self.members: list[WorkerHandle] = []
@@ -97,21 +71,19 @@ class Group:
         """Why a pool's workers were all ended in a task; empty while they are there."""
         self._starter = starter
         self._on_end = contextlib.ExitStack()
-        self._on_end.callback(after_end)
         # Before all others, so that it runs after them: workers are reaped through the starter.
         self._on_end.callback(starter.close)
         self._numbers = itertools.count()
         """Of tasks. A worker's first `Idle` has the number 0: that of its start."""
         self._rank_logs: RankLogs | None = None
         self._task: Supervisor | None = None
-        self._answers: dict[int, messaging.Whereabouts] = {}
-        """What each worker has answered last while it was idle."""
 
     @classmethod
     def started(
         cls,
         clean_up: contextlib.ExitStack,
-        hosts: LaunchHosts,
+        plan: Plan,
+        session: HostSession | None,
         waiting_line: WaitingLine,
         *,
         forked_call: worker.WorkerCall | None = None,
@@ -123,9 +95,7 @@ class Group:
         They are ended by `clean_up`, also if the start fails. Workers that are forked from this
         process for one call have `forked_call`; the `variables` are further ones of theirs.
         """
-        session = hosts.session()
         if session is None:
-            plan = hosts.plan
             place = _meeting_place(plan)
             starter = _local_starter(plan, waiting_line, forked_call)
         else:
@@ -135,7 +105,7 @@ class Group:
         close_store = place.store_socket.close if place.store_socket is not None else lambda: None
         clean_up.callback(close_store)
         plan = dataclasses.replace(plan, world_size=plan.num_processes * place.num_nodes)
-        group = cls(plan, starter, stays=stays, after_end=hosts.close if stays else close_store)
+        group = cls(plan, starter, stays=stays)
         clean_up.callback(group.end)
         group._start(place, variables or {})
         # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
@@ -143,8 +113,8 @@ class Group:
         return group
 
     @classmethod
-    def ready(cls, plan: Plan) -> Group:
-        """Start a pool's workers, and wait until they can take a task."""
+    def ready(cls, plan: Plan) -> tuple[Group, Callable[[], None]]:
+        """Start a pool's workers, and wait until they can take a task; also what ends them."""
         if plan.start_method == "fork":
             fork_safety.judge_fork()
         waiting_line = WaitingLine(plan.num_processes)
@@ -154,9 +124,8 @@ class Group:
                 # The cells to come may use anything that the notebook has.
                 pool_template.wait(waiting_line.say, lambda _package: True)
                 plan = pool_template.told_in(plan)
-            hosts = LaunchHosts(plan)
-            undo_start.callback(hosts.close)
-            group = cls.started(undo_start, hosts, waiting_line, stays=True)
+            session = open_hosts(undo_start, plan)
+            group = cls.started(undo_start, plan, session, waiting_line, stays=True)
             result = group.run_tasks({}, ranks=[member.rank for member in group.members])
             if result.interrupted:
                 raise LaunchInterrupted(
@@ -165,8 +134,7 @@ class Group:
             if not result.is_complete:
                 raise outcome.call_error(result, plan)
             # The start has succeeded: the group is the caller's to end.
-            undo_start.pop_all()
-        return group
+            return group, undo_start.pop_all().close
 
     def _start(self, meeting_place: MeetingPlace, variables: Mapping[str, str]) -> None:
         """Start all workers and tell each its place; they then wait for a task."""
@@ -194,18 +162,12 @@ class Group:
             has_cells=publish.has_cells(),
         )
         for member, assignment in zip(self.members, told, strict=True):
-            with contextlib.ExitStack() as sent:
-                fds = []
-                if assignment.serves_store and meeting_place.store_socket is not None:
-                    fds.append(meeting_place.store_socket.fileno())
-                if self.stays:
-                    control, worker_end = messaging.Channel.pair()
-                    member.control = self._starter.channel_to(member.pid, control, is_second=True)
-                    sent.enter_context(contextlib.closing(worker_end))
-                    fds.append(worker_end.fileno())
-                # If it has died already, its sentinel says so.
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    member.channel.send(assignment, fds)
+            fds = []
+            if assignment.serves_store and meeting_place.store_socket is not None:
+                fds.append(meeting_place.store_socket.fileno())
+            # If it has died already, its sentinel says so.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                member.channel.send(assignment, fds)
 
     def _start_worker(self, rank: int) -> WorkerHandle:
         channel, pipes, worker_ends = connect()
@@ -221,6 +183,7 @@ class Group:
             pid=pid,
             sentinel=starter.sentinel(pid),
             starter=starter,
+            stays=self.stays,
             is_fork=isinstance(starter, ForkStarter),
         )
         # At once, so that it is ended whatever happens next.
@@ -231,15 +194,8 @@ class Group:
         return member
 
     def collect(self) -> Sequence[tuple[WorkerHandle, messaging.Ended]]:
-        """Workers that have ended since the last call; all of a pool's, if their template has."""
-        try:
-            ends = [(member, self._starter.end_of(member.pid)) for member in self._living()]
-        except StartupFailed as error:
-            if not self.stays:
-                raise
-            reason = str(error).partition("\n")[0]
-            status = self._starter.status or 0
-            return [(m, messaging.Ended(m.pid, status, 0, reason)) for m in self._living()]
+        """Workers that have ended since the last call."""
+        ends = [(member, self._starter.end_of(member.pid)) for member in self._living()]
         return [(member, ended) for member, ended in ends if ended is not None]
 
     # ---- ending
@@ -257,13 +213,8 @@ class Group:
     def _end_workers(self) -> None:
         for member in self._living():
             member.kill()
-        try:
-            # With a limit: a process that hangs in a driver cannot be killed.
-            self._wait_for_ends(time_limits.KILL_S)
-        # The template has ended and has taken its workers along; the channel cannot say more.
-        except StartupFailed:
-            for member in self.members:
-                member.end()
+        # With a limit: a process that hangs in a driver cannot be killed.
+        self._wait_for_ends(time_limits.KILL_S)
         for member in self.members:
             for folders in member.leftovers:
                 folders.remove()
@@ -330,55 +281,17 @@ class Group:
         """Give all workers the same task."""
         return self.run_tasks({member.rank: (body, fds) for member in self.members})
 
-    def post(self, body: Any) -> None:
-        """Give all workers a task without waiting for it; it is done before the next one."""
-        for member in self.members:
-            member.tell(messaging.Task(number=0, body=body))
-
     # ---- between tasks
 
     def rank_rows(self) -> list[RankStatus]:
-        """How each worker stands by what is known of it here; none is asked."""
-        now = time.monotonic()
+        """How each worker stands, by what it has told last; none is asked."""
         open_ranks = frozenset() if self._task is None else self._task.open
         # Processes that are gone, though no task has noticed it yet.
         ended = messaging.wait([member.sentinel for member in self._living()], 0.0)
         return [
-            rank_status(
-                member,
-                now - member.since,
-                # While a cell runs a worker is asked about once a second.
-                (member.whereabouts if member.rank in open_ranks else None)
-                or self._answers.get(member.rank),
-                is_open=member.rank in open_ranks,
-                is_gone=member.sentinel in ended,
-            )
+            rank_status(member, is_open=member.rank in open_ranks, is_gone=member.sentinel in ended)
             for member in self.members
         ]
-
-    def ask_whereabouts(self) -> None:
-        """Ask all workers where they are; of those that do not answer at once nothing is known."""
-        answers: dict[int, messaging.Whereabouts] = {}
-        waiting = {m.channel.fileno(): m for m in self.members if not m.hung_up}
-        for member in waiting.values():
-            member.ask_where()
-        deadline = time.monotonic() + time_limits.ASK_STATUS_S
-        while waiting and (left_s := deadline - time.monotonic()) > 0:
-            for fd in messaging.wait(waiting, left_s):
-                try:
-                    answer, _ = waiting[fd].channel.receive()
-                # The worker has ended; the next task reports why.
-                except EOFError:
-                    del waiting[fd]
-                    continue
-                if isinstance(answer, messaging.Whereabouts):
-                    answers[waiting.pop(fd).rank] = answer
-                elif isinstance(answer, messaging.Leaves):
-                    waiting[fd].note(answer)
-                elif isinstance(answer, (messaging.Display, messaging.ClearOutput)):
-                    # Displayed by a thread that a cell has left running.
-                    publish.show_message(answer)
-        self._answers = answers
 
 
 def _forget_memory(worker_places: Sequence[Topology]) -> None:
@@ -402,8 +315,7 @@ def _meeting_place(plan: Plan) -> MeetingPlace:
 def _local_starter(
     plan: Plan, waiting_line: WaitingLine, forked_call: worker.WorkerCall | None
 ) -> Starter:
-    if forked_call is not None:
-        return ForkStarter(forked_call, is_asked=plan.config.start_method == "fork")
     if plan.start_method == "fork":
-        return ForkStarter()
+        is_asked = forked_call is None or plan.config.start_method == "fork"
+        return ForkStarter(forked_call, is_asked=is_asked)
     return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)

@@ -34,7 +34,6 @@ from nbaccel.workers.fork_safety import has_process_group
 if TYPE_CHECKING:
     from torch import nn
 
-_POLL_INTERVAL_S = 1.0
 _SHORT_S = 0.05
 """A function without a bar that is over by then leaves no place for a panel behind."""
 
@@ -45,16 +44,12 @@ def run_observed(
     """Call the function here with the environment of a worker, and tidy up after it."""
     __tracebackhide__ = True  # so that what the function raises shows the user's frames
     folder = launched_functions.resume_folder(plan, function)
-    board: RunBoard | None = None
+    channel = BoardChannel(plan, call_title(function, args))
+    board = channel.dashboard.board
+    more = {FOLDER_VARIABLE: str(folder)} if folder is not None else {}
     try:
-        title = call_title(function, args)
-        with observing_here(plan, title) as board, contextlib.ExitStack() as stopping:
-            # Without torch nothing trains; see `observing_here`.
-            if "torch" in sys.modules and plan.config.on_stop == "keep":
-                from nbaccel.workers import step_stop
-
-                stopping.enter_context(step_stop.interrupted_at_step())
-            more = {FOLDER_VARIABLE: str(folder)} if folder is not None else {}
+        with contextlib.ExitStack() as clean_up:
+            _observe(clean_up, plan, channel)
             values = _call_here(plan, function, args, more)
         launched_functions.note_end(folder, None)
         return values, board
@@ -63,9 +58,8 @@ def run_observed(
         from nbaccel.calls import outcome
         from nbaccel.transfer.object_walk import find_modules, reached_modules
 
-        steps = board.ranks[0].told.steps if board is not None else None
         modules = find_modules(args) or reached_modules(function, args)
-        error = LaunchInterrupted(outcome.kept_words(steps, modules))
+        error = LaunchInterrupted(outcome.kept_words(board.ranks[0].told.steps, modules))
         launched_functions.note_end(folder, error)
         error.make_report = functools.partial(report_of, board, type(error).__name__)
         raise error from None
@@ -167,7 +161,7 @@ class BoardChannel:
     reported, since nothing else runs meanwhile.
     """
 
-    def __init__(self, plan: Plan, title: str = "") -> None:
+    def __init__(self, plan: Plan, title: str) -> None:
         self._place = CellPlace()
         self.has_panel = (
             self._place.has_panel and threading.current_thread() is threading.main_thread()
@@ -175,34 +169,27 @@ class BoardChannel:
         self.dashboard = Dashboard(
             [0], plan=plan, title=title, place=self._place, is_wanted=self.has_panel
         )
-        self._next_poll = 0.0
 
     def try_send(self, message: Any) -> bool:
         """Take in what the function reports."""
-        self.dashboard.board.receive(0, message)
-        is_short = time.monotonic() < self.dashboard.board.began + _SHORT_S
-        if self.has_panel and (message.bars or self.dashboard.has_progress or not is_short):
+        dashboard = self.dashboard
+        dashboard.board.receive(0, message)
+        is_short = time.monotonic() < dashboard.board.began + _SHORT_S
+        if self.has_panel and (message.bars or dashboard.has_progress or not is_short):
             self._place.hold()
-        self._show_if_due()
+        if dashboard.is_due:
+            dashboard.update([self._own_row("running")])
         return True
 
     def send(self, message: Any) -> None:
         """Take in what the function reports."""
         self.try_send(message)
 
-    def _show_if_due(self) -> None:
-        """Look how much memory the process has, and show what is known."""
-        if time.monotonic() < self._next_poll:
-            return
-        self._next_poll = time.monotonic() + _POLL_INTERVAL_S
-        rows = [self._own_row("running")]
-        if self.dashboard.is_due:
-            self.dashboard.update(rows)
-        else:
-            self.dashboard.board.see(rows)
-
-    def end(self, ending: str) -> None:
-        """Leave the summary."""
+    def end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave the summary of a function that has returned, or raised what is of this kind."""
+        ending = ""
+        if kind is not None:
+            ending = "stopped" if issubclass(kind, KeyboardInterrupt) else "failed"
         self.dashboard.finish([self._own_row(ending or "done")], ending=ending)
 
     def _own_row(self, state: str) -> RankStatus:
@@ -215,30 +202,18 @@ class BoardChannel:
         )
 
 
-@contextlib.contextmanager
-def observing_here(plan: Plan, title: str = "") -> Iterator[RunBoard]:
-    """A block in which loops of this process report to a board, and are shown in a panel."""
-    __tracebackhide__ = True
-    channel = BoardChannel(plan, title)
-    ending = ""
-    with contextlib.ExitStack() as clean_up:
-        clean_up.callback(lambda: channel.end(ending))
-        # Else nothing can report: torch takes a second to import, and the function need not use it.
-        if "torch" in sys.modules:
-            from nbaccel.loops import loop_watch
+def _observe(clean_up: contextlib.ExitStack, plan: Plan, channel: BoardChannel) -> None:
+    """Let loops of this process report to the board, until `clean_up` leaves the summary."""
+    clean_up.push(channel.end)
+    # Else nothing can report: torch takes a second to import, and the function need not use it.
+    if "torch" in sys.modules:
+        from nbaccel.loops import loop_watch
+        from nbaccel.workers import step_stop
 
-            hardware = registry.device(plan.device)
-            device_name = str(hardware.torch_device(0))
-            clean_up.enter_context(
-                loop_watch.reporting_to(
-                    channel, hardware, device_name, shows_bars=channel.has_panel
-                )
-            )
-        try:
-            yield channel.dashboard.board
-        except KeyboardInterrupt:
-            ending = "stopped"
-            raise
-        except BaseException:  # whatever the function raises, SystemExit too, it has failed
-            ending = "failed"
-            raise
+        hardware = registry.device(plan.device)
+        device_name = str(hardware.torch_device(0))
+        clean_up.enter_context(
+            loop_watch.reporting_to(channel, hardware, device_name, shows_bars=channel.has_panel)
+        )
+        if plan.config.on_stop == "keep":
+            clean_up.enter_context(step_stop.interrupted_at_step())

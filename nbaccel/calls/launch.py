@@ -25,44 +25,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel.base import frames
-from nbaccel.base.errors import (
-    LaunchInterrupted,
-    LaunchTimeout,
-    ModelNotShareable,
-    NotSendable,
-    StartupFailed,
-    WorkerFailed,
-)
+from nbaccel.base import errors, frames
 from nbaccel.base.log import write_notice
 from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import count_noun, first_few, format_bytes
 from nbaccel.calls import launched_functions, outcome
-from nbaccel.calls.changed_packages import (
-    changes_of_this_cell,
-    sendable_changes,
-    tell_of_edits,
-)
-from nbaccel.calls.group import Group, LaunchHosts
+from nbaccel.calls.changed_packages import sendable_changes, tell_of_edits
+from nbaccel.calls.group import Group, open_hosts
 from nbaccel.calls.supervisor import CallResult
 from nbaccel.config.call_arguments import call_title
 from nbaccel.config.capabilities import ENGINES, device_row
+from nbaccel.hosts.host_session import HostSession
 from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.publish import WaitingLine
 from nbaccel.plan import Choice, Plan, registry
 from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.plan.topology import FOLDER_VARIABLE
-from nbaccel.transfer import arena, pickling
+from nbaccel.transfer import arena, object_walk, pickling
 from nbaccel.transfer.library_settings import library_settings, logging_only, seeded_states
 from nbaccel.transfer.memfd import PackedObject, closing_files
-from nbaccel.transfer.object_walk import (
-    find_culprit,
-    find_modules,
-    outermost_modules,
-    reached_modules,
-)
-from nbaccel.transfer.package_changes import LateChange, PackageChange
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.transfer.weight_writer import WeightReport
 from nbaccel.workers import fork_safety, messaging, template, worker
@@ -81,7 +63,15 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
     """Run `function(*args)` in the workers of a plan."""
     plan = check_requirements(plan)
     folder = launched_functions.resume_folder(plan, function) if plan.config.resume else None
-    with _one_at_a_time(), contextlib.ExitStack() as clean_up:
+    with contextlib.ExitStack() as clean_up:
+        # Tried first, so that the user learns why the second launch does not begin.
+        if not _ONE_AT_A_TIME.acquire(blocking=False):
+            write_notice(
+                "nbaccel: another thread of this notebook has begun a launch; this one waits until "
+                "that is over.\n"
+            )
+            _ONE_AT_A_TIME.acquire()
+        clean_up.callback(_ONE_AT_A_TIME.release)
         waiting_line = WaitingLine(plan.num_processes)
         clean_up.callback(waiting_line.close)
         # A fork has the notebook's modules and imports none anew.
@@ -95,9 +85,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
             launch_template = template.template_for(plan.device)
             launch_template.wait(waiting_line.say, packed.mentions)
             plan = launch_template.told_in(plan)
-        hosts = LaunchHosts(plan)
-        clean_up.callback(hosts.close)
-        done = _run_attempts(hosts, packed, waiting_line, folder)
+        done = _run_attempts(plan, packed, waiting_line, folder)
         if folder is not None or done.stopped is not None:
             launched_functions.note_end(folder, done.stopped, has_ended=done.has_ended)
         return done
@@ -109,17 +97,14 @@ def _tell_host_memory(plan: Plan, packed: PackedCall) -> Plan:
     if not model_bytes or not device_row(plan.device).stages_copies:
         return plan
     free_bytes = plan.inventory.host_available_bytes
-    if copies_in_turn(plan.num_processes, model_bytes, free_bytes):
-        peak_bytes = 2 * model_bytes
+    num_copies = 1
+    who_copies = "one worker after another copies it to its chip, which takes as much again at most"
+    if not copies_in_turn(plan.num_processes, model_bytes, free_bytes):
+        num_copies = plan.num_processes
         who_copies = (
-            "one worker after another copies it to its chip, which takes as much again at most"
+            f"all {num_copies} copy it to their chips at once, each with as much again at most"
         )
-    else:
-        peak_bytes = (1 + plan.num_processes) * model_bytes
-        who_copies = (
-            f"all {plan.num_processes} copy it to their chips at once, each with as much again at "
-            "most"
-        )
+    peak_bytes = (1 + num_copies) * model_bytes
     peak = format_bytes(peak_bytes)
     free = format_bytes(free_bytes)
     reason = (
@@ -137,51 +122,47 @@ def _tell_host_memory(plan: Plan, packed: PackedCall) -> Plan:
     return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
 
 
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    # Tried first, so that the user learns why the second launch does not begin.
-    if not _ONE_AT_A_TIME.acquire(blocking=False):
-        write_notice(
-            "nbaccel: another thread of this notebook has begun a launch; this one waits until "
-            "that is over.\n"
-        )
-        _ONE_AT_A_TIME.acquire()
-    try:
-        yield
-    finally:
-        _ONE_AT_A_TIME.release()
-
-
 def _run_attempts(
-    hosts: LaunchHosts, packed: PackedCall, waiting_line: WaitingLine, folder: Path | None
+    plan: Plan, packed: PackedCall, waiting_line: WaitingLine, folder: Path | None
 ) -> CallOutcome:
-    """Launch, and launch anew after a failure as often as allowed."""
-    max_restarts = hosts.plan.config.max_restarts
+    """Launch, and launch anew after a failure as often as allowed, on the hosts that are left."""
+    max_restarts = plan.config.max_restarts
     attempt = 0
-    while True:
-        try:
-            return _run_attempt(hosts, packed, attempt, waiting_line, folder)
-        except (LaunchTimeout, StartupFailed):
-            # The same would happen again, after the same wait.
-            raise
-        except WorkerFailed as error:
-            if attempt == max_restarts:
-                # The last attempt: its error is the user's.
+    all_lost: list[str] = []
+    with contextlib.ExitStack() as clean_up:
+        session = open_hosts(clean_up, plan)
+        while True:
+            try:
+                return _run_attempt(plan, session, packed, attempt, waiting_line, folder)
+            except (errors.LaunchTimeout, errors.StartupFailed):
+                # The same would happen again, after the same wait.
                 raise
-            attempt += 1
-            first_line = str(error).partition("\n")[0]
-            without = f", without {', '.join(lost)}" if (lost := hosts.lost_hosts()) else ""
-            write_notice(f"nbaccel: {first_line}. Restart {attempt} of {max_restarts}{without}.\n")
+            except errors.WorkerFailed as error:
+                if attempt == max_restarts:
+                    # The last attempt: its error is the user's.
+                    raise
+                attempt += 1
+                first_line = str(error).partition("\n")[0]
+                lost = session.lost_hosts if session is not None else ()
+                without = f", without {', '.join(lost)}" if lost else ""
+                write_notice(
+                    f"nbaccel: {first_line}. Restart {attempt} of {max_restarts}{without}.\n"
+                )
+            if lost:
+                all_lost += lost
+                clean_up.close()
+                session = open_hosts(clean_up, plan, all_lost)
 
 
 def _run_attempt(
-    hosts: LaunchHosts,
+    plan: Plan,
+    session: HostSession | None,
     packed: PackedCall,
     attempt: int,
     waiting_line: WaitingLine,
     folder: Path | None,
 ) -> CallOutcome:
-    config = hosts.plan.config
+    config = plan.config
     variables = {
         # The variables that torchrun sets, which training scripts read.
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
@@ -194,7 +175,8 @@ def _run_attempt(
         # Entered last, so that the workers end before their files are closed.
         group = Group.started(
             clean_up,
-            hosts,
+            plan,
+            session,
             waiting_line,
             forked_call=packed.call if packed.is_inherited else None,
             variables=variables,
@@ -273,10 +255,9 @@ class PackedCall:
 
     def task(self, receiver: WeightReceiver | None) -> tuple[messaging.Job, list[int]]:
         """What each rank is given, with its descriptors in the order of `messaging.Job`."""
-        staging_fds = receiver.staging if receiver is not None else {}
         fds = [call_arena.fd for call_arena in self.arenas.values()]
-        fds += [staging_fds[key] for key in self.arenas if key in staging_fds]
-        return self.job, [*fds, *self.payload_fds]
+        staging_fds = receiver.staging.values() if receiver is not None else ()
+        return self.job, [*fds, *staging_fds, *self.payload_fds]
 
     def mentions(self, package: str) -> bool:
         """Whether the call may use a package: its name is in the pickle.
@@ -329,7 +310,7 @@ def pack_call(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[PackedCall, Plan]:
     """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
-    sharing = _shared(find_modules(args) if args else ())
+    sharing = _shared(object_walk.find_modules(args) if args else ())
     if plan.start_method == "fork":
         fork_safety.judge_fork()
         return _inherited_call(function, args, sharing), plan
@@ -344,7 +325,7 @@ def pack_call(
         if fork_safety.hazards():
             return _pickled_call(function, args, sharing, None), plan
     except Exception as error:  # pickling runs user code: it may raise anything
-        culprit = find_culprit(function, args)
+        culprit = object_walk.find_culprit(function, args)
         reason = f"{culprit} cannot be pickled ({type(error).__name__}: {error})"
         hazards = fork_safety.hazards()
         if is_asked or hazards:
@@ -360,14 +341,14 @@ def pack_call(
 
 def pack_for_running_workers(function: Callable[..., Any], args: tuple[Any, ...]) -> PackedCall:
     """Make the call ready for workers that exist already: whatever it needs has to travel."""
-    sharing = _shared(find_modules(args))
+    sharing = _shared(object_walk.find_modules(args))
     try:
-        packed = _pickled_call(function, args, sharing, None, changes_of_this_cell)
+        packed = _pickled_call(function, args, sharing, None, looks_anew=False)
         for used in packed.arenas.values():
             # Live workers keep it, and follow what is written to it.
             used.leave_file()
     except Exception as error:  # pickling runs user code: it may raise anything
-        culprit = find_culprit(function, args)
+        culprit = object_walk.find_culprit(function, args)
         raise _not_sendable(culprit, error, "They are processes of their own.") from error
     return packed
 
@@ -377,9 +358,10 @@ def _pickled_call(
     args: tuple[Any, ...],
     sharing: arena.Sharing,
     limit_bytes: int | None,
-    find_changes: Callable[[], tuple[PackageChange | LateChange, ...]] = sendable_changes,
+    *,
+    looks_anew: bool = True,
 ) -> PackedCall:
-    changes = find_changes()
+    changes = sendable_changes(looks_anew=looks_anew)
     is_again = False
     while True:
         sender = pickling.Sender(sharing.stand_ins)
@@ -409,7 +391,7 @@ def _inherited_call(
     function: Callable[..., Any], args: tuple[Any, ...], sharing: arena.Sharing
 ) -> PackedCall:
     # Nothing is pickled here, so the modules have to be searched for.
-    modules = [module for _, module in reached_modules(function, args)]
+    modules = [module for _, module in object_walk.reached_modules(function, args)]
     if strays := _strays(modules, sharing):
         sharing = _with_strays(sharing, strays, function, args)
     arenas = sharing.arenas
@@ -443,7 +425,9 @@ def _shared(modules: Sequence[tuple[str, nn.Module]]) -> arena.Sharing:
 
 def _strays(modules: Sequence[nn.Module], sharing: arena.Sharing) -> Sequence[nn.Module]:
     """Those of these modules that are not shared yet."""
-    return modules and outermost_modules(modules, (shared.module for shared in sharing.modules))
+    return modules and object_walk.outermost_modules(
+        modules, (shared.module for shared in sharing.modules)
+    )
 
 
 def _with_strays(
@@ -453,7 +437,7 @@ def _with_strays(
     args: tuple[Any, ...],
 ) -> arena.Sharing:
     """Share what can be shared; print a message for modules whose weights stay in the workers."""
-    paths = {id(module): path for path, module in reached_modules(function, args)}
+    paths = {id(module): path for path, module in object_walk.reached_modules(function, args)}
     taken: set[str] = set()
     for module in strays:
         # As a user would write it.
@@ -464,7 +448,7 @@ def _with_strays(
         taken.add(path)
         try:
             sharing = arena.Sharing.joined([sharing, arena.share_modules([(path, module)])])
-        except ModelNotShareable as error:
+        except errors.ModelNotShareable as error:
             reason = str(error).partition("\n")[2].strip()
             write_notice(
                 f"nbaccel: each worker gets a copy of {path}, and its weights will not "
@@ -473,8 +457,8 @@ def _with_strays(
     return sharing
 
 
-def _not_sendable(path: str, error: Exception, more: str) -> NotSendable:
-    return NotSendable(
+def _not_sendable(path: str, error: Exception, more: str) -> errors.NotSendable:
+    return errors.NotSendable(
         f"{path} cannot be sent to the workers: {type(error).__name__}: {error}.\n"
         f"Create it inside the function instead, or pass what it is made from.\n{more}",
         path=path,
@@ -513,7 +497,7 @@ class CallOutcome:
     """Weights of modules whose structure changed, so that they could not be copied in place."""
     observed: RunBoard | None = None
     """What was seen of it."""
-    stopped: LaunchInterrupted | None = None
+    stopped: errors.LaunchInterrupted | None = None
     """What is to be raised where the user has stopped it and its weights are kept."""
     has_ended: bool = True
     """Whether the functions came to their ends."""
@@ -528,9 +512,11 @@ def conclude_call(
     closing_lines: str,
 ) -> CallOutcome:
     """Copy the weights back and open the results, or raise what went wrong."""
-    if result.interrupted and not result.came_to_end_of_step:
+    # Where a step had ended, all have handed over the weights of that one.
+    is_of_one_step = all(m.returned is not None and not m.is_stopped for m in result.members)
+    if result.interrupted and not is_of_one_step:
         lines = [was_stopped, *outcome.where_ranks_were(result)]
-        raise outcome.with_report(LaunchInterrupted("\n".join(lines)), result)
+        raise outcome.with_report(errors.LaunchInterrupted("\n".join(lines)), result)
     if not result.is_complete:
         raise outcome.call_error(result, plan, closing_lines=closing_lines)
     returned = [(member, member.returned) for member in result.members if member.returned]
@@ -565,7 +551,7 @@ def conclude_call(
         steps = max((facts.told.steps or 0 for facts in ranks), default=0)
         modules = receiver.modules if receiver is not None else []
         words = outcome.kept_words(None if result.has_ended else steps, modules)
-        stopped = outcome.with_report(LaunchInterrupted(words), result)
+        stopped = outcome.with_report(errors.LaunchInterrupted(words), result)
     return CallOutcome(
         values=values,
         plan=plan,

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +85,6 @@ def _remove(process_id: int, folder: str) -> None:
 # ------------------------------------------------------------------------- scripts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScriptEnd:
-    """How a script ended in this very process."""
-
-    exit_status: int = 0
-    record: FailureRecord | None = None
-    """What it raised; None where it ended by itself."""
-
-
 def run_script(script: Script) -> None:
     """Run a script, module or program in this process."""
     # Here, because it imports numpy: the command line has an answer before.
@@ -121,16 +111,15 @@ def _run_in_main(script: Script) -> None:
             runpy.run_path(str(Path(script.target).absolute()), run_name="__main__")
 
 
-def run_script_here(script: Script) -> ScriptEnd:
-    """Run it as the only process, and tell its end from a mistake that nbaccel found."""
+def run_script_here(script: Script) -> int | FailureRecord:
+    """Its exit status, or what it has raised: raised here, that would look like nbaccel's."""
     try:
         _run_in_main(script)
     except SystemExit as exit_:
-        return ScriptEnd(exit_status=exit_status_of(exit_.code))
+        return exit_status_of(exit_.code)
     except Exception as error:  # the user's code may raise anything
-        record = FailureRecord.of_error(0, error, failure_time=time.monotonic())
-        return ScriptEnd(exit_status=1, record=record)
-    return ScriptEnd()
+        return FailureRecord.of_error(0, error, failure_time=time.monotonic())
+    return 0
 
 
 def exit_status_of(exit_code: object) -> int:

@@ -10,14 +10,7 @@ from typing import TypeVar, cast
 
 from torch import nn
 
-from nbaccel.base import frames
-from nbaccel.base.errors import (
-    LaunchInterrupted,
-    LaunchTimeout,
-    StartupFailed,
-    WorkerDied,
-    WorkerFailed,
-)
+from nbaccel.base import errors, frames
 from nbaccel.base.units import count_noun, first_few, format_seconds
 from nbaccel.calls.supervisor import CallResult
 from nbaccel.config.mistakes import closest
@@ -41,7 +34,7 @@ class RemoteTraceback(Exception):
     """The traceback as the worker saw it, in full."""
 
 
-_CallError = TypeVar("_CallError", WorkerFailed, LaunchInterrupted)
+_CallError = TypeVar("_CallError", errors.WorkerFailed, errors.LaunchInterrupted)
 
 
 def with_report(error: _CallError, result: CallResult) -> _CallError:
@@ -51,12 +44,12 @@ def with_report(error: _CallError, result: CallResult) -> _CallError:
     return error
 
 
-def call_error(result: CallResult, plan: Plan, *, closing_lines: str = "") -> WorkerFailed:
+def call_error(result: CallResult, plan: Plan, *, closing_lines: str = "") -> errors.WorkerFailed:
     """The exception that a call which is not complete ends with."""
     return with_report(_failure_error(result, plan, closing_lines), result)
 
 
-def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> WorkerFailed:
+def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> errors.WorkerFailed:
     members = result.members
     records = [m.record or m.record_of_stop() for m in members if m.returned is None]
     # None where all ranks returned while they were being stopped, their calls cut short.
@@ -70,15 +63,15 @@ def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> Worker
             f"{closing_lines} Allow more time, or look at the lines above for a rank that waits "
             "for another.",
         ]
-        return LaunchTimeout("\n".join(lines), failure=cause, failures=tuple(records))
+        return errors.LaunchTimeout("\n".join(lines), failure=cause, failures=tuple(records))
     if result.stuck:
         return _stuck_error(result, records, plan.world_size)
     headline, advice = _of_several_ranks(result, records, cause)
     text = failure.failure_text(
         records,
         plan.world_size,
-        last_output=result.tails,
-        library_messages=result.library_messages,
+        last_output=result.console.tails(),
+        library_messages=result.console.library_messages.lines(),
         headline=headline,
         advice=advice,
         closing=closing_lines,
@@ -86,30 +79,30 @@ def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> Worker
     return _build_error(text, records, next(m for m in members if m.rank == cause.rank))
 
 
-def where_ranks_were(result: CallResult) -> list[str]:
+def where_ranks_were(result: CallResult, through: str = "had returned") -> list[str]:
     """A line for each rank: what it was doing when it was stopped, or how it has ended."""
     lines = []
     for member in result.members:
         record = member.record or member.record_of_stop()
-        words = "had returned" if member.returned is not None else record.headline
+        words = through if member.returned is not None else record.headline
         lines.append(f"  rank {member.rank} {words}")
     return lines
 
 
 def _build_error(
     text: str, records: Sequence[failure.FailureRecord], member: WorkerHandle
-) -> WorkerFailed:
+) -> errors.WorkerFailed:
     """An exception that is both a `WorkerFailed` and of the type that this worker raised."""
     cause = failure.first_cause(records)
-    base = WorkerDied if cause.raised is None else WorkerFailed
+    base = errors.WorkerDied if cause.raised is None else errors.WorkerFailed
     error = base.__new__(base)
     original = _original_error(member)
     if original is not None and issubclass(original.kind, Exception):
-        names = {"__str__": WorkerFailed.__str__, "__module__": base.__module__}
+        names = {"__str__": errors.WorkerFailed.__str__, "__module__": base.__module__}
         # Two types that do not go together, or a metaclass that refuses: the text has its name.
         with contextlib.suppress(Exception):
-            error = cast("WorkerFailed", original.revive(base, names))
-    WorkerFailed.__init__(error, text, failure=cause, failures=tuple(records))
+            error = cast("errors.WorkerFailed", original.revive(base, names))
+    errors.WorkerFailed.__init__(error, text, failure=cause, failures=tuple(records))
     if cause.raised is not None:
         error.__cause__ = RemoteTraceback(cause.full_traceback)
         if cause.raised.parts:
@@ -140,8 +133,10 @@ def _of_several_ranks(
             "branch on the rank or for ranks with different numbers of batches."
         )
     messages = [record.raised.message for record in records if record.raised is not None]
-    lines = itertools.chain.from_iterable(result.tails.values())
-    if any(map(failure.tells_of_unlike_collectives, (*messages, *lines, *result.library_messages))):
+    lines = itertools.chain(
+        *result.console.tails().values(), result.console.library_messages.lines()
+    )
+    if any(map(failure.tells_of_unlike_collectives, (*messages, *lines))):
         return "", (
             "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
             "its weights with all ranks when it runs: all ranks must run the same modules, in the "
@@ -153,10 +148,10 @@ def _of_several_ranks(
 
 def _stuck_error(
     result: CallResult, records: Sequence[failure.FailureRecord], world_size: int
-) -> StartupFailed:
+) -> errors.StartupFailed:
     ranks = ", ".join(str(member.rank) for member in result.stuck)
     stacks = "".join(f"\n{m.stack_text.strip()}" for m in result.stuck if m.stack_text)
-    return StartupFailed(
+    return errors.StartupFailed(
         f"Worker {ranks} of {world_size} was forked but never ran: it hangs on something that the "
         f"fork copied in a locked state (a thread of the notebook held it).{stacks}\nUse "
         "start_method='template', whose workers do not come from the notebook process.",
@@ -220,8 +215,8 @@ def _what_is_left(result: CallResult) -> str:
             f"{WORKERS_LOST} The notebook's own variables and models are as they were before this "
             "cell."
         )
-    in_groups = any(idle.in_groups for idle in result.idle.values())
-    return f"{_STILL_ALIVE} {_REGROUPED}" if result.out_of_step and in_groups else _STILL_ALIVE
+    was_regrouped = result.out_of_step and True in result.in_groups
+    return f"{_STILL_ALIVE} {_REGROUPED}" if was_regrouped else _STILL_ALIVE
 
 
 def why_lost(result: CallResult) -> str:
@@ -251,15 +246,8 @@ def new_workers_line(num_processes: int, reason: str) -> str:
 
 def stopped_message(result: CallResult) -> str:
     """What a Stop has ended with."""
-    lines = ["the cell was stopped."]
-    for member in result.members:
-        record = member.record
-        if record is not None and record.doing:
-            lines.append(f"  rank {member.rank} {record.doing}")
-        elif member.returned is not None:
-            lines.append(f"  rank {member.rank} was through with it")
-    lines.append(_what_is_left(result))
-    return "\n".join(lines)
+    lines = where_ranks_were(result, "was through with it")
+    return "\n".join(["the cell was stopped.", *lines, _what_is_left(result)])
 
 
 def after_call(result: CallResult) -> tuple[str, str]:

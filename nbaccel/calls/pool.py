@@ -21,14 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base import env, frames
-from nbaccel.base.errors import (
-    ConfigError,
-    LaunchInterrupted,
-    UnsafeMoment,
-    WorkerFailed,
-    WrongArguments,
-)
+from nbaccel.base import env, errors, frames
 from nbaccel.base.log import write_notice
 from nbaccel.base.processes import uninterrupted
 from nbaccel.calls import outcome
@@ -54,7 +47,7 @@ from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.pickling import unpack
 from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.workers.messaging import Completions, FileHints, GroupWanted, PoolTask
+from nbaccel.workers.messaging import Completions, FileHints, GroupWanted, PoolTask, Task
 from nbaccel.workers.template import current_folder
 from nbaccel.workers.worker_processes import check_requirements, dispose
 
@@ -118,7 +111,7 @@ class Pool:
         if num_processes is not None:
             settings["num_processes"] = num_processes
         if config is not None and settings:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"config and {', '.join(settings)} were both given, and one would silently win. "
                 "Use config.changed(...) or leave config out."
             )
@@ -363,22 +356,17 @@ class Pool:
 
     def complete(self, code: str, cursor: int) -> Completions | None:
         """Completions from rank 0's namespace; None if the pool is not idle."""
-        return self._ask("complete", code=code, cursor=cursor)  # type: ignore[no-any-return]
+        return self._ask("completions_at", code=code, cursor=cursor)  # type: ignore[no-any-return]
 
     def inspect(self, name: str, detail: int = 0) -> dict[str, str] | None:
         """What an object of rank 0 is, as mime data; None if unknown or if the pool is not idle."""
-        return self._ask("inspect", name=name, detail=detail)  # type: ignore[no-any-return]
+        return self._ask("describe", name=name, detail=detail)  # type: ignore[no-any-return]
 
-    def status(self, *, asks_workers: bool = True) -> StatusTable:
-        """What each worker is doing and what it has in memory.
+    def status(self) -> StatusTable:
+        """What each worker is doing, and what it had in memory when its last task had ended.
 
-        Args:
-            asks_workers: Whether workers that wait for a cell are asked for the names that they
-                hold, which takes up to 0.2 s where one does not answer. Else, and while a cell
-                runs, it is what they have answered last.
+        While a cell runs, workers are asked about once a second.
         """
-        if asks_workers and self._workers is not None and self._state is PoolState.IDLE:
-            self._workers.ask_whereabouts()
         rows = self._workers.rank_rows() if self._workers is not None else []
         return status_table(self._state, self.reason, self.plan, rows, self._activity)
 
@@ -421,7 +409,7 @@ class Pool:
     def _error_of(self, result: CallResult) -> BaseException | None:
         """What a task has to raise, if it did not end well."""
         if result.interrupted:
-            stop = LaunchInterrupted(outcome.stopped_message(result))
+            stop = errors.LaunchInterrupted(outcome.stopped_message(result))
             return outcome.with_report(stop, result)
         if result.is_complete:
             return None
@@ -486,15 +474,14 @@ class Pool:
         for rank in range(self.num_processes):
             self._namespace_sync.bound(rank, names)
 
-    def _ask(self, method: str, **arguments: Any) -> Any:
+    def _ask(self, question: str, **arguments: Any) -> Any:
         # Never waits: completion is requested by a key press, while a cell may run for hours.
         if self._state is not PoolState.IDLE:
             return None
-        with contextlib.suppress(UnsafeMoment), self._working() as (group, _):
+        with contextlib.suppress(errors.UnsafeMoment), self._working() as (group, _):
             # A completion that takes longer is of no use, and the pool is held meanwhile.
-            return group.run_tasks({0: (PoolTask(method, arguments), ())}, timeout_s=1.0).shown.get(
-                0
-            )
+            task = PoolTask("ask_shell", {"question": question, **arguments})
+            return group.run_tasks({0: (task, ())}, timeout_s=1.0).shown.get(0)
         return None
 
     # ---- what follows a task
@@ -554,13 +541,15 @@ class Pool:
                         member.handed_fds = []
         # No memory or no descriptors: nothing has been written yet.
         except OSError as error:
-            return WorkerFailed(
+            return errors.WorkerFailed(
                 f"The notebook has no room for the trained weights: {error.strerror or error}. "
                 f"{unchanged} The workers live on and have the trained weights: close what holds "
                 "memory or files open, and the next cell writes them back."
             )
         hints = FileHints(reads_arenas=True, ends_staging=True)
-        group.post(PoolTask("share_equal_pages", hints=hints))
+        # Not waited for: it is done before the next task.
+        for member in group.members:
+            member.tell(Task(number=0, body=PoolTask("share_equal_pages", hints=hints)))
         return None
 
     def _apply(
@@ -610,7 +599,7 @@ class Pool:
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
-            raise UnsafeMoment(
+            raise errors.UnsafeMoment(
                 f"The pool is busy ({self._state.value}): another thread of this notebook is using "
                 "it. Its workers do one thing at a time; wait until that has finished."
             )
@@ -641,12 +630,12 @@ class Pool:
         if self._state is PoolState.BROKEN:
             write_notice(outcome.new_workers_line(self.num_processes, self.reason))
         self._state = PoolState.STARTING
-        group = Group.ready(check_requirements(self.plan))
+        group, end = Group.ready(check_requirements(self.plan))
         self._workers = group
         # With an engine, what its hosts have is known only now.
         self.plan = group.plan
         # A finalizer, so that a pool that is dropped without stop() ends its workers too.
-        self._end = weakref.finalize(self, group.end)
+        self._end = weakref.finalize(self, end)
         self.reason = ""
         self._forget_workers()
         if self._dist:
@@ -664,7 +653,7 @@ class Pool:
 def _source_of(text: str) -> CellSource:
     """Code that comes from no cell."""
     if not isinstance(text, str):
-        raise WrongArguments(
+        raise errors.WrongArguments(
             f"Pool.run takes a cell's code as text: got {shown(text)}. There is nothing to "
             "parse. Give text, or pool.call(function, ...) for a function."
         )
@@ -683,16 +672,15 @@ def _error_after_cell(group: Group, result: CallResult, words: str) -> BaseExcep
             "cell writes them back."
         )
     if result.interrupted:
-        return LaunchInterrupted(f"the notebook was interrupted. {words}")
+        return errors.LaunchInterrupted(f"the notebook was interrupted. {words}")
     return outcome.call_error(result, group.plan, closing_lines=words)
 
 
 def _unchanged_words(paths: Sequence[str]) -> str:
     """What has become of weights when workers failed after the cell had ended."""
-    names = paths[0]
-    if len(paths) > 1:
-        names = f"{', '.join(paths[:-1])} and {paths[-1]}"
-    verb = "are" if len(paths) > 1 else "is"
+    *first, last = paths
+    names = f"{', '.join(first)} and {last}" if first else last
+    verb = "are" if first else "is"
     return (
         f"This was after the cell, while the weights that it trained in {names} were written "
         f"back: in the notebook {names} {verb} as before the cell, all of the weights old and none "

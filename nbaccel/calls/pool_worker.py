@@ -1,21 +1,22 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
+    second thread   channel ─► tasks, for the main thread; answers ASK_WHEREABOUTS and BREAK at once
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    second thread   has a separate channel: answers ASK_WHEREABOUTS and BREAK at once; interrupts
-                    again, a moment later, where the first interrupt came at the end of a block
+    a third one     interrupts again, a moment later, where an interrupt came at a block's end
 
 Both wait without polling, so an idle worker costs no CPU.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import os
-import select
+import queue
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,15 +34,7 @@ from nbaccel.transfer import memfd
 from nbaccel.transfer.library_settings import restore_random_states
 from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.worker_namespace import Namespace
-from nbaccel.workers import messaging
-from nbaccel.workers.worker import (
-    Work,
-    WorkerCall,
-    flush_streams,
-    own_process,
-    report,
-    set_up_process,
-)
+from nbaccel.workers import messaging, step_stop, worker
 
 if TYPE_CHECKING:
     from nbaccel.calls.pool_planning import CellSource
@@ -53,7 +46,7 @@ def serve_cells(
     channel: messaging.Channel,
     assignment: messaging.WorkerAssignment,
     fds: list[int],
-    _forked_call: WorkerCall | None = None,
+    _forked_call: worker.WorkerCall | None = None,
 ) -> None:
     """Be a worker of a pool until the notebook ends it, or is gone."""
     CellWorker(channel, assignment, fds).loop()
@@ -86,12 +79,13 @@ class CellWorker:
         self._channel = channel
         self._busy = False
         self._times_put_off = 0
-        # Written to in the middle of any other code, where a signal comes: no lock could be used.
-        self._put_off, self._putting_off = os.pipe()
         self._main = threading.get_ident()
-        # The second channel's descriptor is the last; those before it belong to the assignment.
-        self._control = messaging.Channel.from_fd(fds.pop())
-        self._context = set_up_process(assignment, fds)
+        self._tasks: queue.SimpleQueue[tuple[messaging.Task, list[int]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._stop = step_stop.AgreedStop(channel, listens=False)
+        """Of the latest call."""
+        self._context = worker.set_up_process(assignment, fds)
         memfd.close_all(fds)
         self._rank = self._context.place.rank
         self._groups = ProcessGroups(self._context.place, channel.send)
@@ -107,24 +101,15 @@ class CellWorker:
         )
         restore_random_states(assignment.random_states)
         precision_check.watch(assignment.mixed_precision)
-        threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
+        threading.Thread(target=self._listen, name="nbaccel-control", daemon=True).start()
 
     # ---- the main thread
 
     def loop(self) -> None:
-        """Take tasks until the channel closes or says so."""
-        self._channel.send(messaging.Idle())
-        while True:
-            try:
-                task, fds = self._channel.receive()
-            # The notebook is gone, or has ended this pool.
-            except (EOFError, OSError):
-                return
-            if task is messaging.Word.LEAVE:
-                return
-            # A stop may have come too late for the task before to read it.
-            if not isinstance(task, messaging.Task):
-                continue
+        """Take tasks until the notebook is gone, or has ended this pool."""
+        self._channel.send(messaging.Idle(whereabouts=self._whereabouts()))
+        while (received := self._tasks.get()) is not None:
+            task, fds = received
             with memfd.closing_files(*fds):
                 shown = self._do(task.body, fds)
             # `report` and `Work` ignore interrupts while they hand over.
@@ -147,8 +132,8 @@ class CellWorker:
         except BaseException as error:  # neither exit nor interrupt may end the worker
             # Those two are not told: a failed join shows in the other ranks, and memory may stay.
             if getattr(task, "method", "") not in ("join_group", "share_equal_pages"):
-                report(self._channel, self._explained(error), self._rank)
-        flush_streams()
+                worker.report(self._channel, self._explained(error), self._rank)
+        worker.flush_streams()
         return shown
 
     def _idle(self, number: int, task: Any, shown: Any) -> messaging.Idle:
@@ -160,7 +145,7 @@ class CellWorker:
             bound=self._names.bound() if is_cell else (),
             dirty=self._names.modules.dirty() if is_cell else (),
             sequence=self._groups.sequence() if ran_code else (),
-            in_groups=torch.distributed.is_initialized(),
+            whereabouts=self._whereabouts(),
         )
 
     # ---- tasks, each with its descriptors; what it returns is shown. Interrupted where it is busy.
@@ -168,7 +153,8 @@ class CellWorker:
     def _call(self, job: messaging.Job, fds: list[int]) -> None:
         self._context.begin_reports(self._channel)
         self._busy = True
-        Work(self._channel, self._context, job, fds).run()
+        self._stop = step_stop.AgreedStop(self._channel, listens=False)
+        worker.Work(self._channel, self._context, job, fds, self._stop).run()
 
     def run_cell(
         self,
@@ -187,7 +173,7 @@ class CellWorker:
         self._context.begin_reports(self._channel)
         self._busy = True
         try:
-            with own_process():
+            with worker.own_process():
                 return self._shell.run(source)
         except SystemExit as error:
             if error.code not in (None, 0):
@@ -234,13 +220,9 @@ class CellWorker:
         """Drop all process groups: they are out of step. New ones get other names in the store."""
         self._groups.close(generation)
 
-    def complete(self, _fds: list[int], code: str, cursor: int) -> messaging.Completions:
-        """Find completions."""
-        return self._shell.completions_at(code, cursor)
-
-    def inspect(self, _fds: list[int], name: str, detail: int) -> dict[str, str] | None:
-        """Describe an object."""
-        return self._shell.describe(name, detail)
+    def ask_shell(self, _fds: list[int], question: str, **arguments: Any) -> Any:
+        """Find completions, or describe an object: a method of the shell."""
+        return getattr(self._shell, question)(**arguments)
 
     # ---- errors and interrupts
 
@@ -263,35 +245,42 @@ class CellWorker:
             return
         if self._times_put_off < _MOST_TIMES_PUT_OFF and _leaves_block(frame):
             self._times_put_off += 1
-            os.write(self._putting_off, b"i")
+            # Not by `threading`, whose locks the interrupted code may hold.
+            _thread.start_new_thread(self._interrupt_again, ())
             return
         self._channel.send(messaging.Word.INTERRUPTING)
         raise KeyboardInterrupt
 
+    def _interrupt_again(self) -> None:
+        time.sleep(_PUT_OFF_S)
+        # 0: the task has ended meanwhile, and the next one is not to be interrupted.
+        if self._times_put_off:
+            signal.pthread_kill(self._main, signal.SIGINT)
+
     # ---- the second thread
 
-    def _answer(self) -> None:
+    def _listen(self) -> None:
         while True:
-            waited_for = [self._control.fileno(), self._put_off]
-            if self._put_off in select.select(waited_for, [], [])[0]:
-                os.read(self._put_off, 1)
-                time.sleep(_PUT_OFF_S)
-                # 0: the task has ended meanwhile, and the next one is not to be interrupted.
-                if self._times_put_off:
-                    signal.pthread_kill(self._main, signal.SIGINT)
-                continue
             try:
-                message, _ = self._control.receive()
+                message, fds = self._channel.receive()
             except (EOFError, OSError):
+                message, fds = messaging.Word.LEAVE, []
+            if message is messaging.Word.LEAVE:
+                self._tasks.put(None)
                 return
             if message is messaging.Word.ASK_WHEREABOUTS:
-                self._channel.send(self._whereabouts())
+                self._channel.send(self._whereabouts(sys._current_frames().get(self._main)))
             elif message is messaging.Word.BREAK:
                 self._groups.cut()
+            elif isinstance(message, messaging.Task):
+                self._tasks.put((message, fds))
+            else:
+                # One that comes too late is about a call that has ended.
+                self._stop.hear(message)
 
-    def _whereabouts(self) -> messaging.Whereabouts:
+    def _whereabouts(self, frame: FrameType | None = None) -> messaging.Whereabouts:
+        """What this worker has in memory, and where a frame is; None while it waits for a task."""
         stack = []
-        frame = sys._current_frames().get(self._main)
         while frame is not None:
             code = frame.f_code
             stack.append(Frame(file=code.co_filename, line=frame.f_lineno, function=code.co_name))
@@ -324,8 +313,5 @@ def _leaves_block(frame: FrameType | None) -> bool:
     cut right after: at the first line of `__exit__`, or before that is called (Python 3.10).
     Interrupted there, `torch.no_grad()` leaves gradients off for all later cells.
     """
-    while frame is not None:
-        if frame.f_code.co_name == "__exit__":
-            return True
-        frame = frame.f_back
-    return sys.exc_info()[1] is not None
+    callers = (caller.f_code.co_name for caller, _ in traceback.walk_stack(frame))
+    return "__exit__" in callers or sys.exc_info()[1] is not None

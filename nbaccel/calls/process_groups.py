@@ -102,7 +102,7 @@ class ProcessGroups:
 
         def destroy_process_group(group: Any = None) -> None:
             torch_destroy_process_group(group)
-            call_check.forget_left_groups()
+            call_check.forget_left_group()
             if not dist.is_initialized():
                 self._close_sockets()
                 sharded_tensors.forget_process_groups()

@@ -47,6 +47,7 @@ _INTERRUPT = (ShutdownStep.INTERRUPT, limits.ANSWER_S)
 _CUT = (ShutdownStep.CUT_AND_INTERRUPT, limits.CUT_S)
 _TERMINATE = (ShutdownStep.TERMINATE, limits.TERMINATE_S)
 _KILL = (ShutdownStep.KILL, limits.KILL_S)
+_NEVER = float("inf")
 _MAKES_UNWIND = (ShutdownStep.INTERRUPT, ShutdownStep.CUT_AND_INTERRUPT, ShutdownStep.TERMINATE)
 
 
@@ -87,18 +88,17 @@ class _Course:
     step: ShutdownStep = ShutdownStep.WAIT
     has_answered: bool = False
     has_unwound: bool = False
-    is_given_up: bool = False
 
     def advance(self) -> None:
         """Take the steps that are due."""
-        while not self.is_given_up and time.monotonic() >= self.due_at:
+        while time.monotonic() >= self.due_at:
             # One that is still being forked hears no signal: an interrupt might even wake what
             # hangs in it.
             is_unborn = self.member.state is HandleState.FORKED
             while self.left and is_unborn and self.left[0][0] in _MAKES_UNWIND:
                 self.left.popleft()
             if not self.left:
-                self.is_given_up = True
+                self.due_at = _NEVER
                 return
             self.step, seconds = self.left.popleft()
             match self.step:
@@ -109,7 +109,7 @@ class _Course:
                 case ShutdownStep.INTERRUPT:
                     self.member.interrupt()
                 case ShutdownStep.CUT_AND_INTERRUPT:
-                    self.member.cut_connections()
+                    self.member.tell(messaging.Word.BREAK)
                     self.member.interrupt()
                 case ShutdownStep.TERMINATE:
                     self.member.terminate()
@@ -181,7 +181,8 @@ class ShutdownLadder:
 
     def due(self) -> float | None:
         """When `advance` has something to do (CLOCK_MONOTONIC); None if nothing is left to do."""
-        return min((c.due_at for c in self._courses.values() if not c.is_given_up), default=None)
+        due_at = min((course.due_at for course in self._courses.values()), default=_NEVER)
+        return None if due_at == _NEVER else due_at
 
     def advance(self) -> None:
         """Do what is due."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -37,12 +38,10 @@ class CellDashboardUpdater(DashboardUpdater):
 
     def row(self, call: WatchedCall, member: WorkerHandle) -> RankStatus:
         """One rank, as it is now, with what it is doing."""
-        is_open = member.rank in call.open
-        values = rank_status(member, call.seconds, member.whereabouts, is_open=is_open)
+        values = rank_status(member, is_open=member.rank in call.open)
         # A rank that has finished is idle; how it finished is of more interest.
-        if is_open:
-            return values
-        return replace(values, state="gone" if member.has_ended else state_of(member))
+        state = state_of(member) if values.state == "idle" else values.state
+        return replace(values, state=state, seconds=call.seconds)
 
     def after_update(self, call: WatchedCall) -> None:
         """Ask the ranks where they are, for the next time."""
@@ -53,14 +52,7 @@ class CellDashboardUpdater(DashboardUpdater):
                 member.ask_where()
 
 
-def rank_status(
-    member: WorkerHandle,
-    state_seconds: float,
-    place: messaging.Whereabouts | None,
-    *,
-    is_open: bool,
-    is_gone: bool = False,
-) -> RankStatus:
+def rank_status(member: WorkerHandle, *, is_open: bool, is_gone: bool = False) -> RankStatus:
     """One row of the table."""
     if member.has_ended or is_gone:
         state = "gone"
@@ -68,12 +60,13 @@ def rank_status(
         state = "stopping" if member.is_stopped else "running"
     else:
         state = "idle"
+    place = member.whereabouts
     if place is None or state == "gone":
         place = messaging.Whereabouts(stack=(), device_bytes=None)
     return RankStatus(
         rank=member.rank,
         state=state,
-        seconds=state_seconds,
+        seconds=time.monotonic() - member.since,
         rss_bytes=resident(member),
         device_bytes=place.device_bytes,
         doing=str(RankActivity.of_stack(place.stack)) if is_open and place.stack else "",
@@ -124,7 +117,7 @@ class StatusTable:
         ]
         head = [name for name, _ in columns]
         body = [
-            [value_of(row) or _NO_VALUES.get(name, "-") for name, value_of in columns]
+            [value_of(row) or ("" if name == "doing" else "-") for name, value_of in columns]
             for row in self.rows
         ]
         return [head, *body]
@@ -166,4 +159,3 @@ _COLUMNS: tuple[tuple[str, Callable[[RankStatus], str]], ...] = (
     ("doing", lambda row: row.doing),
 )
 _LASTING_COLUMNS = ("rank", "state", "for", "memory", "doing")
-_NO_VALUES = {"doing": ""}

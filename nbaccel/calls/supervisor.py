@@ -36,16 +36,7 @@ from nbaccel.base import processes
 from nbaccel.base.torch_private import CREATES_GROUP
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.base.units import format_seconds
-from nbaccel.calls.shutdown import (
-    AFTER_LOSS,
-    END_WORKERS,
-    KEEP_WORKERS,
-    OVERDUE,
-    ShutdownLadder,
-    ShutdownStep,
-    ShutdownSteps,
-    StepAgreement,
-)
+from nbaccel.calls import shutdown
 from nbaccel.config.capabilities import engine_row
 from nbaccel.output.console import Console
 from nbaccel.output.panel.display import DashboardUpdater
@@ -68,14 +59,10 @@ _PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle.connect`
 class CallResult:
     """How a call ended; a `Supervisor` fills it in."""
 
-    is_of_all: bool
-    """Whether all workers had it."""
     members: tuple[WorkerHandle, ...] = ()
     """The workers that had it, by rank, with what each has returned, raised or died of."""
-    tails: dict[int, list[str]] = field(default_factory=dict, repr=False)
-    """The last lines that each rank printed."""
-    library_messages: list[str] = field(default_factory=list, repr=False)
-    """What libraries have printed that is folded away as long as all is well."""
+    console: Console = field(repr=False)
+    """What ranks have printed."""
     interrupted: bool = False
     """The user has stopped it."""
     timed_out: bool = False
@@ -89,8 +76,10 @@ class CallResult:
     """Ranks of a pool that have ended."""
     lost_because: str = ""
     """Why all were lost at once, if it was that."""
-    was_cut: bool = False
-    """Whether a rank was cut off in a collective."""
+    out_of_step: bool = False
+    """Whether process groups cannot be used any longer: a rank was cut off in a collective, or all
+    have run it and begun different numbers of them, so that the next one would meet the wrong
+    partner."""
 
     @property
     def is_complete(self) -> bool:
@@ -108,30 +97,25 @@ class CallResult:
         return not any(m.returned is not None and m.returned.was_stopped for m in self.members)
 
     @property
-    def came_to_end_of_step(self) -> bool:
-        """Whether a call that was interrupted has handed over the weights of one whole step."""
-        return all(m.returned is not None and not m.is_stopped for m in self.members)
-
-    @property
     def shown(self) -> dict[int, Any]:
         """What the task gives the user to see, by rank."""
         return {rank: answer.shown for rank, answer in self.idle.items()}
 
     @property
-    def out_of_step(self) -> bool:
-        """Whether process groups cannot be used any longer.
+    def in_groups(self) -> set[bool]:
+        """Whether ranks are in a process group: one answer, or both."""
+        places = [idle.whereabouts for idle in self.idle.values()]
+        return {place is not None and place.group != "" for place in places}
 
-        A rank was cut off in one of their collectives, or their ranks have begun different numbers
-        of them: the next one would meet the wrong partner.
-        """
+    @property
+    def counts_differ(self) -> bool:
+        """Whether ranks have begun different numbers of collectives."""
         # By name, because not all ranks need be in a group: absent ranks are no difference.
         counts: dict[str, set[int]] = {}
         for idle in self.idle.values():
             for name, count in idle.sequence:
                 counts.setdefault(name, set()).add(count)
-        in_groups = {idle.in_groups for idle in self.idle.values()}
-        differ = len(in_groups) > 1 or any(len(numbers) > 1 for numbers in counts.values())
-        return self.was_cut or (self.is_of_all and differ)
+        return len(self.in_groups) > 1 or any(len(numbers) > 1 for numbers in counts.values())
 
 
 class WatchedGroup(Protocol):
@@ -173,14 +157,14 @@ class Supervisor:
         """Pipes that are not read just now: the worker waits in its `print`."""
         self._began = time.monotonic()
         self._deadline = None if timeout_s is None else self._began + timeout_s
-        self._policy = KEEP_WORKERS if group.stays else END_WORKERS
+        self._policy = shutdown.KEEP_WORKERS if group.stays else shutdown.END_WORKERS
         self._watch = RankWatch(self.participants(), lets_exit=not group.stays)
-        self._ladder: ShutdownLadder | None = None
-        self._agreement: StepAgreement | None = None
+        self._ladder: shutdown.ShutdownLadder | None = None
+        self._agreement: shutdown.StepAgreement | None = None
         self._joining: set[int] = set()
         """Ranks that have finished, or have no task, and join a process group for the others."""
         self._group_wanted: messaging.GroupWanted | None = None
-        self.result = CallResult(is_of_all=len(self._ranks) == len(self.members))
+        self.result = CallResult(console=console)
         for member in self.members:
             member.begin_call(takes_part=member.rank in self._ranks)
 
@@ -223,9 +207,9 @@ class Supervisor:
                 with processes.uninterrupted():
                     show.end(self, self._ending())
                 result.observed = show.board
-        result.tails = self.console.tails()
-        result.library_messages = self.console.library_messages.lines()
-        result.was_cut = self._ladder is not None and self._ladder.has_cut
+        was_cut = self._ladder is not None and self._ladder.has_cut
+        is_of_all = len(self._ranks) == len(self.members)
+        result.out_of_step = was_cut or (is_of_all and result.counts_differ)
         return result
 
     def _ending(self) -> str:
@@ -257,19 +241,19 @@ class Supervisor:
 
     def _send_tasks(self) -> None:
         """Send the tasks: the workers are at work while the rest is made ready to hear them."""
-        ranks_by_body: dict[int, list[int]] = {}
-        for rank, (body, _) in self._tasks.items():
-            ranks_by_body.setdefault(id(body), []).append(rank)
-        channels = {member.rank: member.channel for member in self.members}
         # Ranks mostly have the very same task, which is pickled once.
-        for ranks in ranks_by_body.values():
-            body, _ = self._tasks[ranks[0]]
-            packet, files = messaging.pack_message(messaging.Task(number=self._number, body=body))
-            with memfd.closing_files(*files):
-                for rank in ranks:
-                    # The worker may have ended meanwhile; its sentinel says so.
-                    with contextlib.suppress(OSError):
-                        channels[rank].send_packet(packet, [*self._tasks[rank][1], *files])
+        packed: dict[int, tuple[bytes, list[int]]] = {}
+        with contextlib.ExitStack() as sent:
+            for member in (member for member in self.members if member.rank in self._tasks):
+                body, fds = self._tasks[member.rank]
+                if id(body) not in packed:
+                    task = messaging.Task(number=self._number, body=body)
+                    packed[id(body)] = messaging.pack_message(task)
+                    sent.enter_context(memfd.closing_files(*packed[id(body)][1]))
+                packet, files = packed[id(body)]
+                # The worker may have ended meanwhile; its sentinel says so.
+                with contextlib.suppress(OSError):
+                    member.channel.send_packet(packet, [*fds, *files])
         if self._make_show is not None:
             self._show = self._make_show()
 
@@ -294,17 +278,17 @@ class Supervisor:
         # Under the ladder, joining ranks are interrupted too: their Idle is still to come.
         return not (self.open or (self._ladder is not None and self._joining))
 
-    def _give_up(self, *, failed: bool = False, first: ShutdownSteps = ()) -> None:
+    def _give_up(self, *, failed: bool = False, first: shutdown.ShutdownSteps = ()) -> None:
         """Let all workers give up the call."""
         steps = (*first, *(self._policy.on_failure if failed else self._policy.on_stop))
         if failed and engine_row(self._group.plan.engine).runs_on_hosts:
             records = [member.record for member in self.members if member.record is not None]
             # Ranks have only lost their connections: Ray may tell why.
             if all(record.is_consequence for record in records):
-                steps = ((ShutdownStep.WAIT, time_limits.HOST_S), *steps)
-        self._start_ladder(ShutdownLadder(self.at_work(), steps))
+                steps = ((shutdown.ShutdownStep.WAIT, time_limits.HOST_S), *steps)
+        self._start_ladder(shutdown.ShutdownLadder(self.at_work(), steps))
 
-    def _start_ladder(self, ladder: ShutdownLadder) -> None:
+    def _start_ladder(self, ladder: shutdown.ShutdownLadder) -> None:
         # Output must not delay that.
         self.console.end_is_near()
         self._resume()
@@ -328,7 +312,7 @@ class Supervisor:
         now = time.monotonic()
         # First: a worker that hangs in its fork would otherwise be reported as a timeout.
         self.result.stuck = [
-            member for alarm, member in self._first_message_alarms() if now >= alarm
+            m for m in self._unborn() if now >= m.forked_at + time_limits.FIRST_MESSAGE_S
         ]
         if self.result.stuck:
             self._give_up()
@@ -347,21 +331,17 @@ class Supervisor:
     def _end_leftover(self) -> None:
         """End workers that have handed over all they had."""
         living = [member for member in self.members if not member.has_ended]
-        self._start_ladder(ShutdownLadder(living, OVERDUE))
+        self._start_ladder(shutdown.ShutdownLadder(living, shutdown.OVERDUE))
 
-    def _first_message_alarms(self) -> list[tuple[float, WorkerHandle]]:
-        """When workers that have sent nothing must have, each with its worker."""
-        return [
-            (member.forked_at + time_limits.FIRST_MESSAGE_S, member)
-            for member in self.members
-            if member.state is HandleState.FORKED
-        ]
+    def _unborn(self) -> list[WorkerHandle]:
+        """Workers that have sent nothing yet."""
+        return [member for member in self.members if member.state is HandleState.FORKED]
 
     def _patience(self) -> float | None:
         """Seconds until something is due; None if only workers can make it go on."""
         if self._ladder is None:
             alarms = [self._deadline, self._watch.due()]
-            alarms += [alarm for alarm, _ in self._first_message_alarms()]
+            alarms += [m.forked_at + time_limits.FIRST_MESSAGE_S for m in self._unborn()]
         elif self._ladder.is_over:
             alarms = [self._watch.due()]
         else:
@@ -427,17 +407,46 @@ class Supervisor:
         except EOFError:
             self._hang_up(member)
             return
-        if isinstance(message, (messaging.Display, messaging.ClearOutput)):
-            # What it printed before the display must be shown before it.
-            self.drain_output(member)
-            self.console.feed_display(member.rank, message)
-        elif isinstance(message, Metrics):
-            if self._show is not None:
+        match message:
+            case messaging.Display() | messaging.ClearOutput():
+                # What it printed before the display must be shown before it.
+                self.drain_output(member)
+                self.console.feed_display(member.rank, message)
+            case Metrics() if self._show is not None:
                 self._show.board.receive(member.rank, message)
-        elif isinstance(message, messaging.Leaves):
-            member.note(message)
-        else:
-            self._on_message(member, message, fds)
+            case messaging.Leaves():
+                member.note(message)
+            case _:
+                self._on_message(member, message, fds)
+
+    def _on_message(self, member: WorkerHandle, message: Any, fds: list[int]) -> None:
+        """A worker has said how far it is."""
+        match message:
+            case messaging.Word.ALIVE:
+                member.state = HandleState.ALIVE
+            case messaging.Word.STARTED:
+                member.state = HandleState.RUNNING
+            case messaging.Returned():
+                member.take(fds)
+                member.returned = message
+                self._on_handed_over(member)
+            case messaging.Failed():
+                self._on_failure(member, message, fds)
+                self._on_handed_over(member)
+            case messaging.Word.INTERRUPTING if self._ladder is not None:
+                self._ladder.unwinds(member)
+            case messaging.AtStep() if self._agreement is not None:
+                self._agreement.answered(member.rank, message.number)
+                if self._ladder is not None:
+                    self._ladder.answers_step(self._agreement.wait_s)
+            case messaging.Whereabouts():
+                member.whereabouts = message
+                if self._ladder is not None:
+                    self._ladder.answered(member)
+            case messaging.Idle():
+                self._on_idle(member, message)
+            case messaging.GroupWanted():
+                self._on_group_wanted(message)
 
     def _read_output(self, member: WorkerHandle, pipe: int) -> bool:
         """Take in a chunk of output; returns whether there may be more."""
@@ -479,35 +488,6 @@ class Supervisor:
 
     # ---- messages
 
-    def _on_message(self, member: WorkerHandle, message: Any, fds: list[int]) -> None:
-        """A worker has said how far it is."""
-        match message:
-            case messaging.Word.ALIVE:
-                member.state = HandleState.ALIVE
-            case messaging.Word.STARTED:
-                member.state = HandleState.RUNNING
-            case messaging.Returned():
-                member.take(fds)
-                member.returned = message
-                self._on_handed_over(member)
-            case messaging.Failed():
-                self._on_failure(member, message, fds)
-                self._on_handed_over(member)
-            case messaging.Word.INTERRUPTING if self._ladder is not None:
-                self._ladder.unwinds(member)
-            case messaging.AtStep() if self._agreement is not None:
-                self._agreement.answered(member.rank, message.number)
-                if self._ladder is not None:
-                    self._ladder.answers_step(self._agreement.wait_s)
-            case messaging.Whereabouts():
-                member.whereabouts = message
-                if self._ladder is not None:
-                    self._ladder.answered(member)
-            case messaging.Idle():
-                self._on_idle(member, message)
-            case messaging.GroupWanted():
-                self._on_group_wanted(message)
-
     def _on_failure(self, member: WorkerHandle, message: messaging.Failed, fds: list[int]) -> None:
         """A worker's function has raised."""
         if member.rank not in self.open:
@@ -539,6 +519,7 @@ class Supervisor:
 
     def _on_idle(self, member: WorkerHandle, message: messaging.Idle) -> None:
         rank = member.rank
+        member.whereabouts = message.whereabouts
         if message.number == self._number:
             member.finish_call()
             self.drain_output(member)
@@ -577,8 +558,8 @@ class Supervisor:
         self.result.interrupted = True
         wait_s = self._seconds_to_end_of_step()
         if wait_s:
-            self._agreement = StepAgreement(self.at_work(), wait_s)
-        self._give_up(first=((ShutdownStep.FINISH_STEP, wait_s),) if wait_s else ())
+            self._agreement = shutdown.StepAgreement(self.at_work(), wait_s)
+        self._give_up(first=((shutdown.ShutdownStep.FINISH_STEP, wait_s),) if wait_s else ())
 
     def _seconds_to_end_of_step(self) -> float:
         """How long the step under way may still take; 0 if the call is to be stopped where it is.
@@ -641,7 +622,7 @@ class Supervisor:
             for other in others:
                 # An answer of up to a second ago would be taken for the place of the failure.
                 other.whereabouts = None
-            self._start_ladder(ShutdownLadder(others, AFTER_LOSS))
+            self._start_ladder(shutdown.ShutdownLadder(others, shutdown.AFTER_LOSS))
 
 
 @contextlib.contextmanager

@@ -379,13 +379,12 @@ def _from_the_cell(error: BaseException) -> BaseException:
             error.text = linecache.getline(error.filename, error.lineno) or None
         return error.with_traceback(None)
     entry = error.__traceback__
-    while entry is not None and _is_machinery(entry.tb_frame.f_code.co_filename):
+    while entry is not None:
+        file = entry.tb_frame.f_code.co_filename
+        if file != __file__ and "/IPython/core/" not in file:
+            break
         entry = entry.tb_next
     return error.with_traceback(entry)
-
-
-def _is_machinery(file: str) -> bool:
-    return file == __file__ or "/IPython/core/" in file
 
 
 def _no_debugger(name: str, rank: int) -> Callable[..., NoReturn]:

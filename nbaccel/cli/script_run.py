@@ -15,7 +15,6 @@ from nbaccel.base import env
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.frames import place, user_frame
 from nbaccel.calls.launched_functions import (
-    ScriptEnd,
     exit_status_of,
     run_script,
     run_script_here,
@@ -73,11 +72,11 @@ def _run(
     return 0
 
 
-def _status_here(script_end: ScriptEnd, shows_tracebacks: bool) -> int:
-    if script_end.record is not None:
-        text = failure_text([script_end.record], 1)
-        _tell_failure(text, script_end.record, shows_tracebacks)
-    return script_end.exit_status
+def _status_here(script_end: int | FailureRecord, shows_tracebacks: bool) -> int:
+    if isinstance(script_end, int):
+        return script_end
+    _tell_failure(failure_text([script_end], 1), script_end, shows_tracebacks)
+    return _FAILURE
 
 
 def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:

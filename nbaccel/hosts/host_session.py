@@ -20,16 +20,15 @@ from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
 from nbaccel.hosts.node_actor import own_versions
 from nbaccel.hosts.node_links import RemoteStarter, error_line
-from nbaccel.hosts.own_cluster import missing_hosts
 from nbaccel.plan import Plan, registry, resolve
 from nbaccel.plan.contracts.host_engine import Engine, Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
 from nbaccel.workers.worker_processes import HostShare, MeetingPlace
 
-_JOIN_S = 120.0
-"""For all actors to be there, and again for their templates: they import torch, perhaps from a slow
-network disk."""
+_JOIN_S = 180.0
+"""For all hosts and their actors to be there (a raylet takes seconds, and minutes on a busy
+machine), and again for their templates: they import torch, perhaps from a slow network disk."""
 _LOOK_S = 0.1
 _BIND_S = 10.0
 
@@ -49,12 +48,10 @@ class HostSession:
             self._on_end.callback(self._kill_actors)
             self._on_end.callback(self._starter.leave)
             actors = self._crew.actors
-            needs_own = registry.known_device(plan.device).own_template
-            device = plan.device if needs_own else ""
             runs_cells = "IPython" in sys.modules
             facts = self._await_answers(
                 {
-                    name: actor.join.remote(device, runs_cells=runs_cells)
+                    name: actor.join.remote(plan.device, runs_cells=runs_cells)
                     for name, actor in actors.items()
                 }
             )
@@ -171,8 +168,17 @@ class HostSession:
 
     def _missing(self, joined: Collection[str], problems: Mapping[str, str]) -> StartupFailed:
         missing = [host.name for host in self._hosts if host.name not in joined]
-        silence = "Ray may have no room for an actor there, or torch is slow to import."
-        return missing_hosts(missing, len(self._hosts), problems, _JOIN_S, silence)
+        lines = [
+            f"{count_noun(len(missing), 'host')} of {len(self._hosts)} did not join the launch: "
+            f"{first_few(missing, 5)}. No worker was started."
+        ]
+        lines += [f"  {name}: {problem}" for name, problem in problems.items()]
+        if not problems:
+            lines.append(
+                f"  Nothing was heard for {_JOIN_S:.0f} s. A firewall may close the way to this "
+                "machine, Ray may have no room for an actor there, or torch is slow to import."
+            )
+        return StartupFailed("\n".join(lines))
 
 
 def _named_devices(

@@ -78,12 +78,12 @@ class HostfileEngine(Engine):
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
         """See :meth:`Engine.start_nodes`."""
         command = own_cluster.host_command(env.read(_PYTHON_VARIABLE, "") or "")
-        commands: dict[tuple[str, ...], list[str]] = {
-            (host.name,): [*_ssh_command(), host.address, shlex.join(command)]
+        commands = {
+            host.name: [*_ssh_command(), host.address, shlex.join(command)]
             for host in hosts
             if not host.is_here
         }
-        return own_cluster.OwnCluster(self.name, hosts, commands)
+        return own_cluster.OwnCluster(self.name, hosts, commands, env.snapshot())
 
 
 def _ssh_command() -> list[str]:

@@ -4,7 +4,7 @@
                            │ copies of arenas and staging files; the workers' channels and pipes
 
     notebook ──► files, Packet                             `NodeActor.take`
-             ◄── Output, Packet, WorkerEnded, an error     `NodeActor.events`
+             ◄── what workers print and say, their ends    `NodeActor.events`
 
 A *worker* is named by a number that the notebook gives it.
 
@@ -18,7 +18,6 @@ calls that run at a time a later one may begin first, unless it waits for an ear
 from __future__ import annotations
 
 import contextlib
-import enum
 import importlib
 import os
 import platform
@@ -28,8 +27,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -43,14 +41,15 @@ from nbaccel.hosts.ray_host import OWN_PATH
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.topology import Topology, remove_orphans, remove_shared_memory
 from nbaccel.transfer import memfd
-from nbaccel.workers import messaging, template
+from nbaccel.workers import template
 from nbaccel.workers.messaging import Ended
 from nbaccel.workers.worker_processes import TemplateStarter, connect
 
 _CONCURRENT_CALLS = 16
 """Methods of an actor that run at a time: one waits for events as long as it lives."""
-_OUTBOX_RECORDS = 32
+_OUTBOX_EVENTS = 32
 """What the notebook has not fetched yet, of a megabyte at most: workers wait beyond that."""
+_PART_BYTES = 32 << 20  # of weights
 _PIPE_BYTES = 1 << 20  # as `connect` makes them
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which torch's process groups are told over which network to meet."""
@@ -64,53 +63,24 @@ its pieces as (first byte, array of uint8), or Ray's reference to a list of such
 """
 
 
-class NodeEnd(enum.Enum):
-    """What stands in the place of a descriptor that is none of a file."""
-
-    SECOND_CHANNEL = "the worker's end of a second channel"
-    STORE = "the socket on which the node listens for the store"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packet:
-    """A packet of a worker's channel, as `workers.messaging` packs it."""
-
-    worker: int
-    is_second: bool = False
-    """Whether it goes by the worker's second channel."""
-    content: bytes
-    attached: tuple[Any, ...] = ()
-    """For its descriptors: numbers of files, or a `NodeEnd`; of files that come from a node their
-    bytes, as arrays of uint8."""
-    topology: str = ""
-    """The worker's place, if the message assigns it one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a worker has written to one of its pipes."""
-
-    worker: int
-    stream: str
-    content: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerEnded:
-    """A worker is gone, and all that it has printed and said was sent before."""
-
-    worker: int
-    ended: Ended
+Packet = tuple[int, bytes, tuple[int | None, ...], str]
+"""A packet for a worker's channel: the worker, what `workers.messaging` has packed, for its
+descriptors the numbers of files (None for the socket on which the node listens), and the worker's
+place if the message assigns it one.
+"""
+Event = tuple[str, tuple[Any, ...]]
+"""Something that has happened: a method of the notebook's `NodeLink`, and what it is given. Of a
+worker its end comes last."""
 
 
 class NodeActor:
     """A node of a launch or a pool. Its methods run in threads, several at a time."""
 
     def __init__(self) -> None:
-        self._outbox: queue.Queue[Any] = queue.Queue(_OUTBOX_RECORDS)
+        self._outbox: queue.Queue[Event] = queue.Queue(_OUTBOX_EVENTS)
         self._workers: dict[int, _NodeWorker] = {}
         self._files: dict[int, int] = {}
-        self._store: socket.socket | None = None
+        self._store = socket.socket()
         self._topologies: set[str] = set()
         self._device = ""
         self._starter: TemplateStarter | None = None
@@ -130,11 +100,8 @@ class NodeActor:
         variables: dict[str, str | None] = {**dict.fromkeys(_RAYS_OWN_VARIABLES), **interfaces}
         if OWN_PATH in sys.path:
             sys.path.remove(OWN_PATH)
-            variables["PYTHONPATH"] = os.pathsep.join(
-                place
-                for place in (env.read("PYTHONPATH") or "").split(os.pathsep)
-                if place != OWN_PATH
-            )
+            rest = (env.read("PYTHONPATH") or "").removeprefix(OWN_PATH)
+            variables["PYTHONPATH"] = rest.removeprefix(os.pathsep)
         env.update(variables)
         self._device = device
         _unblock_interrupts()
@@ -155,8 +122,7 @@ class NodeActor:
 
     def bind_store(self, address: str, port: int | None) -> tuple[int, str]:
         """Listen for the rendezvous store, whose server a worker here will be; or say why not."""
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
         try:
             self._store = listen(address, port)
         except OSError as error:  # `PortTaken` is one
@@ -172,9 +138,7 @@ class NodeActor:
 
     def fork(self, number: int) -> None:
         """Have a worker forked."""
-        self._workers[number] = _NodeWorker(
-            number, self._template_starter(), self._outbox, self._end_of
-        )
+        self._workers[number] = _NodeWorker(number, self._template_starter(), self._outbox)
 
     def _template_starter(self) -> TemplateStarter:
         # It may start a template anew.
@@ -183,17 +147,11 @@ class NodeActor:
             self._starter = TemplateStarter(self._device)
         return self._starter
 
-    def signal(self, number: int, signal_number: int) -> None:
-        """Send a worker a signal, unless it has ended."""
+    def act_on(self, number: int, method: str, *arguments: Any) -> None:
+        """Do something to a worker that a `Starter` can do, unless it has ended."""
         worker = self._workers[number]
         if not worker.has_ended:
-            self._template_starter().signal(worker.pid, signal_number)
-
-    def kill(self, number: int) -> None:
-        """End a worker with all that it has started."""
-        worker = self._workers[number]
-        if not worker.has_ended:
-            self._template_starter().kill(worker.pid)
+            getattr(self._template_starter(), method)(worker.pid, *arguments)
 
     def uses(self) -> list[tuple[int, ProcessUse]]:
         """What each worker uses."""
@@ -208,24 +166,26 @@ class NodeActor:
         for folders in leftovers:
             folders.remove()
 
-    def _end_of(self, pid: int) -> Ended:
-        """How a worker has ended whose end was reported."""
-        try:
-            ended = self._template_starter().end_of(pid)
-        except Exception as error:  # the template has ended, and took its workers along
-            return Ended(pid, -signal.SIGKILL, 0, str(error).partition("\n")[0])
-        return ended or Ended(pid, -signal.SIGKILL, 0)
-
     # ---- to the notebook
 
-    def events(self) -> list[Any]:
+    def events(self) -> list[Event]:
         """What has happened since the last call, in order; waits until something has."""
-        records = [self._outbox.get()]
-        return records + [self._outbox.get() for _ in range(self._outbox.qsize())]
+        events = [self._outbox.get()]
+        return events + [self._outbox.get() for _ in range(self._outbox.qsize())]
 
-    def read(self, number: int, ranges: Sequence[memfd.ByteRange]) -> list[Any]:
-        """Bytes of a staging file, as arrays of uint8."""
-        return [_bytes_of(self._files[number], byte_range) for byte_range in ranges]
+    def read(
+        self, number: int, ranges: Sequence[memfd.ByteRange]
+    ) -> Iterator[list[tuple[int, Any]]]:
+        """Bytes of a staging file, in parts: lists of first byte, array of uint8."""
+        part: list[tuple[int, Any]] = []
+        for first_byte, end_byte in ranges:
+            for start in range(first_byte, end_byte, _PART_BYTES):
+                end = min(end_byte, start + _PART_BYTES)
+                part.append((start, _bytes_of(self._files[number], (start, end))))
+                if sum(content.nbytes for _, content in part) >= _PART_BYTES:
+                    yield part
+                    part = []
+        yield part
 
     # ---- from the notebook
 
@@ -241,10 +201,10 @@ class NodeActor:
             for file in files:
                 self._write_file(*file)
             if packet is not None:
-                self._pass_on(packet)
+                self._pass_on(*packet)
             memfd.close_all([self._files.pop(number) for number in forgotten])
         except Exception as error:  # nobody waits for this call: the notebook hears of it here
-            self._outbox.put(error)
+            self._outbox.put(("lose", (f"{type(error).__name__}: {error}",)))
 
     def _write_file(self, number: int, kind: str, num_bytes: int, pieces: Any) -> None:
         import ray
@@ -256,26 +216,17 @@ class NodeActor:
         for first_byte, content in pieces:
             memfd.write_at(self._files[number], memoryview(content.data), first_byte)
 
-    def _pass_on(self, packet: Packet) -> None:
-        worker = self._workers[packet.worker]
-        if packet.topology and packet.topology not in self._topologies:
-            self._topologies.add(packet.topology)
+    def _pass_on(
+        self, number: int, content: bytes, attached: Sequence[int | None], topology: str
+    ) -> None:
+        if topology and topology not in self._topologies:
+            self._topologies.add(topology)
             self._forget_shared_memory()
-        fds = [self._descriptor(worker, one) for one in packet.attached]
-        channel = worker.second_channel if packet.is_second else worker.channel
+        files = [self._store.fileno() if file is None else self._files[file] for file in attached]
+        fds = list(map(os.dup, files))
         # It may have ended: its end is told elsewhere.
         with memfd.closing_files(*fds), contextlib.suppress(OSError):
-            channel.send_packet(packet.content, fds)
-
-    def _descriptor(self, worker: _NodeWorker, attached: int | NodeEnd) -> int:
-        """A new descriptor for what stands in a packet."""
-        if attached is NodeEnd.STORE:
-            return os.dup(self._store.fileno() if self._store is not None else -1)
-        if attached is NodeEnd.SECOND_CHANNEL:
-            # Nothing is read from it: workers answer by the first one.
-            worker.second_channel, worker_end = messaging.Channel.pair()
-            return worker_end.detach()
-        return os.dup(self._files[attached])
+            self._workers[number].channel.send_packet(content, fds)
 
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this node's shared memory for these workers."""
@@ -304,18 +255,11 @@ def start_actor(**options: Any) -> Any:
 class _NodeWorker:
     """A worker of this node, with a thread that passes on what it prints and says."""
 
-    def __init__(
-        self,
-        number: int,
-        starter: TemplateStarter,
-        outbox: queue.Queue[Any],
-        end_of: Callable[[int], Ended],
-    ) -> None:
+    def __init__(self, number: int, starter: TemplateStarter, outbox: queue.Queue[Event]) -> None:
         self._number = number
+        self._starter = starter
         self._outbox = outbox
-        self._end_of = end_of
         self.channel, self._pipes, worker_ends = connect()
-        self.second_channel = self.channel
         with memfd.closing_files(*worker_ends):
             self.pid = starter.start(worker_ends)
         self._exit = starter.sentinel(self.pid)
@@ -330,12 +274,12 @@ class _NodeWorker:
             if self._exit in readable:
                 break
             self._pass_on(is_readable=self.channel.fileno() in readable)
-        ended = self._end_of(self.pid)
+        ended = self._starter.end_of(self.pid) or Ended(self.pid, -signal.SIGKILL, 0)
         self.has_ended = True
         while self._is_heard and select.select([self.channel], [], [], 0)[0]:
             self._pass_on(is_readable=True)
         self._pass_on(is_readable=False)
-        self._outbox.put(WorkerEnded(self._number, ended))
+        self._tell("worker_ended", ended)
         self.channel.close()
         memfd.close_all([*self._pipes, self._exit])
 
@@ -352,7 +296,10 @@ class _NodeWorker:
         if content:
             with memfd.closing_files(*fds):
                 files = tuple(_bytes_of(fd, (0, os.fstat(fd).st_size)) for fd in fds)
-            self._outbox.put(Packet(worker=self._number, content=content, attached=files))
+            self._tell("worker_said", content, files)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        self._outbox.put((method, (self._number, *arguments)))
 
     def _pass_output(self) -> None:
         """Pass on what it has printed so far."""
@@ -361,7 +308,7 @@ class _NodeWorker:
                 # All that the pipe holds, and no more: a worker that prints on and on must not keep
                 # back what it says.
                 content = os.read(pipe, _PIPE_BYTES)
-                self._outbox.put(Output(self._number, name, content))
+                self._tell("worker_printed", name, content)
                 if not content:
                     del self._pipes[pipe]
                     os.close(pipe)

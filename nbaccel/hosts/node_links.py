@@ -3,7 +3,7 @@
     WorkerHandle ── NodeChannel.send ════════════ NodeActor.take ════►  worker's channel
                  ◄─ channel, pipes ─ thread of ◄═ NodeActor.events ═══  worker's channel, pipes
                                      the node
-    RemoteStarter ───────────────────► NodeActor.fork, signal, kill ═►  template, system
+    RemoteStarter ───────────────────► NodeActor.fork, act_on ══════►  template, system
                  ◄─ ended ────────── thread of the node
 
 Of messages it reads what they mean for memory files (`messaging.FileHints`, reports of weights).
@@ -29,8 +29,7 @@ from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.processes import ProcessUse
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.base.units import shorten_text
-from nbaccel.hosts import node_actor
-from nbaccel.hosts.node_actor import FileContent, NodeEnd, Packet
+from nbaccel.hosts.node_actor import FileContent, Packet
 from nbaccel.hosts.shared_files import STAGING, SharedFile, SharedFiles
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
@@ -40,10 +39,8 @@ from nbaccel.workers.worker_processes import HostShare, Starter
 # No process has such a number (Linux: 2**22 at most), so none can be hit by mistake.
 _FIRST_WORKER = 2**22 + 1
 _LOOK_S = 0.1
-_USE_S = 0.5
-"""Between questions for what workers use: a dashboard looks once a second, for all ranks."""
-_HOME_BYTES = 32 << 20
-"""Weights that are fetched by one call; the next one is under way meanwhile."""
+_PARTS_AHEAD = 2
+"""Parts of weights that a node has read and this side has not."""
 _LEAVE_S = 3.0
 _LOST_REMEDY = (
     "The machine was shut down, the processes on it were killed, or the network between it and "
@@ -141,7 +138,6 @@ class NodeLink:
         """Ray's reference to the end of the last `take`."""
         self._uses: dict[int, ProcessUse] = {}
         self._uses_answer: Any = None
-        self._uses_asked_at = float("-inf")
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._listen, name=f"nbaccel: {name}", daemon=True)
         self._thread.start()
@@ -191,8 +187,7 @@ class NodeLink:
             with contextlib.suppress(ray.exceptions.RayError):
                 self._uses = dict(ray.get(self._uses_answer))
             self._uses_answer = None
-        if self._uses_answer is None and time.monotonic() - self._uses_asked_at >= _USE_S:
-            self._uses_asked_at = time.monotonic()
+        if self._uses_answer is None:
             self._uses_answer = self.tell("uses")
         return self._uses.get(number)
 
@@ -203,43 +198,31 @@ class NodeLink:
 
         try:
             while True:
-                for record in ray.get(self._actor.events.remote()):
-                    self._take(record)
+                for method, arguments in ray.get(self._actor.events.remote()):
+                    getattr(self, method)(*arguments)
         except Exception as error:  # whatever it is, its workers cannot be heard any more
             # Of an actor that has died the last line says why.
             lines = [line for line in str(error).splitlines() if line.strip()]
             self.lose(f"Ray says: {shorten_text((lines or [type(error).__name__])[-1], 300)}")
 
-    def _take(self, record: Any) -> None:
-        import ray
+    def worker_printed(self, number: int, stream: str, content: bytes) -> None:
+        """Pass on what a worker has printed."""
+        if number in self._workers:
+            self._workers[number].put_output(stream, content)
 
-        if isinstance(record, Exception):
-            self.lose(f"{type(record).__name__}: {record}")
-            return
-        worker = self._workers.get(record.worker)
+    def worker_said(self, number: int, content: bytes, attached: Sequence[Any]) -> None:
+        """Pass a message of a worker on to the notebook, with the bytes of its files."""
+        worker = self._workers.get(number)
         if worker is None:
             return
-        match record:
-            case node_actor.Output():
-                worker.put_output(record.stream, record.content)
-            case node_actor.Packet():
-                self._pass_on(worker, record)
-            case node_actor.WorkerEnded():
-                if worker.leftovers:
-                    # The folders are on the node's disks.
-                    ray.get(self.tell("remove_leftovers", list(worker.leftovers)))
-                self._end(worker.number, dataclasses.replace(record.ended, pid=worker.number))
-
-    def _pass_on(self, worker: _RemoteWorker, packet: Packet) -> None:
-        """Pass a message of a worker on to the notebook, with its files."""
         with contextlib.ExitStack() as sent:
             fds = []
-            for content in packet.attached:
-                fds.append(memfd.create_file("payload", content.nbytes))
+            for file_bytes in attached:
+                fds.append(memfd.create_file("payload", file_bytes.nbytes))
                 sent.callback(os.close, fds[-1])
-                memfd.write_at(fds[-1], memoryview(content), 0)
+                memfd.write_at(fds[-1], memoryview(file_bytes), 0)
             try:
-                message = messaging.peek_packet(packet.content, fds)
+                message = messaging.peek_packet(content, fds)
             except Exception:  # a class that this process lacks: what it says is the reader's
                 message = None
             if isinstance(message, messaging.Leaves):
@@ -249,23 +232,29 @@ class NodeLink:
             report = getattr(message, "weight_report", None)
             if report is not None:
                 self._bring_home(worker, report.own_bytes)
-            worker.put_packet(packet.content, fds)
+            worker.put_packet(content, fds)
+
+    def worker_ended(self, number: int, ended: Ended) -> None:
+        """Note the end of a worker, once nothing of it is left on the node's disks."""
+        import ray
+
+        if number in self._workers and (leftovers := self._workers[number].leftovers):
+            ray.get(self.tell("remove_leftovers", list(leftovers)))
+        self._end(number, dataclasses.replace(ended, pid=number))
 
     def _bring_home(
         self, worker: _RemoteWorker, own_bytes: Mapping[str, Sequence[memfd.ByteRange]]
     ) -> None:
         """Fetch what the worker has written into staging files, by its own report."""
-        waiting: tuple[SharedFile, list[memfd.ByteRange], Any] | None = None
+        import ray
+
+        # A generator of Ray's; the next parts are under way while one is written.
+        read = self._actor.read.options(_generator_backpressure_num_objects=_PARTS_AHEAD)
         for key in own_bytes.keys() & worker.staging.keys():
             file = worker.staging[key]
-            for part in _parts(own_bytes[key]):
-                answer = self._actor.read.remote(file.number, part)
-                # It is under way while the one before is written.
-                if waiting is not None:
-                    _write_home(*waiting)
-                waiting = (file, part, answer)
-        if waiting is not None:
-            _write_home(*waiting)
+            for part in read.remote(file.number, own_bytes[key]):
+                for first_byte, content in ray.get(part):
+                    memfd.write_at(file.descriptor, memoryview(content), first_byte)
 
     def lose(self, reason: str) -> None:
         """Note that the node is lost, and all its workers with it."""
@@ -336,15 +325,13 @@ class RemoteStarter(Starter):
         link.fork(worker)
         return worker.number
 
-    def channel_to(
-        self, pid: int, channel: messaging.Channel, *, is_second: bool = False
-    ) -> messaging.Channel:
+    def channel_to(self, pid: int, channel: messaging.Channel) -> messaging.Channel:
         """What the notebook sends a worker by: its node's actor."""
 
         def send(content: bytes, fds: Sequence[int]) -> None:
             with self._sending:
                 try:
-                    self._forward(pid, content, fds, is_second=is_second)
+                    self._forward(pid, content, fds)
                 except Exception as error:  # of Ray: its object store is full, it was shut down
                     for each in self._links.values():
                         each.lose(f"what it was sent did not get there: {error_line(error)}")
@@ -357,13 +344,13 @@ class RemoteStarter(Starter):
 
     def signal(self, pid: int, number: int) -> None:
         """Have its host send a worker a signal."""
-        self._workers[pid][0].tell("signal", pid, number)
+        self._workers[pid][0].tell("act_on", pid, "signal", number)
 
     def kill(self, pid: int) -> None:
         """Have its host end a worker."""
         link, worker = self._workers[pid]
         worker.is_killed = True
-        link.tell("kill", pid)
+        link.tell("act_on", pid, "kill")
 
     def use_of(self, pid: int) -> ProcessUse | None:
         """Its host's last answer."""
@@ -386,17 +373,13 @@ class RemoteStarter(Starter):
 
     # ---- what the notebook sends
 
-    def _forward(self, pid: int, content: bytes, fds: Sequence[int], *, is_second: bool) -> None:
+    def _forward(self, pid: int, content: bytes, fds: Sequence[int]) -> None:
         """Pass a message of the notebook on to a worker, with copies of its files."""
         link, worker = self._workers[pid]
         message = messaging.peek_packet(content, fds)
-        # A pool's task says what it means for files by its body.
-        hints = (
-            getattr(message, "file_hints", None)
-            or getattr(getattr(message, "body", None), "file_hints", messaging.FileHints)()
-        )
+        hints = getattr(getattr(message, "body", None), "hints", messaging.FileHints())
         contents = self._files.changes() if hints.reads_arenas else []
-        attached: list[Any] = []
+        attached: list[int | None] = []
         files = []
         for fd in fds:
             if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -405,21 +388,13 @@ class RemoteStarter(Starter):
                 files.append(file)
                 attached.append(file.number)
             else:
-                with socket.socket(fileno=os.dup(fd)) as end:
-                    is_channel = end.family == socket.AF_UNIX
-                attached.append(NodeEnd.SECOND_CHANNEL if is_channel else NodeEnd.STORE)
+                attached.append(None)
         # Not strict: where nothing is brought home, no staging files come with it.
         staging = [file for file in files if file.kind == STAGING]
         worker.staging.update(zip(hints.staging, staging, strict=False))
         for key, file in zip(hints.arenas, files, strict=False):
             file.arena_key = key
-        packet = Packet(
-            worker=worker.number,
-            is_second=is_second,
-            content=content,
-            attached=tuple(attached),
-            topology=getattr(message, "topology", ""),
-        )
+        packet = (worker.number, content, tuple(attached), getattr(message, "topology", ""))
         forgotten = self._files.forget(hints.forgets, staging=hints.ends_staging)
         for each in self._links.values():
             each.send(contents, packet if each is link else None, forgotten)
@@ -442,31 +417,6 @@ class RemoteStarter(Starter):
         os.close(self._has_ended)
 
 
-def _write_home(file: SharedFile, ranges: Sequence[memfd.ByteRange], answer: Any) -> None:
-    """Write what a rank has written of a staging file to the notebook's."""
-    import ray
-
-    for (first_byte, _), content in zip(ranges, ray.get(answer), strict=True):
-        memfd.write_at(file.descriptor, memoryview(content), first_byte)
-
-
 def error_line(error: BaseException) -> str:
     """The first line of an error's text that says something."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _parts(ranges: Sequence[memfd.ByteRange]) -> Iterator[list[memfd.ByteRange]]:
-    """Ranges in groups, each of about as many bytes as one call fetches."""
-    part: list[memfd.ByteRange] = []
-    num_bytes = 0
-    for first_byte, end_byte in ranges:
-        for start in range(first_byte, end_byte, _HOME_BYTES):
-            end = min(end_byte, start + _HOME_BYTES)
-            part.append((start, end))
-            num_bytes += end - start
-            if num_bytes >= _HOME_BYTES:
-                yield part
-                part = []
-                num_bytes = 0
-    if part:
-        yield part

@@ -3,8 +3,9 @@
     notebook's machine                            each host
     ------------------                            ---------
     `hosts.ray_host`: the head
-    a process of ssh, or one of srun    ──────►   `hosts.ray_host`: `ray start`, until the notebook
-    an actor on each host, by its name  ══ Ray ═► hangs up
+    a process of ssh or srun for each   ──────►   `hosts.ray_host`: `ray start`, until the notebook
+    an actor on each host, by a         ══ Ray ═► hangs up
+    resource that is named for it
 
 It takes no part in a cluster of the user's. Ray's token authentication is on, with a token of this
 process that goes to the hosts by standard input; RAY_AUTH_MODE, RAY_AUTH_TOKEN and RAY_USE_TLS with
@@ -17,7 +18,6 @@ is read once per process, unless its loader is told to forget it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import logging
@@ -40,7 +40,7 @@ from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, StartupFailed
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.processes import LOOPBACK_ADDRESSES, listen
-from nbaccel.base.units import count_noun, first_few
+from nbaccel.hosts.ray_host import host_resource
 from nbaccel.plan.contracts.host_engine import Host, NodeCrew
 
 _HOST_CODE = (
@@ -48,8 +48,8 @@ _HOST_CODE = (
     "os.path.isdir(os.path.join(folder, 'nbaccel')) and sys.path.insert(0, folder); "
     "from nbaccel.hosts.ray_host import main; main()"
 )
-_JOIN_S = 180.0
-"""For all hosts to be there: a raylet takes seconds, and minutes on a busy machine."""
+_HEAD_S = 180.0
+"""For the head to be there: a raylet takes seconds, and minutes on a busy machine."""
 _LOOK_S = 0.05
 _STARTED = "Ray runtime started."
 """What `ray start` says once its node has joined."""
@@ -57,6 +57,7 @@ _LEAVE_S = 5.0
 """For processes on hosts to end once the notebook has hung up."""
 _ERROR_CHARS = 1200
 _HEAD_NAME = "(this machine)"
+_LEAST_AMOUNT = 0.0001  # that Ray counts
 _ANY_PORT = 9  # nothing is sent there
 _RAYS_VARIABLES = ("RAY_", "PYTHONBREAKPOINT")
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -102,28 +103,6 @@ def is_connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def missing_hosts(
-    missing: Sequence[str],
-    num_hosts: int,
-    problems: Mapping[str, str],
-    waited_s: float,
-    silence: str,
-) -> StartupFailed:
-    """The error about hosts that did not join, to be raised.
-
-    `problems` is what is known of them, by name; `silence` what it may mean where nothing is known
-    and nothing was heard for so long.
-    """
-    lines = [
-        f"{count_noun(len(missing), 'host')} of {num_hosts} did not join the launch: "
-        f"{first_few(missing, 5)}. No worker was started."
-    ]
-    lines += [f"  {name}: {problem}" for name, problem in problems.items()]
-    if not problems:
-        lines.append(f"  Nothing was heard for {waited_s:.0f} s. {silence}")
-    return StartupFailed("\n".join(lines))
-
-
 def first_hosts(hosts: Sequence[Host], num_workers: int | None) -> list[Host]:
     """The first hosts, as many as so many workers take; all for None."""
     if num_workers is None:
@@ -147,7 +126,7 @@ def host_command(python: str = "") -> list[str]:
 
 
 class _HostProcess:
-    """A process on this machine that leads to one host or to several (ssh, srun)."""
+    """A process on this machine that leads to a host (ssh, srun)."""
 
     def __init__(
         self, command: Sequence[str], order: dict[str, Any], environment: Mapping[str, str]
@@ -192,71 +171,66 @@ class _Cluster:
 
     def __init__(self) -> None:
         self.num_users = 0
-        self._processes: dict[tuple[str, ...], _HostProcess] = {}
-        self._on_end = contextlib.ExitStack()
+        self._processes: dict[str, _HostProcess] = {}
+        self.on_end = contextlib.ExitStack()
         self._order: dict[str, Any] = {}
 
-    def start_head(self, address: str, name: str) -> None:
+    def start_head(self, address: str) -> None:
         """Start the head on this machine, and have hosts told of it."""
-        settings = _settings()
         folder = tempfile.mkdtemp(prefix="nbray-")
-        self._on_end.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._on_end.callback(self._end_processes)
+        self.on_end.callback(shutil.rmtree, folder, ignore_errors=True)
+        self.on_end.callback(self._end_processes)
         with listen(address, None) as free:
             port = free.getsockname()[1]
-        self._order = {"address": f"{address}:{port}", "environment": settings}
-        head = {"name": name, "addresses": {name: address}, "head_folder": folder}
-        self.start_nodes((name,), host_command(), head, env.snapshot())
+        self._order = {"head": f"{address}:{port}", "environment": _settings()}
+        environment = env.snapshot()
+        self.start_node(_HEAD_NAME, host_command(), environment, address, head_folder=folder)
 
-    def connect(self, name: str) -> None:
+    def connect(self) -> None:
         """Connect this process to the head, once it is there."""
         # Imported while it starts.
         with _rfc3987_syntax_later():
             import ray
 
-        head = self._processes[(name,)]
-        deadline = time.monotonic() + _JOIN_S
+        head = self._processes[_HEAD_NAME]
+        deadline = time.monotonic() + _HEAD_S
         # Until then `ray.init` would look once a second.
         while _STARTED not in head.output():
             problem = head.problem()
             if problem or time.monotonic() >= deadline:
                 raise StartupFailed(
                     "Ray did not start on this machine, so no worker was started. "
-                    + (problem or f"Nothing was heard of it for {_JOIN_S:.0f} s.")
+                    + (problem or f"Nothing was heard of it for {_HEAD_S:.0f} s.")
                 )
             time.sleep(_LOOK_S)
-        self._on_end.enter_context(_kernel_as_before())
-        with env.applied(_settings()):
+        self.on_end.enter_context(_kernel_as_before())
+        with env.applied(self._order["environment"]):
             _reread_settings()
-            self._on_end.callback(ray.shutdown)
+            self.on_end.callback(ray.shutdown)
             ray.init(
-                address=self._order["address"],
+                address=self._order["head"],
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _node_ip_address=self._order["address"].rpartition(":")[0],
+                _node_ip_address=self._order["head"].rpartition(":")[0],
             )
 
-    def start_nodes(
+    def start_node(
         self,
-        names: tuple[str, ...],
+        name: str,
         command: Sequence[str],
-        order: dict[str, Any],
         environment: Mapping[str, str],
+        address: str,
+        head_folder: str = "",
     ) -> None:
-        """Start the nodes that one command leads to, unless they are there."""
-        running = self._processes.get(names)
-        if running is not None and not running.problem():
-            return
-        self._processes[names] = _HostProcess(command, {**order, **self._order}, environment)
+        """Start the node that a command leads to, unless it is there."""
+        if name not in self._processes or self._processes[name].problem():
+            order = {"name": name, "address": address, "head_folder": head_folder, **self._order}
+            self._processes[name] = _HostProcess(command, order, environment)
 
     def problems(self) -> dict[str, str]:
         """Hosts whose process has ended, each with what is known of it."""
-        return {
-            name: problem
-            for names, process in self._processes.items()
-            if (problem := process.problem())
-            for name in names
-        }
+        found = {name: process.problem() for name, process in self._processes.items()}
+        return {name: problem for name, problem in found.items() if problem}
 
     def _end_processes(self) -> None:
         for host in self._processes.values():
@@ -275,10 +249,6 @@ class _Cluster:
             host.errors.close()
         self._processes.clear()
 
-    def end(self) -> None:
-        """End all of it, and wait for that."""
-        self._on_end.close()
-
 
 # A fact of the process, as the connection to Ray is.
 _clusters: list[_Cluster] = []
@@ -291,16 +261,15 @@ class OwnCluster(NodeCrew):
         self,
         engine: str,
         hosts: Sequence[Host],
-        commands: Mapping[tuple[str, ...], Sequence[str]],
-        *,
-        name_variable: str = "",
-        environment: Mapping[str, str] | None = None,
+        commands: Mapping[str, Sequence[str]],
+        environment: Mapping[str, str],
     ) -> None:
         """Start what is not there of it. The notebook's own machine has its head.
 
-        `commands` has the command that runs `ray_host` on hosts, by their names. Where one is for
-        several, each host finds its name in the environment variable `name_variable`.
+        `commands` has the command that runs `ray_host` on a host, by its name.
         """
+        from nbaccel.hosts.node_actor import start_actor
+
         if reason := unready_reason(engine):
             raise ConfigError(reason)
         addresses = _addresses_of(hosts)
@@ -311,19 +280,19 @@ class OwnCluster(NodeCrew):
         self._cluster.num_users += 1
         self.actors: dict[str, Any] = {}
         try:
-            own_name = next((host.name for host in hosts if host.is_here), _HEAD_NAME)
             if is_first:
                 # Where the hosts' nodes reach the head: the way to one of them.
                 own = [_address_towards(address) for address in addresses.values()]
                 own_address = next((one for one in own if one not in LOOPBACK_ADDRESSES), own[0])
-                self._cluster.start_head(own_address, own_name)
-            order = {"name_variable": name_variable, "addresses": addresses, "head_folder": ""}
-            for names, command in commands.items():
-                named = {**order, "name": names[0] if len(names) == 1 else ""}
-                self._cluster.start_nodes(names, command, named, environment or env.snapshot())
+                self._cluster.start_head(own_address)
+            for name, command in commands.items():
+                self._cluster.start_node(name, command, environment, addresses[name])
             if is_first:
-                self._cluster.connect(own_name)
-            self._start_actors(hosts)
+                self._cluster.connect()
+            for host in hosts:
+                # Ray makes it once a node with the resource has joined.
+                place = host_resource(_HEAD_NAME if host.is_here else host.name)
+                self.actors[host.name] = start_actor(num_cpus=0, resources={place: _LEAST_AMOUNT})
         except BaseException:  # an interrupt must leave nothing behind either
             self.end()
             raise
@@ -337,35 +306,7 @@ class OwnCluster(NodeCrew):
         self._cluster.num_users -= 1
         if self._cluster.num_users == 0:
             _clusters.clear()
-            self._cluster.end()
-
-    def _start_actors(self, hosts: Sequence[Host]) -> None:
-        """Start an actor on each host once that has joined."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        from nbaccel.hosts.node_actor import start_actor
-
-        # Of the head by its id: it keeps the name that it had for its first user.
-        own_id = str(ray.get_runtime_context().get_node_id())
-        own_nodes = {host.name: own_id for host in hosts if host.is_here}
-        all_nodes: Any = ray.nodes  # it has no annotations
-        deadline = time.monotonic() + _JOIN_S
-        while True:
-            nodes = {node["NodeName"]: node["NodeID"] for node in all_nodes() if node["Alive"]}
-            nodes |= own_nodes
-            missing = [host.name for host in hosts if host.name not in self.actors]
-            for name in [name for name in missing if name in nodes]:
-                place = NodeAffinitySchedulingStrategy(nodes[name], soft=False)
-                self.actors[name] = start_actor(num_cpus=0, scheduling_strategy=place)
-                missing.remove(name)
-            if not missing:
-                return
-            problems = {name: why for name, why in self.problems().items() if name in missing}
-            if problems or time.monotonic() >= deadline:
-                silence = "A firewall may close the way to this machine."
-                raise missing_hosts(missing, len(hosts), problems, _JOIN_S, silence)
-            time.sleep(_LOOK_S)
+            self._cluster.on_end.close()
 
 
 def _settings() -> dict[str, str | None]:
@@ -374,14 +315,8 @@ def _settings() -> dict[str, str | None]:
     users = {name: env.read(name) for name in (*_TOKEN_VARIABLES, *_TLS_VARIABLES)}
     settings |= {name: value for name, value in users.items() if value}
     if not any(name in settings for name in _TOKEN_VARIABLES):
-        settings["RAY_AUTH_TOKEN"] = _token()
+        settings["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     return {**settings, "RAY_AUTH_MODE": env.read("RAY_AUTH_MODE", "token")}
-
-
-@functools.cache
-def _token() -> str:
-    """The secret of this process's clusters: Ray reads one once."""
-    return secrets.token_hex(32)
 
 
 @contextlib.contextmanager

@@ -49,17 +49,21 @@ _START_S = 200.0
 """For a node to start: it waits for the head, and then a minute for its raylet."""
 
 
+def host_resource(name: str) -> str:
+    """What Ray calls the resource that no other host has."""
+    return f"nbaccel host {name}"
+
+
 def main() -> NoReturn:
     """Be a node of the cluster until standard input ends, or Ray does."""
     order: dict[str, Any] = json.loads(sys.stdin.readline())
-    name = order["name"] or env.read(order["name_variable"]) or ""
     import_path = filter(None, [OWN_PATH, env.read("PYTHONPATH")])
     env.update(order["environment"] | {"PYTHONPATH": os.pathsep.join(import_path)})
     began_at = time.monotonic()
-    status = _run(order, name)
+    status = _run(order)
     if status == 1 and time.monotonic() - began_at < _START_S:
         # On a busy machine a raylet gives up while it starts, and comes up the second time.
-        status = _run(order, name)
+        status = _run(order)
     if order["head_folder"]:
         # The notebook does that, too, unless it was killed.
         shutil.rmtree(order["head_folder"], ignore_errors=True)
@@ -67,10 +71,10 @@ def main() -> NoReturn:
     os._exit(status)
 
 
-def _run(order: dict[str, Any], name: str) -> int:
+def _run(order: dict[str, Any]) -> int:
     """Run Ray's processes until the notebook hangs up, or they end; returns their exit status."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _START_CODE, *_words(order, name)], stdin=subprocess.DEVNULL
+        [sys.executable, "-c", _START_CODE, *_words(order)], stdin=subprocess.DEVNULL
     )
     # Imported while it starts.
     from nbaccel.workers.reaping import adopt_orphans, end_descendants
@@ -85,19 +89,18 @@ def _run(order: dict[str, Any], name: str) -> int:
     return status or 0
 
 
-def _words(order: dict[str, Any], name: str) -> list[str]:
-    place = [f"--address={order['address']}"]
+def _words(order: dict[str, Any]) -> list[str]:
+    place = [f"--address={order['head']}"]
     if order["head_folder"]:
-        port = order["address"].rpartition(":")[2]
+        port = order["head"].rpartition(":")[2]
         place = ["--head", f"--port={port}", f"--temp-dir={order['head_folder']}"]
         place += ["--include-dashboard=false", "--no-monitor"]
-    address = order["addresses"][name]
     return [
         "start",
         *place,
-        f"--node-name={name}",
-        f"--node-ip-address={address}",
-        # Nothing is placed by what a node has: an actor is asked for on each.
+        f"--node-ip-address={order['address']}",
+        # By it alone actors are placed: one is asked for on each host.
+        f"--resources={json.dumps({host_resource(order['name']): 1})}",
         "--num-cpus=1",
         "--num-gpus=0",
         # Any ports: hosts may be one machine, and run a Ray of the user's.

@@ -20,8 +20,6 @@ from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _NODES_VARIABLE = "SLURM_JOB_NODELIST"
 _TASKS_VARIABLE = "SLURM_TASKS_PER_NODE"
-# Set for a task by srun: the name that `scontrol show hostnames` gives its node.
-_OWN_NODE_VARIABLE = "SLURMD_NODENAME"
 _SCONTROL_S = 20.0
 # Of the notebook's own step.
 _STEP_VARIABLES = re.compile(
@@ -74,17 +72,12 @@ class SlurmEngine(Engine):
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
         """See :meth:`Engine.start_nodes`."""
-        names = tuple(host.name for host in hosts)
         environment = env.snapshot()
         for name in own_step_variables():
             del environment[name]
-        return own_cluster.OwnCluster(
-            self.name,
-            hosts,
-            {names: [*srun_words(names), *own_cluster.host_command()]},
-            name_variable=_OWN_NODE_VARIABLE,
-            environment=environment,
-        )
+        command = own_cluster.host_command()
+        commands = {host.name: [*srun_words([host.name]), *command] for host in hosts}
+        return own_cluster.OwnCluster(self.name, hosts, commands, environment)
 
 
 def srun_words(names: Sequence[str]) -> list[str]:

@@ -1,10 +1,9 @@
 """The board of live workers that `%accelerate` shows, and keeps up to date.
 
     while a cell runs   whenever its panel looks at the ranks, about once a second
-    after each cell     workers are asked for the names that they hold
+    after each cell     with the names that workers hold now
     between cells       every two seconds: what has changed by itself, such as a worker that the
-                        system has killed; no worker is asked, and nothing is sent if nothing has
-                        changed
+                        system has killed; nothing is sent if nothing has changed
 
 [Note: who looks between cells] A timer of the kernel's own event loop, in the main thread: it runs
 only while no cell does. A thread could send a display while a cell prints; ipykernel would
@@ -91,7 +90,7 @@ class WorkerBoard:
         is_new = self._is_new
         self._is_new = False
         if not is_new:
-            self._renew(asks_workers=True)
+            self._renew()
 
     def _poll_later(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -108,14 +107,14 @@ class WorkerBoard:
         if self._handle is not None:
             self._poll_later()
 
-    def _renew(self, *, asks_workers: bool = False) -> None:
+    def _renew(self) -> None:
         # A cell that captures its output would get the board, too.
         if self._is_captured():
             return
         # After a restart with other settings it is another one; after a stop, which is told once
         # and then for ever, it is the last one.
         pool = self._pool = self._session.pool or self._pool
-        status = pool.status(asks_workers=asks_workers)
+        status = pool.status()
         if self._session.pool is None and self._shown is not None and self._shown.rows:
             # The saved notebook keeps what the workers were.
             status = self._shown.under(f"{status.headline.rstrip('.')}. Before that:")

@@ -68,50 +68,6 @@ class Topology:
             raise ConfigError(*mistakes)
 
     @classmethod
-    def of_node(
-        cls,
-        *,
-        num_processes: int,
-        master_port: int,
-        master_addr: str = "127.0.0.1",
-        node_rank: int = 0,
-        num_nodes: int = 1,
-    ) -> tuple[Topology, ...]:
-        """The workers of one node, where every node has as many.
-
-        Args:
-            num_processes: Workers on each node.
-            master_port: TCP port of the rendezvous store.
-            master_addr: Host name or address of the rendezvous store.
-            node_rank: Number of the node whose workers are asked for.
-            num_nodes: Nodes in total.
-
-        Returns:
-            One topology per worker of the node, by local rank.
-
-        Raises:
-            ConfigError: The numbers do not fit together.
-        """
-        if num_processes < 1:
-            raise ConfigError(
-                f"num_processes must be at least 1: got {num_processes}. "
-                "A launch without workers runs nothing. Ask for one worker or more."
-            )
-        return tuple(
-            cls(
-                rank=node_rank * num_processes + local_rank,
-                local_rank=local_rank,
-                world_size=num_nodes * num_processes,
-                local_world_size=num_processes,
-                node_rank=node_rank,
-                num_nodes=num_nodes,
-                master_addr=master_addr,
-                master_port=master_port,
-            )
-            for local_rank in range(num_processes)
-        )
-
-    @classmethod
     def of_hosts(
         cls, workers_per_host: Sequence[int], *, master_addr: str, master_port: int
     ) -> tuple[Topology, ...]:

@@ -15,7 +15,6 @@ so what is compared only because its place is new waits for a moment, and goes o
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -23,7 +22,7 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -49,10 +48,8 @@ _MOST_POLL_S = 0.05
 _FIRST_LOOK_S = 0.02
 _MOST_LOOK_S = 0.25
 
-# Weak keys: a check ends with its group, and a new group at the same address gets a new one.
-_CHECKS_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveCheck] = (
-    weakref.WeakKeyDictionary()
-)
+_LATEST: list[tuple[weakref.ref[dist.ProcessGroup], CollectiveCheck]] = []
+"""The default process group and its check, which ends with it; empty for none yet."""
 
 
 def wanted_check() -> str:
@@ -76,29 +73,22 @@ def default_group_check() -> CollectiveCheck:
     if process_group is None:
         dist.get_world_size()  # a live worker joins the group here
         process_group = dist.group.WORLD
-    check = _CHECKS_BY_GROUP.get(process_group)
-    if check is None:
-        forget_left_groups()
-        check = _CHECKS_BY_GROUP[process_group] = CollectiveCheck(
-            dist.get_rank(), dist.get_world_size()
-        )
-    return check
+    if not (_LATEST and _LATEST[0][0]() is process_group):
+        check = CollectiveCheck(dist.get_rank(), dist.get_world_size())
+        _LATEST[:] = [(weakref.ref(process_group, lambda _: _LATEST.clear()), check)]
+    return _LATEST[0][1]
 
 
-def forget_left_groups() -> None:
-    """Give back the memory of groups that this process has left."""
-    # Something else may hold the group itself: a worker keeps all it has been in.
-    groups = torch_private.process_groups()
-    for process_group in list(_CHECKS_BY_GROUP):
-        if process_group not in groups:
-            del _CHECKS_BY_GROUP[process_group]
+def forget_left_group() -> None:
+    """Give back the memory of a group that this process has left, which others may still hold."""
+    if not dist.is_initialized():
+        _LATEST.clear()
 
 
 def calls_begun() -> int:
     """How many calls this process has begun in the default group; 0 where there is none."""
-    group: Any = dist.group.WORLD if dist.is_initialized() else None
-    check = None if group is None else _CHECKS_BY_GROUP.get(group)
-    return 0 if check is None else check.calls_begun
+    is_there = dist.is_initialized() and _LATEST and _LATEST[0][0]() is dist.group.WORLD
+    return _LATEST[0][1].calls_begun if is_there else 0
 
 
 class CollectiveCheck:
@@ -112,16 +102,14 @@ class CollectiveCheck:
         self.calls_begun = 0
         """How many calls this process has begun."""
         self._times_seen: Counter[Hashable] = Counter()
-        self._settled: set[Hashable] = set()
-        """Calls with their places that are compared no more."""
         self._group_store = torch_private.default_store()
         # A store outlives a process group, and the next one must not find this one's keys.
         group_number = self._group_store.add(f"nbaccel/groups/{rank}", 1)
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"nbaccel/{group_number}", self._group_store
         )
-        self._told_calls: deque[tuple[int, list[str]]] = deque()
-        """The last calls that this process told of, with the keys that are its to delete."""
+        self._told_calls: deque[int] = deque()
+        """Numbers of the last calls that this process told of, whose entries are in the store."""
 
     def compare(
         self, what: str, detail: Hashable = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -131,34 +119,14 @@ class CollectiveCheck:
         if self._check == "off":
             return
         place = _user_place()
-        if (what, detail, place) in self._settled:
-            return
         # Before the exchange: a process that gives up has made the call as the late one will.
         self._times_seen[what, detail] += 1
         self._times_seen[what, detail, place] += 1
         waits_for_all = self._check == "always" or self._times_seen[what, detail] <= _TIMES_COMPARED
         if not waits_for_all and self._times_seen[what, detail, place] > _TIMES_COMPARED:
-            self._settled.add((what, detail, place))
             return
-        with self._telling(what, detail, place) as told:
-            count_key = f"{self.calls_begun}/{told.entry.text}"
-            equal_key = f"{self.calls_begun}/equal"
-            if self._rank == 0:
-                self._told_calls[-1][1].extend([count_key, equal_key])
-            if self._store.add(count_key, 1) == len(told.keys):
-                # All have told the same, this process as the last one.
-                self._store.set(equal_key, "")
-                return
-            have_all_come = self._await_all(
-                told,
-                [equal_key],
-                timeout_s if waits_for_all else min(timeout_s, _NEW_PLACE_WAIT_S),
-                raises=waits_for_all,
-            )
-            if not have_all_come or self._store.check([equal_key]):
-                return
-            entries = self._entries(told)
-        if any(entry.text != told.entry.text for entry in entries):
+        entries = self._exchange(_Entry(what, detail, *place), timeout_s, waits=waits_for_all)
+        if any(entry[:2] != entries[0][:2] for entry in entries):
             # The processes have counted different calls.
             self._times_seen[what, detail] -= 1
             raise _mismatch(entries)
@@ -168,11 +136,9 @@ class CollectiveCheck:
     ) -> list[Any]:
         """Tell the other processes something, and read what they tell."""
         self._begin(what)
-        with self._telling(what, detail, _user_place()) as told:
-            self._await_all(told, told.keys, timeout_s)
-            entries = self._entries(told)
+        entries = self._exchange(_Entry(what, detail, *_user_place()), timeout_s)
         # After all have come: a mismatch is raised on every process, so none is left waiting.
-        if any(entry.name != what for entry in entries):
+        if any(entry.what != what for entry in entries):
             raise _mismatch(entries)
         return [entry.detail for entry in entries]
 
@@ -187,25 +153,24 @@ class CollectiveCheck:
 
     # --------------------------------------------------------------------- the store
 
-    @contextlib.contextmanager
-    def _telling(self, what: str, detail: Any, place: _CodePlace) -> Iterator[_ToldCall]:
-        """Tell the others of this call; within the block they are waited for."""
-        entry = _Entry(json.dumps([what, detail], default=str), *place)
-        told = _ToldCall(entry, [_key(self.calls_begun, rank) for rank in self._ranks])
+    def _exchange(self, own: _Entry, timeout_s: float, *, waits: bool = True) -> list[_Entry]:
+        """What all tell of this call; nothing where it is not waited for those that are late."""
+        keys = self._keys()
         try:
             with spent_time.communicating:
-                self._store.set(told.keys[self._rank], json.dumps(entry))
-                self._told_calls.append((self.calls_begun, [told.keys[self._rank]]))
+                self._store.set(keys[self._rank], json.dumps(own, default=str))
+                self._told_calls.append(self.calls_begun)
                 self._forget_calls(_MOST_TOLD)
-                yield told
+                if not waits:
+                    timeout_s = min(timeout_s, _NEW_PLACE_WAIT_S)
+                have_come = self._await_all(own, keys, timeout_s, raises=waits)
+                return list(map(_entry, self._store.multi_get(keys))) if have_come else []
         except dist.DistNetworkError as error:
             also = ", and with it the store through which processes meet"
-            raise CollectiveTimeout(self._describe_returned(entry, 0, also)) from error
+            raise CollectiveTimeout(self._describe_returned(own, 0, also)) from error
 
-    def _await_all(
-        self, told: _ToldCall, keys: list[str], timeout_s: float, *, raises: bool = True
-    ) -> bool:
-        """Wait for keys of the store, or for all entries; False if neither has come in time."""
+    def _await_all(self, own: _Entry, keys: list[str], timeout_s: float, *, raises: bool) -> bool:
+        """Wait for the entries of all; False if they have not come in time."""
         start_time = time.monotonic()
         look_at_s = _FIRST_LOOK_S
         notice_at_s = timeout_s / 2
@@ -216,40 +181,34 @@ class CollectiveCheck:
                 return False
             if waited_s >= look_at_s:
                 look_at_s = waited_s + min(waited_s, _MOST_LOOK_S)
-                if self._have_told(told):
-                    return True
-                self._check_returned(told)
+                self._check_returned(own)
             if waited_s >= timeout_s:
-                raise CollectiveTimeout(self._describe_missing(told, waited_s))
+                raise CollectiveTimeout(self._describe_missing(own, waited_s))
             if waited_s >= notice_at_s and raises:
                 notice_at_s = timeout_s
-                write_notice(f"nbaccel: {self._describe_missing(told, waited_s)}\n")
+                write_notice(f"nbaccel: {self._describe_missing(own, waited_s)}\n")
             time.sleep(min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 4)))
         return True
 
     def _forget_calls(self, num_kept: int) -> None:
         """Delete what older calls have left; all have left a call when they come to the next."""
         while len(self._told_calls) > num_kept:
-            for key in self._told_calls.popleft()[1]:
-                self._store.delete_key(key)
+            self._store.delete_key(_key(self._told_calls.popleft(), self._rank))
 
-    def _have_told(self, told: _ToldCall) -> bool:
-        return bool(self._store.check(told.keys))
+    def _keys(self) -> list[str]:
+        return [_key(self.calls_begun, rank) for rank in self._ranks]
 
-    def _entries(self, told: _ToldCall) -> list[_Entry]:
-        return [_Entry(*json.loads(text)) for text in self._store.multi_get(told.keys)]
+    def _missing_ranks(self) -> list[int]:
+        return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
 
-    def _missing_ranks(self, told: _ToldCall) -> list[int]:
-        return [rank for rank in self._ranks if not self._store.check([told.keys[rank]])]
-
-    def _check_returned(self, told: _ToldCall) -> None:
+    def _check_returned(self, own: _Entry) -> None:
         """Raise if a process's function has returned without having come to this call."""
         if not self._group_store.check([RETURNED_KEY]):
             return
         returned_ranks = {int(text) for text in self._group_store.get(RETURNED_KEY).split()}
         # Looked at last, because one may have come to this call just before it returned.
-        for rank in returned_ranks.intersection(self._missing_ranks(told)):
-            message = self._describe_returned(told.entry, rank, f" ({self._last_seen(rank)})")
+        for rank in returned_ranks.intersection(self._missing_ranks()):
+            message = self._describe_returned(own, rank, f" ({self._last_seen(rank)})")
             # The cause lets a launch look for the failure of that process instead.
             raise CollectiveTimeout(message) from ConnectionResetError(
                 f"connection closed: process {rank} has returned"
@@ -257,20 +216,19 @@ class CollectiveCheck:
 
     # --------------------------------------------------------------------- messages
 
-    def _describe_returned(self, own_entry: _Entry, rank: int, also: str) -> str:
+    def _describe_returned(self, own: _Entry, rank: int, also: str) -> str:
         return (
-            f"Process {self._rank} is in {own_entry.describe()}, but process {rank} has left: its "
+            f"Process {self._rank} is in {own.describe()}, but process {rank} has left: its "
             f"function returned or it died{also}. Every process must call every collective equally "
             f"often; look for an `if` or a `break` around this line that process {rank} does not "
             "take."
         )
 
-    def _describe_missing(self, told: _ToldCall, waited_s: float) -> str:
-        missing_ranks = self._missing_ranks(told)
+    def _describe_missing(self, own: _Entry, waited_s: float) -> str:
+        missing_ranks = self._missing_ranks()
         lines = [
-            f"process {self._rank} has waited {format_seconds(waited_s)} in "
-            f"{told.entry.describe()}.",
-            f"{len(missing_ranks)} of {len(told.keys)} processes did not come:",
+            f"process {self._rank} has waited {format_seconds(waited_s)} in {own.describe()}.",
+            f"{len(missing_ranks)} of {len(self._ranks)} processes did not come:",
         ]
         lines += [f"  process {rank}: {self._last_seen(rank)}" for rank in missing_ranks]
         lines.append(
@@ -286,57 +244,41 @@ class CollectiveCheck:
         return "\n".join(lines)
 
     def _last_seen(self, rank: int) -> str:
-        for number, _ in reversed(self._told_calls):
-            if self._store.check([_key(number, rank)]):
-                entry = _Entry(*json.loads(self._store.get(_key(number, rank))))
-                return f"last seen in {entry.describe()}"
+        for key in [_key(number, rank) for number in reversed(self._told_calls)]:
+            if self._store.check([key]):
+                return f"last seen in {_entry(self._store.get(key)).describe()}"
         return "not seen in a call that was compared"
 
 
 # ------------------------------------------------------------------------- calls
 
-_CodePlace = tuple[str, int, str]
-"""File, line and function."""
-
 
 class _Entry(NamedTuple):
-    """What one process tells of its call."""
+    """What one process tells of its call. In those that were read all is as JSON has it."""
 
-    text: str
-    """Name and detail, as JSON. Equal texts are equal calls."""
+    what: str
+    detail: Any
     file: str
     line: int
     function: str
-
-    @property
-    def name(self) -> str:
-        return str(json.loads(self.text)[0])
-
-    @property
-    def detail(self) -> Any:
-        return json.loads(self.text)[1]
 
     def describe(self) -> str:
         """Name and line of code."""
         frame = frames.Frame(file=self.file, line=self.line, function=self.function)
         line = frames.source_line(frame)
-        return f"{self.name}, {frames.place(frame)}" + (f": {line}" if line else "")
+        return f"{self.what}, {frames.place(frame)}" + (f": {line}" if line else "")
 
 
-class _ToldCall(NamedTuple):
-    """A call that this process has told the others of."""
-
-    entry: _Entry
-    keys: list[str]
-    """Of the entries of all processes, by rank."""
+def _entry(text: bytes) -> _Entry:
+    return _Entry(*json.loads(text))
 
 
 def _key(call_number: int, rank: int) -> str:
     return f"{call_number}/{rank}"
 
 
-def _user_place() -> _CodePlace:
-    """The innermost code that is not in a library."""
+def _user_place() -> tuple[str, int, str]:
+    """File, line and function of the innermost code that is not in a library."""
     frame = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
     # The outermost frame is not tested: it is the answer where all code is in libraries.
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
@@ -351,7 +293,7 @@ def _is_library(file_name: str) -> bool:
 
 
 def _mismatch(entries: Sequence[_Entry]) -> CollectiveMismatch:
-    if len({entry.name for entry in entries}) > 1:
+    if len({entry.what for entry in entries}) > 1:
         calls = [f"  process {rank}: {entry.describe()}" for rank, entry in enumerate(entries)]
         return CollectiveMismatch(
             "The processes call different collectives at the same time:\n"
@@ -363,7 +305,7 @@ def _mismatch(entries: Sequence[_Entry]) -> CollectiveMismatch:
         for rank, entry in enumerate(entries)
     ]
     return CollectiveMismatch(
-        f"{entries[0].name} got other data on some processes:\n"
+        f"{entries[0].what} got other data on some processes:\n"
         + "\n".join(calls)
         + "\nThe result would be garbage. Make them equal first: "
         "accelerator.pad_across_processes(tensor, dim=0), or gather_object for what has "

@@ -251,4 +251,4 @@ def leave_process_group(collectives: Collectives) -> None:
     # A notebook's worker keeps it: later lines of the cell may use it, and it ends with the worker.
     if not env.flag("FORK_LAUNCHED"):
         dist.destroy_process_group()
-        call_check.forget_left_groups()
+        call_check.forget_left_group()

@@ -44,11 +44,6 @@ class PackageChange:
         key = getattr(self.key, "__name__", None) or repr(self.key)
         return f"{path}[{key}]" if self.kind == "entry" else path
 
-    def identity(self) -> tuple[Any, ...]:
-        """What tells it from others in the process that has made it."""
-        key = self.key if isinstance(self.key, str) else id(self.key)
-        return (self.module, self.holder, self.kind, key, id(self.value))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateChange:

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from nbaccel.base.frames import Frame, of_traceback, place, source, user_frame, within_worker
-from nbaccel.base.units import format_bytes, mark_left_out, shorten_text
+from nbaccel.base.units import format_bytes, shorten_text
 from nbaccel.plan import registry
 
 # nbaccel's own error; where its cause is a lost connection, it is a consequence too.
@@ -60,19 +60,12 @@ class RaisedError:
     """The exception it was raised from or during, if any."""
     notes: tuple[str, ...] = ()
     parts: tuple[RaisedError, ...] = ()
-    num_chars: int = 0
-    """How long the whole message was, where only head and tail are here."""
     missing_name: str = ""
 
     @property
     def first_line(self) -> str:
-        """Of the message, not too long."""
-        line, *rest = self.message.strip().split("\n", 1)
-        if len(line) <= _HEADLINE_CHARS:
-            return line
-        num_chars = len(line) if rest else max(len(line), self.num_chars)
-        half = _HEADLINE_CHARS // 2
-        return mark_left_out(line[:half], num_chars - 2 * half, line[-half:])
+        """Of the message."""
+        return self.message.strip().partition("\n")[0]
 
     @property
     def at(self) -> Frame | None:
@@ -177,19 +170,17 @@ def describe_error(error: BaseException, seen: set[int] | None = None) -> Raised
         parts = error.exceptions[:_MOST_PARTS]  # type: ignore[attr-defined]
     notes = [str(note) for note in getattr(error, "__notes__", ())][-_MOST_NOTES:]
     frames = _frames_of(error.__traceback__) + _unparsed_place(error)
-    kind = type(error)
     original = unwrap_error(error)
     if original is None:
+        kind: type[BaseException] = type(error)
         text = _text_of(error)
     else:
-        kind = original.kind
-        text = original.message
-        frames += original.frames
-        notes.append(f"It was raised {original.where}.")
+        kind, text, inner_frames, where = original
+        frames += inner_frames
+        notes.append(f"It was raised {where}.")
     return RaisedError(
         type_name=kind_name(kind),
-        message=shorten_text(text, _MESSAGE_CHARS),
-        num_chars=len(text),
+        message=_shortened_message(text),
         frames=frames,
         missing_name=(error.name or "") if isinstance(error, NameError) else "",
         cause=described_cause,
@@ -205,6 +196,13 @@ def _whole_traceback(error: BaseException) -> str:
         entry = entry and entry.tb_next
     text = "".join(traceback.format_exception(type(error), error, entry))
     return shorten_text(text, _MESSAGE_CHARS)
+
+
+def _shortened_message(text: str) -> str:
+    """Head and tail of the first line, which headlines show, and of the rest."""
+    first_line, *rest = text.strip().split("\n", 1)
+    lines = [shorten_text(first_line, _HEADLINE_CHARS)]
+    return "\n".join(lines + [shorten_text(more, _MESSAGE_CHARS) for more in rest])
 
 
 def kind_name(kind: type) -> str:
@@ -245,7 +243,8 @@ _WORKER_FILE = str(_PACKAGE_FOLDER / "workers" / "worker.py")
 _COLLECTIVES_FILE = str(_PACKAGE_FOLDER / "train" / "collectives.py")
 _CHECK_FILE = str(_PACKAGE_FOLDER / "train" / "call_check.py")
 _THREAD_HEADING = re.compile(r"^(?=(?:Current thread|Thread) )", re.MULTILINE)
-_STACK_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
+# Of faulthandler, which writes question marks where it cannot read the line, and of tracebacks.
+_FRAME_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+),? in (?P<function>.*)$')
 
 
 def parse_stack(dump: str) -> tuple[Frame, ...]:
@@ -256,19 +255,20 @@ def parse_stack(dump: str) -> tuple[Frame, ...]:
     """
     stack: list[Frame] = []
     for block in _THREAD_HEADING.split(dump):
-        frames = [
-            Frame(
-                file=match["file"],
-                # faulthandler writes question marks where it cannot read the line.
-                line=int(match["line"].strip("?") or 0),
-                function=match["function"],
-            )
-            for match in map(_STACK_LINE.match, block.splitlines())
-            if match
-        ]
+        frames = _frames_in(block.splitlines())
         if frames and (not stack or any(frame.file == _WORKER_FILE for frame in frames)):
             stack = frames
     return within_worker(stack)
+
+
+def _frames_in(lines: Iterable[str]) -> list[Frame]:
+    return [
+        Frame(
+            file=match["file"], line=int(match["line"].strip("?") or 0), function=match["function"]
+        )
+        for match in map(_FRAME_LINE.match, lines)
+        if match
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,9 +326,7 @@ def _outermost(stack: Iterable[Frame]) -> str:
 
 def _called_name(stack: Sequence[Frame], at: Frame | None) -> str:
     """What the user's frame called, by the outermost name that is not private."""
-    inner = stack[: stack.index(at)] if at else stack
-    public = [frame.function for frame in inner if not frame.function.startswith("_")]
-    return public[-1] if public else stack[0].function
+    return _outermost(stack[: stack.index(at)] if at else stack) or stack[0].function
 
 
 def as_clause(sentence: str) -> str:
@@ -558,7 +556,6 @@ def tells_of_a_lost_connection(type_name: str, message: str) -> bool:
 
 _MOST_CHARS = 1_000_000
 _TRACEBACK_BLOCK = re.compile(r"^Traceback \(most recent call last\):\n", re.MULTILINE)
-_TRACEBACK_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
 _SLOT_TYPES = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
@@ -605,7 +602,7 @@ def take_error(error: BaseException) -> PortableException:
     original = unwrap_error(error)
     # Of an error that torch has raised again, the parts have stayed in the process it came from.
     if original is not None:
-        return PortableException(original.kind, (), {}, {})
+        return PortableException(original[0], (), {}, {})
     # Notes are part of the failure record, which shows them.
     attributes = {name: value for name, value in vars(error).items() if name != "__notes__"}
     return PortableException(
@@ -633,19 +630,13 @@ def _slots_of(error: BaseException) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------------- raised again by torch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrappedError:
-    """What an exception was in the process that it comes from."""
+def unwrap_error(
+    error: BaseException,
+) -> tuple[type[BaseException], str, tuple[Frame, ...], str] | None:
+    """Type, message, frames and place of what torch has raised for another process or thread.
 
-    kind: type[BaseException]
-    message: str
-    frames: tuple[Frame, ...]
-    where: str
-    """Such as `in DataLoader worker process 0`."""
-
-
-def unwrap_error(error: BaseException) -> WrappedError | None:
-    """Take apart what torch has raised for another process or thread."""
+    The place reads as `in DataLoader worker process 0`.
+    """
     wrapper = _torch_wrapper(error.__traceback__)
     # By its text: an error whose class takes more than a text is raised as a RuntimeError.
     if wrapper is None or not str(error).startswith(f"Caught {wrapper.exc_type.__name__} "):
@@ -656,16 +647,8 @@ def unwrap_error(error: BaseException) -> WrappedError | None:
     # The last block, because the causes of an error come before it.
     lines = blocks[-1].rstrip("\n").split("\n")
     end = next((i for i, line in enumerate(lines) if not line.startswith("  ")), len(lines))
-    return WrappedError(
-        kind=wrapper.exc_type,
-        message=_without_type("\n".join(lines[end:]), wrapper.exc_type),
-        frames=tuple(
-            Frame(file=match["file"], line=int(match["line"]), function=match["function"])
-            for match in map(_TRACEBACK_FRAME.match, lines[:end])
-            if match
-        ),
-        where=wrapper.where,
-    )
+    message = _without_type("\n".join(lines[end:]), wrapper.exc_type)
+    return wrapper.exc_type, message, tuple(_frames_in(lines[:end])), wrapper.where
 
 
 def _torch_wrapper(traceback: TracebackType | None) -> Any:

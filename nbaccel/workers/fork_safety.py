@@ -20,7 +20,6 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.base.errors import UnsafeFork
@@ -35,57 +34,42 @@ _KERNEL_NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHisto
 _KERNEL_TARGETS = ("(_watch_pipe_fd)", " - runner")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hazard:
-    """One fact that makes a fork of this process unsafe."""
+def hazards() -> dict[str, bool]:
+    """What a forked worker could not live with, but for what is ended just before the fork.
 
-    fact: str
-    consequence: str
-    is_fatal: bool
-    """Whether workers would certainly hang or crash; otherwise they may."""
-
-    def __str__(self) -> str:
-        return f"{self.fact}: {self.consequence}"
-
-
-def hazards() -> tuple[Hazard, ...]:
-    """What a forked worker could not live with, but for what is ended just before the fork."""
-    return tuple(_find_hazards())
-
-
-def _find_hazards() -> Iterator[Hazard]:
-    for device in registry.possible_devices():
-        for fact in device.hazards():
-            yield Hazard(fact=fact, consequence=device.after_fork, is_fatal=True)
+    Each with whether workers would certainly hang or crash; otherwise they may.
+    """
+    found = {
+        f"{fact}: {device.after_fork}": True
+        for device in registry.possible_devices()
+        for fact in device.hazards()
+    }
     if has_process_group():
-        yield Hazard(
-            fact="a torch.distributed process group is alive in the notebook",
-            consequence="a forked worker inherits it without its threads and hangs; end it with "
-            "torch.distributed.destroy_process_group()",
-            is_fatal=True,
-        )
+        found[
+            "a torch.distributed process group is alive in the notebook: a forked worker inherits "
+            "it without its threads and hangs; end it with "
+            "torch.distributed.destroy_process_group()"
+        ] = True
     for path in pools_that_stay():
-        yield Hazard(
-            fact=f"threads of {os.path.basename(path)}, an OpenMP runtime that cannot give them up",
-            consequence="a forked worker hangs in its first parallel operation; a newer torch "
-            "brings a runtime that can",
-            is_fatal=True,
-        )
-    # Not fatal: whether a lock is held at the moment of the fork cannot be known.
+        found[
+            f"threads of {os.path.basename(path)}, an OpenMP runtime that cannot give them up: a "
+            "forked worker hangs in its first parallel operation; a newer torch brings a runtime "
+            "that can"
+        ] = True
     names = [thread.name for thread in threading.enumerate() if _is_foreign(thread)]
     if names:
-        yield Hazard(
-            fact=f"{len(names)} thread(s) of yours are running ({', '.join(names[:4])})",
-            consequence="a lock that one of them holds at the fork stays locked for ever in the "
-            "worker",
-            is_fatal=False,
-        )
+        # Not certain: whether a lock is held at the moment of the fork cannot be known.
+        found[
+            f"{len(names)} thread(s) of yours are running ({', '.join(names[:4])}): a lock that "
+            "one of them holds at the fork stays locked for ever in the worker"
+        ] = False
+    return found
 
 
 def judge_fork() -> None:
     """Report what makes a fork of this process unsafe."""
     found = hazards()
-    fatal = [hazard for hazard in found if hazard.is_fatal]
+    fatal = [hazard for hazard, is_certain in found.items() if is_certain]
     if fatal:
         raise UnsafeFork(
             "start_method='fork' cannot work in this notebook as it is now:\n"

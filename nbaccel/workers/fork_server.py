@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -24,11 +23,9 @@ class ForkServer:
         self._parent = parent
         self._reports: dict[int, messaging.Channel] = {}
         """Worker → where its number was told, and its end is."""
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._waker.fileno())
+        # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
+        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._waker)
         # Any handler: Python writes to the wakeup descriptor only for signals that have one.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         worker.find_libraries()
@@ -42,10 +39,10 @@ class ForkServer:
             os._exit(0)
 
     def _loop(self) -> None:
-        watched = [self._channel.fileno(), self._woken.fileno(), *self._parent]
+        watched = [self._channel.fileno(), self._woken, *self._parent]
         while True:
             readable, _, _ = select.select(watched, [], [])
-            if self._woken.fileno() in readable:
+            if self._woken in readable:
                 self._collect()
             if self._channel.fileno() in readable and not self._serve_one():
                 return
@@ -58,7 +55,8 @@ class ForkServer:
         except EOFError:
             return False
         if isinstance(message, messaging.Fork):
-            worker.set_before_fork(message.threads)
+            if message.threads:
+                worker.tell_libraries(message.threads)
             report = messaging.Channel.from_fd(descriptors.pop())
             pid = self._fork(report, descriptors)
             self._reports[pid] = report
@@ -76,15 +74,13 @@ class ForkServer:
         # A child that held these ends would hide the end of the template from the notebook.
         for channel in (self._channel, report, *self._reports.values()):
             channel.close()
-        for end in (self._woken, self._waker):
-            end.close()
-        memfd.close_all(self._parent)
+        memfd.close_all([self._woken, self._waker, *self._parent])
         return worker.run_worker(messaging.WorkerEnds(*descriptors), template)
 
     def _collect(self) -> None:
         # Emptied before reaping: a child that ends in between writes again and is found next time.
         with contextlib.suppress(BlockingIOError):
-            while self._woken.recv(4096):
+            while os.read(self._woken, 4096):
                 continue
         # All are looked at, because several SIGCHLD may be merged into one.
         for pid in tuple(self._reports):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import mmap
-import os
 import pickle
 import select
 import signal
@@ -142,11 +141,8 @@ def pack_message(message: Any) -> tuple[bytes, list[int]]:
     if len(content) <= _PACKET_BYTES:
         return _IN_PACKET + content, []
     file = memfd.create_file("message", len(content))
-    try:
+    with memfd.closed_on_error(file):
         memfd.write_at(file, memoryview(content), 0)
-    except BaseException:  # an interrupt must not leak the descriptor either
-        os.close(file)
-        raise
     return IN_FILE, [file]
 
 
@@ -164,8 +160,8 @@ class Word(enum.Enum):
     DISPOSE = "to the template: close the descriptors that come along; freeing much takes time"
     LEAVE = "to a worker: exit; see [Note: exit barrier] in `calls.supervisor`"
     STOP_AT_STEP = "to a worker: stop where a step ends, the same one on all ranks: see `step_stop`"
-    ASK_WHEREABOUTS = "to the second thread of a pool's worker, which answers by Whereabouts"
-    BREAK = "to that thread: cut the connections, which ends a collective that would never end"
+    ASK_WHEREABOUTS = "to a pool's worker, whose second thread answers by Whereabouts"
+    BREAK = "to it, too: cut the connections, which ends a collective that would never end"
     ALIVE = "from a worker: it runs Python code and listens to signals"
     STARTED = "from a worker: the user's function is about to be called"
     INTERRUPTING = "from a worker: it has raised KeyboardInterrupt and is unwinding: give it time"
@@ -220,7 +216,7 @@ class FileHints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAssignment:
-    """The first message to a worker. Descriptors: the socket of the store, the second channel's."""
+    """The first message to a worker. Descriptor: the socket of the store, if it serves that."""
 
     handler: str
     """What the worker runs once it has this, as module:function."""
@@ -259,7 +255,8 @@ class Job:
     """Settings of loggers and libraries; see `transfer.library_settings`."""
     sources: dict[str, list[str]] = field(default_factory=dict)
 
-    def file_hints(self) -> FileHints:
+    @property
+    def hints(self) -> FileHints:
         """What it means for memory files."""
         keys = tuple(key for key, _ in self.arenas)
         return FileHints(staging=keys, arenas=keys, reads_arenas=True)
@@ -272,10 +269,6 @@ class PoolTask:
     method: str
     arguments: dict[str, Any] = field(default_factory=dict)
     hints: FileHints = field(default_factory=FileHints)
-
-    def file_hints(self) -> FileHints:
-        """What it means for memory files."""
-        return self.hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,5 +401,5 @@ class Idle:
     """Keys of those of the notebook's modules whose weights may have changed."""
     sequence: tuple[tuple[str, int], ...] = ()
     """How many collectives each process group has begun."""
-    in_groups: bool = False
-    """Whether this worker is in a process group."""
+    whereabouts: Whereabouts | None = None
+    """What it has in memory now; its stack is empty."""

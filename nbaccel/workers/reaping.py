@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -127,42 +127,24 @@ def forget_inherited() -> None:
     atexit.register(logging.shutdown)
 
 
-_AGAIN_S = 0.2
+def run_exit_functions(limit_s: float = 0, exit_status: int = 0) -> None:
+    """Wait for threads and call what was registered in this process; a second time does nothing.
 
+    A process that has come to the limit with it ends then.
+    """
 
-class _TimeIsOver(BaseException):
-    """Raised in the main thread: no library's `except Exception` may keep it."""
-
-
-def run_exit_functions(limit_s: float = 0) -> None:
-    """Wait for threads and call what was registered in this process; a second time does nothing."""
-    began = time.monotonic()
-    previous_handler = signal.signal(signal.SIGALRM, _give_up)
-    # Again and again: atexit goes on with the next function when one is interrupted.
-    signal.setitimer(signal.ITIMER_REAL, limit_s, _AGAIN_S)
-    previous_hook = sys.unraisablehook
-    sys.unraisablehook = _report_all_but_ours
-    try:
-        for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-            # They report their own errors, which must not cost the result.
-            with contextlib.suppress(_TimeIsOver, Exception):
-                step()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous_handler)
-        sys.unraisablehook = previous_hook
-    if 0 < limit_s <= time.monotonic() - began:
+    def give_up(_number: int, _frame: Any) -> NoReturn:
         sys.stderr.write(
             f"nbaccel: what libraries do when a process ends took more than {limit_s:g} s, and was "
             "given up: they may not have written all they had. End trackers and writers in the "
             "function itself.\n"
         )
+        os._exit(exit_status)
 
-
-def _give_up(_number: int, _frame: Any) -> None:
-    raise _TimeIsOver
-
-
-def _report_all_but_ours(unraisable: Any) -> None:
-    if unraisable.exc_type is not _TimeIsOver:
-        sys.__unraisablehook__(unraisable)
+    if limit_s:
+        signal.signal(signal.SIGALRM, give_up)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        # They report their own errors, which must not cost the result.
+        with contextlib.suppress(Exception):
+            step()

@@ -30,10 +30,12 @@ from nbaccel.workers import messaging, time_limits
 class AgreedStop:
     """A worker's side of a stop at a step that all ranks agree on."""
 
-    def __init__(self, channel: messaging.Channel) -> None:
+    def __init__(self, channel: messaging.Channel, *, listens: bool) -> None:
+        """A pool's worker listens itself, and hands on what it hears."""
         self._channel = channel
         self._poll = select.poll()
-        self._poll.register(channel, select.POLLIN)
+        if listens:
+            self._poll.register(channel, select.POLLIN)
         self._process_id = os.getpid()
         self._number = 0
         self._most = int(env.read(MOST_STEPS_VARIABLE) or 0)
@@ -63,16 +65,19 @@ class AgreedStop:
         # The notebook is gone: this process ends soon.
         with contextlib.suppress(EOFError, OSError):
             while not self._goal.is_agreed:
-                message, _ = self._channel.receive()
-                with self._news:
-                    number = self._number
-                    if isinstance(message, messaging.GoOnTo) and (
-                        message.is_agreed or number < message.number
-                    ):
-                        self._goal = message
-                        self._news.notify()
-                if not self._goal.is_agreed:
-                    self._channel.send(messaging.AtStep(number))
+                self.hear(self._channel.receive()[0])
+
+    def hear(self, message: Any) -> None:
+        """Take what the notebook says, and tell it how far this is until all have agreed."""
+        with self._news:
+            number = self._number
+            if isinstance(message, messaging.GoOnTo) and (
+                message.is_agreed or number < message.number
+            ):
+                self._goal = message
+                self._news.notify()
+        if not self._goal.is_agreed:
+            self._channel.send(messaging.AtStep(number))
 
     def close(self) -> None:
         """Wait until the notebook has said its last word, which no one else may read."""
@@ -88,24 +93,23 @@ def interrupted_at_step() -> Iterator[None]:
         # Somebody else decides what an interrupt does.
         yield
         return
-    alarms: list[threading.Timer] = []
+    asked = threading.Event()
+    main = threading.get_ident()
+    # Looked up when it is due: Windows has no such function.
+    alarm = threading.Timer(time_limits.STEP_S, lambda: signal.pthread_kill(main, signal.SIGINT))
+    alarm.daemon = True
 
     def is_asked() -> bool:
-        for alarm in alarms:  # the step has ended in time; to keep its state may take longer
+        if asked.is_set():  # the step has ended in time; to keep its state may take longer
             alarm.cancel()
-        return bool(alarms)
+        return asked.is_set()
 
     boundaries = loop_watch.StepBoundaries(is_asked)
 
     def interrupt(number: int, frame: Any) -> None:
-        if alarms or not boundaries.has_stepped:
+        if asked.is_set() or not boundaries.has_stepped:
             signal.default_int_handler(number, frame)
-        main_thread = threading.get_ident()
-        alarm = threading.Timer(
-            time_limits.STEP_S, signal.pthread_kill, (main_thread, signal.SIGINT)
-        )
-        alarm.daemon = True
-        alarms.append(alarm)
+        asked.set()
         alarm.start()
 
     signal.signal(signal.SIGINT, interrupt)
@@ -115,5 +119,4 @@ def interrupted_at_step() -> Iterator[None]:
     finally:
         loop_watch.watch_boundaries(None)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for alarm in alarms:
-            alarm.cancel()
+        alarm.cancel()

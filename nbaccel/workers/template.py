@@ -170,8 +170,8 @@ class TemplateProcess:
             self.process.kill()
             self.process.wait()
 
-    def explain_end(self) -> StartupFailed:
-        """The error that says why it has ended, or hung up; afterwards it has ended."""
+    def explain_end(self) -> list[str]:
+        """Why it has ended, or hung up, and what to do, in lines; afterwards it has ended."""
         from nbaccel.workers import failure
 
         if self.socket.fileno() >= 0:
@@ -182,11 +182,12 @@ class TemplateProcess:
         reason = "was ended on request (nbaccel.shutdown, or the end of this process)"
         if self.status is not None:
             reason = failure.name_exit(self.status).removesuffix(" before the function returned")
-        said = f"It said: {self.said[-_MESSAGE_CHARS:]}\n" if self.said else ""
-        return StartupFailed(
-            f"The process that workers are forked from {reason}, and its workers ended with it.\n"
-            f"{said}Run the cell again: the next launch starts a new one."
-        )
+        lines = [
+            f"The process that workers are forked from {reason}, and its workers ended with it.",
+            f"It said: {self.said[-_MESSAGE_CHARS:]}" if self.said else "",
+            "Run the cell again: the next launch starts a new one.",
+        ]
+        return [line for line in lines if line]
 
 
 def _package_of(module: str) -> str:
@@ -274,7 +275,7 @@ class Template:
                 if self.start() is not current:
                     # One that was there may have been killed; a new one that cannot start says why.
                     if started_here is not None and started_here.has_failed:
-                        raise started_here.explain_end()
+                        raise StartupFailed("\n".join(started_here.explain_end()))
                     current = started_here = self._processes[0]
                 self._follow()
                 waited_s = time.monotonic() - began_at
@@ -566,9 +567,7 @@ def installed_first() -> list[str]:
 
     def is_users(entry: str) -> bool:
         is_pythons = entry.startswith(_standard_folders()) or entry.endswith(".zip")
-        if is_pythons or "-packages" in entry or entry in imported_from:
-            return False
-        return not any(Path(entry).glob("*.dist-info"))  # pip install --target
+        return not (is_pythons or entry in imported_from or _is_installed(entry))
 
     # A stable sort: within both groups the order of the notebook is kept.
     return sorted(import_path(), key=is_users)

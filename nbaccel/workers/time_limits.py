@@ -33,7 +33,6 @@ MOST_STEP_S = 60.0  # for the end of a step at most, and for the weights to be h
 
 ASK_S = 0.05  # for a rank to say where it is before it is interrupted: a signal and a few writes
 ASK_LAST_S = 0.1  # before a pool's workers are killed because one was lost: nothing can follow
-ASK_STATUS_S = 0.2  # for `%accelerate status`: nothing is stopped meanwhile
 # For KeyboardInterrupt to be raised. A rank that is in Python does so in milliseconds; one that
 # waits in C++ never does, and waiting for it is what makes Stop slow.
 ANSWER_S = 0.2

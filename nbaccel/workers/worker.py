@@ -64,13 +64,6 @@ from nbaccel.workers import (
     time_limits,
     worker_output,
 )
-from nbaccel.workers.reaping import (
-    WORKER_NAME,
-    adopt_orphans,
-    end_descendants,
-    end_with_parent,
-    take_name,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +115,10 @@ def run_worker(
             sharded_tensors.remove_process_files()
         # Only now: until it was let leave, other ranks may have needed what ends here.
         with contextlib.suppress(BaseException):
-            reaping.run_exit_functions(time_limits.EXIT_S)
+            reaping.run_exit_functions(time_limits.EXIT_S, exit_status)
         # What is missed here becomes the template's child, and the template ends it.
         with contextlib.suppress(Exception):
-            if left := end_descendants():
+            if left := reaping.end_descendants():
                 sys.stderr.write(
                     f"nbaccel: ended what this rank had started and left running: "
                     f"{', '.join(left)}. Start what is to outlive the workers from the notebook "
@@ -139,12 +132,12 @@ def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
     """Set up session, streams and signals of a new process, before anything can print or hang."""
     # Ctrl-C in a terminal must reach the notebook only, and the group can then be killed as one.
     os.setsid()
-    end_with_parent()
+    reaping.end_with_parent()
     # The parent may have died before the line above took effect: no signal would ever come.
     if os.getppid() != parent:
         os._exit(1)
-    adopt_orphans()
-    take_name(WORKER_NAME)
+    reaping.adopt_orphans()
+    reaping.take_name(reaping.WORKER_NAME)
     reaping.forget_inherited()
     # The wakeup descriptor of a forked kernel belongs to the notebook's event loop.
     signal.set_wakeup_fd(-1)
@@ -290,7 +283,8 @@ def serve_call(
 
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, interrupt)
-        Work(channel, context, task.body, job_descriptors, forked_call).run()
+        stop = step_stop.AgreedStop(channel, listens=True)
+        Work(channel, context, task.body, job_descriptors, stop, forked_call).run()
     # Until then this worker may serve the store, which slower ranks need. A stop may have come too
     # late to be read.
     while channel.receive()[0] is not messaging.Word.LEAVE:
@@ -306,13 +300,14 @@ class Work:
     job: messaging.Job
     descriptors: Sequence[int]
     """In this order: arenas, staging files, payload."""
+    stop: step_stop.AgreedStop
     forked_call: WorkerCall | None = None
 
     def run(self) -> None:
         """Make the call and hand over what it returns or raises."""
         rank = self.context.place.rank
         by_name = self.forked_call is not None
-        stop = step_stop.AgreedStop(self.channel)
+        stop = self.stop
         try:
             weight_report = None
             with contextlib.ExitStack() as clean_up:
@@ -511,13 +506,12 @@ def _exit_process(error: BaseException | None) -> None:
 
 # ------------------------------------------------------------------------- threads
 
-# Libraries read their variables when they are loaded, which was not in the worker: each is told.
-# OpenBLAS, which numpy and scipy bring, is told in the template. A process that tells it anew after
-# a fork gets all its threads back, as many as the machine has cores, and they wait in a busy loop
-# for work that may never come. The template's next fork ends them again (pthread_atfork), and its
-# worker inherits the number.
+# Libraries read their variables when they are loaded, which was not in the worker: each is told, in
+# the template if it knows the number. A process that tells OpenBLAS, which numpy and scipy bring,
+# anew after a fork gets all its threads back, as many as the machine has cores, and they wait in a
+# busy loop for work that may never come. The template's next fork ends them again (pthread_atfork),
+# and its worker inherits the number.
 
-_KEEPS_NUMBER_OVER_FORK = "openblas"
 _found_libraries: list[Any] = []
 
 
@@ -528,13 +522,11 @@ def find_libraries() -> None:
     _found_libraries[:] = ThreadpoolController().lib_controllers
 
 
-def set_before_fork(num_threads: int) -> None:
-    """Tell OpenBLAS, in a process that is about to fork: the child inherits the number."""
-    if num_threads:
-        _set_where_different(
-            [known for known in _found_libraries if known.internal_api == _KEEPS_NUMBER_OVER_FORK],
-            num_threads,
-        )
+def tell_libraries(num_threads: int) -> None:
+    """Let the libraries found here compute with so many threads: also what is forked later."""
+    for library in _found_libraries:
+        if library.num_threads != num_threads:
+            library.set_num_threads(num_threads)
 
 
 def limit_threads(num_threads: int) -> None:
@@ -544,10 +536,4 @@ def limit_threads(num_threads: int) -> None:
     # such libraries (scikit-learn), who has this loaded.
     if not _found_libraries and "threadpoolctl" in sys.modules:
         find_libraries()
-    _set_where_different(_found_libraries, num_threads)
-
-
-def _set_where_different(libraries: Sequence[Any], num_threads: int) -> None:
-    for library in libraries:
-        if library.num_threads != num_threads:
-            library.set_num_threads(num_threads)
+    tell_libraries(num_threads)

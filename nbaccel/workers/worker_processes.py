@@ -60,8 +60,6 @@ class Starter(abc.ABC):
 
     shares: Sequence[HostShare] = ()
     """The hosts that the workers run on, in the order of ranks; empty for this machine."""
-    status: int | None = None
-    """How the process that starts them has ended, if it is another one and did so by itself."""
 
     @abc.abstractmethod
     def start(self, ends: WorkerEnds) -> int:
@@ -75,9 +73,9 @@ class Starter(abc.ABC):
     def sentinel(self, pid: int) -> int:
         """A new descriptor, readable once this worker may have ended; the caller closes it."""
 
-    def channel_to(self, pid: int, channel: Channel, *, is_second: bool = False) -> Channel:
-        """What the notebook sends a worker by, given its end of a channel."""
-        del pid, is_second
+    def channel_to(self, pid: int, channel: Channel) -> Channel:
+        """What the notebook sends a worker by, given its end of the channel."""
+        del pid
         return channel
 
     def signal(self, pid: int, number: int) -> None:
@@ -223,34 +221,31 @@ class TemplateStarter(Starter):
                 with contextlib.closing(its_end):
                     fds = [*ends, its_end.fileno()]
                     Channel(self._process.socket).send(messaging.Fork(self._threads), fds)
-                pid = self._forked(report)
+                if not messaging.wait([report.fileno()], time_limits.FORK_S):
+                    self._template.drop(self._process)
+                    raise template.no_answer(time_limits.FORK_S)
+                pid, _ = report.receive()
             except (OSError, EOFError) as error:
-                raise self._gone() from error
+                lines = self._process.explain_end()
+                self._template.drop(self._process)
+                raise StartupFailed("\n".join(lines)) from error
             self._reports[pid] = report
             undo.pop_all()
-        return pid
-
-    def _forked(self, report: Channel) -> int:
-        deadline = time.monotonic() + time_limits.FORK_S
-        while (left_s := deadline - time.monotonic()) > 0:
-            if messaging.wait([report.fileno()], min(left_s, template.SAY_EVERY_S)):
-                pid, _ = report.receive()
-                return int(pid)
-            self._say("a new process")
-            self._process.let_continue()  # it may have been stopped meanwhile
-        self._template.drop(self._process)
-        raise template.no_answer(time_limits.FORK_S)
+        return int(pid)
 
     def end_of(self, pid: int) -> Ended | None:
-        """How this worker has ended; None if it still runs."""
+        """How this worker has ended, perhaps with the template; None if it still runs."""
         report = self._reports[pid]
         if not messaging.wait([report.fileno()]):
             return None
-        try:
-            ended, _ = report.receive()
-        except EOFError as error:
-            raise self._gone() from error
-        self._reports.pop(pid).close()
+        self._reports.pop(pid)
+        with contextlib.closing(report):
+            try:
+                ended, _ = report.receive()
+            except EOFError:
+                because, *_, remedy = self._process.explain_end()
+                self._template.drop(self._process)
+                ended = Ended(pid, self._process.status or 0, 0, because, remedy)
         return ended  # type: ignore[no-any-return]
 
     def sentinel(self, pid: int) -> int:
@@ -264,12 +259,6 @@ class TemplateStarter(Starter):
         self._reports.clear()
         self._process.users -= 1
         self._process.end_unless_used()
-
-    def _gone(self) -> StartupFailed:
-        error = self._process.explain_end()
-        self._template.drop(self._process)
-        self.status = self._process.status
-        return error
 
 
 # ------------------------------------------------------------------------- one worker
@@ -302,8 +291,8 @@ class WorkerHandle:
     starter: Starter
     is_fork: bool
     """It comes from the notebook's process, and handles `STACK_SIGNAL` from its start."""
-    control: Channel | None = None
-    """A second channel, to a worker of a pool, whose second thread answers while a cell runs."""
+    stays: bool
+    """It is a pool's, whose second thread listens while a cell runs."""
     state: HandleState = HandleState.FORKED
     forked_at: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)
@@ -313,7 +302,7 @@ class WorkerHandle:
     """What came along with the value, weights or exception that it has handed over."""
     record: FailureRecord | None = None
     whereabouts: messaging.Whereabouts | None = None
-    """Where a pool's worker was by its latest answer."""
+    """Where a pool's worker was by its latest answer, and what it had in memory."""
     stack_text: str = ""
     """What faulthandler has written since it was last read."""
     hung_up: bool = False
@@ -356,7 +345,10 @@ class WorkerHandle:
     def begin_call(self, *, takes_part: bool) -> None:
         """A call begins, and what is known of the last one is dropped."""
         self.take([])
-        self.returned = self.failed = self.record = self.whereabouts = None
+        self.returned = self.failed = self.record = None
+        if self.whereabouts is not None:
+            # A late answer to the last call would be taken for the place in this one.
+            self.whereabouts = dataclasses.replace(self.whereabouts, stack=())
         self.is_stopped = False
         if takes_part:
             self.since = time.monotonic()
@@ -399,7 +391,7 @@ class WorkerHandle:
 
     def record_of_stop(self) -> FailureRecord:
         """The record of it if it did nothing wrong, and was stopped for something else."""
-        had_started = self.control is not None or bool(self.stack_text)
+        had_started = self.stays or bool(self.stack_text)
         doing = f"was {failure.RankActivity.of_stack(self.stack)} when nbaccel stopped it"
         return FailureRecord(
             rank=self.rank,
@@ -418,13 +410,13 @@ class WorkerHandle:
 
     def ask_where(self) -> bool:
         """Ask where it is, or let faulthandler write it; returns whether it can answer."""
-        if self.control is not None and self.state is not HandleState.FORKED:
-            self._tell_second_thread(messaging.Word.ASK_WHEREABOUTS)
+        if self.stays and self.state is not HandleState.FORKED:
+            self.tell(messaging.Word.ASK_WHEREABOUTS)
             return True
         # A process that does not handle the signal would be killed by it.
         can_answer = self.is_fork or self.state is not HandleState.FORKED
         if can_answer:
-            self._signal(STACK_SIGNAL)
+            self.starter.signal(self.pid, STACK_SIGNAL)
         return can_answer
 
     def interrupt(self) -> None:
@@ -432,17 +424,13 @@ class WorkerHandle:
         self.is_stopped = True
         # In this order: a stopped process keeps the signal pending and handles it once it
         # continues.
-        self._signal(signal.SIGINT)
-        self._signal(signal.SIGCONT)
-
-    def cut_connections(self) -> None:
-        """Let a collective fail that it waits in; for a worker of a pool."""
-        self._tell_second_thread(messaging.Word.BREAK)
+        self.starter.signal(self.pid, signal.SIGINT)
+        self.starter.signal(self.pid, signal.SIGCONT)
 
     def terminate(self) -> None:
         """Ask it to end, and do not wait for `finally` blocks."""
         self.is_stopped = True
-        self._signal(signal.SIGTERM)
+        self.starter.signal(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """End it, with everything it has started that has not left its process group."""
@@ -453,24 +441,14 @@ class WorkerHandle:
         """Let it exit: its work is over."""
         self.tell(messaging.Word.LEAVE)
         # A stopped process (SIGSTOP) would not read the message.
-        self._signal(signal.SIGCONT)
+        self.starter.signal(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """Close every descriptor that is left."""
         self.channel.close()
-        if self.control is not None:
-            self.control.close()
         memfd.close_all([self.sentinel, *self.pipes])
         self.pipes.clear()
         self.take([])
-
-    def _signal(self, number: int) -> None:
-        self.starter.signal(self.pid, number)
-
-    def _tell_second_thread(self, word: messaging.Word) -> None:
-        with contextlib.suppress(OSError):
-            if self.control is not None:
-                self.control.send(word)
 
 
 def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
@@ -495,7 +473,6 @@ def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
 # ------------------------------------------------------------------------- what they need
 
 _CONNECT_S = 2.0
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _DESCRIPTORS_OF_NOTEBOOK = 8
 """For memory files, the rendezvous store and the template process."""
 _DESCRIPTORS_OF_A_WORKER = 6
@@ -504,7 +481,7 @@ _DESCRIPTORS_OF_A_WORKER = 6
 
 def check_requirements(plan: Plan) -> Plan:
     """The plan as it can be carried out here."""
-    missing = _missing_requirements() or _too_few_descriptors(plan.num_processes)
+    missing = _missing_requirements(plan.num_processes)
     if missing:
         raise PlatformUnsupported(
             f"Several workers need {missing}. Use num_processes=1, which runs in the notebook "
@@ -520,29 +497,10 @@ def check_requirements(plan: Plan) -> Plan:
     return dataclasses.replace(plan, master_addr=address)
 
 
-def _missing_requirements() -> str:
+def _missing_requirements(num_workers: int) -> str:
     """What is missing, as the end of a sentence; empty if nothing is."""
     if not sys.platform.startswith("linux"):
         return f"Linux (memfd_create, pidfd_open): this is {sys.platform}"
-    if not hasattr(os, "memfd_create"):
-        return "memory files (os.memfd_create), which this Python does not have"
-    try:
-        # Tried and not only looked up: a sandbox may refuse the call that the library has.
-        os.close(os.memfd_create("nbaccel-trial", os.MFD_CLOEXEC))
-    except OSError as error:
-        if error.errno in _NO_DESCRIPTORS:
-            return f"free file descriptors: {error.strerror}. Close files, or raise `ulimit -n`"
-        return (
-            f"memory files (memfd_create), which this system refuses: {error.strerror}. A "
-            "sandbox may forbid them"
-        )
-    if not Path("/proc/self").exists():
-        return "/proc, which is not mounted here (mount -t proc proc /proc)"
-    return ""
-
-
-def _too_few_descriptors(num_workers: int) -> str:
-    """The same for descriptors, of which each worker costs some."""
     descriptors = _DESCRIPTORS_OF_NOTEBOOK + num_workers * _DESCRIPTORS_OF_A_WORKER
     try:
         with contextlib.ExitStack() as clean_up:
@@ -550,12 +508,22 @@ def _too_few_descriptors(num_workers: int) -> str:
                 # Opened for real: `ulimit -n` says nothing about how many are in use.
                 clean_up.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
-        if error.errno not in _NO_DESCRIPTORS:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         return (
             f"{descriptors} free file descriptors: {error.strerror}. Raise `ulimit -n`, "
             "or close files"
         )
+    try:
+        # Tried and not only looked up: a sandbox may refuse the call that the library has.
+        os.close(os.memfd_create("nbaccel-trial", os.MFD_CLOEXEC))
+    except (OSError, AttributeError) as error:
+        return (
+            f"memory files (memfd_create), which this system refuses: {error}. A sandbox may "
+            "forbid them"
+        )
+    if not Path("/proc/self").exists():
+        return "/proc, which is not mounted here (mount -t proc proc /proc)"
     return ""
 
 
@@ -597,20 +565,15 @@ class MeetingPlace:
 def places(
     plan: Plan, shares: Sequence[HostShare], meeting_place: MeetingPlace
 ) -> tuple[Topology, ...]:
-    """The place of each worker, by rank."""
-    if shares:
-        return Topology.of_hosts(
-            [share.num_workers for share in shares],
-            master_addr=meeting_place.address,
-            master_port=meeting_place.port,
-        )
-    return Topology.of_node(
-        num_processes=plan.num_processes,
-        master_port=meeting_place.port,
+    """The place of each worker that is started here, by rank."""
+    nodes = [share.num_workers for share in shares]
+    everyone = Topology.of_hosts(
+        nodes or [plan.num_processes] * meeting_place.num_nodes,
         master_addr=meeting_place.address,
-        node_rank=meeting_place.node_rank,
-        num_nodes=meeting_place.num_nodes,
+        master_port=meeting_place.port,
     )
+    first_rank = plan.num_processes * meeting_place.node_rank
+    return everyone[first_rank : first_rank + plan.num_processes]
 
 
 def assignments(
@@ -649,7 +612,7 @@ def assignments(
                 environ=surroundings,
             ),
             **run_variables(plan.config),
-            **(_device_choice(shares[place.node_rank]) if shares else {}),
+            **(_device_choice(shares[place.node_rank].devices) if shares else {}),
             **shared_memory_variables(place, plan.device),
             **own_variables,
         }
@@ -695,7 +658,6 @@ def _device_variables(plan: Plan) -> list[dict[str, str | None]]:
     return [{**idle, **variables} for variables in of_workers]
 
 
-def _device_choice(share: HostShare) -> dict[str, str]:
+def _device_choice(devices: Sequence[int]) -> dict[str, str]:
     """What a worker on a host gets where only some of the devices there were named."""
-    devices = ",".join(map(str, share.devices))
-    return {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}

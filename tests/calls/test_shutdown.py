@@ -33,7 +33,7 @@ class Worker:
         return self.answers
 
     def __getattr__(self, name: str):
-        return lambda: self.done.append(name)
+        return lambda *_: self.done.append(name)
 
 
 @pytest.fixture
@@ -69,14 +69,14 @@ def test_a_pools_worker_is_cut_off_before_it_is_killed(clock: Clock) -> None:
     worker = Worker()
     ladder = ShutdownLadder([worker], KEEP_WORKERS.on_stop)
     assert go_on(ladder, clock) == [0.05, 0.2, 1.0, 5.0]
-    assert worker.done == ["ask", "interrupt", "cut_connections", "interrupt", "kill"]
+    assert worker.done == ["ask", "interrupt", "tell", "interrupt", "kill"]
     assert ladder.has_cut
 
 
 def test_after_a_failure_elsewhere_nobody_will_complete_the_collective(clock: Clock) -> None:
     worker = Worker()
     go_on(ShutdownLadder([worker], KEEP_WORKERS.on_failure), clock, steps=3)
-    assert worker.done == ["ask", "cut_connections", "interrupt"]
+    assert worker.done == ["ask", "tell", "interrupt"]
 
 
 def test_all_are_interrupted_at_once_when_all_have_said_where_they_are(clock: Clock) -> None:

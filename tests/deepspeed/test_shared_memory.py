@@ -114,7 +114,7 @@ print(json.dumps(list(notebook_launcher(train, config=config))))
 
 # ------------------------------------------------------------------------------ files alone
 def places(port: int) -> tuple[Topology, ...]:
-    return Topology.of_node(num_processes=2, master_port=port)
+    return Topology.of_hosts([2], master_addr="127.0.0.1", master_port=port)
 
 
 @pytest.fixture

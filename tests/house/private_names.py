@@ -11,7 +11,7 @@ from tests.house.source import nodes
 # Documented, in spite of the underscore.
 _PUBLIC = {
     *("_asdict", "_fields", "_make", "_replace"),  # named tuples
-    *("_current_frames", "_exit", "_getframe"),  # os and sys
+    *("_current_frames", "_exit", "_getframe", "_thread"),  # os and sys; a module
     "_render_traceback_",  # IPython's protocol for errors
 }
 _BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}

@@ -125,7 +125,7 @@ from nbaccel.workers import fork_safety
 
 inspect_machine()
 assert threading.active_count() == 1, "inspecting started a thread"
-assert fork_safety.hazards() == (), fork_safety.hazards()
+assert not fork_safety.hazards(), fork_safety.hazards()
 child = os.fork()
 if child == 0:
     import torch

@@ -26,8 +26,7 @@ class CountingStore:
         self.num_told = 0
 
     def set(self, key: str, value: str) -> None:
-        # The last one to come says that all are equal.
-        self.num_told += not key.endswith("/equal")
+        self.num_told += 1
         self.store.set(key, value)
 
     def __getattr__(self, name: str) -> Any:
