@@ -30,6 +30,7 @@ from nbaccel.base import env, processes
 from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.deepspeed import cpp_operations, library, teardown
 from nbaccel.plan.inspecting import inspect_machine
+from nbaccel.plan.inventory import Inventory
 
 if TYPE_CHECKING:
     import torch
@@ -52,9 +53,8 @@ def _read_device(device: object) -> tuple[str | None, int]:
     return match[1], int(match[2] or 0) if match[1] == "cuda" else 0
 
 
-def _check_gpu(index: int) -> None:
+def _check_gpu(index: int, machine: Inventory) -> None:
     """Refuse a GPU that is not there."""
-    machine = inspect_machine()
     if index >= len(machine.gpus):
         listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
         remedy = "one of these" if listed else "device='cpu'"
@@ -186,7 +186,7 @@ def deepspeed_environment(
     # The stack undoes every step if one fails; in the end it hands them to the environment.
     with contextlib.ExitStack() as stack:
         if wanted_kind == "cuda":
-            _check_gpu(gpu_index)
+            _check_gpu(gpu_index, inspect_machine())
         ignore_old_names()
         socket = stack.enter_context(
             processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
@@ -202,7 +202,7 @@ def deepspeed_environment(
             cpp_operations.check_compiler()
         # One that was asked for has been looked at before DeepSpeed was imported.
         elif kind == "cuda" and wanted_kind is None:
-            _check_gpu(gpu_index)
+            _check_gpu(gpu_index, inspect_machine())
         cpp_operations.remove_forgotten_locks()
         backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
         # The store owns the descriptor from here on, so the socket must not close it.
