@@ -102,6 +102,8 @@ class CollectiveCheck:
         self.calls_begun = 0
         """How many calls this process has begun."""
         self._times_seen: Counter[Hashable] = Counter()
+        self._settled: set[Hashable] = set()
+        """Calls with their places that are compared no more: one look, as it is in each call."""
         self._group_store = torch_private.default_store()
         # A store outlives a process group, and the next one must not find this one's keys.
         group_number = self._group_store.add(f"nbaccel/groups/{rank}", 1)
@@ -119,11 +121,14 @@ class CollectiveCheck:
         if self._check == "off":
             return
         place = _user_place()
+        if (what, detail, place) in self._settled:
+            return
         # Before the exchange: a process that gives up has made the call as the late one will.
         self._times_seen[what, detail] += 1
         self._times_seen[what, detail, place] += 1
         waits_for_all = self._check == "always" or self._times_seen[what, detail] <= _TIMES_COMPARED
         if not waits_for_all and self._times_seen[what, detail, place] > _TIMES_COMPARED:
+            self._settled.add((what, detail, place))
             return
         entries = self._exchange(_Entry(what, detail, *place), timeout_s, waits=waits_for_all)
         if any(entry[:2] != entries[0][:2] for entry in entries):
