@@ -35,8 +35,8 @@ def rows_of(text: str) -> dict[str, list[str]]:
 
 
 def test_two_runs_are_laid_side_by_side(tmp_path: Path) -> None:
-    one = notebook_launcher(train, (nn.Linear(4, 2), 0.01), 1)
-    two = notebook_launcher(train, (nn.Linear(4, 2), 0.01), 2)
+    one = notebook_launcher(train, (nn.Linear(4, 2), 0.03), 1)
+    two = notebook_launcher(train, (nn.Linear(4, 2), 0.03), 2)
     compared = nbaccel.compare(one, two)
     rows = rows_of(str(compared))
     assert rows["run"] == ["train on 1 worker", "train on 2 workers"]
