@@ -178,13 +178,15 @@ class NodeActor:
     ) -> Iterator[list[tuple[int, Any]]]:
         """Bytes of a staging file, in parts: lists of first byte, array of uint8."""
         part: list[tuple[int, Any]] = []
+        num_bytes = 0
         for first_byte, end_byte in ranges:
             for start in range(first_byte, end_byte, _PART_BYTES):
                 end = min(end_byte, start + _PART_BYTES)
                 part.append((start, _bytes_of(self._files[number], (start, end))))
-                if sum(content.nbytes for _, content in part) >= _PART_BYTES:
+                num_bytes += end - start
+                if num_bytes >= _PART_BYTES:
                     yield part
-                    part = []
+                    part, num_bytes = [], 0
         yield part
 
     # ---- from the notebook

@@ -148,3 +148,6 @@ def run_exit_functions(limit_s: float = 0, exit_status: int = 0) -> None:
         # They report their own errors, which must not cost the result.
         with contextlib.suppress(Exception):
             step()
+    if limit_s:
+        # What follows is not theirs.
+        signal.setitimer(signal.ITIMER_REAL, 0)
