@@ -24,8 +24,7 @@ from nbaccel.config.handlers import (
     ProjectConfiguration,
 )
 from nbaccel.plan.training_plan import TrainingPlan
-from nbaccel.state import AcceleratorState, distributed_type
-from nbaccel.train.process_control import ProcessInfo
+from nbaccel.state import AcceleratorState, ProcessInfo, distributed_type
 
 
 class RunDescription(ProcessInfo):

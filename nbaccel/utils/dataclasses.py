@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from nbaccel.base.unsupported_names import MEGATRON_LM, QUANTIZED_LOADING, missing_name_of
+from nbaccel.base.unsupported_names import missing_names_of
 from nbaccel.config.enumerations import (
     ComputeEnvironment,
     CustomDtype,
@@ -89,8 +89,9 @@ __all__ = [
     "get_module_class_from_name",
 ]
 
-BnbQuantizationConfig = missing_name_of("BnbQuantizationConfig", QUANTIZED_LOADING, __name__)
-MegatronLMPlugin = missing_name_of("MegatronLMPlugin", MEGATRON_LM, __name__)
+BnbQuantizationConfig: Any
+MegatronLMPlugin: Any
+globals().update(missing_names_of(__name__))
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

@@ -47,7 +47,6 @@ from nbaccel.base.errors import (
 )
 from nbaccel.base.intact import Recorded, digest, is_archive
 from nbaccel.base.units import format_bytes
-from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.plan.contracts.place import Place
 from nbaccel.plan.contracts.strategy import ShardedCheckpoints
 from nbaccel.train.checkpoint import layout
@@ -108,66 +107,6 @@ def _manifest_entry(path: Path) -> dict[str, int | str]:
     return entry if has_own_checksum else {**entry, "xxh3": digest(path)}
 
 
-def folder_of(configuration: ProjectConfiguration) -> Path:
-    """The folder of all numbered checkpoints."""
-    if configuration.project_dir is None:
-        raise ConfigError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) has "
-            f"project_dir={configuration.project_dir!r}: checkpoints are numbered in a project's "
-            "folder. Give Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)."
-        )
-    return Path(configuration.project_dir).expanduser() / "checkpoints"
-
-
-def number_of(folder: Path) -> int | None:
-    """The number in a checkpoint's name; None for any other name."""
-    name_match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
-    return int(name_match[1]) if name_match else None
-
-
-def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
-    if not folder.is_dir():
-        return {}
-    numbered_paths = (
-        (number_of(checkpoint_path), checkpoint_path)
-        for checkpoint_path in folder.iterdir()
-        if checkpoint_path.is_dir()
-    )
-    # By number: by name, checkpoint_10 would come before checkpoint_9.
-    return dict(
-        sorted(
-            (number, checkpoint_path)
-            for number, checkpoint_path in numbered_paths
-            if number is not None
-        )
-    )
-
-
-def next_number(configuration: ProjectConfiguration) -> int:
-    """The number of the next checkpoint: after all existing ones, also of an earlier run."""
-    existing = _numbered_checkpoints(folder_of(configuration))
-    return max(configuration.iteration, max(existing, default=-1) + 1)
-
-
-def latest_checkpoint(configuration: ProjectConfiguration) -> Path:
-    """The checkpoint of the highest number."""
-    folder = folder_of(configuration)
-    existing = _numbered_checkpoints(folder)
-    if not existing:
-        raise ConfigError(
-            f"load_state() found no checkpoint_<number> in {str(folder)!r}: there is nothing to "
-            "continue from. Save one first, or give load_state the folder of a checkpoint."
-        )
-    return existing[max(existing)]
-
-
-def delete_oldest(folder: Path, total_limit: int | None) -> None:
-    """Delete the checkpoints of the lowest numbers beyond a limit."""
-    existing = list(_numbered_checkpoints(folder).values())
-    for path in existing[: -total_limit if total_limit else 0]:
-        discard_checkpoint(path)
-
-
 _PEER_FAILURES = (CollectiveMismatch, CollectiveTimeout)
 
 
@@ -197,29 +136,27 @@ def new_checkpoint(
 ) -> Iterator[tuple[Path, Path, FolderDisks]]:
     """Build a folder together; it gets its name only if every process has succeeded."""
     site = _agree_on_names(target, collectives)
+    text = f"save_state({str(site.target)!r})"
     with contextlib.ExitStack() as claims:
         made_folder = _make_partial_folder(site, place, collectives, series, claims)
         try:
             disks = FolderDisks.find(place, collectives, made_folder=made_folder)
             disks.tell(site.target, sharder)
-            error = None
-            try:
+            with all_succeed(collectives, text, written_to=site.target.parent):
                 yield site.partial_folder, site.target, disks
                 # Before the exchange, in which each process says that its files are on the disk.
                 sync_tree(site.partial_folder)
-            except _PEER_FAILURES:
-                raise  # the others cannot be reached any more
-            except Exception as caught:  # of any kind: the others must be told before it is raised
-                error = caught
-            _check_all_written(site, collectives, error)
             is_part = sharder is not None and not disks.is_shared
-            entry = disks.part_entry if is_part else None
-            _write_manifest_together(site, made_folder, entry, collectives)
+            with all_succeed(collectives, text, written_to=site.target.parent):
+                if made_folder:
+                    write_manifest(site.partial_folder, disks.part_entry if is_part else None)
         except BaseException:  # an interrupt must leave nothing behind either
             if made_folder:
                 shutil.rmtree(site.partial_folder, ignore_errors=True)
             raise
-        _publish_together(site, made_folder, collectives)
+        with all_succeed(collectives, text):
+            if made_folder:
+                _rename_into_place(site)
 
 
 def _agree_on_names(target: Path, collectives: Collectives) -> _SaveSite:
@@ -304,27 +241,6 @@ def _clear_killed_save(site: _SaveSite, series: bool) -> None:
 # ------------------------------------------------------------------------- the step
 
 
-def _write_manifest_together(
-    site: _SaveSite,
-    made_folder: bool,
-    entry: Mapping[str, Any] | None,
-    collectives: Collectives,
-) -> None:
-    error = None
-    try:
-        if made_folder:
-            write_manifest(site.partial_folder, entry)
-    except Exception as caught:  # of any kind: the others must be told before it is raised
-        error = caught
-    _check_all_written(site, collectives, error)
-
-
-def _publish_together(site: _SaveSite, made_folder: bool, collectives: Collectives) -> None:
-    with all_succeed(collectives, f"save_state({str(site.target)!r})"):
-        if made_folder:
-            _rename_into_place(site)
-
-
 def _rename_into_place(site: _SaveSite) -> None:
     replaces = site.target.exists()
     keep_access(site.partial_folder, site.target)
@@ -386,40 +302,36 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def all_succeed(collectives: Collectives, text: str) -> Iterator[None]:
-    """A block that every process runs; if it fails on one process, it raises on all."""
+def all_succeed(
+    collectives: Collectives, text: str, *, written_to: Path | None = None
+) -> Iterator[None]:
+    """A block that every process runs; if it fails on one process, it raises on all.
+
+    `written_to` is the folder in which a new checkpoint was being written.
+    """
     error = None
     try:
         yield
     except _PEER_FAILURES:
         raise  # a further exchange would only fail or wait in the same way
-    except Exception as caught:  # raised again once the others know
+    except Exception as caught:  # of any kind: the others must be told before it is raised
         error = caught
-    failures = _failures_of_all(collectives, text, error)
-    if error is not None:
-        raise error
-    if failures:
-        raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
-
-
-def _check_all_written(site: _SaveSite, collectives: Collectives, error: Exception | None) -> None:
-    failures = _failures_of_all(collectives, "save_state", error)
-    # What to correct is said best by the mistake itself; the others get the summary.
-    if isinstance(error, UserMistake):
-        raise error
-    if failures:
-        free_space = format_bytes(shutil.disk_usage(site.target.parent).free)
-        raise CheckpointFailed(
-            f"save_state({str(site.target)!r}) failed. {failures} The new checkpoint has been "
-            f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
-            "Remove the cause, or give a folder on another disk, and save again."
-        ) from error
-
-
-def _failures_of_all(collectives: Collectives, text: str, error: Exception | None) -> str:
-    """The failures of all processes in one text, the same on all; empty without any."""
     own_failure = None if error is None else f"{type(error).__name__}: {error}"
-    failures_by_rank = collectives.answers(text, own_failure)
-    return " ".join(
-        f"Process {rank}: {failure}." for rank, failure in enumerate(failures_by_rank) if failure
+    failures = " ".join(
+        f"Process {rank}: {failure}."
+        for rank, failure in enumerate(collectives.answers(text, own_failure))
+        if failure
     )
+    if not failures:
+        return
+    # What to correct is said best by the mistake itself; the others get the summary.
+    if error is not None and (written_to is None or isinstance(error, UserMistake)):
+        raise error
+    if written_to is None:
+        raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
+    free_space = format_bytes(shutil.disk_usage(written_to).free)
+    raise CheckpointFailed(
+        f"{text} failed. {failures} The new checkpoint has been "
+        f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
+        "Remove the cause, or give a folder on another disk, and save again."
+    ) from error

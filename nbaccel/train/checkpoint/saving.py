@@ -19,10 +19,10 @@ from nbaccel.plan.contracts.precision import Precision
 from nbaccel.plan.contracts.strategy import ShardedCheckpoints, Strategy
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint.compatibility import frozen_names, without_names
 from nbaccel.train.checkpoint.files import save
 from nbaccel.train.checkpoint.folder_writing import new_checkpoint
 from nbaccel.train.checkpoint.layout import CheckpointContents
-from nbaccel.train.checkpoint.left_out import frozen_names, left_out_text, without_names
 from nbaccel.train.checkpoint.own_disks import FolderDisks, send_to_writers
 from nbaccel.train.collectives import Collectives
 
@@ -353,7 +353,7 @@ class _StateWriter:
         if self._writes_shared and any(self._left_out.values()):
             left_out_path = self._folder / layout.LEFT_OUT_FILE
             self._attempt_step(
-                lambda: atomic.write_text(left_out_path, left_out_text(self._left_out))
+                lambda: atomic.write_text(left_out_path, layout.left_out_text(self._left_out))
             )
 
     def _write_optimizers(self) -> None:
