@@ -5,6 +5,7 @@ It shows a map that was made or is in use; it makes none, and checks none agains
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -313,38 +314,25 @@ def _blocks_in_order(model: nn.Module, devices: Mapping[str, DeviceKey]) -> Iter
 
 def _fold_runs(blocks: Iterable[BlockRun]) -> Iterator[BlockRun]:
     """Put blocks together whose names differ in a number that counts on."""
-    waiting: list[BlockRun] = []
-    for block in blocks:
-        if waiting and not _continues(waiting[-1], block):
-            yield _folded(waiting)
-            waiting = []
-        waiting.append(block)
-    if waiting:
-        yield _folded(waiting)
 
+    def run_key(place_and_block: tuple[int, BlockRun]) -> tuple[Any, ...]:
+        place, block = place_and_block
+        found = _NUMBER_AT_END.fullmatch(block.label)
+        # Equal for as long as the number counts with the place.
+        return (found[1], int(found[2]) - place, block.device) if found else (block.label,)
 
-def _continues(block: BlockRun, next_block: BlockRun) -> bool:
-    stem, number = _stem_and_number(block.label)
-    next_stem, next_number = _stem_and_number(next_block.label)
-    follows = number is not None and next_number == number + 1
-    return follows and stem == next_stem and block.device == next_block.device
-
-
-def _stem_and_number(label: str) -> tuple[str, int | None]:
-    number_match = _NUMBER_AT_END.fullmatch(label)
-    return (label, None) if number_match is None else (number_match[1], int(number_match[2]))
-
-
-def _folded(blocks: Sequence[BlockRun]) -> BlockRun:
-    label = blocks[0].label or "(the whole model)"
-    if len(blocks) > 1:
-        label += f"-{_stem_and_number(blocks[-1].label)[1]}"
-    return BlockRun(
-        label=label,
-        device=blocks[0].device,
-        size=sum(block.size for block in blocks),
-        num_blocks=len(blocks),
-    )
+    for _, group in itertools.groupby(enumerate(blocks), key=run_key):
+        run = [block for _, block in group]
+        label = run[0].label or "(the whole model)"
+        if len(run) > 1:
+            last = run[-1].label
+            label += f"-{last[len(last.rstrip('0123456789')) :]}"
+        yield BlockRun(
+            label=label,
+            device=run[0].device,
+            size=sum(block.size for block in run),
+            num_blocks=len(run),
+        )
 
 
 def _present_bytes(model: nn.Module) -> dict[DeviceKey, int]:
