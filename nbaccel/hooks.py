@@ -25,7 +25,6 @@ from nbaccel.bigmodel.offload_folder import PrefixedDataset
 from nbaccel.bigmodel.prefetching import (
     CopiesUnderWay,
     ExecutionOrder,
-    prefetch_weights,
     release_weights,
     start_copies,
 )
@@ -471,7 +470,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
         self.weight_bytes = 0
-        self._offloaded_names: list[str] = []
+        self.offloaded_names: Sequence[str] = ()
         self._tied_groups: dict[str, PlacedTensors] = {}
         self._placed_here: list[tuple[PlacedTensors, torch.device]] = []
         self._placeholders: dict[str, torch.Tensor] = {}
@@ -516,7 +515,7 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None:
             kept = named_module_tensors(module, self.offload_buffers, self.place_submodules)
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in kept}
-        self._offloaded_names = list(offloaded)
+        self.offloaded_names = tuple(offloaded)
         self.weight_bytes = sum(tensor.nbytes for tensor in offloaded.values())
         self._find_tied(offloaded)
         for name in offloaded:
@@ -562,11 +561,6 @@ class AlignDevicesHook(ModelHook):
             self.drop_copies()
             self.execution_order.forget(self)
         return module
-
-    @property
-    def offloaded_names(self) -> tuple[str, ...]:
-        """The weights that are on ``meta`` between calls, by their names in the module."""
-        return tuple(self._offloaded_names)
 
     # --------------------------------------------------------------- running
 
@@ -620,7 +614,7 @@ class AlignDevicesHook(ModelHook):
         # What a call that failed has left.
         self._forget_placed()
         copied = self._take_copies()
-        for name in self._offloaded_names:
+        for name in self.offloaded_names:
             owner, last_name = own_module(module, name)
             current = getattr(owner, last_name)
             if current.is_meta:
@@ -631,15 +625,12 @@ class AlignDevicesHook(ModelHook):
                 store_own_tensor(owner, last_name, placed)
                 continue
             value = copied[name] if name in copied else self._weight(name)
-            self._put_weight(owner, last_name, value)
+            target = self._target() or value.device
+            set_module_tensor_to_device(owner, last_name, target, value=value, clear_cache=False)
             if group is not None:
                 group[self._checked_target()] = getattr(owner, last_name)
                 self._placed_here.append((group, self._checked_target()))
             self._watch_gradient(getattr(owner, last_name), name)
-
-    def _put_weight(self, owner: nn.Module, last_name: str, value: torch.Tensor) -> None:
-        target = self._target() or value.device
-        set_module_tensor_to_device(owner, last_name, target, value=value, clear_cache=False)
 
     def _weight(self, name: str) -> torch.Tensor:
         try:
@@ -660,14 +651,14 @@ class AlignDevicesHook(ModelHook):
         Args:
             module: The hook's module.
         """
-        for name in self._offloaded_names:
+        for name in self.offloaded_names:
             placeholder = self._placeholders.pop(name, None)
             if placeholder is None:
                 set_module_tensor_to_device(module, name, "meta")
             else:
                 store_own_tensor(*own_module(module, name), placeholder)
         self._forget_placed()
-        release_weights(self.weights_map, self._offloaded_names)
+        release_weights(self.weights_map, self.offloaded_names)
 
     def _forget_placed(self) -> None:
         for group, device in self._placed_here:
@@ -693,21 +684,13 @@ class AlignDevicesHook(ModelHook):
 
     # --------------------------------------------------------------- ahead of time
 
-    def ask_for_weights(self) -> None:
-        """See `OffloadedBlock`."""
-        prefetch_weights(self.weights_map, self._offloaded_names)
-
-    def give_weights_back(self) -> None:
-        """See `OffloadedBlock`."""
-        release_weights(self.weights_map, self._offloaded_names)
-
     def copy_ahead(self) -> None:
         """See `OffloadedBlock`."""
         target = self._target()
         if self._copies is None and target is not None and target.type not in ("cpu", "meta"):
             # One that is lacking is reported when its module runs.
             with suppress(ConfigError):
-                names = [name for name in self._offloaded_names if name not in self._tied_groups]
+                names = [name for name in self.offloaded_names if name not in self._tied_groups]
                 self._copies = start_copies({name: self._weight(name) for name in names}, target)
 
     def drop_copies(self) -> None:

@@ -64,15 +64,13 @@ class OffloadedBlock(Protocol):
 
     Attributes:
         weight_bytes: How large they are.
+        weights_map: Where they are.
+        offloaded_names: Their names there.
     """
 
     weight_bytes: int
-
-    def ask_for_weights(self) -> None:
-        """Let whoever has the weights bring them near."""
-
-    def give_weights_back(self) -> None:
-        """Say that weights that were asked for are not needed now."""
+    weights_map: Mapping[str, Any] | None
+    offloaded_names: Sequence[str]
 
     def copy_ahead(self) -> None:
         """Begin to copy the weights to where the block computes, if that can be done beside."""
@@ -128,10 +126,10 @@ class ExecutionOrder:
         coming_blocks = list(self._in_window())
         wanted = set(coming_blocks)
         for mistaken in self._asked - wanted - {block}:
-            mistaken.give_weights_back()
+            release_weights(mistaken.weights_map, mistaken.offloaded_names)
         for near in (block, *coming_blocks):
             if near not in self._asked:
-                near.ask_for_weights()
+                prefetch_weights(near.weights_map, near.offloaded_names)
         self._asked = wanted
 
     def end_block(self) -> None:
