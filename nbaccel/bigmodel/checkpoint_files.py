@@ -14,8 +14,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
-import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +29,7 @@ from nbaccel.base import mapped_files
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.units import first_few
 from nbaccel.base.weight_files import SAFE_DTYPE_NAMES
+from nbaccel.train.checkpoint.files import read_torch_file, why_unreadable
 from nbaccel.transfer import arena
 from nbaccel.transfer.arena import Arena
 
@@ -343,21 +342,12 @@ def _open_torch_file(path: Path) -> tuple[Any, bool]:
     try:
         # What torch wrote before version 1.6 is no archive, and cannot be mapped.
         is_mapped = _is_plain_archive(path)
-        with warnings.catch_warnings():
-            # Of checking them or not, by the version: torch 2.11 and 2.15. They are refused below.
-            warnings.filterwarnings("ignore", "(?i).*sparse.* invariant", UserWarning)
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except pickle.UnpicklingError as error:
-        raise CheckpointDamaged(
-            f"{path} holds {_refused_name(error)}: opening it could run code. Nothing has been "
-            "run or changed. Copy it again, or convert it to safetensors where it can be trusted."
-        ) from error
-    except Exception as error:  # a damaged pickle is a program that may raise anything
-        raise CheckpointDamaged(
-            f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}): it is "
-            f"truncated, damaged, or no file of weights. {_REMEDY}"
-        ) from error
-    return state, is_mapped
+    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        raise CheckpointDamaged(why_unreadable(path, error)) from error
+    with warnings.catch_warnings():
+        # Of checking them or not, by the version: torch 2.11 and 2.15. They are refused below.
+        warnings.filterwarnings("ignore", "(?i).*sparse.* invariant", UserWarning)
+        return read_torch_file(path, mmap=is_mapped), is_mapped
 
 
 def _is_plain_archive(path: Path) -> bool:
@@ -372,18 +362,6 @@ def _is_plain_archive(path: Path) -> bool:
             if not is_stored or record.header_offset + record.file_size > num_bytes:
                 raise ValueError(f"its record {record.filename} is compressed or incomplete")
     return True
-
-
-def _refused_name(error: pickle.UnpicklingError) -> str:
-    # torch's text has several paragraphs, and recommends to read the file without any check.
-    refused = re.search(r"GLOBAL (\S+)", str(error))
-    if refused is None:
-        return "more than tensors and plain data, or is damaged"
-    return f"{refused[1]}, which is more than tensors and plain data"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["no message"])[0]
 
 
 # ------------------------------------------------------------------------- weights of files

@@ -38,6 +38,7 @@ from nbaccel.bigmodel.module_sizes import (
     get_module_leaves,
     names_upwards,
 )
+from nbaccel.memory.estimate import table_lines
 from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
@@ -407,16 +408,12 @@ def _too_small_text(packing: Packing) -> str:
                 "" if refusal is None else format_bytes(round(refusal.size)),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
-    table_lines = [
-        "  " + "  ".join(map(str.ljust, table_row, widths)).rstrip() for table_row in table_rows
-    ]
     last_refusal = packing.refusals[packing.tiers[-1].device]
     return "\n".join(
         [
             f"The model does not fit into max_memory: {last_refusal.block!r} and what comes after "
             "it have no place on any device.",
-            *table_lines,
+            *(f"  {line}" for line in table_lines(table_rows)),
             "What is wanted next counts with what is tied to it; the first accelerator and the cpu "
             "also keep room for the largest layer of a slower device. Give larger budgets, leave "
             "'disk' out (it is unlimited then), or let more classes be split.",

@@ -166,21 +166,10 @@ def _number_of(folder: Path) -> int | None:
 
 
 def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
-    if not folder.is_dir():
-        return {}
-    numbered_paths = (
-        (_number_of(checkpoint_path), checkpoint_path)
-        for checkpoint_path in folder.iterdir()
-        if checkpoint_path.is_dir()
-    )
+    paths = folder.iterdir() if folder.is_dir() else ()
+    numbered_paths = {_number_of(path): path for path in paths if path.is_dir()}
     # By number: by name, checkpoint_10 would come before checkpoint_9.
-    return dict(
-        sorted(
-            (number, checkpoint_path)
-            for number, checkpoint_path in numbered_paths
-            if number is not None
-        )
-    )
+    return {n: numbered_paths[n] for n in sorted(n for n in numbered_paths if n is not None)}
 
 
 def _next_number(configuration: ProjectConfiguration) -> int:
