@@ -11,6 +11,7 @@ import copy
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -170,30 +171,23 @@ def share_data_loader(
     return prepared_loader
 
 
+@dataclass
 class _LoaderPreparation:
     """One call of `share_data_loader`."""
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        place: Place,
-        gradient_state: GradientState,
-        settings: DataLoaderConfiguration,
-        collectives: Collectives,
-        put_on_device: bool,
-        rng_types: tuple[str, ...],
-    ) -> None:
-        self.loader = loader
-        self.place = place
-        self.gradient_state = gradient_state
-        self.settings = settings
-        self.collectives = collectives
-        self.put_on_device = put_on_device
-        self.rng_types = rng_types
-        self.is_iterable = isinstance(loader.dataset, IterableDataset)
-        self.stateful = settings.use_stateful_dataloader or hasattr(loader, "state_dict")
+    loader: DataLoader[Any]
+    place: Place
+    gradient_state: GradientState
+    settings: DataLoaderConfiguration
+    collectives: Collectives
+    put_on_device: bool
+    rng_types: tuple[str, ...]
+    synchronized: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        self.is_iterable = isinstance(self.loader.dataset, IterableDataset)
+        self.stateful = self.settings.use_stateful_dataloader or hasattr(self.loader, "state_dict")
         self.dispatches = self._dispatches()
-        self.synchronized: torch.Generator | None = None
 
     def run(self, slice_fn: SliceFn | None) -> PreparedLoader:
         self._check_loader()

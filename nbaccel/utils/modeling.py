@@ -5,83 +5,58 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from nbaccel.base import torch_private
+from nbaccel.base.lazy_names import names_imported_as
 from nbaccel.base.log import get_logger
 from nbaccel.base.units import first_few, parse_bytes
-from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model, load_state_dict
+from nbaccel.bigmodel.checkpoint_loading import (
+    load_checkpoint_in_model as load_checkpoint_in_model,
+    load_state_dict as load_state_dict,
+)
 from nbaccel.bigmodel.device_map import (
-    check_device_map,
-    clean_device_map,
-    fallback_allocate,
-    get_balanced_memory,
-    get_max_memory,
-    infer_auto_device_map,
+    check_device_map as check_device_map,
+    clean_device_map as clean_device_map,
+    fallback_allocate as fallback_allocate,
+    get_balanced_memory as get_balanced_memory,
+    get_max_memory as get_max_memory,
+    infer_auto_device_map as infer_auto_device_map,
 )
 from nbaccel.bigmodel.module_sizes import (
-    calculate_maximum_sizes,
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    compute_module_sizes,
-    compute_module_total_buffer_size,
-    dtype_byte_size,
-    find_tied_parameters,
-    get_max_layer_size,
-    get_module_leaves,
-    get_module_size_with_ties,
-    get_non_persistent_buffers,
-    id_tensor_storage,
-    named_module_tensors,
+    calculate_maximum_sizes as calculate_maximum_sizes,
+    check_tied_parameters_in_config as check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+    compute_module_sizes as compute_module_sizes,
+    compute_module_total_buffer_size as compute_module_total_buffer_size,
+    dtype_byte_size as dtype_byte_size,
+    find_tied_parameters as find_tied_parameters,
+    get_max_layer_size as get_max_layer_size,
+    get_module_leaves as get_module_leaves,
+    get_module_size_with_ties as get_module_size_with_ties,
+    get_non_persistent_buffers as get_non_persistent_buffers,
+    id_tensor_storage as id_tensor_storage,
+    named_module_tensors as named_module_tensors,
 )
-from nbaccel.bigmodel.offload_folder import load_offloaded_weights
+from nbaccel.bigmodel.offload_folder import load_offloaded_weights as load_offloaded_weights
 from nbaccel.bigmodel.tensor_placing import (
-    check_device_same,
-    retie_parameters,
-    set_module_tensor_to_device,
+    check_device_same as check_device_same,
+    retie_parameters as retie_parameters,
+    set_module_tensor_to_device as set_module_tensor_to_device,
 )
 from nbaccel.hooks import each_hook
 from nbaccel.state import PartialState
 from nbaccel.utils.environment import parse_choice_from_env
 
-__all__ = [
-    "align_module_device",
-    "calculate_maximum_sizes",
-    "check_device_map",
-    "check_device_same",
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "clean_device_map",
-    "compute_module_sizes",
-    "compute_module_total_buffer_size",
-    "convert_file_size_to_int",
-    "dtype_byte_size",
-    "fallback_allocate",
-    "find_tied_parameters",
-    "get_balanced_memory",
-    "get_grad_scaler",
-    "get_max_layer_size",
-    "get_max_memory",
-    "get_mixed_precision_context_manager",
-    "get_module_leaves",
-    "get_module_size_with_ties",
-    "get_non_persistent_buffers",
-    "get_state_dict_from_offload",
-    "get_state_dict_offloaded_model",
-    "has_offloaded_params",
-    "id_tensor_storage",
-    "infer_auto_device_map",
-    "is_peft_model",
-    "load_checkpoint_in_model",
-    "load_offloaded_weights",
-    "load_state_dict",
-    "named_module_tensors",
-    "retie_parameters",
-    "set_module_tensor_to_device",
-]
+if not TYPE_CHECKING:
+    __all__ = list(names_imported_as(__file__))
+    __all__ += ["convert_file_size_to_int", "is_peft_model"]
+    __all__ += ["get_grad_scaler", "get_mixed_precision_context_manager"]
+    __all__ += ["align_module_device", "has_offloaded_params"]
+    __all__ += ["get_state_dict_from_offload", "get_state_dict_offloaded_model"]
 
 _MOST_NAMES_TOLD = 5
 _state_log = get_logger(__name__)

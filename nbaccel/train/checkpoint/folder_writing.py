@@ -32,7 +32,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,21 +109,6 @@ def _manifest_entry(path: Path) -> dict[str, int | str]:
 _PEER_FAILURES = (CollectiveMismatch, CollectiveTimeout)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SaveSite:
-    """The names that one save works with.
-
-    Attributes:
-        target: The folder to be.
-        partial_folder: Where it is built.
-        waiting_folder: Where a folder of that name waits until the new one is in place.
-    """
-
-    target: Path
-    partial_folder: Path
-    waiting_folder: Path
-
-
 @contextlib.contextmanager
 def new_checkpoint(
     target: Path,
@@ -135,50 +119,51 @@ def new_checkpoint(
     sharder: ShardedCheckpoints | None = None,
 ) -> Iterator[tuple[Path, Path, FolderDisks]]:
     """Build a folder together; it gets its name only if every process has succeeded."""
-    site = _agree_on_names(target, collectives)
-    text = f"save_state({str(site.target)!r})"
+    target, partial_folder = _agree_on_names(target, collectives)
+    text = f"save_state({str(target)!r})"
     with contextlib.ExitStack() as claims:
-        made_folder = _make_partial_folder(site, place, collectives, series, claims)
+        made_folder = _make_partial_folder(
+            target, partial_folder, place, collectives, series, claims
+        )
         try:
             disks = FolderDisks.find(place, collectives, made_folder=made_folder)
-            disks.tell(site.target, sharder)
-            with all_succeed(collectives, text, written_to=site.target.parent):
-                yield site.partial_folder, site.target, disks
+            disks.tell(target, sharder)
+            with all_succeed(collectives, text, written_to=target.parent):
+                yield partial_folder, target, disks
                 # Before the exchange, in which each process says that its files are on the disk.
-                sync_tree(site.partial_folder)
+                sync_tree(partial_folder)
             is_part = sharder is not None and not disks.is_shared
-            with all_succeed(collectives, text, written_to=site.target.parent):
+            with all_succeed(collectives, text, written_to=target.parent):
                 if made_folder:
-                    write_manifest(site.partial_folder, disks.part_entry if is_part else None)
+                    write_manifest(partial_folder, disks.part_entry if is_part else None)
         except BaseException:  # an interrupt must leave nothing behind either
             if made_folder:
-                shutil.rmtree(site.partial_folder, ignore_errors=True)
+                shutil.rmtree(partial_folder, ignore_errors=True)
             raise
         with all_succeed(collectives, text):
             if made_folder:
-                _rename_into_place(site)
+                _rename_into_place(partial_folder, target)
 
 
-def _agree_on_names(target: Path, collectives: Collectives) -> _SaveSite:
+def _agree_on_names(target: Path, collectives: Collectives) -> tuple[Path, Path]:
+    """The folder to be, and where it is built."""
     # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
     proposal = (str(target.expanduser()), secrets.token_hex(4))
     agreed_name, token = collectives.broadcast_object(proposal)
     target = Path(agreed_name)
     if target.is_symlink() or target.name in {"", ".."}:
         target = target.resolve()  # what the link leads to is replaced, not the link
-    return _SaveSite(
-        target=target,
-        partial_folder=target.with_name(f".{target.name}.partial-{token}"),
-        waiting_folder=_waiting_name(target),
-    )
+    return target, target.with_name(f".{target.name}.partial-{token}")
 
 
 def _waiting_name(target: Path) -> Path:
+    """Where a folder of that name waits until the new one is in place."""
     return target.with_name(f".{target.name}.old")
 
 
 def _make_partial_folder(
-    site: _SaveSite,
+    target: Path,
+    partial_folder: Path,
     place: Place,
     collectives: Collectives,
     series: bool,
@@ -188,28 +173,30 @@ def _make_partial_folder(
 
     Its claim on the folder is given to `claims`.
     """
-    text = f"save_state({str(site.target)!r})"
+    text = f"save_state({str(target)!r})"
     makes_folder = place.is_main
     with all_succeed(collectives, text):
         if makes_folder:
-            _prepare_target(site, series, claims)
+            _prepare_target(target, partial_folder, series, claims)
     if place.world_size == place.local_world_size:
         return makes_folder
     with all_succeed(collectives, text):
         # A node that does not see process 0's folder has a file system of its own to write to.
-        if place.is_local_main and not site.partial_folder.exists():
+        if place.is_local_main and not partial_folder.exists():
             makes_folder = True
-            _prepare_target(site, series, claims)
+            _prepare_target(target, partial_folder, series, claims)
     return makes_folder
 
 
-def _prepare_target(site: _SaveSite, series: bool, claims: contextlib.ExitStack) -> None:
-    _check_target(site.target)
-    site.target.parent.mkdir(parents=True, exist_ok=True)
-    _clear_killed_save(site, series)
+def _prepare_target(
+    target: Path, partial_folder: Path, series: bool, claims: contextlib.ExitStack
+) -> None:
+    _check_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clear_killed_save(target, series)
     # Claimed before it exists: a save of another process would take it for a leftover.
-    claims.enter_context(hold_claim(site.partial_folder))
-    site.partial_folder.mkdir()
+    claims.enter_context(hold_claim(partial_folder))
+    partial_folder.mkdir()
 
 
 def _check_target(target: Path) -> None:
@@ -226,37 +213,39 @@ def _check_target(target: Path) -> None:
         )
 
 
-def _clear_killed_save(site: _SaveSite, series: bool) -> None:
+def _clear_killed_save(target: Path, series: bool) -> None:
     """Finish or undo a save that was killed."""
+    waiting_folder = _waiting_name(target)
     # It waits only between the two renames, so `target` tells whether the second one happened.
-    if site.waiting_folder.exists():
-        if site.target.exists():
-            _retire_old_checkpoint(site.waiting_folder, site.target)
+    if waiting_folder.exists():
+        if target.exists():
+            _retire_old_checkpoint(waiting_folder, target)
         else:
-            site.waiting_folder.rename(site.target)
-    pattern = r"checkpoint_\d+" if series else re.escape(site.target.name)
-    clear_leftovers(site.target.parent, pattern)
+            waiting_folder.rename(target)
+    pattern = r"checkpoint_\d+" if series else re.escape(target.name)
+    clear_leftovers(target.parent, pattern)
 
 
 # ------------------------------------------------------------------------- the step
 
 
-def _rename_into_place(site: _SaveSite) -> None:
-    replaces = site.target.exists()
-    keep_access(site.partial_folder, site.target)
+def _rename_into_place(partial_folder: Path, target: Path) -> None:
+    waiting_folder = _waiting_name(target)
+    replaces = target.exists()
+    keep_access(partial_folder, target)
     if replaces:
-        site.target.rename(site.waiting_folder)
+        target.rename(waiting_folder)
     try:
-        site.partial_folder.rename(site.target)
+        partial_folder.rename(target)
     except OSError:
         if replaces:
-            site.waiting_folder.rename(site.target)
-        shutil.rmtree(site.partial_folder, ignore_errors=True)
+            waiting_folder.rename(target)
+        shutil.rmtree(partial_folder, ignore_errors=True)
         raise
     # Before the old checkpoint is deleted: after a power failure one of the two must be there.
-    sync_path(site.target.parent)
+    sync_path(target.parent)
     if replaces:
-        _retire_old_checkpoint(site.waiting_folder, site.target)
+        _retire_old_checkpoint(waiting_folder, target)
 
 
 def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,8 @@ class Checkpoints:
         folder: str | Path | None,
         parts: CheckpointParts,
         *,
-        step: int,
-        safe_serialization: bool = True,
         may_be_numbered: bool = True,
+        **options: Any,
     ) -> Path:
         """Save everything that the run needs to continue; a collective."""
         configuration = self._project_configuration
@@ -63,10 +61,9 @@ class Checkpoints:
             parts,
             self._place,
             self._collectives,
-            step=step,
-            safe_serialization=safe_serialization,
             hooks=self._save_hooks.values(),
             series=is_numbered,
+            **options,
         )
         # From the folder's name, which process 0 chose; the count of this process may be another
         # one.
@@ -96,15 +93,7 @@ class Checkpoints:
             )
         return numbered_folder
 
-    def load(
-        self,
-        folder: str | Path | None,
-        parts: CheckpointParts,
-        *,
-        map_location: str | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> int | None:
+    def load(self, folder: str | Path | None, parts: CheckpointParts, **options: Any) -> int | None:
         """Put back what :meth:`save` wrote; a collective."""
         source_folder = self._source_folder(folder)
         saved_step = load_state(
@@ -112,8 +101,6 @@ class Checkpoints:
             parts,
             self._place,
             self._collectives,
-            map_location=map_location,
-            load_kwargs=load_kwargs,
             hooks=self._load_hooks.values(),
             **options,
         )
