@@ -7,8 +7,8 @@ from typing import Any
 
 from nbaccel.base import frames
 from nbaccel.base.errors import WorkerFailed
+from nbaccel.base.frames import coloured
 from nbaccel.base.log import write_notice
-from nbaccel.base.rendering import coloured
 from nbaccel.notebook.session import Session
 from nbaccel.workers.failure import FailureRecord, RaisedError
 

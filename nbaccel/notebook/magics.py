@@ -9,7 +9,7 @@ from IPython.core.magic import no_var_expand
 
 from nbaccel.base.errors import ConfigError, WorkerFailed
 from nbaccel.calls.pool_planning import CellSource
-from nbaccel.config.mistakes import closest
+from nbaccel.config.given_values import closest
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.magic_line import (
     MagicLine,

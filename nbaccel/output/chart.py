@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from nbaccel.base.metric_history import Point
+from nbaccel.base.training_metrics import Point
 from nbaccel.base.units import format_number
 
 Mark = tuple[float, str]

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import frames
-from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.package_origin import install_line
+from nbaccel.base.optional_packages import install_line, is_installed
 from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.form_html import (
     fits_html,

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nbaccel.base.metric_history import MetricHistory, Point
+from nbaccel.base.training_metrics import MetricHistory, Point
 from nbaccel.output.chart import ChartLine, Mark, is_drawn, line_chart
 from nbaccel.output.panel.facts import mean
 from nbaccel.output.panel.words import plain_text
