@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nbaccel.config.handlers import DataLoaderConfiguration
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed, prepare_loader
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.dispatch import DataLoaderDispatcher, SliceFn

@@ -44,7 +44,7 @@ from nbaccel.bigmodel.offload_folder import (
     offload_state_dict,
 )
 from nbaccel.bigmodel.tensor_placing import PlacedTensors, retie_parameters
-from nbaccel.strategies.choosing import own_block_classes
+from nbaccel.strategies.model_blocks import own_block_classes
 
 _MAP_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 

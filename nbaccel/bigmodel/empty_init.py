@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.torch_private import module_tables, store_own_tensor
-from nbaccel.base.transformers_library import is_sharding_new_models
+from nbaccel.base.training_libraries import is_sharding_new_models
 from nbaccel.bigmodel.tensor_placing import check_device_same, parameter_like, usable_device
 from nbaccel.transfer.sharded_tensors import shard_readers
 

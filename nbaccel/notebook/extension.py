@@ -12,10 +12,10 @@ from IPython.core.magic import no_var_expand
 
 from nbaccel.base import frames
 from nbaccel.base.errors import ConfigError, WorkerFailed
+from nbaccel.base.frames import coloured
 from nbaccel.base.log import write_notice
-from nbaccel.base.rendering import coloured
 from nbaccel.calls.pool_planning import CellSource
-from nbaccel.config.mistakes import closest
+from nbaccel.config.given_values import closest
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.completion import Completion, Inspection
 from nbaccel.notebook.magic_line import (

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.base import frames
-from nbaccel.base.optional_packages import is_installed, require
-from nbaccel.base.package_origin import install_line
+from nbaccel.base.optional_packages import install_line, is_installed, require
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.form_html import (

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train.collectives import Collectives
 
 _DecoratedFunction = TypeVar("_DecoratedFunction", bound=Callable[..., Any])

@@ -19,8 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 from nbaccel.base.errors import ConfigError, MissingBackend, PlatformUnsupported
 from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.config.enumerations import LoggerType
-from nbaccel.config.mistakes import closest, shown
-from nbaccel.plan.contracts.place import Place
+from nbaccel.config.given_values import closest, shown
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed
 from nbaccel.train.tracker_classes import (
     SERVICE_TRACKERS,

@@ -18,7 +18,8 @@ from nbaccel.config.enumerations import (
     RNGType,
     SageMakerDistributedType,
 )
-from nbaccel.config.fp8_handlers import (
+from nbaccel.config.field_rules import Handler as KwargsHandler
+from nbaccel.config.fp8 import (
     AORecipeKwargs,
     FP8RecipeKwargs,
     MSAMPRecipeKwargs,
@@ -36,7 +37,6 @@ from nbaccel.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from nbaccel.config.settings_base import Handler as KwargsHandler
 from nbaccel.parallelism_config import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,

@@ -18,8 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from nbaccel.base import env
 from nbaccel.base.errors import MissingBackend
-from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.package_origin import install_line
+from nbaccel.base.optional_packages import install_line, is_installed
 
 __all__ = [
     "deepspeed_required",

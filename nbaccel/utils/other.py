@@ -19,7 +19,7 @@ from nbaccel.base.log import get_logger
 from nbaccel.base.units import format_bytes
 from nbaccel.precision.native import AutocastForward
 from nbaccel.state import PartialState
-from nbaccel.strategies.compiling import compile_regions
+from nbaccel.strategies.model_blocks import compile_regions
 from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint import files
 from nbaccel.utils.basic_config import write_basic_config

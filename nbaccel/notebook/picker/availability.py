@@ -18,16 +18,16 @@ from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
     DEVICES,
     FP8_BACKENDS,
-    Fp8Row,
     device_row,
     fp8_backend,
     precision_row,
 )
+from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.memory.model_size import refuse_unsized
 from nbaccel.memory.settings_form import ChoiceOption, Setting
 from nbaccel.notebook.picker.choices import FP8, form_of, value_of
 from nbaccel.plan import Inventory, Plan, registry, resolve
-from nbaccel.plan.precision_choice import HISTORY_SETTINGS, recipe_of
+from nbaccel.plan.training_plan import HISTORY_SETTINGS, recipe_of
 
 _MULTI_NODE_FIELDS = (
     "node_rank",
@@ -133,7 +133,7 @@ def _backend_refusal(name: str) -> str:
 def _switch_refusal(view: PickerState) -> str:
     if view.module is None:
         return ""
-    from nbaccel.strategies.gradient_checkpointing import can_checkpoint_gradients
+    from nbaccel.strategies.model_blocks import can_checkpoint_gradients
 
     if can_checkpoint_gradients(view.module):
         return ""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.config import RunConfig, run_config_of
-from nbaccel.config.mistakes import closest
+from nbaccel.config.given_values import closest
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.memory_bars import MemoryBar, MemoryNeed
 from nbaccel.memory.memory_model import MemoryModel

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nbaccel.base.metric_history import MetricHistory, Point
+from nbaccel.base.training_metrics import MetricHistory, Point
 from nbaccel.base.units import format_number
 from nbaccel.output.panel.facts import mean
 from nbaccel.output.panel.words import plain_text

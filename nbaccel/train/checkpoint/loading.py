@@ -22,11 +22,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.intact import file_problem
 from nbaccel.base.log import get_logger
-from nbaccel.config.mistakes import shown
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.strategy import ShardedCheckpoints
+from nbaccel.base.weight_files import file_problem
+from nbaccel.config.given_values import shown
+from nbaccel.plan.contracts.training import Place, ShardedCheckpoints
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.files import read_torch_file
 from nbaccel.train.checkpoint.folder_writing import all_succeed, find_checkpoint, read_manifest

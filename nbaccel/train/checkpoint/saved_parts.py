@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.strategy import ShardedCheckpoints, Strategy
+from nbaccel.plan.contracts.training import Place, ShardedCheckpoints, Strategy
 from nbaccel.train import rng
 from nbaccel.train.checkpoint.compatibility import (
     model_problem,
