@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 # Where its classes say that they are: what pickles them by that name has to find it.
 from nbaccel import errors as errors
-from nbaccel.base import unloaded_magic
 from nbaccel.base.lazy_names import names_handed_on
+from nbaccel.base.unsupported_names import register_stand_in
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -163,4 +163,4 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 # At import, because a cell with %%accelerate may run before %load_ext.
-unloaded_magic.register_stand_in()
+register_stand_in()

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.base.log import get_logger
-from nbaccel.base.transformers_library import is_sharding_new_models
+from nbaccel.base.training_libraries import is_sharding_new_models
 from nbaccel.base.units import first_few
 from nbaccel.bigmodel.checkpoint_loading import (
     fill_model,
@@ -67,7 +67,7 @@ from nbaccel.hooks import (
     check_float_dtypes,
     check_values,
 )
-from nbaccel.strategies.choosing import own_block_classes
+from nbaccel.strategies.model_blocks import own_block_classes
 from nbaccel.transfer.sharded_tensors import shard_readers
 
 __all__ = [

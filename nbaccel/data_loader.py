@@ -21,7 +21,7 @@ from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import DataLoaderConfiguration
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.dispatch import DataLoaderDispatcher, SliceFn

@@ -28,7 +28,7 @@ from nbaccel.config.handlers import (
     TorchDynamoPlugin,
 )
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState

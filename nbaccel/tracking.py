@@ -15,8 +15,8 @@ from typing import Any
 
 from nbaccel.base.errors import ConfigError, MissingBackend
 from nbaccel.config.enumerations import LoggerType
-from nbaccel.config.mistakes import closest, shown
-from nbaccel.plan.contracts.place import Place
+from nbaccel.config.given_values import closest, shown
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed
 from nbaccel.train.trackers import (
     BUILT_IN_TRACKERS,

@@ -13,8 +13,9 @@ from typing import Any
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.config import Configured, Fp8Config, RunConfig, run_config_of
-from nbaccel.config.capabilities import DEVICES, PRECISIONS, STRATEGIES, StrategyRow, strategy_row
-from nbaccel.config.fp8_handlers import Fp8Handler
+from nbaccel.config.capabilities import DEVICES, PRECISIONS, STRATEGIES, strategy_row
+from nbaccel.config.capability_rows import StrategyRow
+from nbaccel.config.fp8 import Fp8Handler
 from nbaccel.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -27,9 +28,8 @@ from nbaccel.config.handlers import (
     TorchDynamoPlugin,
 )
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.asking import Said, SaidBySettings, Wanted
+from nbaccel.plan.contracts.training import Said, SaidBySettings, TrainingRequest, Wanted
 from nbaccel.plan.topology import ACTIVATION_CHECKPOINTING
-from nbaccel.plan.training_plan import TrainingRequest
 from nbaccel.train import distributed
 
 

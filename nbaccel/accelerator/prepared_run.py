@@ -13,11 +13,15 @@ from nbaccel.config.capabilities import device_row, precision_row
 from nbaccel.config.handlers import TorchDynamoPlugin
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.device import Device
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.precision import Precision, PrecisionSettings
-from nbaccel.plan.contracts.strategy import Strategy
-from nbaccel.plan.precision_choice import choose_fp8, is_emulated, recipe_of
-from nbaccel.plan.training_plan import ProcessFacts, TrainingPlan, plan_training
+from nbaccel.plan.contracts.training import Place, Precision, PrecisionSettings, Strategy
+from nbaccel.plan.training_plan import (
+    ProcessFacts,
+    TrainingPlan,
+    choose_fp8,
+    is_emulated,
+    plan_training,
+    recipe_of,
+)
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 

@@ -20,11 +20,9 @@ from nbaccel.base.units import first_few
 from nbaccel.data_loader import share_data_loader, skip_first_batches
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.bundle import Bundle
-from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
+from nbaccel.plan.contracts.training import Bundle, DummyOptim, DummyScheduler
 from nbaccel.scheduler import AcceleratedScheduler
-from nbaccel.strategies.compiling import compile_regions
-from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
+from nbaccel.strategies.model_blocks import compile_regions, enable_gradient_checkpointing
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
 
@@ -441,7 +439,7 @@ def _restore_layers(bundle: Bundle) -> Bundle:
             replaced = {id(old): new for old, new in layers(model)}
             for optimizer in bundle.optimizers if replaced else ():
                 # Only when an FP8 library has been used: importing it earlier costs every start.
-                conversion = registry.load_object("nbaccel.precision.fp8.conversion")
+                conversion = registry.load_object("nbaccel.precision.fp8_layers")
                 list(conversion.follow_parameters(optimizer, partial(_in_place_of, replaced)))
     return bundle
 

@@ -185,3 +185,18 @@ def sync_tree(folder: Path) -> None:
             # Another process may just be giving a file its final name.
             with contextlib.suppress(FileNotFoundError):
                 sync_path(path)
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk that a folder is, or will be, on."""
+    return shutil.disk_usage(nearest_folder(folder)).free
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there."""
+    absolute_folder = folder.expanduser().absolute()
+    return next(
+        existing_folder
+        for existing_folder in (absolute_folder, *absolute_folder.parents)
+        if existing_folder.exists()
+    )

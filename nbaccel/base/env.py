@@ -52,11 +52,11 @@ def replace_all(environment: Mapping[str, str]) -> None:
 def applied(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Set variables for the length of a ``with`` block."""
     previous_values = {name: os.environ.get(name) for name in changes}
-    _write_variables(changes)
+    update(changes)
     try:
         yield
     finally:
-        _write_variables(previous_values)
+        update(previous_values)
 
 
 def flag(variable_name: str) -> bool | None:
@@ -76,10 +76,6 @@ def flag(variable_name: str) -> bool | None:
 
 def update(changes: Mapping[str, str | None]) -> None:
     """Set variables, or remove them."""
-    _write_variables(changes)
-
-
-def _write_variables(changes: Mapping[str, str | None]) -> None:
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)

@@ -32,7 +32,7 @@
 Each leaf is also the built-in exception that a reader would expect, so code which catches
 ``ValueError`` or ``TimeoutError`` keeps working. Every message says what was wrong (with the
 value), why it matters and what to do. In a notebook they are shown with the user's own lines only
-(`nbaccel.base.rendering`); a bug of nbaccel keeps its whole traceback.
+(`nbaccel.base.frames`); a bug of nbaccel keeps its whole traceback.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.base.rendering import render_failure, render_mistake
+from nbaccel.base.frames import render_failure, render_mistake
 
 __all__ = [
     "CheckpointDamaged",

@@ -21,10 +21,14 @@ def names_handed_on(file_path: str) -> dict[str, str]:
     return {name: home for body in blocks for name, home in _imported_as(body)}
 
 
-def names_imported_as(file_path: str) -> list[str]:
-    """The names that a module imports at once, each ``as`` another or as itself."""
-    tree = ast.parse(Path(file_path).read_text(encoding="utf-8"))
-    return [name for name, _ in _imported_as(tree.body)]
+def hand_on(module: dict[str, Any], *own_names: str) -> None:
+    """Let a module's ``__all__`` be what it imports, each ``as`` itself, and some names of its own.
+
+    Not assigned in the module: type checkers, and what reads the source for the documentation,
+    take an ``__all__`` that is computed for an empty one.
+    """
+    tree = ast.parse(Path(module["__file__"]).read_text(encoding="utf-8"))
+    module["__all__"] = [*(name for name, _ in _imported_as(tree.body)), *own_names]
 
 
 def _imported_as(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+import shlex
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from nbaccel.base.errors import MissingBackend
-from nbaccel.base.package_origin import install_line
 
 _VERSION_FIELD = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 
@@ -95,3 +97,29 @@ def _missing_module_message(module: str, extra: str, why: str, error: ImportErro
             f"Its version may not fit the rest. Reinstall it: {pip_line}"
         )
     return f"{why} needs {module}: {name} is not installed. Install it: {pip_line}"
+
+
+@lru_cache
+def install_line(extra: str = "") -> str:
+    """What to type to install what an extra of nbaccel names.
+
+    The packages themselves: nbaccel may be on no index, and `pip install "nbaccel[deepspeed]"` then
+    ends in "No matching distribution found", as a reader of the guides has met.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(line) for line in importlib.metadata.requires("nbaccel") or ()]
+    # Not installed: a folder of sources on Python's path.
+    except importlib.metadata.PackageNotFoundError:
+        folder = Path(__file__).resolve().parents[2]
+        return f'pip install "{folder}{f"[{extra}]" if extra else ""}"'
+    packages = []
+    for requirement in requirements:
+        marker, requirement.marker = requirement.marker, None
+        is_base = marker is None or marker.evaluate({"extra": ""})
+        if is_base != bool(extra) and (marker is None or marker.evaluate({"extra": extra})):
+            # In double quotes, which every shell and `%pip` understand, where quotes are needed.
+            name = str(requirement)
+            packages.append(name if shlex.quote(name) == name else f'"{name}"')
+    return " ".join(["pip install", *packages])

@@ -1,19 +1,30 @@
-"""Weights in safetensors files: the head of a file, and files that appear together in a folder.
+"""Files of weights: heads of safetensors, files that appear together, and whether one is intact.
 
 The format (https://github.com/huggingface/safetensors): length of the header as 8 bytes, little
 end first; the header, JSON, filled up with blanks; all tensors without gaps. The library writes
 what is in memory, and here a part of it is at a time.
+
+What `torch.save` writes is a zip archive with a checksum (CRC-32) for each record, which
+`torch.load` does not check. A safetensors file says where each tensor lies, and has no checksum;
+sizes and checksums recorded when it was saved (:class:`Recorded`) make up for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+import xxhash
+from safetensors import SafetensorError, safe_open
 
 from nbaccel.base import atomic
-from nbaccel.base.disk import free_bytes
+from nbaccel.base.atomic import free_bytes
 from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.units import format_bytes
 
@@ -109,3 +120,158 @@ def publishing(folder: Path, num_bytes: int) -> Iterator[Path]:
             f"was, and what was written is gone; {format_bytes(free_bytes(folder))} are free. "
             "Remove the cause, or give a folder on another disk."
         ) from error
+
+
+# Files before torch 1.6 begin with this number: they have neither records nor checksums.
+OLD_TORCH_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+_CHUNK_BYTES = 4 * 2**20
+_ZIP_START = b"PK\x03\x04"
+_ARCHIVES = frozenset({".bin", ".pt", ".pkl"})
+_LOCAL_HEADER_BYTES = 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """What was noted of a file when it was saved.
+
+    Attributes:
+        num_bytes: Its size.
+        xxh3: Checksum of its content; empty where the file has checksums of its own.
+    """
+
+    num_bytes: int
+    xxh3: str = ""
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file's name says that `torch.save` wrote it."""
+    return path.suffix in _ARCHIVES
+
+
+def digest(path: Path) -> str:
+    """Checksum of a file's content, read in pieces."""
+    content_hash = xxhash.xxh3_128()
+    buffer = bytearray(_CHUNK_BYTES)
+    # Unbuffered: the chunks are larger than Python's buffer.
+    with path.open("rb", buffering=0) as file:
+        while num_read := file.readinto(buffer):
+            content_hash.update(memoryview(buffer)[:num_read])
+    return content_hash.hexdigest()
+
+
+def file_problem(path: Path, recorded: Recorded | None = None) -> str:
+    """What is wrong with a file of a checkpoint."""
+    if not path.is_file():
+        return "is missing"
+    try:
+        return _size_problem(path, recorded) or _content_problem(path, recorded)
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+
+
+def _size_problem(path: Path, recorded: Recorded | None) -> str:
+    num_bytes = path.stat().st_size
+    if not num_bytes and (recorded is None or recorded.num_bytes):
+        return "is empty"
+    if recorded is not None and num_bytes != recorded.num_bytes:
+        verdict = "it is truncated" if num_bytes < recorded.num_bytes else "it is another file"
+        return f"has {num_bytes:,} bytes, and {recorded.num_bytes:,} were saved: {verdict}"
+    return ""
+
+
+def _content_problem(path: Path, recorded: Recorded | None) -> str:
+    if recorded is not None and recorded.xxh3 and digest(path) != recorded.xxh3:
+        return "has other bytes than were saved (its checksum differs): it was changed or damaged"
+    if path.suffix == ".safetensors":
+        return _safetensors_problem(path)
+    if not is_archive(path):
+        return ""
+    with path.open("rb") as file:
+        return archive_problem(file, path.stat().st_size)
+
+
+def _safetensors_problem(path: Path) -> str:
+    try:
+        # Opening compares the header with the file's size. As NumPy, which needs no torch.
+        with safe_open(path, "numpy"):
+            return ""
+    except SafetensorError as error:
+        return f"is truncated, or no safetensors file ({error})"
+
+
+def archive_problem(file: IO[bytes], num_bytes: int) -> str:
+    """What is wrong with an archive that `torch.save` wrote; every record is read once."""
+    start = file.read(len(OLD_TORCH_FORMAT))
+    file.seek(0)
+    # Nothing in it can be checked.
+    if start == OLD_TORCH_FORMAT:
+        return ""
+    if not start.startswith(_ZIP_START):
+        return f"is no file that torch.save wrote: it begins with {start[:8]!r}"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return _records_problem(archive, num_bytes)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        return f"is truncated or damaged, at a size of {num_bytes:,} bytes ({error})"
+
+
+def _records_problem(archive: zipfile.ZipFile, num_bytes: int) -> str:
+    records = archive.infolist()
+    for record in records:
+        end = record.header_offset + _LOCAL_HEADER_BYTES + record.compress_size
+        # torch.save never compresses: another type means damage.
+        if record.compress_type != zipfile.ZIP_STORED or end > num_bytes:
+            return f"claims more than it holds: record {record.filename} ends beyond the file"
+    if not any(record.CRC for record in records):
+        # Saved under torch.serialization.set_crc32_options(False), which writes no checksums.
+        return ""
+    for record in records:
+        try:
+            _read_through(archive, record)
+        except zipfile.BadZipFile:
+            return f"has flipped bits: the checksum of its record {record.filename} is wrong"
+    return ""
+
+
+def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    """Read a record to its end, where `zipfile` compares the checksum."""
+    with archive.open(record) as content:
+        while content.read(_CHUNK_BYTES):
+            pass
+
+
+class Window(io.RawIOBase):
+    """A part of a file, as a file of its own: several archives may lie in one."""
+
+    def __init__(self, file: IO[bytes], begin: int, num_bytes: int) -> None:
+        self._file = file
+        self._begin = begin
+        self._size = num_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """The place in the part."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place in the part."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read on, at most to the part's end."""
+        count = max(0, min(len(buffer), self._size - self._at))
+        self._file.seek(self._begin + self._at)
+        done = self._file.readinto(memoryview(buffer)[:count])  # type: ignore[attr-defined]
+        self._at += done
+        return int(done)

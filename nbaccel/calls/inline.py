@@ -17,17 +17,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base import accelerate_library, env, processes
+from nbaccel.base import env, processes, training_libraries
 from nbaccel.base.errors import LaunchInterrupted, StoppedAtStep
 from nbaccel.calls import launched_functions
 from nbaccel.config.call_arguments import call_title
-from nbaccel.config.capabilities import STRATEGIES, StrategyRow
+from nbaccel.config.capabilities import STRATEGIES
+from nbaccel.config.capability_rows import StrategyRow
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.publish import CellPlace
 from nbaccel.output.report.run_report import report_of
 from nbaccel.plan import Plan, registry
-from nbaccel.plan.contracts.shards import Remembered, ShardReader, remember
+from nbaccel.plan.contracts.training import Remembered, ShardReader, remember
 from nbaccel.plan.topology import FOLDER_VARIABLE, Topology, run_variables
 from nbaccel.workers.fork_safety import has_process_group
 
@@ -141,14 +142,14 @@ def _tear_down(row: StrategyRow, process: Any, states: list[tuple[nn.Module, Rem
 def _tidy_process() -> Iterator[None]:
     """Remove what the function set up and left: a process group, Accelerate's shared state."""
     group_before = has_process_group()
-    state_before = accelerate_library.is_set_up()
+    state_before = training_libraries.accelerate_is_set_up()
     try:
         yield
     finally:
         if has_process_group() and not group_before:
             sys.modules["torch.distributed"].destroy_process_group()
         if not state_before:
-            accelerate_library.forget()
+            training_libraries.forget_accelerate()
 
 
 # ---- what is seen of it

@@ -290,7 +290,7 @@ def fork_if_sooner(plan: Plan) -> Plan:
     if (
         plan.config.start_method != "auto"
         or plan.engine != ENGINES[0].name
-        or registry.known_device(plan.device).own_process
+        or registry.device(plan.device).own_process
         # A script has no cells that a first launch would keep waiting.
         or frames.running_shell() is None
         or threading.current_thread() is not threading.main_thread()

@@ -29,7 +29,7 @@ from typing import Any
 from nbaccel.base.errors import ConfigError, LaunchInterrupted
 from nbaccel.config.call_arguments import Script
 from nbaccel.config.capabilities import engine_row
-from nbaccel.config.value_readers import RESUME_HERE
+from nbaccel.config.given_values import RESUME_HERE
 from nbaccel.plan import Plan
 from nbaccel.workers.failure import FailureRecord
 

@@ -13,7 +13,7 @@ from torch import nn
 from nbaccel.base import errors, frames
 from nbaccel.base.units import count_noun, first_few, format_seconds
 from nbaccel.calls.supervisor import CallResult
-from nbaccel.config.mistakes import closest
+from nbaccel.config.given_values import closest
 from nbaccel.output import publish
 from nbaccel.output.report.run_report import report_of
 from nbaccel.plan import Plan

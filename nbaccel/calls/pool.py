@@ -33,7 +33,7 @@ from nbaccel.calls.status_table import CellDashboardUpdater, StatusTable, status
 from nbaccel.calls.supervisor import CallResult, RankTasks
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import call_title, check_call
-from nbaccel.config.mistakes import shown
+from nbaccel.config.given_values import shown
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.publish import CellPlace

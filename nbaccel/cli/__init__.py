@@ -21,7 +21,7 @@ from nbaccel.base.errors import (
     PlatformUnsupported,
     UserMistake,
 )
-from nbaccel.cli.plain_help import as_people_read_it
+from nbaccel.cli.terminal import as_people_read_it
 from nbaccel.config.capabilities import STRATEGIES
 
 __all__ = ["build_app", "main"]

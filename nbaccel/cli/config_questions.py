@@ -6,7 +6,7 @@ Each answer is checked by the rules of `RunConfig` before the next question.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,15 +15,16 @@ from rich.prompt import Confirm, InvalidResponse, PromptBase
 
 from nbaccel.base.errors import ConfigError, UserMistake
 from nbaccel.config import RunConfig
-from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, device_row, precision_row
 from nbaccel.config.field_rules import FieldCheck, rule_of
-from nbaccel.config.nested_keys import put_at
+from nbaccel.config.given_values import put_at
 from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.resolving import resolve
 
 _NO_ANSWER = "-"
 """Stands for "leave it open" where an empty line means the default."""
+_Reader = Callable[[str], Any]
 
 
 def ask_config(
@@ -46,7 +47,12 @@ def ask_config(
             "config default."
         ) from error
     config = RunConfig(**questions.settings)
-    _show_plan(console, config, inventory)
+    try:
+        console.print(f"\n[bold]{escape(resolve(config, inventory).headline())}[/bold]\n")
+    except UserMistake as mistake:
+        # The file may be meant for another machine, so that it is written all the same.
+        refusal = escape(str(mistake))
+        console.print(f"[yellow]On this machine it would be refused:[/yellow] {refusal}")
     return config
 
 
@@ -59,28 +65,13 @@ def _machine_text(inventory: Inventory) -> str:
     )
 
 
-def _is_host(device_name: str) -> bool:
-    return device_name in _host_names()
-
-
-def _show_plan(console: Console, config: RunConfig, inventory: Inventory) -> None:
-    try:
-        headline = resolve(config, inventory).headline()
-    except UserMistake as mistake:
-        # The file may be meant for another machine, so that it is written all the same.
-        refusal = escape(str(mistake))
-        console.print(f"[yellow]On this machine it would be refused:[/yellow] {refusal}")
-        return
-    console.print(f"\n[bold]{escape(headline)}[/bold]\n")
-
-
 class _Question(PromptBase[Any]):
     """Asks until the answer can be read."""
 
     # Questions end with a question mark.
     prompt_suffix = " "
 
-    def __init__(self, text: str, *, console: Console, reader: Callable[[str], Any]) -> None:
+    def __init__(self, text: str, *, console: Console, reader: _Reader) -> None:
         super().__init__(text, console=console)
         self._reader = reader
 
@@ -113,38 +104,32 @@ class _Questions:
     # ---------------------------------------------------------------------- the groups
     def ask_nodes(self) -> None:
         """How many machines take part, and where they meet."""
-        if not self._confirm("Do several machines take part?", default=False):
+        if not self._confirm("Do several machines take part?") or not self._ask_engine():
             return
-        if "engine" in RunConfig.model_fields and not self._ask_engine():
-            return
-        self._setting("num_nodes", "How many machines?", 2)
-        self._setting("node_rank", "Which of them is this, from 0?", 0)
-        # Until then every address would be refused for the number that is missing.
-        self._setting("num_processes", "Workers on each machine?", self._default_count())
-        self._setting("rdzv_backend", "How do they find each other (static, c10d)?", "static")
-        self._setting("master_addr", "Address of machine 0, as the others reach it?", ...)
-        self._setting("use_port", "Port there?", 29500)
+        for name, question, default in (
+            ("num_nodes", "How many machines?", 2),
+            ("node_rank", "Which of them is this, from 0?", 0),
+            # Until then every address would be refused for the number that is missing.
+            ("num_processes", "Workers on each machine?", self._default_count()),
+            ("rdzv_backend", "How do they find each other (static, c10d)?", "static"),
+            ("master_addr", "Address of machine 0, as the others reach it?", ...),
+            ("use_port", "Port there?", 29500),
+        ):
+            self._setting(name, question, default)
 
     def ask_device(self) -> None:
         """What workers compute on, and how many there are."""
-        names = [
-            "auto",
-            *(
-                row.name
-                for row in DEVICES
-                if not registry.known_device(row.name).refusal(self._inventory)
-            ),
+        there = [
+            row.name for row in DEVICES if not registry.device(row.name).refusal(self._inventory)
         ]
-        default = resolve(RunConfig(), self._inventory).device
-        self._choice("device", "What do workers compute on?", names, default=default)
+        found = resolve(RunConfig(), self._inventory).device
+        words = ["auto", *there]
+        device = self._choice("device", "What do workers compute on?", words, default=found)
         if "num_processes" not in self.settings:
             self._setting("num_processes", "How many workers?", self._default_count())
-        if _is_host(self._chosen_device()):
-            self._setting(
-                "threads_per_process",
-                "CPU threads of each worker (- shares the cores)?",
-                _NO_ANSWER,
-            )
+        if device_row(found if device == "auto" else device).in_host_memory:
+            question = "CPU threads of each worker (- shares the cores)?"
+            self._setting("threads_per_process", question, _NO_ANSWER)
 
     def ask_precision(self, given_precision: str | None) -> None:
         """The number format, and with 8 bits the library."""
@@ -153,12 +138,10 @@ class _Questions:
         else:
             words = [row.name for row in PRECISIONS]
             self._choice("mixed_precision", "Mixed precision?", words, default="no")
-        row = next(row for row in PRECISIONS if row.name == self.settings["mixed_precision"])
-        if row.has_backends:
+        if precision_row(self.settings["mixed_precision"]).has_backends:
             backends = ["auto", *(backend.name for backend in FP8_BACKENDS)]
-            self.settings["fp8"] = {
-                "backend": self._choice("", "Which library computes in FP8?", backends)
-            }
+            backend = self._choice("", "Which library computes in FP8?", backends)
+            self.settings["fp8"] = {"backend": backend}
 
     def ask_strategy(self) -> None:
         """How workers train one model together."""
@@ -169,19 +152,18 @@ class _Questions:
 
     def ask_compilation(self) -> None:
         """Whether models are compiled."""
-        if not self._confirm("Compile the model with torch.compile?", default=False):
+        if not self._confirm("Compile the model with torch.compile?"):
             return
-        settings = {
-            "backend": self._text("Backend of torch.compile?", "inductor", _dynamo("backend"))
-        }
+        read_backend = _section_reader("dynamo", "backend")
+        backend = self._text("Backend of torch.compile?", "inductor", read_backend)
         modes = ["default", "reduce-overhead", "max-autotune"]
-        settings["mode"] = self._choice("", "Mode?", modes)
+        settings = {"backend": backend, "mode": self._choice("", "Mode?", modes)}
         for name, question in (
             ("dynamic", "Do shapes change from batch to batch?"),
             ("fullgraph", "Refuse a model that is not one graph?"),
             ("use_regional_compilation", "Compile repeated blocks one by one (sooner done)?"),
         ):
-            if self._confirm(question, default=False):
+            if self._confirm(question):
                 settings[name] = True
         self.settings["dynamo"] = settings
 
@@ -206,7 +188,7 @@ class _Questions:
         self._setting("gradient_accumulation_steps", "Batches that make one step?", 1)
 
     def _ask_deepspeed(self) -> None:
-        if self._confirm("Take a JSON file of DeepSpeed?", default=False):
+        if self._confirm("Take a JSON file of DeepSpeed?"):
             self._setting("deepspeed", "Its path?", ...)
             # The file says them itself, and would be contradicted.
             self.settings.pop("mixed_precision", None)
@@ -236,33 +218,28 @@ class _Questions:
             put_at(document, f"zero_optimization.offload_{part}.nvme_path", folder)
 
     def _ask_fsdp(self) -> None:
-        settings: dict[str, Any] = {
-            "reshard_after_forward": self._confirm(
-                "Free gathered weights after the forward (less memory)?", default=True
-            ),
-            "cpu_offload": self._confirm("Keep shards in host memory?", default=False),
-            "auto_wrap_policy": self._choice(
-                "",
-                "What is sharded on its own?",
-                ["transformer_based_wrap", "size_based_wrap", "no_wrap"],
-            ),
-        }
-        if settings["auto_wrap_policy"] == "transformer_based_wrap":
-            names = self._text(
-                "Class names of the blocks, with commas (- asks the model)?", _NO_ANSWER, _names
-            )
-            settings |= {"transformer_cls_names_to_wrap": names} if names else {}
-        if settings["auto_wrap_policy"] == "size_based_wrap":
-            settings["min_num_params"] = self._text(
-                "Least parameters of such a part?", "100000000", _fsdp("min_num_params")
-            )
-        settings["state_dict_type"] = self._choice(
-            "", "How are checkpoints written?", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
-        )
-        settings["activation_checkpointing"] = self._confirm(
-            "Compute activations again in the backward pass (less memory)?", default=False
-        )
+        settings: dict[str, Any] = {}
         self.settings["fsdp"] = settings
+        settings["reshard_after_forward"] = self._confirm(
+            "Free gathered weights after the forward (less memory)?", default=True
+        )
+        settings["cpu_offload"] = self._confirm("Keep shards in host memory?")
+        policies = ["transformer_based_wrap", "size_based_wrap", "no_wrap"]
+        policy = self._choice("", "What is sharded on its own?", policies)
+        settings["auto_wrap_policy"] = policy
+        if policy == "transformer_based_wrap":
+            question = "Class names of the blocks, with commas (- asks the model)?"
+            if names := self._text(question, _NO_ANSWER, _names):
+                settings["transformer_cls_names_to_wrap"] = names
+        if policy == "size_based_wrap":
+            read_size = _section_reader("fsdp", "min_num_params", strategy="fsdp")
+            question = "Least parameters of such a part?"
+            settings["min_num_params"] = self._text(question, "100000000", read_size)
+        forms = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+        settings["state_dict_type"] = self._choice("", "How are checkpoints written?", forms)
+        settings["activation_checkpointing"] = self._confirm(
+            "Compute activations again in the backward pass (less memory)?"
+        )
         self._ask_accumulation()
 
     # ---------------------------------------------------------------------- one question
@@ -275,8 +252,8 @@ class _Questions:
             return self._consistent(setting_name, _checked(setting_name, answer))
 
         answer = self._text(question, default, read)
-        is_open = answer is None or answer == _NO_ANSWER
-        self.settings |= {} if is_open else {setting_name: answer}
+        if answer is not None:
+            self.settings[setting_name] = answer
 
     def _consistent(self, setting_name: str, value: Any) -> Any:
         """The value, unless it contradicts an earlier answer."""
@@ -289,11 +266,10 @@ class _Questions:
                 raise ConfigError(*mistakes) from error
         return value
 
-    def _text(self, question: str, default: Any, reader: Callable[[str], Any]) -> Any:
+    def _text(self, question: str, default: Any, reader: _Reader) -> Any:
         # As text, which is what rich shows in parentheses.
         shown_default = default if default is ... else str(default)
-        prompt = _Question(question, console=self._console, reader=reader)
-        answer = prompt(default=shown_default)
+        answer = _Question(question, console=self._console, reader=reader)(default=shown_default)
         # An empty line gives the default as it stands, unread.
         is_unread = isinstance(answer, str) and answer == shown_default
         return reader(str(answer)) if is_unread else answer
@@ -311,7 +287,7 @@ class _Questions:
             self.settings[setting_name] = answer
         return answer
 
-    def _confirm(self, question: str, *, default: bool) -> bool:
+    def _confirm(self, question: str, *, default: bool = False) -> bool:
         return _YesOrNo.ask(question, console=self._console, default=default)
 
     def _default_count(self) -> int:
@@ -321,25 +297,14 @@ class _Questions:
         except UserMistake:  # a device that this machine lacks
             return 1
 
-    def _chosen_device(self) -> str:
-        device = self.settings["device"]
-        return resolve(RunConfig(), self._inventory).device if device == "auto" else device
-
-
-def _host_names() -> list[str]:
-    return [row.name for row in DEVICES if row.in_host_memory]
-
 
 # ------------------------------------------------------------------------------ readers
 def _checked(setting_name: str, answer: Any) -> Any:
     annotation = get_type_hints(RunConfig, include_extras=True)[setting_name]
-    field = RunConfig.model_fields[setting_name]
-    if not get_args(annotation):
-        return answer
-    return FieldCheck(annotation).read(setting_name, answer) if field.metadata else answer
+    return FieldCheck(annotation).read(setting_name, answer)
 
 
-def _word_of(words: Sequence[str]) -> Callable[[str], str]:
+def _word_of(words: Sequence[str]) -> _Reader:
     def read(answer: str) -> str:
         if answer.isdecimal() and int(answer) < len(words):
             return words[int(answer)]
@@ -353,19 +318,12 @@ def _word_of(words: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
-def _fsdp(setting_name: str) -> Callable[[str], Any]:
-    """A reader by the rules of FSDP's plugin."""
+def _section_reader(section_name: str, setting_name: str, **settings: Any) -> _Reader:
+    """A reader by the rules of a plugin whose settings are a section of `RunConfig`."""
 
     def read(answer: str) -> Any:
-        config = RunConfig(strategy="fsdp", fsdp={setting_name: answer})
-        return (config.fsdp or {})[setting_name]
-
-    return read
-
-
-def _dynamo(setting_name: str) -> Callable[[str], Any]:
-    def read(answer: str) -> Any:
-        return (RunConfig(dynamo={setting_name: answer}).dynamo or {})[setting_name]
+        config = RunConfig(**{section_name: {setting_name: answer}, **settings})
+        return getattr(config, section_name)[setting_name]
 
     return read
 

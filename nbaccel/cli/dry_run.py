@@ -9,11 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from nbaccel.base import env
-from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.engine_command import EngineCommand
-from nbaccel.cli.launch_request import LaunchRequest
+from nbaccel.cli.launch_request import LaunchRequest, plan_of_command
 from nbaccel.cli.peer_options import PEER_OPTIONS
-from nbaccel.cli.tables import plain_table, terminal_console
+from nbaccel.cli.terminal import plain_table, terminal_console
 from nbaccel.config import RunConfig
 
 _SHOWN_CHARS = 60

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.cli.launch_options import OWN_PANEL, ConfigFile, add_command
+from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
 
 if TYPE_CHECKING:
     from nbaccel.cli.job_files import ExportedFile
@@ -48,46 +48,33 @@ _NotebookOption = Annotated[
     str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
 ]
 _ToOption = Annotated[
-    str,
-    typer.Option(
-        "--to",
-        metavar="|".join(_TARGETS),
-        help="What runs the script.",
-        rich_help_panel=OWN_PANEL,
-    ),
+    str, own_option("--to", metavar="|".join(_TARGETS), meaning="What runs the script.")
 ]
 _OutputOption = Annotated[
     str | None,
-    typer.Option(
-        "-o",
-        "--output",
+    own_option(
+        *("-o", "--output"),
         metavar="SCRIPT",
-        help="The script's file; left out: the notebook's name, here.",
-        rich_help_panel=OWN_PANEL,
+        meaning="The script's file; left out: the notebook's name, here.",
         show_default=False,
     ),
 ]
 _FunctionOption = Annotated[
     str,
-    typer.Option(
+    own_option(
         "--function",
         metavar="NAME",
-        help="The launched function, where the notebook launches several.",
-        rich_help_panel=OWN_PANEL,
+        meaning="The launched function, where the notebook launches several.",
         show_default=False,
     ),
 ]
-_ReplaceOption = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace files that are there.", rich_help_panel=OWN_PANEL),
-]
+_ReplaceOption = Annotated[bool, own_option("--overwrite", meaning="Replace files that are there.")]
 _ImageOption = Annotated[
     str,
-    typer.Option(
+    own_option(
         "--image",
         metavar="IMAGE",
-        help="Container of a Kubernetes job; it needs torch and nbaccel.",
-        rich_help_panel=OWN_PANEL,
+        meaning="Container of a Kubernetes job; it needs torch and nbaccel.",
     ),
 ]
 
@@ -102,8 +89,7 @@ def _export(
     config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
-    from nbaccel.cli.notebook_cells import read_notebook
-    from nbaccel.cli.script_making import make_script
+    from nbaccel.cli.script_making import make_script, read_notebook
 
     if to not in _TARGETS:
         raise ConfigError(
@@ -155,12 +141,11 @@ def _check_script(script_text: str) -> None:
 def _settings(
     made_script: MadeScript, config_file: str | None, further_options: dict[str, Any]
 ) -> RunConfig:
-    from nbaccel.cli.given_file import read_settings_file
-    from nbaccel.cli.launch_request import read_launch_request
+    from nbaccel.cli.launch_request import SettingsFile, read_launch_request, read_settings_file
 
-    settings_file = read_settings_file(config_file)
+    file = read_settings_file(config_file)
     if made_script.launch is not None:
-        file_config = settings_file.merge({})
+        file_config = file.merge({})
         defaults = type(file_config)()
         settings = {
             name: value
@@ -170,10 +155,8 @@ def _settings(
         told = made_script.launch.settings
         # A file that was given for this comes after the notebook, one that was saved before it.
         config = defaults.changed(**({**told, **settings} if config_file else {**settings, **told}))
-        file_name = settings_file.name or "the notebook"
-        request = read_launch_request(further_options, config, file_name)
-    else:
-        request = read_launch_request(further_options, *settings_file)
+        file = SettingsFile(config=config, name=file.name or "the notebook")
+    request = read_launch_request(further_options, file)
     for note in request.notes:
         print(f"nbaccel: {note}", file=sys.stderr)
     return request.config
@@ -185,17 +168,17 @@ def _files(
     """The files to write, the script first, and the command that starts it."""
     from nbaccel.cli.job_files import (
         COMMANDS,
+        JOBS,
         ExportedFile,
         command_line,
         companion_files,
-        job_file,
     )
 
     script_file = ExportedFile(name=script_path.name, text=script_text)
     if target in COMMANDS:
         command = command_line(target, config, script_path.name)
         return [script_file, *companion_files(target, config)], command
-    job = job_file(target, config, script_path.stem, script_text, image)
+    job = JOBS[target](config, script_path.stem, script_text, image)
     return [script_file, job], job.submit
 
 

@@ -20,6 +20,7 @@ import yaml
 from nbaccel import __version__
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, engine_row
+from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.run_config import chosen_engine
 from nbaccel.notebook.picker.exporters import flag_of
 from nbaccel.plan.topology import run_variables
@@ -28,7 +29,6 @@ _PORT = 29500
 _MEETING_PORT = 29400  # torch's own, for rendezvous
 # What the cluster decides, and not the command line of a job.
 _PLACE_SETTINGS = ("num_processes", "num_nodes", "node_rank", "master_addr", "use_port")
-# What other launchers have no option for, and training code reads from no variable.
 _DEEPSPEED_FILE = "ds_config.json"
 
 
@@ -68,13 +68,31 @@ def settings_variables(config: RunConfig) -> dict[str, str]:
     return variables
 
 
-def _variables_of(config: RunConfig) -> dict[str, str]:
-    """The same, for a command line that has files beside it."""
-    variables = settings_variables(config)
-    if config.deepspeed is not None:
-        # A file that can be read in the place of its text in base64.
-        variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = _DEEPSPEED_FILE
-    return variables
+_NODE_FLAGS = {
+    "nbaccel": ("--num-nodes", "--node-rank", "--master-addr", "--master-port"),
+    "torchrun": ("--nnodes", "--node-rank", "--master-addr", "--master-port"),
+    "accelerate": ("--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port"),
+    "deepspeed": ("--num_nodes", "--no_ssh --node_rank", "--master_addr", "--master_port"),
+}
+"""How each command writes the number of nodes, this node's, and where they meet."""
+
+
+def _node_words(command: str, config: RunConfig, place: _Place | None) -> list[str]:
+    nodes_flag, rank_flag, address_flag, port_flag = _NODE_FLAGS[command]
+    if config.num_nodes == 1:
+        return [] if config.use_port is None else [f"{port_flag} {config.use_port}"]
+    name, _, port = config.rdzv_endpoint.rpartition(":")
+    place = place or _Place(
+        node_rank=str(config.node_rank),
+        master_addr=name or config.master_addr,
+        master_port=port or str(config.use_port or _PORT),
+    )
+    return [
+        f"{nodes_flag} {config.num_nodes}",
+        f"{rank_flag} {place.node_rank}",
+        f"{address_flag} {place.master_addr}",
+        f"{port_flag} {place.master_port}",
+    ]
 
 
 def _nbaccel_words(config: RunConfig, place: _Place | None) -> list[str]:
@@ -86,33 +104,14 @@ def _nbaccel_words(config: RunConfig, place: _Place | None) -> list[str]:
     # An engine that finds the machines counts the workers on all of them.
     count_flag = "--nproc-per-node" if config.engine == "auto" else "--num-processes"
     count_words = [] if config.num_processes is None else [f"{count_flag} {config.num_processes}"]
-    return ["nbaccel launch", *count_words, *_node_words(config, place), *flags]
-
-
-def _node_words(
-    config: RunConfig, place: _Place | None, nodes_flag: str = "--num-nodes"
-) -> list[str]:
-    if config.num_nodes == 1:
-        return [] if config.use_port is None else [f"--master-port {config.use_port}"]
-    name, _, port = config.rdzv_endpoint.rpartition(":")
-    place = place or _Place(
-        node_rank=str(config.node_rank),
-        master_addr=name or config.master_addr,
-        master_port=port or str(config.use_port or _PORT),
-    )
-    return [
-        f"{nodes_flag} {config.num_nodes}",
-        f"--node-rank {place.node_rank}",
-        f"--master-addr {place.master_addr}",
-        f"--master-port {place.master_port}",
-    ]
+    return ["nbaccel launch", *count_words, *_node_words("nbaccel", config, place), *flags]
 
 
 def _torchrun_words(config: RunConfig, place: _Place | None) -> list[str]:
     restarts = [f"--max-restarts {config.max_restarts}"] if config.max_restarts else []
     count = "gpu" if config.num_processes is None else config.num_processes
     may_leave = engine_row(chosen_engine(config)[0]).starts_scripts_only
-    nodes = _meeting_words(config) if may_leave else _node_words(config, place, "--nnodes")
+    nodes = _meeting_words(config) if may_leave else _node_words("torchrun", config, place)
     return ["torchrun", f"--nproc-per-node {count}", *nodes, *restarts]
 
 
@@ -133,38 +132,21 @@ def _meeting_words(config: RunConfig) -> list[str]:
 
 
 def _accelerate_words(config: RunConfig, place: _Place | None) -> list[str]:
-    node_words = [
-        word.replace("--num-nodes", "--num_machines")
-        .replace("--node-rank", "--machine_rank")
-        .replace("--master-addr", "--main_process_ip")
-        .replace("--master-port", "--main_process_port")
-        for word in _node_words(config, place)
-    ]
     num_processes = (config.num_processes or 1) * config.num_nodes
     # Under --cpu it starts one process, whatever the number; so workers on the CPU are asked for
     # by a variable.
     several = ["--multi_gpu"] if num_processes > 1 and not config.uses_deepspeed else []
     deepspeed = ["--use_deepspeed"] if config.uses_deepspeed else []
-    return [
-        "accelerate launch",
-        *several,
-        *deepspeed,
-        f"--num_processes {num_processes}",
-        *node_words,
-    ]
+    count_words = [f"--num_processes {num_processes}"]
+    node_words = _node_words("accelerate", config, place)
+    return ["accelerate launch", *several, *deepspeed, *count_words, *node_words]
 
 
 def _deepspeed_words(config: RunConfig, place: _Place | None) -> list[str]:
     count_words = [] if config.num_processes is None else [f"--num_gpus {config.num_processes}"]
-    node_words = [
-        word.replace("--num-nodes", "--num_nodes")
-        .replace("--node-rank", "--no_ssh --node_rank")
-        .replace("--master-addr", "--master_addr")
-        .replace("--master-port", "--master_port")
-        for word in _node_words(config, place)
-    ]
     # The script reads its rank from the environment, as everywhere else.
-    return ["deepspeed", "--no_local_rank", *count_words, *node_words]
+    first_words = ["deepspeed", "--no_local_rank"]
+    return [*first_words, *count_words, *_node_words("deepspeed", config, place)]
 
 
 COMMANDS = {
@@ -178,7 +160,10 @@ COMMANDS = {
 
 def command_line(command: str, config: RunConfig, script_name: str, place: Any = None) -> str:
     """The command line that runs a script."""
-    variables = {} if command == "nbaccel" else _variables_of(config)
+    variables = {} if command == "nbaccel" else settings_variables(config)
+    if variables and config.deepspeed is not None:
+        # A file that can be read in the place of its text in base64.
+        variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = _DEEPSPEED_FILE
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return " ".join([*words, *COMMANDS[command](config, place), shlex.quote(script_name)])
 
@@ -187,8 +172,6 @@ def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
     """Files that a command line names, beside the script."""
     if command == "nbaccel" or config.deepspeed is None:
         return []
-    from nbaccel.config.deepspeed_document import engine_config
-
     document = json.dumps(engine_config(config), indent=2)
     return [ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n")]
 
@@ -306,11 +289,4 @@ def _yaml(value: Any, num_spaces: int) -> str:
 
 
 JOBS = {"slurm": _slurm_job, "ray": _ray_job, "kubernetes": _kubernetes_job}
-"""The jobs that can be written, by the cluster that they are for."""
-
-
-def job_file(
-    cluster: str, config: RunConfig, stem: str, script_text: str, image: str
-) -> ExportedFile:
-    """A job that runs a script."""
-    return JOBS[cluster](config, stem, script_text, image)
+"""What writes a job that runs a script, by the cluster that it is for."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.cli.launch_options import OWN_PANEL, ConfigFile, add_command
+from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
 
 if TYPE_CHECKING:
     from nbaccel.config.call_arguments import Script
@@ -49,46 +49,26 @@ _ArgumentsOption = Annotated[
     typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
 ]
 _ModuleOption = Annotated[
-    bool,
-    typer.Option(
-        "-m", "--module", help="SCRIPT is a module: python -m.", rich_help_panel=OWN_PANEL
-    ),
+    bool, own_option("-m", "--module", meaning="SCRIPT is a module: python -m.")
 ]
-_NoPythonOption = Annotated[
-    bool,
-    typer.Option("--no-python", help="SCRIPT is a program.", rich_help_panel=OWN_PANEL),
-]
+_NoPythonOption = Annotated[bool, own_option("--no-python", meaning="SCRIPT is a program.")]
 _DryRunOption = Annotated[
     bool,
-    typer.Option(
-        "--dry-run",
-        help="Show every setting, where it is from and the plan; start nothing.",
-        rich_help_panel=OWN_PANEL,
+    own_option(
+        "--dry-run", meaning="Show every setting, where it is from and the plan; start nothing."
     ),
 ]
 _DebugOption = Annotated[
-    bool,
-    typer.Option(
-        "--debug",
-        help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.",
-        rich_help_panel=OWN_PANEL,
-    ),
+    bool, own_option("--debug", meaning="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
 ]
 _QuietOption = Annotated[
-    bool,
-    typer.Option(
-        "-q",
-        "--quiet",
-        help="Leave out notes and warnings before the start.",
-        rich_help_panel=OWN_PANEL,
-    ),
+    bool, own_option("-q", "--quiet", meaning="Leave out notes and warnings before the start.")
 ]
 _PeerOptionsOption = Annotated[
     bool,
-    typer.Option(
+    own_option(
         "--peer-options",
-        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
-        rich_help_panel=OWN_PANEL,
+        meaning="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
     ),
 ]
 
@@ -110,11 +90,10 @@ def _launch(
 
         show_peer_options()
         raise typer.Exit
-    from nbaccel.cli.given_file import read_settings_file
-    from nbaccel.cli.launch_request import read_launch_request
+    from nbaccel.cli.launch_request import read_launch_request, read_settings_file
 
     request = read_launch_request(
-        {**further_options, "debug": debug}, *read_settings_file(config_file)
+        {**further_options, "debug": debug}, read_settings_file(config_file)
     )
     if script is None and not dry_run:
         raise ConfigError(

@@ -15,22 +15,22 @@ import typer
 from typer.main import get_command
 
 from nbaccel.base import env
-from nbaccel.cli.plain_help import as_people_read_it
+from nbaccel.cli.terminal import as_people_read_it
 
 if TYPE_CHECKING:
     from nbaccel.cli.peer_options import PeerOption
     from nbaccel.notebook.options import MagicOption
 
-OWN_PANEL = "What to run, and what is shown"
+
+def own_option(*flags: str, meaning: str, metavar: str | None = None, **more: Any) -> Any:
+    """An option of a command's own, beside those of a launch."""
+    panel = "What to run, and what is shown"
+    return typer.Option(*flags, metavar=metavar, help=meaning, rich_help_panel=panel, **more)
+
+
 ConfigFile = Annotated[
     str | None,
-    typer.Option(
-        "--config-file",
-        metavar="FILE",
-        help="YAML with settings.",
-        rich_help_panel=OWN_PANEL,
-        show_default=False,
-    ),
+    own_option("--config-file", metavar="FILE", meaning="YAML with settings.", show_default=False),
 ]
 _COMPLETION_VARIABLE = "_NBACCEL_COMPLETE"  # click's name for the command nbaccel
 _SETTINGS_PANEL = "Settings of the run"

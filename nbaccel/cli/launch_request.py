@@ -8,31 +8,82 @@ Every mistake is found before anything is started.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.cli.host_options import choose_devices
-from nbaccel.cli.output_flags import shown_output_of
 from nbaccel.cli.peer_options import PEER_OPTIONS, PeerOption
 from nbaccel.config import RunConfig
-from nbaccel.config.capabilities import device_row
+from nbaccel.config.capabilities import device_row, engine_row
+from nbaccel.config.config_files import load_config_file, peek_config_file
+from nbaccel.config.host_filter import kept_slots, slots_by_host
+from nbaccel.config.run_config import chosen_engine
 from nbaccel.notebook.options import setting_options
-from nbaccel.plan import inspect_machine
+from nbaccel.plan import Plan, inspect_machine, registry, resolve
 
 _DEFAULT_SOURCE = "default"
-_PEERS_BY_NAME = MappingProxyType({option.name: option for option in PEER_OPTIONS})
-_SETTINGS_BY_NAME = MappingProxyType({option.name: option for option in setting_options()})
+_PEERS_BY_NAME = {option.name: option for option in PEER_OPTIONS}
+_SETTINGS_BY_NAME = {option.name: option for option in setting_options()}
 # Settings whose options `compute` reads with others.
 _READ_TOGETHER = ("num_processes", "include", "exclude")
 # Both mean a process that has nothing of this one, which workers of the template are.
-_TORCHRUN_START_METHODS = MappingProxyType({"spawn": "template", "forkserver": "template"})
+_TORCHRUN_START_METHODS = {"spawn": "template", "forkserver": "template"}
 # What torchrun counts by a word.
-_COUNTED_DEVICES = MappingProxyType({"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"})
+_COUNTED_DEVICES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 # Accelerate's own default, where --use_deepspeed says no stage.
 _DEFAULT_ZERO_STAGE = 2
+# DeepSpeed writes ``host1:0,1@host2``; Accelerate has the same under longer names.
+_FILTER_NAMES = {
+    "include": ("include", "deepspeed_inclusion_filter"),
+    "exclude": ("exclude", "deepspeed_exclusion_filter"),
+}
+_THIS_MACHINE = frozenset({"localhost", "127.0.0.1"})
+_EVERY_STREAM = 3
+_STREAMS_TEXT = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettingsFile:
+    """The settings of ``--config-file``: nbaccel's file or Accelerate's.
+
+    Attributes:
+        config: The file's settings; values may be anything where the file alone is wrong.
+        name: What to call their source.
+        path: The file; None for the default one.
+        is_judged: Whether the file alone is right.
+        counts_all: Whether it counts the processes of all machines, as Accelerate's files do.
+    """
+
+    config: RunConfig = field(default_factory=RunConfig)
+    name: str = ""
+    path: str | None = None
+    is_judged: bool = True
+    counts_all: bool = False
+
+    def merge(self, changes: Mapping[str, Any]) -> RunConfig:
+        """Put settings over the file's, and judge them together."""
+        if self.is_judged and not (self.counts_all and "num_nodes" in changes):
+            return self.config.changed(**changes)
+        return load_config_file(self.path, changes).config
+
+
+def read_settings_file(file_path: str | None) -> SettingsFile:
+    """Read the settings of a run."""
+    is_judged = True
+    try:
+        loaded_file = load_config_file(file_path)
+    except ConfigError:
+        loaded_file = peek_config_file(file_path)
+        is_judged = False
+    return SettingsFile(
+        config=loaded_file.config,
+        name="" if loaded_file.path is None else loaded_file.path.name,
+        path=file_path,
+        is_judged=is_judged,
+        counts_all=loaded_file.is_accelerate,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +109,9 @@ class LaunchRequest:
         return self.sources.get(setting_name, _DEFAULT_SOURCE)
 
 
-def read_launch_request(
-    given_options: Mapping[str, Any],
-    file_config: RunConfig | None = None,
-    file_name: str = "",
-    merge: Callable[[Mapping[str, Any]], RunConfig] | None = None,
-) -> LaunchRequest:
+def read_launch_request(given_options: Mapping[str, Any], file: SettingsFile) -> LaunchRequest:
     """Read the options of a command line, over those of a file."""
-    reader = _OptionReader(file_config=file_config or RunConfig(), file_name=file_name, merge=merge)
+    reader = _OptionReader(file=file)
     for option_name, option_value in given_options.items():
         # A list option that was not given is empty with some versions of typer.
         if option_value is not None and option_value != []:
@@ -74,13 +120,19 @@ def read_launch_request(
     return reader.request()
 
 
+def plan_of_command(config: RunConfig) -> Plan:
+    """The plan of a run that a command starts, whose process nobody has prepared: connects it."""
+    name, _ = chosen_engine(config)
+    if engine_row(name).runs_on_hosts:
+        registry.engine(name).connect()
+    return resolve(config)
+
+
 @dataclass(kw_only=True)
 class _OptionReader:
     """Takes options one by one, and collects the mistakes in them."""
 
-    file_config: RunConfig
-    file_name: str
-    merge: Callable[[Mapping[str, Any]], RunConfig] | None
+    file: SettingsFile
     settings: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
@@ -91,65 +143,30 @@ class _OptionReader:
 
     def take(self, option_name: str, option_value: Any) -> None:
         """Take one option, except for those that `compute` reads together."""
-        if option_name in _SETTINGS_BY_NAME:
+        if (setting := _SETTINGS_BY_NAME.get(option_name)) is not None:
             if option_name not in _READ_TOGETHER:
-                self._put(
-                    option_name,
-                    self._setting_value(option_name, option_value),
-                    _SETTINGS_BY_NAME[option_name].flag,
-                )
+                value = _setting_value(option_name, option_value)
+                self._put(option_name, value, setting.flag)
             return
         option = _PEERS_BY_NAME.get(option_name)
         # The command's own options are not in the table.
-        if option is None or (option.is_switch and not option_value):
-            return
-        value = option.constant if option.is_switch else option_value
-        actions: dict[str, Callable[[PeerOption, Any], None]] = {
-            "setting": self._take_setting,
-            "variable": self._take_variable,
-            "fp8-setting": self._take_fp8,
-            "none": self._take_none,
-            "refused": self._refuse,
-        }
-        if action := actions.get(option.effect):
-            action(option, value)
+        if option is not None and (option_value or not option.is_switch):
+            self._take_peers(option, option.constant if option.is_switch else option_value)
 
-    def _setting_value(self, setting_name: str, option_value: Any) -> Any:
-        option = _SETTINGS_BY_NAME[setting_name]
-        if not isinstance(option_value, str):
-            return option_value
-        if option.none and option_value.strip().lower() == "none":
-            return None
-        if setting_name == "rdzv_conf" and not option_value.lstrip().startswith("{"):
-            return _read_pairs(option_value)
-        if setting_name == "start_method":
-            return _TORCHRUN_START_METHODS.get(option_value, option_value)
-        return _json_or_text(option_value) if option.is_json else option_value
-
-    def _take_setting(self, option: PeerOption, value: Any) -> None:
-        self._put(option.target, value, option.flag)
-
-    def _take_variable(self, option: PeerOption, value: Any) -> None:
-        self._put_variable(option.target, str(value), option.flag)
-
-    def _take_fp8(self, option: PeerOption, value: Any) -> None:
-        self.fp8_settings[option.target] = value
-        self.flags.setdefault("fp8", option.flag)
-
-    def _take_none(self, option: PeerOption, value: Any) -> None:
-        self.notes.append(f"{option.flag} has no effect: {option.reason}.")
-
-    def _refuse(self, option: PeerOption, value: Any) -> None:
-        self.mistakes.append(f"{option.flag} cannot be followed: {option.reason}.")
+    def _take_peers(self, option: PeerOption, value: Any) -> None:
+        if option.effect == "setting":
+            self._put(option.target, value, option.flag)
+        elif option.effect == "variable":
+            self._put_variable(option.target, str(value), option.flag)
+        elif option.effect == "fp8-setting":
+            self.fp8_settings[option.target] = value
+            self.flags.setdefault("fp8", option.flag)
+        elif option.effect == "none":
+            self.notes.append(f"{option.flag} has no effect: {option.reason}.")
+        elif option.effect == "refused":
+            self.mistakes.append(f"{option.flag} cannot be followed: {option.reason}.")
 
     def _put(self, setting_name: str, value: Any, flag: str) -> None:
-        if setting_name not in RunConfig.model_fields:
-            self.mistakes.append(
-                f"{flag} cannot be followed: this version has no setting {setting_name}. It would "
-                "silently have no effect. Start one nbaccel launch on each host instead, with "
-                "--num-nodes, --node-rank and --master-addr."
-            )
-            return
         # DeepSpeed's own defaults, which mean "not given".
         if value == "-1" and setting_name in ("num_nodes", "node_rank", "num_processes"):
             return
@@ -217,21 +234,19 @@ class _OptionReader:
 
     def _put_total(self, total_text: str) -> None:
         """Accelerate counts the processes of all machines; a `RunConfig` those of one."""
-        node_count = str(self.settings.get("num_nodes", self.file_config.num_nodes))
+        flag = "--num-processes"
+        node_count = str(self.settings.get("num_nodes", self.file.config.num_nodes))
         if not (total_text.isdecimal() and node_count.isdecimal()) or int(node_count) < 2:
-            self._put(
-                "num_processes",
-                None if total_text.strip().lower() == "none" else total_text,
-                "--num-processes",
-            )
+            is_open = total_text.strip().lower() == "none"
+            self._put("num_processes", None if is_open else total_text, flag)
         elif int(total_text) % int(node_count):
             self.mistakes.append(
-                f"--num-processes={total_text} cannot be shared out over {node_count} machines: it "
+                f"{flag}={total_text} cannot be shared out over {node_count} machines: it "
                 "counts the workers of all of them, as after accelerate launch. Give a multiple, "
                 "or --nproc-per-node for each machine."
             )
         else:
-            self._put("num_processes", int(total_text) // int(node_count), "--num-processes")
+            self._put("num_processes", int(total_text) // int(node_count), flag)
 
     def _read_hosts(self) -> None:
         """With a hostfile one command starts the workers of all its hosts, and counts them all."""
@@ -248,27 +263,6 @@ class _OptionReader:
                 "their order, until all workers have a place."
             )
 
-    def _read_devices(self, given: Mapping[str, Any]) -> None:
-        has_hosts = bool(self.settings.get("hostfile") or self.file_config.hostfile)
-        choice = choose_devices(given, has_hosts=has_hosts)
-        self.mistakes += choice.mistakes
-        if choice.visible is not None:
-            self._choose_visible(choice.visible, choice.flag)
-        if choice.count and "num_processes" not in self.settings:
-            self._put("num_processes", choice.count, choice.flag)
-        for name, text in choice.host_filters.items():
-            self._put(name, text, choice.flag)
-
-    def _choose_visible(self, visible_devices: str, flag: str) -> None:
-        """A setting, not a variable of this command, so that the plan knows what is left out."""
-        variables = self.settings.get("variables", self.file_config.variables) or {}
-        if isinstance(variables, dict):  # the setting itself says what else is wrong
-            self.settings["variables"] = {
-                **variables,
-                "CUDA_VISIBLE_DEVICES": visible_devices,
-            }
-            self.flags["variables"] = flag
-
     def _read_environment(self, given: Mapping[str, Any]) -> None:
         for assignment in given.get("env") or ():
             name, sign, value = assignment.partition("=")
@@ -283,14 +277,14 @@ class _OptionReader:
             self._put_variable("ACCELERATE_DEBUG_MODE", "true", "--debug")
 
     def _read_strategy(self, given: Mapping[str, Any]) -> None:
+        asks_for_stage = bool({"zero_stage", "deepspeed"} & self.settings.keys())
+        asks_for_stage = asks_for_stage or self.file.config.uses_deepspeed
         if given.get("use_deepspeed"):
             self._put("strategy", "deepspeed", "--use-deepspeed")
-            asks_for_stage = {"zero_stage", "deepspeed"} & self.settings.keys()
-            if not asks_for_stage and not self.file_config.uses_deepspeed:
+            if not asks_for_stage:
                 self._put("zero_stage", _DEFAULT_ZERO_STAGE, "--use-deepspeed")
-        strategies = {self.settings.get("strategy", self.file_config.strategy)}
-        if {"zero_stage", "deepspeed"} & self.settings.keys() or self.file_config.uses_deepspeed:
-            strategies.add("deepspeed")
+        strategies = {self.settings.get("strategy", self.file.config.strategy)}
+        strategies |= {"deepspeed"} if asks_for_stage else set()
         idle_flags: dict[str, list[str]] = {}
         for name, value in given.items():
             option = _PEERS_BY_NAME.get(name)
@@ -301,30 +295,120 @@ class _OptionReader:
             for strategy_name, flags in idle_flags.items()
         ]
 
+    # ---- which devices, and of which hosts
+
+    def _read_devices(self, given: Mapping[str, Any]) -> None:
+        """Read ``--gpu-ids``, ``--include`` and ``--exclude``.
+
+        With a hostfile a filter is a setting, which chooses among its hosts; without, what names
+        this machine alone becomes ``CUDA_VISIBLE_DEVICES``.
+        """
+        filters = [
+            (kind, str(given[name]), f"--{name.replace('_', '-')}")
+            for kind, names in _FILTER_NAMES.items()
+            for name in names
+            if given.get(name)
+        ]
+        gpu_ids = str(given.get("gpu_ids") or "all").replace(" ", "")
+        given_flags = [flag for _, _, flag in filters] + ["--gpu-ids"] * (gpu_ids != "all")
+        if len(given_flags) > 1:
+            self.mistakes.append(
+                f"{' and '.join(given_flags)} choose devices twice: one would silently override "
+                "the other. Leave one of them out."
+            )
+        elif gpu_ids != "all":
+            self._choose_visible(gpu_ids.split(","), "--gpu-ids")
+        elif filters:
+            self._read_filter(*filters[0])
+
+    def _read_filter(self, kind: str, filter_text: str, flag: str) -> None:
+        has_hosts = bool(self.settings.get("hostfile") or self.file.config.hostfile)
+        try:
+            slots = slots_by_host(filter_text)
+            if has_hosts or not slots.keys() <= _THIS_MACHINE:
+                self._put(kind, filter_text, flag)
+                return
+            numbers = [str(number) for host_slots in slots.values() for number in host_slots]
+            if kind == "exclude":
+                numbers = _numbers_left(numbers)
+        except ConfigError as error:
+            self.mistakes += [f"{flag}: {mistake}" for mistake in error.mistakes]
+            return
+        if numbers:
+            self._choose_visible(numbers, flag)
+
+    def _choose_visible(self, numbers: list[str], flag: str) -> None:
+        """A setting, not a variable of this command, so that the plan knows what is left out."""
+        if not all(number.isdecimal() for number in numbers):
+            self.mistakes.append(
+                f"{flag} must name devices by number: got {','.join(numbers)!r}. Only these are "
+                "used. Give for example 0,1."
+            )
+            return
+        variables = self.settings.get("variables", self.file.config.variables) or {}
+        if isinstance(variables, dict):  # the setting itself says what else is wrong
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(numbers)}
+            self.settings["variables"] = {**variables, **visible}
+            self.flags["variables"] = flag
+        if "num_processes" not in self.settings:
+            self._put("num_processes", len(numbers), flag)
+
+    # ---- what is shown
+
     def _read_output(self, given: Mapping[str, Any]) -> None:
-        output = shown_output_of(
-            given, has_log_dir=bool({"log_dir"} & self.settings.keys() or self.file_config.log_dir)
+        """Read ``--tee``, ``--redirects`` and ``--local-ranks-filter`` of torchrun.
+
+        A stream that is redirected goes to its file alone, unless tee shows it beside.
+        """
+        redirects = self._streams(given, "redirects")
+        tees = self._streams(given, "tee")
+        has_log_dir = bool("log_dir" in self.settings or self.file.config.log_dir)
+        if not has_log_dir and any(redirects.values()):
+            self.mistakes.append(
+                f"--redirects={given['redirects']!r} needs a folder: what is redirected would be "
+                "lost. Give --log-dir DIR, too."
+            )
+        if not has_log_dir and any(tees.values()):
+            self.notes.append("--tee has no effect without --log-dir: everything is shown anyway.")
+        text = _shown_text(redirects, tees, self._shown_ranks(given.get("local_ranks_filter")))
+        if text is not None:
+            is_redirected = any(redirects.values())
+            flag = "--redirects" if is_redirected else "--local-ranks-filter"
+            self._put("shown_output", text, flag)
+
+    def _streams(self, given: Mapping[str, Any], option_name: str) -> dict[int | None, int]:
+        """``0:3,1:2`` by local rank; a number alone stands for all ranks, under None."""
+        text = str(given.get(option_name) or "0").replace(" ", "")
+        if not _STREAMS_TEXT.fullmatch(text):
+            self.mistakes.append(
+                f"--{option_name} must be 0, 1 (stdout), 2 (stderr), 3 (both) or pairs such as "
+                f"0:3,1:2: got {text!r}. It says which streams it is about. Give 3 for both."
+            )
+            return {None: 0}
+        parts = [part.rpartition(":") for part in text.split(",")]
+        return {int(rank) if rank else None: int(number) for rank, _, number in parts}
+
+    def _shown_ranks(self, filter_text: Any) -> list[int]:
+        words = [word.strip() for word in str(filter_text or "").split(",") if word.strip()]
+        if all(word.isdecimal() for word in words):
+            return [int(word) for word in words]
+        self.mistakes.append(
+            f"--local-ranks-filter must be local ranks: got {filter_text!r}. Only these are shown. "
+            "Give for example 0,1."
         )
-        self.mistakes += output.mistakes
-        self.notes += output.notes
-        if output.text is not None:
-            self._put("shown_output", output.text, output.flag)
+        return []
 
     # ---- the result
 
     def request(self) -> LaunchRequest:
         """What was asked for, if nothing is wrong."""
         if self.fp8_settings:
-            fp8_base = self.settings.get("fp8") or self.file_config.fp8
+            fp8_base = self.settings.get("fp8") or self.file.config.fp8
             fp8_values = dict(fp8_base) if fp8_base and not isinstance(fp8_base, str) else {}
             self.settings["fp8"] = {**fp8_values, **self.fp8_settings}
-        config = self.file_config
+        config = self.file.config
         try:
-            config = (
-                self.file_config.changed(**self.settings)
-                if self.merge is None
-                else self.merge(self.settings)
-            )
+            config = self.file.merge(self.settings)
         except ConfigError as error:
             self.mistakes += error.mistakes
         if self.mistakes:
@@ -342,12 +426,25 @@ class _OptionReader:
         for name, model_field in RunConfig.model_fields.items():
             if name in self.flags:
                 sources[name] = self.flags[name]
-            elif getattr(self.file_config, name) != model_field.default:
-                sources[name] = self.file_name
+            elif getattr(self.file.config, name) != model_field.default:
+                sources[name] = self.file.name
             elif getattr(launch_config, name) != model_field.default:
                 # A DeepSpeed configuration decides stage, precision and accumulation.
                 sources[name] = self.flags.get("deepspeed", "DeepSpeed configuration")
         return sources
+
+
+def _setting_value(setting_name: str, option_value: Any) -> Any:
+    option = _SETTINGS_BY_NAME[setting_name]
+    if not isinstance(option_value, str):
+        return option_value
+    if option.none and option_value.strip().lower() == "none":
+        return None
+    if setting_name == "rdzv_conf" and not option_value.lstrip().startswith("{"):
+        return _read_pairs(option_value)
+    if setting_name == "start_method":
+        return _TORCHRUN_START_METHODS.get(option_value, option_value)
+    return _json_or_text(option_value) if option.is_json else option_value
 
 
 def _json_or_text(text: str) -> Any:
@@ -363,3 +460,32 @@ def _read_pairs(text: str) -> Any:
     if not all(sign for _, sign, _ in pairs):
         return text
     return {name.strip(): _json_or_text(value.strip()) for name, _, value in pairs}
+
+
+def _numbers_left(excluded_numbers: list[str]) -> list[str]:
+    """The devices of this machine without some of them; without numbers the machine is left out."""
+    num_gpus = len(inspect_machine().gpus)
+    # Without GPUs there is nothing to leave out but the machine.
+    if excluded_numbers and not num_gpus:
+        return []
+    own_filter = f"localhost:{','.join(excluded_numbers)}" if excluded_numbers else "localhost"
+    [kept_numbers] = kept_slots({"localhost": max(1, num_gpus)}, exclude=own_filter).values()
+    return [str(number) for number in kept_numbers]
+
+
+def _shown_text(
+    redirects: Mapping[int | None, int], tees: Mapping[int | None, int], shown_ranks: list[int]
+) -> str | None:
+    """``RunConfig.shown_output``; None where all is shown."""
+
+    def streams(rank: int | None) -> int:
+        hidden = redirects.get(rank, redirects.get(None, 0)) & ~tees.get(rank, tees.get(None, 0))
+        return _EVERY_STREAM & ~hidden
+
+    default_streams = 0 if shown_ranks else streams(None)
+    named_ranks = {rank for rank in (*redirects, *tees) if rank is not None}
+    ranks = sorted(shown_ranks or named_ranks)
+    if default_streams == _EVERY_STREAM and not ranks:
+        return None
+    pairs = [f"{rank}:{streams(rank)}" for rank in ranks if streams(rank) != default_streams]
+    return ",".join([str(default_streams), *pairs])

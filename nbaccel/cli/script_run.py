@@ -19,8 +19,7 @@ from nbaccel.calls.launched_functions import (
     run_script,
     run_script_here,
 )
-from nbaccel.cli.command_plan import plan_of_command
-from nbaccel.cli.launch_request import LaunchRequest
+from nbaccel.cli.launch_request import LaunchRequest, plan_of_command
 from nbaccel.config.call_arguments import Script
 from nbaccel.launchers import launch_configured
 from nbaccel.plan import registry

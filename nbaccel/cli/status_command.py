@@ -52,7 +52,7 @@ def _show(
 
 def _print_table(notes: list[RunNote]) -> None:
     from nbaccel.base.units import format_number, format_seconds
-    from nbaccel.cli.tables import plain_table, terminal_console
+    from nbaccel.cli.terminal import plain_table, terminal_console
 
     table = plain_table("", "id", "what", "for", "workers", "progress", "loss", "left")
     for note in notes:

@@ -45,10 +45,9 @@ def _test(
     **further_options: Any,
 ) -> None:
     from nbaccel.base import env
-    from nbaccel.cli.given_file import read_settings_file
-    from nbaccel.cli.launch_request import read_launch_request
+    from nbaccel.cli.launch_request import read_launch_request, read_settings_file
 
-    request = read_launch_request(further_options, *read_settings_file(config_file))
+    request = read_launch_request(further_options, read_settings_file(config_file))
     for note in request.notes:
         print(f"nbaccel: {note}", file=sys.stderr)
     with env.applied(dict(request.variables)):
@@ -58,7 +57,7 @@ def _test(
 def _run_test(config: RunConfig) -> int:
     # Here, so that `nbaccel test --help` needs no torch.
     from nbaccel.base.errors import WorkerFailed
-    from nbaccel.cli.command_plan import plan_of_command
+    from nbaccel.cli.launch_request import plan_of_command
     from nbaccel.cli.set_up_checks import SetUpCheckFailed
     from nbaccel.plan import registry
     from nbaccel.workers.template import template_for
@@ -111,7 +110,7 @@ def _tell_failure(error: NbaccelError) -> int:
 
 def _show_checks(found_by_check: dict[str, tuple[str, float]], failed_check: str = "") -> None:
     from nbaccel.cli.set_up_checks import CHECK_NAMES
-    from nbaccel.cli.tables import plain_table, terminal_console
+    from nbaccel.cli.terminal import plain_table, terminal_console
 
     table = plain_table("", "check", "result", "found", "seconds")
     num_passed = CHECK_NAMES.index(failed_check) if failed_check else 0

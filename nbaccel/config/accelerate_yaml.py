@@ -6,22 +6,39 @@ would train something else when left out is a mistake; all mistakes are reported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.accelerate_file import FileReading, MappedKey, setting_of
-from nbaccel.config.accelerate_sections import read_deepspeed, read_dynamo, read_fp8, read_fsdp
-from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS
-from nbaccel.config.mistakes import closest, shown
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS
+from nbaccel.config.fp8 import Fp8Config
+from nbaccel.config.given_values import closest, put_at, shown
+from nbaccel.config.handlers import FSDP_VARIABLES, sharding_word
 from nbaccel.config.run_config import RunConfig, merged_settings
 from nbaccel.config.text_forms import read_yaml, unreadable
 
-_OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel has no such part"
-_OF_SAGEMAKER = "it belongs to Amazon SageMaker"
-_OF_MPI = "mpirun starts the processes there; nbaccel starts them itself on each node"
+_NOT_ASKED = "distributed_type does not use it"
+_DEFAULT = "the default"
+_TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MappedKey:
+    """One key of a file.
+
+    Attributes:
+        key: With dots, where it is in a section.
+        value: What the file says.
+        outcome: The setting that it became, or why it has no effect.
+        is_used: Whether it became one.
+    """
+
+    key: str
+    value: Any
+    outcome: str
+    is_used: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +52,99 @@ class AccelerateFile:
 
     config: RunConfig
     mapped_keys: tuple[MappedKey, ...]
+
+
+class _Reading:
+    """Collects settings, variables and mistakes while the keys of a file are read."""
+
+    def __init__(self, given: Mapping[str, Any], folder: Path) -> None:
+        self.given = given
+        self.folder = folder
+        self.settings: dict[str, Any] = {}
+        self.variables: dict[str, str] = {}
+        self.mapped_keys: list[MappedKey] = []
+        self.mistakes: list[str] = []
+        self.origins: dict[str, str] = {}
+        """The file's key of a setting that has another name there."""
+
+    def use(self, key: str, value: Any, outcome: str) -> None:
+        """Note what a key became."""
+        self.mapped_keys.append(MappedKey(key=key, value=value, outcome=outcome, is_used=True))
+
+    def note_unused(self, key: str, value: Any, reason: str) -> None:
+        """Note why a key has no effect."""
+        self.mapped_keys.append(MappedKey(key=key, value=value, outcome=reason, is_used=False))
+
+    def set(self, name: str, value: Any, key: str, given: Any = None) -> None:
+        """Take a setting of `RunConfig` from a key."""
+        self.settings[name] = value
+        self.use(key, value if given is None else given, f"{name}={value}")
+
+    def set_variable(self, name: str, text: str, key: str, value: Any) -> None:
+        """Give workers a variable."""
+        self.variables[name] = text
+        self.use(key, value, f"variables: {name}")
+
+    def refuse_unknown(self, key: str, value: Any, known_keys: Iterable[str]) -> None:
+        """Note a key that Accelerate does not have."""
+        self.mistakes.append(
+            f"{key}={shown(value)} is no key of Accelerate's files. It would be silently "
+            f"ignored.{closest(key.rpartition('.')[2], known_keys) or ' Remove it.'}"
+        )
+
+    def truth(self, key: str, value: Any) -> bool:
+        """A truth value, also one that was written as text."""
+        if isinstance(value, str) and value.strip().lower() in _TRUTH_WORDS:
+            return _TRUTH_WORDS[value.strip().lower()]
+        if not isinstance(value, bool):
+            self.mistakes.append(f"{key}={shown(value)} must be true or false.")
+        return value is True
+
+    def mapping(self, key: str, value: Any) -> dict[str, Any]:
+        """A section; empty, and a mistake, where it is none."""
+        if isinstance(value, Mapping):
+            return {str(entry_key): entry_value for entry_key, entry_value in value.items()}
+        self.mistakes.append(
+            f"{key}={shown(value)} must be a section. Write names and values below it."
+        )
+        return {}
+
+    def section(self, key: str, distributed_type: str) -> dict[str, Any]:
+        """A section that counts for one kind of training only; empty for others."""
+        is_wanted = str(self.given.get("distributed_type")).strip().upper() == distributed_type
+        value = self.given.get(key)
+        return dict(value) if is_wanted and isinstance(value, Mapping) else {}
+
+    def note_section(self, key: str, value: Any, reason: str = _NOT_ASKED) -> None:
+        """Note why no key of a section has an effect."""
+        for entry_key, entry_value in self.mapping(key, value).items():
+            self.note_unused(f"{key}.{entry_key}", entry_value, reason)
+
+    def complete_settings(self) -> dict[str, Any]:
+        """The settings for `RunConfig`, variables included."""
+        variables = {"variables": self.variables} if self.variables else {}
+        settings = {**self.settings, **variables}
+        if "hostfile" in settings:
+            # One command starts the workers on all hosts, and counts them together.
+            num_nodes = settings.pop("num_nodes", 1)
+            settings.pop("node_rank", None)
+            if isinstance(settings.get("num_processes"), int):
+                settings["num_processes"] *= num_nodes
+        return settings
+
+    def origin_of(self, mistake: str) -> str:
+        """Where in the file a setting comes from that has another name there."""
+        name = setting_of(mistake)
+        key = self.origins.get(name, name)
+        return f" In this file it is {key}." if key != name else ""
+
+
+_ReadKey: TypeAlias = Callable[[_Reading, str, Any], None]
+
+
+def setting_of(mistake: str) -> str:
+    """The setting that a message begins with."""
+    return mistake.partition(" ")[0].partition("=")[0].rstrip(":")
 
 
 def is_accelerate_file(settings: Mapping[str, Any]) -> bool:
@@ -87,21 +197,17 @@ def unjudged_settings(file_settings: Mapping[str, Any], file_path: Path) -> dict
 
 def _read_keys(
     file_settings: Mapping[str, Any], file_path: Path | None, changes: Mapping[str, Any]
-) -> FileReading:
+) -> _Reading:
     file_settings = dict(file_settings)
     # Accelerate counts the processes of all machines, so these two are read together.
     if str(num_nodes := changes.get("num_nodes", "")).isdecimal():
         file_settings["num_machines"] = int(num_nodes)
     if "num_processes" in changes:
         file_settings.pop("num_processes", None)
-    reading = FileReading(file_settings, folder=file_path.parent if file_path else Path())
+    reading = _Reading(file_settings, folder=file_path.parent if file_path else Path())
     for key, value in file_settings.items():
         if key not in _KEY_READERS:
-            reading.refuse(
-                key,
-                f"{key}={shown(value)} is no key of Accelerate's files. It would be silently "
-                f"ignored.{closest(str(key), _KEY_READERS) or ' Remove it.'}",
-            )
+            reading.refuse_unknown(str(key), value, _KEY_READERS)
         elif value is None or value in ({}, [], ""):
             reading.note_unused(key, value, "empty")
         else:
@@ -109,7 +215,7 @@ def _read_keys(
     return reading
 
 
-def _judged(reading: FileReading, source_name: str, changes: Mapping[str, Any]) -> AccelerateFile:
+def _judged(reading: _Reading, source_name: str, changes: Mapping[str, Any]) -> AccelerateFile:
     mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
     config = RunConfig()
     try:
@@ -127,18 +233,17 @@ def _judged(reading: FileReading, source_name: str, changes: Mapping[str, Any]) 
 
 
 # ------------------------------------------------------------------------- where it runs
-def _read_environment(reading: FileReading, key: str, value: Any) -> None:
+def _read_environment(reading: _Reading, key: str, value: Any) -> None:
     if str(value) == "LOCAL_MACHINE":
-        reading.note_unused(key, value, "the default")
+        reading.note_unused(key, value, _DEFAULT)
         return
-    reading.refuse(
-        key,
+    reading.mistakes.append(
         f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not: it would "
-        "train on this machine instead. Use accelerate launch for it.",
+        "train on this machine instead. Use accelerate launch for it."
     )
 
 
-def _read_type(reading: FileReading, key: str, value: Any) -> None:
+def _read_type(reading: _Reading, key: str, value: Any) -> None:
     # YAML 1.1 reads a bare NO as False.
     type_name = "NO" if value is False else str(value).strip().upper()
     device_name = _device_of_type(type_name)
@@ -146,16 +251,14 @@ def _read_type(reading: FileReading, key: str, value: Any) -> None:
         reading.settings.setdefault("num_processes", 1)
         reading.use(key, value, "num_processes=1")
     elif type_name in ("FSDP", "DEEPSPEED"):
-        reading.use(key, value, f"strategy={type_name.lower()}")
-        reading.settings["strategy"] = type_name.lower()
+        reading.set("strategy", type_name.lower(), key, value)
     elif device_name:
         reading.settings.setdefault("device", device_name)
         reading.use(key, value, f"device={device_name}")
     else:
         remedy = "Use FSDP or DEEPSPEED" if type_name == "MEGATRON_LM" else "Choose another one"
-        reading.refuse(
-            key,
-            f"{key}={shown(value)} is not supported: nbaccel would train in another way. {remedy}.",
+        reading.mistakes.append(
+            f"{key}={shown(value)} is not supported: nbaccel would train in another way. {remedy}."
         )
 
 
@@ -166,142 +269,371 @@ def _device_of_type(type_name: str) -> str:
     return device_name if is_known and device_name in [row.name for row in DEVICES] else ""
 
 
-def _read_use_cpu(reading: FileReading, key: str, value: Any) -> None:
+def _read_use_cpu(reading: _Reading, key: str, value: Any) -> None:
     if reading.truth(key, value):
-        reading.settings["device"] = "cpu"
-        reading.use(key, value, "device=cpu")
+        reading.set("device", "cpu", key, value)
     else:
-        reading.note_unused(key, value, "the default")
+        reading.note_unused(key, value, _DEFAULT)
 
 
-def _read_gpu_ids(reading: FileReading, key: str, value: Any) -> None:
+def _read_gpu_ids(reading: _Reading, key: str, value: Any) -> None:
     if str(value).strip().lower() == "all":
-        reading.note_unused(key, value, "the default")
-        return
-    reading.variables["CUDA_VISIBLE_DEVICES"] = str(value).replace(" ", "")
-    reading.use(key, value, "variables: CUDA_VISIBLE_DEVICES")
+        reading.note_unused(key, value, _DEFAULT)
+    else:
+        reading.set_variable("CUDA_VISIBLE_DEVICES", str(value).replace(" ", ""), key, value)
 
 
-# --------------------------------------------------------------------- machines, processes
-def _read_num_processes(reading: FileReading, key: str, value: Any) -> None:
+def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
     num_nodes = reading.given.get("num_machines") or 1
     is_counted = isinstance(value, int) and isinstance(num_nodes, int) and num_nodes > 0
     if value == -1:
         reading.note_unused(key, value, "the plan chooses")
     elif not is_counted or value % num_nodes:
-        reading.refuse(
-            key,
+        reading.mistakes.append(
             f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: "
             "Accelerate counts the processes of all machines, and each must have as many. Give a "
-            "multiple.",
+            "multiple."
         )
     else:
         reading.settings["num_processes"] = value // num_nodes
         per_node = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
         reading.use(key, value, f"num_processes={value // num_nodes}{per_node}")
-        reading.origins["num_processes"] = key
 
 
-def _read_same_network(reading: FileReading, key: str, value: Any) -> None:
-    reading.note_unused(key, value, "nodes meet at master_addr, wherever they are")
+def _read_affinity(reading: _Reading, key: str, value: Any) -> None:
+    is_asked = reading.truth(key, value)
+    reason = "the system places threads; set_numa_affinity() in your script binds them"
+    reading.note_unused(key, value, reason if is_asked else _DEFAULT)
 
 
-def _read_affinity(reading: FileReading, key: str, value: Any) -> None:
-    reason = "the default"
-    if reading.truth(key, value):
-        reason = "the system places threads; set_numa_affinity() in your script binds them"
-    reading.note_unused(key, value, reason)
-
-
-# ---------------------------------------------------------------------------- precision
-def _read_precision(reading: FileReading, key: str, value: Any) -> None:
+# ------------------------------------------------------------------- precision and others
+def _read_precision(reading: _Reading, key: str, value: Any) -> None:
     precision = "no" if value is False else str(value).strip().lower()
     has_document = "deepspeed_config_file" in reading.section("deepspeed_config", "DEEPSPEED")
     if has_document and precision == "no":
         reading.note_unused(key, value, "DeepSpeed's file decides")
-        return
-    reading.settings["mixed_precision"] = precision
-    reading.use(key, value, f"mixed_precision={precision}")
+    else:
+        reading.set("mixed_precision", precision, key, value)
 
 
-def _read_fp16(reading: FileReading, key: str, value: Any) -> None:
+def _read_fp16(reading: _Reading, key: str, value: Any) -> None:
     """Accelerate's key before version 0.6."""
     if reading.given.get("mixed_precision") is not None or not reading.truth(key, value):
         reading.note_unused(key, value, "mixed_precision decides")
-        return
-    reading.settings["mixed_precision"] = "fp16"
-    reading.use(key, value, "mixed_precision=fp16")
+    else:
+        reading.set("mixed_precision", "fp16", key, value)
 
 
-def _read_downcast(reading: FileReading, key: str, value: Any) -> None:
+def _read_downcast(reading: _Reading, key: str, value: Any) -> None:
     is_asked = value is True or str(value).lower() in ("yes", "true")
-    reading.note_unused(
-        key,
-        value,
-        "torch_xla has dropped it: mixed_precision decides" if is_asked else "the default",
-    )
+    reason = "torch_xla has dropped it: mixed_precision decides"
+    reading.note_unused(key, value, reason if is_asked else _DEFAULT)
 
 
-# ------------------------------------------------------------------------------- others
-def _read_parallelism(reading: FileReading, key: str, value: Any) -> None:
+def _read_parallelism(reading: _Reading, key: str, value: Any) -> None:
     for entry_key, entry_value in reading.mapping(key, value).items():
         dotted_key = f"{key}.{entry_key}"
         is_several = isinstance(entry_value, int) and entry_value > 1
         if is_several and not entry_key.endswith("dp_shard_size"):
-            reading.refuse(
-                dotted_key,
+            reading.mistakes.append(
                 f"{dotted_key}={entry_value} mixes parallelisms, which this version does not do: "
-                "it would train in another way. Set it to 1; FSDP shards over all processes.",
+                "it would train in another way. Set it to 1; FSDP shards over all processes."
             )
         else:
             reading.note_unused(dotted_key, entry_value, "FSDP shards over all processes")
 
 
-def _read_megatron(reading: FileReading, key: str, value: Any) -> None:
-    # `distributed_type: MEGATRON_LM` itself is refused.
-    reading.note_unused(key, value, "distributed_type does not use it")
-
-
-def _read_debug(reading: FileReading, key: str, value: Any) -> None:
+def _read_debug(reading: _Reading, key: str, value: Any) -> None:
     if reading.truth(key, value):
-        reading.variables["ACCELERATE_DEBUG_MODE"] = "true"
-        reading.use(key, value, "variables: ACCELERATE_DEBUG_MODE")
+        reading.set_variable("ACCELERATE_DEBUG_MODE", "true", key, value)
     else:
-        reading.note_unused(
-            key, value, "the default; NBACCEL_COLLECTIVE_CHECK says which calls are compared"
-        )
+        reason = f"{_DEFAULT}; NBACCEL_COLLECTIVE_CHECK says which calls are compared"
+        reading.note_unused(key, value, reason)
 
 
-def _read_tpu_env(reading: FileReading, key: str, value: Any) -> None:
-    entries = value if isinstance(value, list) else [value]
-    for entry in entries:
+def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
+    for entry in value if isinstance(value, list) else [value]:
         name, separator, text = str(entry).partition("=")
         if separator:
             reading.variables[name.strip()] = text.strip()
     reading.use(key, value, "variables")
 
 
-def _as_setting(name: str) -> Callable[[FileReading, str, Any], None]:
+# ---------------------------------------------------------------------------- DeepSpeed
+_DOCUMENT_KEY = "deepspeed_config_file"
+_NO_DOCUMENT = (None, "", "none")
+_DEFAULT_STAGE = 2
+_STARTED_ON_EACH = ("standard", "nossh")
+"""Launchers of DeepSpeed that do not reach other machines."""
+_ZERO = "zero_optimization"
+_DOCUMENT_KEYS = {
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
+    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
+    "offload_param_device": f"{_ZERO}.offload_param.device",
+    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+}
+"""Accelerate's fields, and DeepSpeed's keys."""
+_ENGINE_SETTINGS = ("zero_stage", "gradient_accumulation_steps")
+_DEEPSPEED_VARIABLES = {
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
+_LAUNCHER_KEYS = {
+    "deepspeed_multinode_launcher": "nbaccel launch is started on each machine",
+    "deepspeed_hostfile": "give nbaccel launch --hostfile",
+    "deepspeed_inclusion_filter": "give nbaccel launch --include",
+    "deepspeed_exclusion_filter": "give nbaccel launch --exclude",
+}
+_HOST_SETTINGS = {
+    "deepspeed_hostfile": "hostfile",
+    "deepspeed_inclusion_filter": "include",
+    "deepspeed_exclusion_filter": "exclude",
+}
+_DEEPSPEED_KEYS = (
+    *(_DOCUMENT_KEY, *_ENGINE_SETTINGS, *_DOCUMENT_KEYS),
+    *(*_DEEPSPEED_VARIABLES, *_LAUNCHER_KEYS),
+)
+
+
+def _read_deepspeed(reading: _Reading, key: str, value: Any) -> None:
+    """Read ``deepspeed_config``: a file of DeepSpeed, or Accelerate's fields."""
+    if not reading.section(key, "DEEPSPEED"):
+        reading.note_section(key, value)
+        return
+    section = reading.mapping(key, value)
+    _read_hosts(reading, key, section)
+    document = section.pop(_DOCUMENT_KEY, None)
+    has_document = document not in _NO_DOCUMENT
+    if has_document:
+        reading.settings["deepspeed"] = _document_path(reading, str(document))
+        reading.use(f"{key}.{_DOCUMENT_KEY}", document, "deepspeed: the file's content")
+    else:
+        section.setdefault("zero_stage", _DEFAULT_STAGE)
+    for entry_key, entry_value in section.items():
+        _read_engine_key(reading, f"{key}.{entry_key}", entry_value, has_document=has_document)
+
+
+def _read_hosts(reading: _Reading, key: str, section: dict[str, Any]) -> None:
+    """A file of hosts, with a launcher that is started on one machine for all of them."""
+    launcher = str(section.get("deepspeed_multinode_launcher", "pdsh"))
+    if section.get("deepspeed_hostfile") in _NO_DOCUMENT or launcher in _STARTED_ON_EACH:
+        return
+    for file_key, name in _HOST_SETTINGS.items():
+        if section.get(file_key) not in _NO_DOCUMENT:
+            reading.set(name, section.pop(file_key), f"{key}.{file_key}")
+
+
+def _document_path(reading: _Reading, document: str) -> str:
+    """A path in the file, which counts from the working folder, or else from the file's."""
+    beside = reading.folder / document
+    try:
+        is_beside = beside.is_file() and not reading.folder.samefile(".")
+    except OSError:  # a name that is too long; the setting itself says that there is no such file
+        is_beside = False
+    return str(beside) if is_beside else document
+
+
+def _read_engine_key(reading: _Reading, key: str, value: Any, *, has_document: bool) -> None:
+    name = key.rpartition(".")[2]
+    if name not in _DEEPSPEED_KEYS:
+        reading.refuse_unknown(key, value, _DEEPSPEED_KEYS)
+    elif value is None or str(value).lower() == "none":
+        reading.note_unused(key, value, "empty")
+    elif has_document and (name in _ENGINE_SETTINGS or name in _DOCUMENT_KEYS):
+        reading.note_unused(key, value, "DeepSpeed's file decides")
+    elif name in _ENGINE_SETTINGS:
+        reading.set(name, value, key)
+    elif name in _DOCUMENT_KEYS:
+        put_at(reading.settings.setdefault("deepspeed", {}), _DOCUMENT_KEYS[name], value)
+        reading.use(key, value, f"deepspeed: {_DOCUMENT_KEYS[name]}")
+    elif name in _DEEPSPEED_VARIABLES:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        reading.set_variable(_DEEPSPEED_VARIABLES[name], text, key, value)
+    else:
+        reading.note_unused(key, value, _LAUNCHER_KEYS[name])
+
+
+# --------------------------------------------------------------------------------- FSDP
+_FSDP_SETTINGS = {
+    **{name: name for name in FSDP_VARIABLES},
+    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    "offload_params": "cpu_offload",
+}
+"""Accelerate's keys without ``fsdp_``, which older versions did not write, and the plugin's."""
+_FSDP_BY_ITSELF = (
+    *("backward_prefetch", "backward_prefetch_policy", "forward_prefetch"),
+    *("use_orig_params", "sync_module_states"),
+)
+_FSDP_KEYS = (*_FSDP_SETTINGS, *_FSDP_BY_ITSELF, "version", "activation_checkpointing_offload")
+
+
+def _read_fsdp(reading: _Reading, key: str, value: Any) -> None:
+    """Read ``fsdp_config``, of FSDP's versions 1 and 2."""
+    if not reading.section(key, "FSDP"):
+        reading.note_section(key, value)
+        return
+    section = {
+        entry_key.removeprefix("fsdp_"): entry_value
+        for entry_key, entry_value in reading.mapping(key, value).items()
+    }
+    settings: dict[str, Any] = {}
+    for name, entry_value in section.items():
+        _read_fsdp_key(reading, settings, f"{key}.fsdp_{name}", entry_value)
+    if settings.get("sharding_strategy") == "NO_SHARD":
+        reading.settings["strategy"] = "auto"
+        return
+    if str(section.get("version", 1)) == "1":
+        # Version 1 writes whole weights where nothing is said, and version 2 shards.
+        settings.setdefault("state_dict_type", "FULL_STATE_DICT")
+    if settings:
+        reading.settings["fsdp"] = settings
+
+
+def _read_fsdp_key(reading: _Reading, settings: dict[str, Any], key: str, value: Any) -> None:
+    name = key.rpartition(".fsdp_")[2]
+    if name not in _FSDP_KEYS:
+        reading.refuse_unknown(key, value, [f"fsdp_{known_name}" for known_name in _FSDP_KEYS])
+    elif value is None or value == "":
+        reading.note_unused(key, value, "empty")
+    elif name == "version":
+        reading.use(key, value, "fully_shard, which is version 2, trains in any case")
+    elif name == "activation_checkpointing_offload":
+        if reading.truth(key, value):
+            reading.mistakes.append(
+                f"{key}=true is not supported: this version recomputes activations and does "
+                "not move them to host memory, so it would need more. Set it to false."
+            )
+        else:
+            reading.note_unused(key, value, _DEFAULT)
+    elif name in _FSDP_BY_ITSELF:
+        reading.note_unused(key, value, "fully_shard does it by itself")
+    elif name == "min_num_params" and value == 0:
+        reading.note_unused(key, value, _DEFAULT)
+    else:
+        setting_name, setting_value = _fsdp_setting(_FSDP_SETTINGS[name], value)
+        settings[setting_name] = setting_value
+        reading.use(key, value, f"fsdp: {setting_name}={setting_value}")
+
+
+def _fsdp_setting(name: str, value: Any) -> tuple[str, Any]:
+    is_word = name in ("sharding_strategy", "auto_wrap_policy")
+    if not is_word and isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return name, value.strip().lower() == "true"
+    # `accelerate config` writes FSDP1's words under the name that FSDP2 has for it.
+    if name == "reshard_after_forward" and not isinstance(value, bool):
+        name = "sharding_strategy"
+    if name == "sharding_strategy":
+        return name, sharding_word(value)
+    return name, str(value).lower() if name == "auto_wrap_policy" else value
+
+
+# ------------------------------------------------------------------------ torch.compile
+_DYNAMO_SETTINGS = {
+    "backend": "backend",
+    "mode": "mode",
+    "use_fullgraph": "fullgraph",
+    "use_dynamic": "dynamic",
+    "use_regional_compilation": "use_regional_compilation",
+}
+
+
+def _read_dynamo(reading: _Reading, key: str, value: Any) -> None:
+    """Read ``dynamo_config``, or ``dynamo_backend`` of older versions."""
+    # YAML 1.1 reads a bare NO as False.
+    word = "NO" if value is False else value
+    section = {"backend": word} if key == "dynamo_backend" else reading.mapping(key, word)
+    settings: dict[str, Any] = {}
+    for entry_key, entry_value in section.items():
+        dotted_key = key if key == "dynamo_backend" else f"{key}.{entry_key}"
+        name = _DYNAMO_SETTINGS.get(entry_key.removeprefix("dynamo_"))
+        if name is None:
+            known_keys = [f"dynamo_{known_name}" for known_name in _DYNAMO_SETTINGS]
+            reading.refuse_unknown(dotted_key, entry_value, known_keys)
+            continue
+        settings[name] = str(entry_value).lower() if name == "backend" else entry_value
+        reading.use(dotted_key, entry_value, f"dynamo: {name}={settings[name]}")
+    # Without a backend nothing is compiled, whatever the others say.
+    if settings.get("backend", "no") not in ("no", "false"):
+        reading.settings["dynamo"] = settings
+
+
+# ---------------------------------------------------------------------------------- FP8
+_FP8_NAMES = {
+    # What `accelerate config` asks for has other names than what `accelerate launch` reads.
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+    "optimization_level": "opt_level",
+}
+
+
+def _read_fp8(reading: _Reading, key: str, value: Any) -> None:
+    precisions = [row.name for row in PRECISIONS if row.has_backends]
+    if str(reading.given.get("mixed_precision")).lower() not in precisions:
+        reading.note_section(key, value, "mixed_precision is not fp8")
+        return
+    settings: dict[str, Any] = {}
+    for entry_key, entry_value in reading.mapping(key, value).items():
+        dotted_key = f"{key}.{entry_key}"
+        setting_name, setting_value = _fp8_setting(reading, dotted_key, entry_value)
+        if setting_name not in Fp8Config.model_fields:
+            reading.refuse_unknown(dotted_key, entry_value, Fp8Config.model_fields)
+            continue
+        settings[setting_name] = setting_value
+        reading.use(dotted_key, entry_value, f"fp8: {setting_name}={setting_value}")
+    reading.settings["fp8"] = settings
+
+
+def _fp8_setting(reading: _Reading, dotted_key: str, value: Any) -> tuple[str, Any]:
+    entry_key = dotted_key.rpartition(".")[2]
+    # Accelerate takes `fp8_backend`, too.
+    entry_name = entry_key if entry_key == "fp8_format" else entry_key.removeprefix("fp8_")
+    setting_name = _FP8_NAMES.get(entry_name, entry_name)
+    if setting_name == "use_mxfp8_block_scaling":
+        return "recipe", "mxfp8" if reading.truth(dotted_key, value) else "auto"
+    if setting_name == "backend":
+        plain_word = _plain_word(str(value))
+        names = {_plain_word(word): row.name for row in FP8_BACKENDS for word in row.words}
+        names |= {_plain_word(row.name): row.name for row in FP8_BACKENDS}
+        return setting_name, names.get(plain_word, value)
+    if setting_name == "override_linear_precision":
+        return setting_name, _truth_values(value)
+    return setting_name, value
+
+
+def _plain_word(word: str) -> str:
+    """``MS-AMP`` and ``MSAMP`` are the same."""
+    return word.lower().replace("-", "").replace("_", "")
+
+
+def _truth_values(value: Any) -> Any:
+    """Three truth values; YAML makes text of Python's tuple, and some files have one for all."""
+    if isinstance(value, str):
+        words = [word.strip().lower() for word in value.strip("()[] ").split(",")]
+        value = [word == "true" if word in ("true", "false") else word for word in words]
+    return [value] * 3 if isinstance(value, bool) else value
+
+
+# ----------------------------------------------------------------------------- all keys
+def _as_setting(name: str) -> _ReadKey:
     """A reader of a key that is a setting of `RunConfig` under another name."""
 
-    def read(reading: FileReading, key: str, value: Any) -> None:
-        reading.settings[name] = value
+    def read(reading: _Reading, key: str, value: Any) -> None:
         reading.origins[name] = key
-        reading.use(key, value, f"{name}={value}")
+        reading.set(name, value, key)
 
     return read
 
 
-def _without_effect(reason: str) -> Callable[[FileReading, str, Any], None]:
+def _without_effect(reason: str) -> _ReadKey:
     """A reader of a key that nothing of nbaccel follows."""
-
-    def read(reading: FileReading, key: str, value: Any) -> None:
-        reading.note_unused(key, value, reason)
-
-    return read
+    return lambda reading, key, value: reading.note_unused(key, value, reason)
 
 
-_KEY_READERS: Mapping[str, Callable[[FileReading, str, Any], None]] = {
+_OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel has no such part"
+
+_KEY_READERS: Mapping[str, _ReadKey] = {
     "compute_environment": _read_environment,
     "distributed_type": _read_type,
     "use_cpu": _read_use_cpu,
@@ -312,37 +644,42 @@ _KEY_READERS: Mapping[str, Callable[[FileReading, str, Any], None]] = {
     "main_process_ip": _as_setting("master_addr"),
     "main_process_port": _as_setting("use_port"),
     "rdzv_backend": _as_setting("rdzv_backend"),
-    "same_network": _read_same_network,
+    "same_network": _without_effect("nodes meet at master_addr, wherever they are"),
     "num_cpu_threads_per_process": _as_setting("threads_per_process"),
     "mixed_precision": _read_precision,
     "fp16": _read_fp16,
     "downcast_bf16": _read_downcast,
-    "fp8_config": lambda reading, key, value: read_fp8(reading, key, value, FP8_BACKENDS),
-    "deepspeed_config": read_deepspeed,
-    "fsdp_config": read_fsdp,
-    "dynamo_config": read_dynamo,
-    "dynamo_backend": read_dynamo,
+    "fp8_config": _read_fp8,
+    "deepspeed_config": _read_deepspeed,
+    "fsdp_config": _read_fsdp,
+    "dynamo_config": _read_dynamo,
+    "dynamo_backend": _read_dynamo,
     "parallelism_config": _read_parallelism,
-    "megatron_lm_config": _read_megatron,
+    # `distributed_type: MEGATRON_LM` itself is refused.
+    "megatron_lm_config": _without_effect(_NOT_ASKED),
     "enable_cpu_affinity": _read_affinity,
     "debug": _read_debug,
     "main_training_function": _without_effect(
         "nbaccel launch runs the whole script, on TPUs as elsewhere"
     ),
-    "mpirun_config": _without_effect(_OF_MPI),
+    "mpirun_config": _without_effect(
+        "mpirun starts the processes there; nbaccel starts them itself on each node"
+    ),
     "ipex_config": _without_effect("PyTorch has Intel's extension built in"),
     "tpu_env": _read_tpu_env,
     **dict.fromkeys(
-        ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"),
+        (
+            *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"),
+            *("command_file", "commands"),
+        ),
         _without_effect(_OF_TPU_PODS),
     ),
-    **dict.fromkeys(("command_file", "commands"), _without_effect(_OF_TPU_PODS)),
     **dict.fromkeys(
         (
             *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region"),
             *("base_job_name", "pytorch_version", "transformers_version", "py_version"),
             *("sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
         ),
-        _without_effect(_OF_SAGEMAKER),
+        _without_effect("it belongs to Amazon SageMaker"),
     ),
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from nbaccel.base.errors import WrongArguments
-from nbaccel.config.mistakes import closest, shown
+from nbaccel.config.given_values import closest, shown
 from nbaccel.config.run_config import RunConfig
 
 P = ParamSpec("P")

@@ -3,15 +3,17 @@
 Every device, precision, strategy and start method has a row here. The plan judges by the rows, the
 catalogue loads the implementation a row names, `RunConfig` takes the words that they name, pickers
 disable options by them, and the matrix in the documentation and the contract tests are made from
-them. To add a backend is to add a row: here, or from another package by an entry point (see
-`entry_points`).
+them. To add a backend is to add a row: here, or from another package by an entry point
+(:func:`rows_from_outside`).
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
 
-from nbaccel.base.entry_points import NamedRow, rows_from_outside
 from nbaccel.base.errors import InternalError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.config.capability_rows import (
@@ -25,37 +27,9 @@ from nbaccel.config.capability_rows import (
     StrategyRow,
 )
 
-__all__ = [
-    "DEVICES",
-    "ENGINES",
-    "ENTRY_POINT_PROBLEMS",
-    "FP8_BACKENDS",
-    "FP8_RECIPE_CAPABILITIES",
-    "PRECISIONS",
-    "START_METHODS",
-    "STRATEGIES",
-    "TPU_SIGNS",
-    "DeviceRow",
-    "EngineRow",
-    "Fp8Choice",
-    "Fp8Row",
-    "PrecisionRow",
-    "StartMethodRow",
-    "StrategyRow",
-    "computes_in",
-    "device_row",
-    "driven_devices",
-    "engine_row",
-    "fp8_backend",
-    "group_backend",
-    "precision_row",
-    "start_method_row",
-    "strategy_fits",
-    "strategy_row",
-    "words_of_rows",
-]
-
-_CapabilityRow = TypeVar("_CapabilityRow", bound=NamedRow)
+_AnyRow = TypeVar(
+    "_AnyRow", DeviceRow, PrecisionRow, Fp8Row, StrategyRow, StartMethodRow, EngineRow
+)
 
 _ALL_START_METHODS = ("template", "fork", "inline")
 _NATIVE_PRECISIONS = ("no", "fp16", "bf16")
@@ -214,9 +188,9 @@ _FP8_BACKENDS: tuple[Fp8Row, ...] = (
         recipes=("current", "delayed"),
         auto_with="msamp",
         emulated_below=_FIRST_WITH_FP8,
-        restore="nbaccel.precision.fp8.conversion:restore_layers",
+        restore="nbaccel.precision.fp8_layers:restore_layers",
         library="nbaccel.precision.fp8.linear",
-        shards="nbaccel.precision.fp8.shard_reader",
+        shards="nbaccel.precision.fp8_layers:MASTER_READER",
     ),
     Fp8Row(
         name="te",
@@ -280,7 +254,7 @@ _FP8_BACKENDS: tuple[Fp8Row, ...] = (
         ),
         recipes=("current", "delayed"),
         emulated_below=_FIRST_WITH_FP8,
-        restore="nbaccel.precision.fp8.conversion:restore_layers",
+        restore="nbaccel.precision.fp8_layers:restore_layers",
         library="nbaccel.precision.fp8.linear",
     ),
 )
@@ -336,7 +310,7 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         name="spmd",
         meaning="one process drives all chips: batches and weights are cut up by XLA",
         needs="torch_xla; a single process",
-        path="nbaccel.strategies.spmd:SpmdStrategy",
+        path="nbaccel.strategies.single:SpmdStrategy",
         headline="SPMD",
         processes="one",
         drives_all=True,
@@ -351,7 +325,7 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         path="nbaccel.strategies.fsdp:FsdpStrategy",
         headline="fully sharded",
         needs_group=True,
-        settings="nbaccel.config.fsdp_settings:FullyShardedDataParallelPlugin",
+        settings="nbaccel.config.handlers:FullyShardedDataParallelPlugin",
         arguments=("fsdp_plugin",),
         variables=(("ACCELERATE_USE_FSDP", "true"),),
         devices=("cpu", "cuda", "tpu"),
@@ -442,6 +416,63 @@ _ENGINES: tuple[EngineRow, ...] = (
     ),
 )
 
+
+def rows_from_outside(
+    group: str, row_class: type[_AnyRow], built_in: tuple[_AnyRow, ...]
+) -> tuple[tuple[_AnyRow, ...], tuple[str, ...]]:
+    """The built-in rows with those of installed packages behind them; what cannot be used, and why.
+
+    A package says in its metadata where its row is defined::
+
+        [project.entry-points."nbaccel.devices"]
+        npu = "my_package.rows:NPU"
+
+    The named module is imported together with the tables, in notebooks and workers alike: the row
+    belongs in one that imports nothing but `nbaccel.capability_rows`. If it fails, nbaccel can be
+    imported all the same.
+    """
+    rows_by_name = {loaded_row.name: loaded_row for loaded_row in built_in}
+    problems = []
+    group_points: Iterable[EntryPoint] = _all_entry_points().select(group=group)
+    # Sorted: of two rows with one name the first is used, which must not depend on the machine.
+    for entry_point in sorted(
+        group_points, key=lambda entry_point: (entry_point.name, entry_point.value)
+    ):
+        try:
+            loaded_row = entry_point.load()
+        except Exception as error:  # a package's module may raise anything
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(".")
+            problems.append(f"{_described(entry_point)} cannot be loaded: {text}. {_ROW_REMEDY}")
+            continue
+        if not isinstance(loaded_row, row_class):
+            problems.append(
+                f"{_described(entry_point)} must be a {row_class.__name__}: got "
+                f"{loaded_row!r}. {_ROW_REMEDY}"
+            )
+        elif loaded_row.name in rows_by_name and rows_by_name[loaded_row.name] != loaded_row:
+            problems.append(
+                f"{_described(entry_point)} has a row named {loaded_row.name!r}, and "
+                f"there is one of that name already. The other one is used. {_ROW_REMEDY}"
+            )
+        else:
+            rows_by_name[loaded_row.name] = loaded_row
+    return tuple(rows_by_name.values()), tuple(problems)
+
+
+_ROW_REMEDY = "What it adds is missing. Repair or uninstall the package."
+
+
+@cache
+def _all_entry_points() -> Any:
+    """Those of all installed packages; cached, because reading them takes long."""
+    return entry_points()
+
+
+def _described(entry_point: EntryPoint) -> str:
+    text = f" of the package {entry_point.dist.name}" if entry_point.dist is not None else ""
+    return f"Entry point {entry_point.name} = {entry_point.value} ({entry_point.group}){text}"
+
+
 DEVICES, _device_problems = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES)
 """The first is always there."""
 PRECISIONS, _precision_problems = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS)
@@ -496,11 +527,6 @@ def words_of_rows(
     }
 
 
-def driven_devices() -> tuple[DeviceRow, ...]:
-    """The devices that workers can compute on in this version; others are only detected."""
-    return tuple(row for row in DEVICES if row.precisions)
-
-
 def computes_in(device: DeviceRow, precision: PrecisionRow | Fp8Row) -> bool:
     """Whether a device trains in a precision, or a backend of FP8 on a device."""
     # Either row may name the other: one of them may come from another package.
@@ -519,28 +545,19 @@ def fp8_backend(
     compute_capability: tuple[int, int] | None = None,
 ) -> Fp8Choice:
     """Which library computes in 8 bits."""
-    usable_rows = {
-        backend_row.name: backend_row for backend_row in FP8_BACKENDS if backend_row.path
-    }
-    if backend_name in usable_rows:
-        named_row = usable_rows[backend_name]
-        return Fp8Choice(row=named_row, problem=_missing_package(named_row), reason="asked for")
+    for row in FP8_BACKENDS:
+        if row.name == backend_name:
+            return Fp8Choice(row=row, problem=_missing_package(row), reason="asked for")
     passed_over: list[str] = []
     # Those that need no package come last: they are always there.
-    for backend_row in sorted(usable_rows.values(), key=lambda row: not _auto_package(row)):
-        obstacle = _auto_obstacle(backend_row, device, compute_capability)
+    for row in sorted(FP8_BACKENDS, key=lambda row: not _auto_package(row)):
+        obstacle = _auto_obstacle(row, device, compute_capability)
         if not obstacle:
-            text = (
-                f"{_auto_package(backend_row)} is installed"
-                if _auto_package(backend_row)
-                else "it needs no package"
-            )
-            return Fp8Choice(row=backend_row, reason="; ".join((text, *passed_over)))
-        passed_over.append(f"not {backend_row.name}: {obstacle}")
-    if not usable_rows:
-        return Fp8Choice()
-    first_row = next(iter(usable_rows.values()))
-    return Fp8Choice(row=first_row, problem="; ".join(passed_over))
+            package = _auto_package(row)
+            text = f"{package} is installed" if package else "it needs no package"
+            return Fp8Choice(row=row, reason="; ".join((text, *passed_over)))
+        passed_over.append(f"not {row.name}: {obstacle}")
+    return Fp8Choice(row=FP8_BACKENDS[0], problem="; ".join(passed_over))
 
 
 def _auto_package(row: Fp8Row) -> str:
@@ -573,7 +590,7 @@ def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
     return row.group_backend if num_local <= num_devices else row.shared_group_backend
 
 
-def _row_named(rows: tuple[_CapabilityRow, ...], name: str) -> _CapabilityRow:
+def _row_named(rows: tuple[_AnyRow, ...], name: str) -> _AnyRow:
     for row in rows:
         if row.name == name:
             return row

@@ -54,7 +54,7 @@ class DeviceRow:
             in notebooks: it imports torch inside of methods only.
         label: What one is called in sentences: ``GPU``; the name where it is empty.
         words: Other words that people write for the name.
-        precisions: The precisions it can train in; none where this version only detects it.
+        precisions: The precisions it can train in.
         strategies: Strategies that train on it, beside those whose rows name it.
         slow: Those of its precisions that it only imitates, and why that matters.
         refused: Precisions of others that it cannot train in, and why.
@@ -106,8 +106,7 @@ class PrecisionRow:
         words: Other words that people write for the name.
         refused_below: Compute capability under which a GPU cannot do it.
         imitated_below: Compute capability under which a GPU does it slowly.
-        path: ``module:Class`` of its :class:`~nbaccel.abc.Precision`; empty where this
-            version has none.
+        path: ``module:Class`` of its :class:`~nbaccel.abc.Precision`; empty where it has backends.
         has_backends: Whether libraries compute it: then class, devices and strategies are those of
             a row in ``FP8_BACKENDS``.
         dtype: Name of the torch dtype that layers compute in under it, for the check that training
@@ -138,8 +137,7 @@ class Fp8Row:
         meaning: What it does, for people.
         needs: What must be there.
         package: The module that must be installed for it; empty where torch is enough.
-        path: ``module:Class`` of its :class:`~nbaccel.abc.Precision`; empty where this
-            version has none.
+        path: ``module:Class`` of its :class:`~nbaccel.abc.Precision`.
         words: Other words that people write for the name.
         devices: What it can compute on.
         strategies: Strategies that train with it.
@@ -151,7 +149,7 @@ class Fp8Row:
         restore: ``module:function`` that gives a module its own layers back, and returns the
             parameters that it replaced, each with the one in its place.
         library: What must be imported for its layers to exist.
-        shards: Module that reads weights of which each process has a part, a
+        shards: ``module:object`` that reads weights of which each process has a part, a
             :class:`~nbaccel.abc.ShardReader`.
     """
 
@@ -178,7 +176,7 @@ class Fp8Choice:
     """The library that computes in 8 bits, on one device.
 
     Attributes:
-        row: Its row; None where no library does.
+        row: Its row; None where the precision needs no library.
         problem: Why it cannot be used; empty where it can.
         reason: Why it was chosen.
     """

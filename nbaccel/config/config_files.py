@@ -10,13 +10,14 @@ from typing import Any
 
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.accelerate_file import MappedKey, setting_of
 from nbaccel.config.accelerate_yaml import (
+    MappedKey,
     is_accelerate_file,
     read_accelerate_yaml,
+    setting_of,
     unjudged_settings,
 )
-from nbaccel.config.mistakes import shown
+from nbaccel.config.given_values import shown
 from nbaccel.config.run_config import RunConfig, merged_settings
 from nbaccel.config.text_forms import read_yaml, unreadable
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import FieldMistake, FieldRule
+from nbaccel.config.given_values import numbers_read, read_whole
 from nbaccel.config.text_forms import read_source
-from nbaccel.config.value_readers import numbers_read, read_whole
 
 _ZERO_SECTION = "zero_optimization"
 _AUTO_WORD = "auto"

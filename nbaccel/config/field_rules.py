@@ -26,11 +26,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.mistakes import closest, shown
-from nbaccel.config.value_readers import read_number, read_truth, read_whole, read_word
+from nbaccel.config.given_values import (
+    closest,
+    read_number,
+    read_truth,
+    read_whole,
+    read_word,
+    shown,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
 
 _UNKNOWN_SETTING = "extra_forbidden"  # pydantic's type of that error
 _CHECK_KEY = "nbaccel.check"
@@ -279,3 +286,30 @@ def refuse_mistakes(found_mistakes: Iterable[str]) -> None:
     # One error for all: a user should not have to run a cell once for each mistake.
     if all_mistakes := tuple(found_mistakes):
         raise ConfigError(*all_mistakes)
+
+
+class Settings:
+    """Checks its fields, and gives them as a dictionary."""
+
+    def __post_init__(self) -> None:
+        refuse_mistakes(field_mistakes(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting by name, as given."""
+        # Not `dataclasses.asdict`, which copies the values deeply.
+        setting_names = [item.name for item in fields(self)]  # type: ignore[arg-type]
+        return {setting_name: getattr(self, setting_name) for setting_name in setting_names}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Only the settings that differ from their defaults."""
+        # A new object, because defaults may depend on the environment.
+        settings = type(self)()
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if value != getattr(settings, name)
+        }
+
+
+class Handler(Settings):
+    """Settings that go into ``Accelerator(kwargs_handlers=[...])``, one of each class."""

@@ -8,17 +8,18 @@ with TransformerEngine's ``max``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.capabilities import ENTRY_POINT_PROBLEMS, FP8_BACKENDS, words_of_rows
-from nbaccel.config.field_rules import FieldRule, explain_mistakes
+from nbaccel.config.field_rules import FieldRule, Handler, explain_mistakes
+from nbaccel.config.given_values import plain_value, read_truth
 from nbaccel.config.text_forms import Plain
-from nbaccel.config.value_readers import plain_value, read_truth
 
 _ANY_BACKEND = "auto"
 _BACKEND_NAMES = (_ANY_BACKEND, *(row.name for row in FP8_BACKENDS))
@@ -233,34 +234,19 @@ class Fp8Config(Plain):
         Returns:
             Names and values.
         """
-        named_values: dict[str, object] = {
-            "OPT_LEVEL": self.opt_level,
-            "FORMAT": self.fp8_format,
-            "MARGIN": self.margin,
-            "INTERVAL": self.interval,
-            "AMAX_HISTORY_LEN": self.amax_history_len,
-            "AMAX_COMPUTE_ALGO": self.amax_compute_algo,
-            "USE_AUTOCAST_DURING_EVAL": self.use_autocast_during_eval,
-            "USE_MXFP8_BLOCK_SCALING": self.recipe == "mxfp8",
-            "PAD_INNER_DIM": self.pad_inner_dim,
-            "ENABLE_FSDP_FLOAT8_ALL_GATHER": self.enable_fsdp_float8_all_gather,
-            "RECIPE": self.recipe,
-            "GRADIENT_REDUCTION": self.gradient_reduction,
+        values: dict[str, object] = {
+            _variable_name(name): value
+            for name, value in dict(self).items()
+            if value is not None and name != "override_linear_precision"
         }
-        if self.skip_first_and_last is not None:
-            named_values["SKIP_FIRST_AND_LAST"] = self.skip_first_and_last
-        named_values |= {
-            f"OVERRIDE_{setting_name}": given_value
-            for setting_name, given_value in zip(
-                _PASS_NAMES, self.override_linear_precision, strict=True
-            )
-        }
+        passes = zip(_PASS_NAMES, self.override_linear_precision, strict=True)
+        values |= {f"OVERRIDE_{pass_name}": value for pass_name, value in passes}
+        values["USE_MXFP8_BLOCK_SCALING"] = self.recipe == "mxfp8"
+        values["BACKEND"] = self.backend.upper()
         # Accelerate has no backend of the name "auto".
-        named_values |= {} if self.backend == _ANY_BACKEND else {"BACKEND": self.backend.upper()}
-        return {
-            f"{_VARIABLE_PREFIX}{setting_name}": str(given_value)
-            for setting_name, given_value in named_values.items()
-        }
+        if self.backend == _ANY_BACKEND:
+            del values["BACKEND"]
+        return {f"{_VARIABLE_PREFIX}{name}": str(value) for name, value in values.items()}
 
     @classmethod
     def from_environment(cls) -> Fp8Config | None:
@@ -272,30 +258,163 @@ class Fp8Config(Plain):
         Raises:
             ConfigError: A variable has a wrong value.
         """
-        variable_values = {
-            setting_name.removeprefix(_VARIABLE_PREFIX).lower(): given_value
-            for setting_name, given_value in env.snapshot().items()
-            if setting_name.startswith(_VARIABLE_PREFIX)
+        values = {
+            name.removeprefix(_VARIABLE_PREFIX): value
+            for name, value in env.snapshot().items()
+            if name.startswith(_VARIABLE_PREFIX)
         }
         # Accelerate's name for one of the recipes.
-        if variable_values.get("use_mxfp8_block_scaling", "").lower() in ("1", "true", "yes"):
-            variable_values.setdefault("recipe", "mxfp8")
-        given_settings: dict[str, Any] = {
-            # Accelerate's variable is ACCELERATE_FP8_FORMAT: without its prefix, `format`.
-            setting_name: given_value
-            for setting_name in cls.model_fields
-            if (
-                given_value := variable_values.get(
-                    {"fp8_format": "format"}.get(setting_name, setting_name)
-                )
-            )
-            is not None
+        if values.get("USE_MXFP8_BLOCK_SCALING", "").lower() in ("1", "true", "yes"):
+            values.setdefault("RECIPE", "mxfp8")
+        settings: dict[str, Any] = {
+            name: values[_variable_name(name)]
+            for name in cls.model_fields
+            if _variable_name(name) in values
         }
-        pass_values = [
-            variable_values.get(f"override_{setting_name.lower()}") for setting_name in _PASS_NAMES
-        ]
-        if any(given_value is not None for given_value in pass_values):
-            given_settings["override_linear_precision"] = tuple(
-                given_value or "False" for given_value in pass_values
-            )
-        return cls(**given_settings) if given_settings else None
+        passes = [values.get(f"OVERRIDE_{pass_name}") for pass_name in _PASS_NAMES]
+        if any(value is not None for value in passes):
+            settings["override_linear_precision"] = tuple(value or "False" for value in passes)
+        return cls(**settings) if settings else None
+
+
+def _variable_name(setting_name: str) -> str:
+    """Accelerate's name for a setting, behind the prefix of all."""
+    return "FORMAT" if setting_name == "fp8_format" else setting_name.upper()
+
+
+@dataclass
+class Fp8Handler(Handler):
+    """What says something of FP8."""
+
+    BACKEND: ClassVar[str] = "auto"
+    _NOT_SETTINGS: ClassVar[tuple[str, ...]] = (
+        "config",
+        "module_filter_func",
+        "optimization_level",
+        "use_mxfp8_block_scaling",
+    )
+
+    def __post_init__(self) -> None:
+        # Wrong values are told where they are given.
+        self.to_config()
+
+    def to_config(self) -> Fp8Config:
+        """The settings that it stands for, completed by variables of the environment.
+
+        Raises:
+            ConfigError: A value is wrong.
+        """
+        said = {
+            name: value
+            for name, value in self.to_dict().items()
+            if value is not None and name not in self._NOT_SETTINGS
+        }
+        if self.to_dict().get("use_mxfp8_block_scaling"):
+            said["recipe"] = "mxfp8"
+        level = self.to_dict().get("optimization_level")
+        if level is not None:
+            if said.get("opt_level", level) != level:
+                raise ConfigError(
+                    f"opt_level={said['opt_level']!r} and optimization_level={level!r} are two "
+                    "names of one setting, and differ. Give one of them."
+                )
+            said["opt_level"] = level
+        from_variables = Fp8Config.from_environment()
+        said.setdefault("backend", self._backend(from_variables))
+        return Fp8Config(**{**(dict(from_variables) if from_variables else {}), **said})
+
+    def _backend(self, from_variables: Fp8Config | None) -> str:
+        if self.BACKEND == "auto" and from_variables is not None:
+            return from_variables.backend
+        return self.BACKEND
+
+
+@dataclass
+class TERecipeKwargs(Fp8Handler):
+    """TransformerEngine and its recipe.
+
+    Attributes:
+        use_autocast_during_eval: Whether evaluation computes in FP8, too.
+        margin: Headroom of scales, in powers of two.
+        interval: Steps between two computations of scales.
+        fp8_format: ``HYBRID`` or ``E4M3``.
+        amax_history_len: Steps that are remembered for a scale.
+        amax_compute_algo: ``max`` or ``most_recent``.
+        override_linear_precision: Whether forward, input gradient and weight gradient are computed
+            in higher precision.
+        use_mxfp8_block_scaling: ``recipe="mxfp8"``.
+        recipe: ``delayed``, ``current``, ``block``, ``mxfp8`` or ``nvfp4``.
+        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
+    """
+
+    BACKEND: ClassVar[str] = "te"
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+    recipe: str | None = field(default=None, kw_only=True)
+    skip_first_and_last: bool | None = field(default=None, kw_only=True)
+
+
+@dataclass
+class MSAMPRecipeKwargs(Fp8Handler):
+    """MS-AMP's levels.
+
+    Attributes:
+        opt_level: ``O1``, ``O2`` (the default) or ``O3``.
+        optimization_level: The same, as some guides spell it.
+        gradient_reduction: ``two_shot`` (the default) or ``sum``, as in the FP8-LM paper.
+        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
+    """
+
+    BACKEND: ClassVar[str] = "msamp"
+
+    opt_level: str | None = None
+    optimization_level: str | None = field(default=None, kw_only=True)
+    gradient_reduction: str | None = field(default=None, kw_only=True)
+    skip_first_and_last: bool | None = field(default=None, kw_only=True)
+
+
+@dataclass
+class AORecipeKwargs(Fp8Handler):
+    """torchao.
+
+    Attributes:
+        config: A ``torchao.float8.Float8LinearConfig``; it wins over all else.
+        module_filter_func: Called with a layer and its name: whether it is converted.
+        pad_inner_dim: Whether matrices are padded whose sizes 16 does not divide.
+        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in FP8.
+        recipe: ``current`` or ``rowwise``.
+        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
+    """
+
+    BACKEND: ClassVar[str] = "ao"
+
+    config: Any = None
+    module_filter_func: Callable[[Any, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+    recipe: str | None = field(default=None, kw_only=True)
+    skip_first_and_last: bool | None = field(default=None, kw_only=True)
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """Any backend; see the classes of each.
+
+    Attributes:
+        backend: ``te``, ``msamp``, ``ao`` or ``native``; None takes what is installed.
+        pad_inner_dim: Whether torchao pads matrices whose sizes 16 does not divide.
+        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in FP8, with torchao.
+    """
+
+    BACKEND: ClassVar[str] = "auto"
+
+    backend: str | None = None
+    pad_inner_dim: bool | None = field(default=None, kw_only=True)
+    enable_fsdp_float8_all_gather: bool | None = field(default=None, kw_only=True)

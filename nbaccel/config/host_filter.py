@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.mistakes import closest
+from nbaccel.config.given_values import closest
 
 _SLOT_HELP = "Name slots by number, as in worker-1:0,1@worker-2"
 

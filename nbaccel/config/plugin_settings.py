@@ -15,13 +15,13 @@ from pydantic import Field, JsonValue
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import FieldMistake, FieldRule
-from nbaccel.config.fsdp_settings import (
+from nbaccel.config.given_values import closest, shown
+from nbaccel.config.handlers import (
     FSDP_VARIABLES,
     FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
     split_names,
 )
-from nbaccel.config.handlers import TorchDynamoPlugin
-from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.text_forms import json_like
 
 DYNAMO_VARIABLES: Mapping[str, str] = {
@@ -158,19 +158,10 @@ WorkerVariables = Annotated[
 ]
 
 
-def fsdp_variables(settings: Mapping[str, Any] | None) -> dict[str, str]:
-    """The variables of FSDP's settings."""
-    return _variables_of(settings, FSDP_VARIABLES)
-
-
-def dynamo_variables(settings: Mapping[str, Any] | None) -> dict[str, str]:
-    """The variables of the settings of ``torch.compile``."""
-    return _variables_of(settings, DYNAMO_VARIABLES)
-
-
-def _variables_of(
+def setting_variables(
     settings: Mapping[str, Any] | None, variable_names: Mapping[str, str]
 ) -> dict[str, str]:
+    """The variables that carry settings of a plugin to workers."""
     return {
         variable_names[name]: _variable_text(value)
         for name, value in (settings or {}).items()

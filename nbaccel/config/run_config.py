@@ -38,17 +38,17 @@ from nbaccel.config.capabilities import (
 )
 from nbaccel.config.field_rules import FieldRule, explain_mistakes
 from nbaccel.config.fp8 import Fp8Config
-from nbaccel.config.host_filter import HOST_FILTER_CONTRADICTIONS, read_host_filter
-from nbaccel.config.mistakes import shown
-from nbaccel.config.plugin_settings import DynamoSettings, FsdpSettings, WorkerVariables
-from nbaccel.config.text_forms import Exchangeable
-from nbaccel.config.value_readers import (
+from nbaccel.config.given_values import (
     plain_value,
     read_number,
     read_path,
     read_port,
     read_resume,
+    shown,
 )
+from nbaccel.config.host_filter import HOST_FILTER_CONTRADICTIONS, read_host_filter
+from nbaccel.config.plugin_settings import DynamoSettings, FsdpSettings, WorkerVariables
+from nbaccel.config.text_forms import Exchangeable
 
 if TYPE_CHECKING:
     from typing_extensions import Self

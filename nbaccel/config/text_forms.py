@@ -18,8 +18,7 @@ from pydantic import BaseModel
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import require
-from nbaccel.config.mistakes import shown
-from nbaccel.config.value_readers import plain_value
+from nbaccel.config.given_values import plain_value, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

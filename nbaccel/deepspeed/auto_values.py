@@ -17,8 +17,7 @@ from nbaccel.base.errors import ConfigError, MissingBackend
 from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.field_rules import FieldMistake
-from nbaccel.config.mistakes import shown
-from nbaccel.config.nested_keys import drop_at, put_at, value_at
+from nbaccel.config.given_values import drop_at, put_at, shown, value_at
 from nbaccel.deepspeed.schema import Schema, deepspeed_schema
 from nbaccel.deepspeed.training_facts import TrainingFacts, defaults_of, gathered, hidden_size
 from nbaccel.deepspeed.zero_config import (

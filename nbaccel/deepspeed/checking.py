@@ -22,8 +22,7 @@ from nbaccel.base.optional_packages import is_installed
 from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.field_rules import FieldMistake, mistakes_in
-from nbaccel.config.mistakes import shown
-from nbaccel.config.nested_keys import drop_at, has_key, value_at
+from nbaccel.config.given_values import drop_at, has_key, shown, value_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto_values import AUTO_KEYS
 from nbaccel.deepspeed.combinations import (

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import FieldCheck, FieldRule, mistakes_in
-from nbaccel.config.mistakes import closest
+from nbaccel.config.given_values import closest
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.cpp_operations import offloads_optimizer
 from nbaccel.deepspeed.schema import Arguments, Schema, optimizer_arguments

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from nbaccel.config.field_rules import FieldMistake
-from nbaccel.config.mistakes import closest, shown
+from nbaccel.config.given_values import closest, shown
 from nbaccel.deepspeed.schema import Schema
 from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, config_fields
 

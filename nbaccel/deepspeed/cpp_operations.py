@@ -25,8 +25,7 @@ import psutil
 from nbaccel.base import env
 from nbaccel.base.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.base.log import get_logger
-from nbaccel.base.optional_packages import is_installed, require
-from nbaccel.base.package_origin import install_line
+from nbaccel.base.optional_packages import install_line, is_installed, require
 from nbaccel.deepspeed import build_notice, library
 from nbaccel.deepspeed.zero_config import ZeroConfig
 

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nbaccel.base import accelerate_library, env
-from nbaccel.base.import_patches import patch_module
+from nbaccel.base import env, training_libraries
+from nbaccel.base.training_libraries import patch_module
 from nbaccel.deepspeed import build_notice
 
 _USE_CPU = "ACCELERATE_USE_CPU"
@@ -59,7 +59,7 @@ def _change_state(changed_module: Any) -> None:
             return
         # First with `cpu`, so that Accelerate finds the other processes and meets them over gloo;
         # then without, as only so its state takes the plugin.
-        if not accelerate_library.is_set_up():
+        if not training_libraries.accelerate_is_set_up():
             handed_on = kwargs.keys() - _OF_ACCELERATOR
             changed_module.PartialState(
                 True, **{argument_name: kwargs[argument_name] for argument_name in handed_on}

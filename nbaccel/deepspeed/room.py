@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from nbaccel.base.disk import free_bytes, nearest_folder
+from nbaccel.base.atomic import free_bytes, nearest_folder
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from nbaccel.base import accelerate_library, env
+from nbaccel.base import env, training_libraries
 from nbaccel.base.log import get_logger
 from nbaccel.deepspeed import private_api
 
@@ -34,7 +34,7 @@ class Before(NamedTuple):
 
 def observe() -> Before:
     """Look at what DeepSpeed and those who use it will change."""
-    is_set_up = accelerate_library.is_set_up()
+    is_set_up = training_libraries.accelerate_is_set_up()
     return Before(_library_variables(), is_set_up, private_api.hf_config_reference())
 
 
@@ -51,7 +51,7 @@ def tear_down(state_before: Before) -> None:
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
         steps.callback(private_api.keep_hf_config_reference, state_before.hf_config)
         if not state_before.is_accelerate_set_up:
-            steps.callback(accelerate_library.forget)
+            steps.callback(training_libraries.forget_accelerate)
         # After the engines, some of which ask their group for a rank when they are destroyed.
         steps.callback(_end_groups)
         steps.callback(forget_modules)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from nbaccel.config import RunConfig
-from nbaccel.config.value_readers import plain_value
+from nbaccel.config.given_values import plain_value
 
 _FACT_OF_ARGUMENT = {
     "lr": "learning_rate",

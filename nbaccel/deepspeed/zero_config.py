@@ -30,7 +30,7 @@ from nbaccel.config.field_rules import (
     mistakes_in,
     rule_of,
 )
-from nbaccel.config.mistakes import shown
+from nbaccel.config.given_values import numbers_read, plain_value, read_number, read_whole, shown
 from nbaccel.config.text_forms import (
     Plain,
     json_like,
@@ -39,7 +39,6 @@ from nbaccel.config.text_forms import (
     read_object,
     read_source,
 )
-from nbaccel.config.value_readers import numbers_read, plain_value, read_number, read_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Self

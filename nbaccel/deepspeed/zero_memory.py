@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbaccel.base.disk import free_bytes
+from nbaccel.base.atomic import free_bytes
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.config.nested_keys import has_key, put_at, value_at
+from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import resolve_decided
 from nbaccel.deepspeed.training_facts import TrainingFacts
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, load_settings, old_forms

@@ -23,7 +23,7 @@ from nbaccel.hosts.node_links import RemoteStarter, error_line
 from nbaccel.plan import Plan, registry, resolve
 from nbaccel.plan.contracts.host_engine import Engine, Host
 from nbaccel.plan.inventory import Inventory
-from nbaccel.plan.named_gpus import named_setting, with_named_gpus
+from nbaccel.plan.resolving import named_setting, with_named_gpus
 from nbaccel.workers.worker_processes import HostShare, MeetingPlace
 
 _JOIN_S = 180.0
@@ -232,7 +232,7 @@ def _share_out(
 ) -> tuple[HostShare, ...]:
     """How many workers each host gets: the first ones are filled first."""
     num_units = {
-        name: len(registry.known_device(device).units(inventory))
+        name: len(registry.device(device).units(inventory))
         for name, inventory in inventories.items()
     }
     places = {host.name: host.slots or num_units[host.name] or 1 for host in hosts}

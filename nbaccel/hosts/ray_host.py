@@ -12,6 +12,7 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,22 +60,25 @@ def main() -> NoReturn:
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     import_path = filter(None, [OWN_PATH, env.read("PYTHONPATH")])
     env.update(order["environment"] | {"PYTHONPATH": os.pathsep.join(import_path)})
+    # A folder of its own for each node, as Ray's for all: on hosts that share one, two nodes that
+    # start at once would take the same socket, and one of them waits a minute for its dead raylet.
+    folder = order["head_folder"] or tempfile.mkdtemp(prefix="nbray-")
     began_at = time.monotonic()
-    status = _run(order)
+    status = _run(order, folder)
     if status == 1 and time.monotonic() - began_at < _START_S:
         # On a busy machine a raylet gives up while it starts, and comes up the second time.
-        status = _run(order)
-    if order["head_folder"]:
-        # The notebook does that, too, unless it was killed.
-        shutil.rmtree(order["head_folder"], ignore_errors=True)
+        status = _run(order, folder)
+    # The notebook removes the head's, too, unless it was killed.
+    shutil.rmtree(folder, ignore_errors=True)
     sys.stderr.flush()
     os._exit(status)
 
 
-def _run(order: dict[str, Any]) -> int:
+def _run(order: dict[str, Any], folder: str) -> int:
     """Run Ray's processes until the notebook hangs up, or they end; returns their exit status."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _START_CODE, *_words(order)], stdin=subprocess.DEVNULL
+        [sys.executable, "-c", _START_CODE, *_words(order), f"--temp-dir={folder}"],
+        stdin=subprocess.DEVNULL,
     )
     # Imported while it starts.
     from nbaccel.workers.reaping import adopt_orphans, end_descendants
@@ -93,8 +97,7 @@ def _words(order: dict[str, Any]) -> list[str]:
     place = [f"--address={order['head']}"]
     if order["head_folder"]:
         port = order["head"].rpartition(":")[2]
-        place = ["--head", f"--port={port}", f"--temp-dir={order['head_folder']}"]
-        place += ["--include-dashboard=false", "--no-monitor"]
+        place = ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
     return [
         "start",
         *place,

@@ -35,8 +35,8 @@ from torch.utils.data import dataloader
 
 from nbaccel.base import env, spent_time, torch_private
 from nbaccel.base.errors import StoppedAtStep
-from nbaccel.base.import_patches import patch_module
 from nbaccel.base.log import write_notice
+from nbaccel.base.training_libraries import patch_module
 from nbaccel.config.capabilities import device_row
 from nbaccel.loops import metrics_reporter
 from nbaccel.loops.metrics_reporter import MetricsChannel, Reporter, RunningLoop

@@ -39,8 +39,7 @@ import torch
 import torch.distributed as dist
 
 from nbaccel.base import spent_time
-from nbaccel.base.metric_history import MetricHistory
-from nbaccel.base.training_metrics import Metrics, OuterLoop, ProgressBar
+from nbaccel.base.training_metrics import MetricHistory, Metrics, OuterLoop, ProgressBar
 from nbaccel.plan.contracts.device import Device
 
 REPORT_INTERVAL_S = 0.5

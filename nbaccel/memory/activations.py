@@ -32,7 +32,7 @@ from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
+from nbaccel.strategies.model_blocks import enable_gradient_checkpointing
 
 if TYPE_CHECKING:
     _Mode = Any

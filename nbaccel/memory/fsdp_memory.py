@@ -42,8 +42,8 @@ class WrappedSizes:
 def wrapped_sizes(model: nn.Module, settings: Mapping[str, Any] | None = None) -> WrappedSizes:
     """Find the layers that ``prepare`` would wrap."""
     # Not at the top: it imports torch, which a form without a model need not wait for.
-    from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
-    from nbaccel.strategies.choosing import choose_modules
+    from nbaccel.config.handlers import FullyShardedDataParallelPlugin
+    from nbaccel.strategies.model_blocks import choose_modules
 
     plugin = FullyShardedDataParallelPlugin(**dict(settings or {}))
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbaccel.base.disk import nearest_folder
+from nbaccel.base.atomic import nearest_folder
 from nbaccel.base.units import format_bytes
 from nbaccel.memory.estimate import Bytes, MemoryEstimate
 from nbaccel.plan import Inventory, registry

@@ -70,9 +70,9 @@ def model_states(
 
 def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> Bytes:
     # Not at the top: they import torch, which an estimate from plain numbers need not wait for.
-    from nbaccel.precision.fp8.conversion import select_layers, unshared_weights
     from nbaccel.precision.fp8.formats import E4M3, FP16, accumulation_format
     from nbaccel.precision.fp8.scaled_adam import owners_of
+    from nbaccel.precision.fp8_layers import select_layers, unshared_weights
 
     selection = select_layers(model, skip_first_and_last=formats.skip_first_and_last)
     short_weights = {id(weight) for weight in unshared_weights(model, selection)}

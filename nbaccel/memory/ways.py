@@ -25,7 +25,7 @@ from nbaccel.memory.memory_model import FSDP, MemoryModel
 from nbaccel.memory.precision_choice import best_precision
 from nbaccel.memory.settings_form import SettingsForm, StatePlacement, TrainingWay, settings_forms
 from nbaccel.plan import Plan, resolve
-from nbaccel.strategies import gradient_checkpointing
+from nbaccel.strategies.model_blocks import can_checkpoint_gradients, checkpoints_gradients
 
 FASTEST_FIRST = (
     StatePlacement(0),
@@ -124,9 +124,7 @@ class CandidateFinder:
     def can_checkpoint(self) -> bool:
         """Whether the model can turn activation checkpointing on, and has not done so."""
         model = self.memory_model.model
-        return gradient_checkpointing.can_checkpoint_gradients(
-            model
-        ) and not gradient_checkpointing.checkpoints_gradients(model)
+        return can_checkpoint_gradients(model) and not checkpoints_gradients(model)
 
     def find(self, config: RunConfig, *, samples: int | None = None) -> tuple[Candidate, ...]:
         """All ways to train, judged beside each other, in the order in which they are shown."""

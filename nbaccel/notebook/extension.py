@@ -1,20 +1,274 @@
-"""`%load_ext nbaccel`: what it adds to a notebook, and `%unload_ext` removes."""
+"""`%load_ext nbaccel`: `%%accelerate` and `%accelerate`, and what else is added to a notebook."""
 
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import no_var_expand
 
+from nbaccel.base import frames
+from nbaccel.base.errors import ConfigError, WorkerFailed
+from nbaccel.base.frames import coloured
+from nbaccel.base.log import write_notice
+from nbaccel.calls.pool_planning import CellSource
+from nbaccel.config.given_values import closest
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.completion import Completion, Inspection
-from nbaccel.notebook.hints import hint_after_cells
-from nbaccel.notebook.magics import MAGIC_NAME, cell_magic, line_magic
+from nbaccel.notebook.magic_line import (
+    MagicLine,
+    cell_manual,
+    line_manual,
+    read_magic_line,
+    subcommand_manual,
+)
+from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session, import_with_torch
 from nbaccel.notebook.worker_board import WorkerBoard
+from nbaccel.output.panel.facts import ENDED_RUNS
+from nbaccel.output.report.comparing import RunComparison
+from nbaccel.output.report.run_facts import facts_of
+from nbaccel.output.report.run_report import RunReport, report_of
 from nbaccel.plan import registry
 from nbaccel.workers import template
+from nbaccel.workers.failure import FailureRecord, RaisedError
+
+
+def hint_after_cells(session: Session) -> Callable[[], None]:
+    """Look at each cell's error after IPython has shown it; returns what ends that."""
+    events = session.shell.events
+
+    def on_cell_end(result: Any = None) -> None:
+        error = getattr(result, "error_in_exec", None)
+        # Kernel and engines do not know each other's names: ipython/ipyparallel#897. A failed cell
+        # of workers raises an error of both classes; there a worker lacks the name.
+        if not isinstance(error, NameError) or isinstance(error, WorkerFailed):
+            return
+        name = getattr(error, "name", None)
+        pool = session.living_pool
+        if name and name not in session.shell.user_ns and pool is not None and pool.inspect(name):
+            write_notice(
+                f"nbaccel: {name} exists in the workers of %%accelerate. To copy it "
+                f"here: %accelerate pull {name}\n"
+            )
+
+    events.register("post_run_cell", on_cell_end)
+    return lambda: events.unregister("post_run_cell", on_cell_end)
+
+
+_Line = tuple[str, bool]
+"""Its text, and whether it stands out."""
+_LINES_AROUND = 2  # source lines before and after that of a frame which is the user's own
+
+
+def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool) -> str:
+    """The whole tracebacks."""
+    report_lines = [
+        report_line
+        for failure_record in failure_records
+        for report_line in (*_of_rank(failure_record), ("", False))
+    ][:-1]
+    return "\n".join(
+        coloured(text, stands_out=is_bold) if with_colours else text
+        for text, is_bold in report_lines
+    )
+
+
+def _of_rank(record: FailureRecord) -> Iterator[_Line]:
+    yield f"rank {record.rank}:", True
+    if record.raised is not None:
+        yield from _of_error(record.raised)
+        return
+    if record.stack:
+        yield "Stack (most recent call last):", False
+    yield from _of_frames(reversed(record.stack))
+    yield record.headline, True
+
+
+def _of_error(error: RaisedError) -> Iterator[_Line]:
+    if error.cause is not None:
+        # The cause first, as Python prints chained exceptions.
+        yield from _of_error(error.cause)
+        yield from (("", False), ("which led to:", False), ("", False))
+    yield "Traceback (most recent call last):", False
+    yield from _of_frames(error.frames)
+    first_line, *other_lines = error.message.split("\n")
+    yield f"{error.type_name}: {first_line}".rstrip(": "), True
+    yield from ((error_line, False) for error_line in (*other_lines, *error.notes))
+    for part_number, part in enumerate(error.parts, 1):
+        yield f"which has, as number {part_number}:", False
+        yield from ((f"  {text}", is_bold) for text, is_bold in _of_error(part))
+
+
+def _of_frames(user_frames: Iterable[frames.Frame]) -> Iterator[_Line]:
+    for stack_frame in user_frames:
+        yield f"  {frames.place(stack_frame)}, in {stack_frame.function}", False
+        # Of a library's code the failing line is enough; the user's code is what can be corrected.
+        lines_around = 0 if stack_frame.is_library else _LINES_AROUND
+        yield from (
+            (source_line, False)
+            for source_line in frames.source(stack_frame, num_around=lines_around)
+        )
+
+
+MAGIC_NAME = "accelerate"
+_MOST_RUNS = 6  # side by side
+
+
+def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
+    """The function behind `%%accelerate`."""
+
+    # IPython would replace braces in the whole line, JSON included; `magic_line` does it by word.
+    @no_var_expand
+    def accelerate(line: str, cell: str) -> None:
+        recorder.as_written()
+        magic_line = _read_line(session, line)
+        if magic_line.help:
+            print(cell_manual())
+        elif not cell.strip():
+            raise ConfigError(
+                f"The cell has no code below %%accelerate: got {cell!r}. The workers have nothing "
+                "to run. Write code there, %accelerate restart to start workers now, or "
+                "%%accelerate --help for the options."
+            )
+        else:
+            _run_cell(session, magic_line, recorder.source(line, cell))
+
+    accelerate.__doc__ = cell_manual()
+    return accelerate
+
+
+def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callable[[str], Any]:
+    """The function behind `%accelerate`."""
+    actions: dict[str, Callable[[MagicLine], Any]] = {
+        "status": lambda _: board.show(),
+        "restart": session.restart,
+        "stop": lambda _: print(
+            "Workers stopped." if session.stop() else "There are no workers to stop."
+        ),
+        "pull": lambda line: print(session.pull(_required_names(line, "pull", "loss"), line.ranks)),
+        "push": lambda line: print(
+            session.push(_required_names(line, "push", "model"), line.ranks)
+        ),
+        "config": lambda line: _show_config(session, line),
+        "report": lambda _: _latest_report(),
+        "runs": lambda _: _earlier_runs(),
+        "traceback": lambda _: _print_traceback(session),
+        "help": lambda _: print(line_manual()),
+    }
+
+    @no_var_expand
+    def accelerate(line: str) -> Any:
+        recorder.as_written()
+        typed_word, _, typed_options = line.strip().partition(" ")
+        if typed_word in ("-h", "--help"):
+            print(line_manual())
+            return None
+        subcommand_name = typed_word or "status"
+        if subcommand_name not in actions:
+            raise _unknown_subcommand(subcommand_name, typed_options)
+        magic_line = _read_line(session, typed_options, subcommand_name)
+        if magic_line.help:
+            print(subcommand_manual(subcommand_name))
+            return None
+        return actions[subcommand_name](magic_line)
+
+    accelerate.__doc__ = line_manual()
+    return accelerate
+
+
+def _run_cell(session: Session, line: MagicLine, source: CellSource) -> None:
+    try:
+        session.run(line, source)
+    except WorkerFailed as error:
+        if not isinstance(error, SyntaxError):
+            raise
+        # IPython shows any SyntaxError with the notebook's frames that raised it, and would leave
+        # out the workers' text.
+        raise WorkerFailed(
+            str(error), failure=error.failure, failures=error.failures
+        ) from error.__cause__
+
+
+def _read_line(session: Session, text: str, subcommand: str = "") -> MagicLine:
+    # A cell's options are compared with the settings of the running workers; those of a restart
+    # are laid over what `%accelerate config` has set for it.
+    pool = None if subcommand else session.living_pool
+    config = session.config if pool is None else pool.config
+    return read_magic_line(
+        text, base_config=config, namespace=session.shell.user_ns, subcommand=subcommand
+    )
+
+
+def _show_config(session: Session, line: MagicLine) -> None:
+    if not (line.given or line.dist):
+        picker = session.open_picker(line.names)
+        print(session.settings_text())
+        picker.show()
+        return
+    if line.names:
+        raise ConfigError(
+            f"%accelerate config got {', '.join(line.names)} together with options: names "
+            "are for the memory that its form shows, and with options it shows none. Leave one of "
+            "them out."
+        )
+    session.configure(line)
+    print(session.config_text())
+
+
+def _latest_report() -> RunReport:
+    """What IPython shows, or binds: `report = %accelerate report`."""
+    runs = ENDED_RUNS
+    if not runs:
+        raise ConfigError(
+            f"%accelerate report tells of the latest of {len(runs)} launches and cells. Run a cell "
+            "with %%accelerate, or notebook_launcher(...), first."
+        )
+    return report_of(runs[-1], "%accelerate report")
+
+
+def _earlier_runs() -> RunComparison | None:
+    runs = [facts_of(run, run.plan) for run in ENDED_RUNS if run.plan is not None]
+    if not runs:
+        print("No launch and no cell of %%accelerate has run in this notebook.")
+        return None
+    return RunComparison(runs[-_MOST_RUNS:])
+
+
+def _print_traceback(session: Session) -> None:
+    from nbaccel.calls import outcome  # imports torch, which a notebook may not need
+
+    records = outcome.latest_failure()
+    if not records:
+        print("No launch and no cell of %%accelerate has failed in this notebook.")
+        return
+    # IPython 9 writes `nocolor`, earlier versions `NoColor`.
+    with_colours = str(getattr(session.shell, "colors", "")).lower() != "nocolor"
+    print(failure_text(records, with_colours=with_colours))
+
+
+def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -> tuple[str, ...]:
+    if line.names:
+        return line.names
+    raise ConfigError(
+        f"%accelerate {subcommand_name} got no names: nothing would be copied. "
+        f"Write for example %accelerate {subcommand_name} {example_names}."
+    )
+
+
+def _unknown_subcommand(word: str, options: str) -> ConfigError:
+    if word.startswith("-"):
+        return ConfigError(
+            f"%accelerate needs a subcommand before its options: got {word!r}. It is "
+            f"unclear what to do. Write %accelerate restart {word} {options}".rstrip()
+            + ", or %%accelerate above the code of a cell."
+        )
+    names = [subcommand.name for subcommand in SUBCOMMANDS]
+    text = closest(word, names) or f" They are: {', '.join(names)}."
+    return ConfigError(f"%accelerate has no subcommand {word!r}: nothing was done.{text}")
 
 
 class Extension:

@@ -16,7 +16,7 @@ from IPython.utils.text import DollarFormatter
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun, number_ranges
 from nbaccel.config import RunConfig
-from nbaccel.config.mistakes import closest, shown
+from nbaccel.config.given_values import closest, shown
 from nbaccel.notebook.options import (
     OWN_OPTIONS,
     SUBCOMMANDS,

@@ -2,29 +2,220 @@
 
 A picker is its `RunConfig`, as a trait that can be observed and set; widgets show it where there
 are some, and a table of text does everywhere else.
+
+    cell's outputs   [ widgets, live             ]   hide the other as long as they are there
+                     [ the same table, and text  ]   what GitHub, nbconvert and a reader see
+
+Both are shown before the memory is estimated, which then fills them. What is kept is renewed a
+moment after a change, or at the end of the cell that made it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbaccel.base.optional_packages import require
+from nbaccel.base import frames
+from nbaccel.base.optional_packages import install_line, is_installed, require
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.notebook.picker.choices import PANELS
-from nbaccel.notebook.picker.form_text import picker_text
+from nbaccel.notebook.picker.form_html import (
+    fits_html,
+    kept_html,
+    machine_html,
+    rows_of_ways,
+    table_html,
+    taken_html,
+    trained_html,
+)
+from nbaccel.notebook.picker.form_text import picker_sections, picker_text
 from nbaccel.notebook.picker.model import PickerModel
-from nbaccel.notebook.picker.picker_display import PickerDisplay
+from nbaccel.output import publish
 
 # First, because its message says what to install.
 require("traitlets", extra="notebook", why="A picker")
 from traitlets import HasTraits, Instance, observe  # noqa: E402 - see above
 
 if TYPE_CHECKING:
+    from nbaccel.notebook.picker.widgets import PickerView
     from nbaccel.plan import Inventory
+
+
+# Several changes in a row renew them once.
+_RENEWAL_PAUSE_S = 0.3
+_LOCK_PAUSE_S = 0.01
+_WIDGETS_FROM = 7
+
+
+class PickerDisplay:
+    """Shows one picker, in any number of cells."""
+
+    def __init__(
+        self,
+        model: PickerModel,
+        panel_names: Sequence[str],
+        *,
+        lock: threading.RLock,
+        class_name: str,
+    ) -> None:
+        self._model = model
+        self._lock = lock
+        self._panels = panel_names
+        self._css_class = f"nbaccel-static-{class_name}"
+        self._view: PickerView | None = None
+        self._shown_in: object = None
+        self._is_stale = self._has_compared = False
+
+    def show(self) -> None:
+        """Show it in the cell that is running."""
+        running_shell = frames.running_shell()
+        if running_shell is None:
+            return  # a script, which can print the picker
+        self._shown_in = _running_cell(running_shell)
+        missing_part = _missing_widget_part(running_shell)
+        if missing_part:
+            # Each as soon as it is known: to measure a large model in each precision takes seconds.
+            for section in picker_sections(self._model, self._panels):
+                print(f"{section}\n", flush=True)
+            print(missing_part)
+        else:
+            running_shell.events.register("post_run_cell", self._tell_variable)
+            self._show_widgets()
+
+    def show_once(self) -> None:
+        """The same, unless this cell has done so: `configure(model)` is often its last line."""
+        running_shell = frames.running_shell()
+        if running_shell is None or self._shown_in != _running_cell(running_shell):
+            self.show()
+
+    def _show_widgets(self) -> None:
+        self._show_form()
+        # Waits until the form has been sent: the thread that sends it would get little of the
+        # processor while this one computes.
+        sys.stdout.flush()
+        # What takes seconds for a large model comes after the form, while the user reads it.
+        model = self._model
+        with self._lock:
+            estimates = (model.estimate_memory, *model.later_estimates())
+        try:
+            for make_estimate in estimates:
+                with self._lock:
+                    make_estimate()
+                # Else this thread would have the lock again before one that waits with a click.
+                time.sleep(_LOCK_PAUSE_S)
+        finally:
+            with self._lock:
+                if model.has_compared and not self._has_compared:
+                    self._changed()  # the other precisions are lacking in what is kept
+
+    def _tell_variable(self, _result: object = None) -> None:
+        """Say how it is used by the name that the cell has given it: known when the cell ends."""
+        running_shell = frames.running_shell()
+        running_shell.events.unregister("post_run_cell", self._tell_variable)
+        for name, value in running_shell.user_ns.items():
+            is_this = getattr(value, "__dict__", {}).get("_showing") is self
+            if is_this and not name.startswith("_") and self._view and self._view.actions:
+                self._view.actions.tell_variable(name)
+                return
+
+    def _show_form(self) -> None:
+        from IPython.display import display
+
+        with self._lock:
+            self._model.postpone_memory()
+            live_view = self._live_view()
+            # `display(widget)` would add the widget's repr as text; what is below has all of it.
+            bundle = publish.widget_bundle(live_view.root)
+            display(bundle, raw=True)  # type: ignore[no-untyped-call]
+            # The same id in all cells that show this picker, so that an update reaches each.
+            kept = self._kept_output()
+            display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+
+    def _live_view(self) -> PickerView:
+        if self._view is None:
+            # Not at the top: it imports ipywidgets, which need not be installed.
+            from nbaccel.notebook.picker.widgets import PickerView
+
+            self._view = PickerView(
+                self._model,
+                self._panels,
+                lock=self._lock,
+                hidden_class=self._css_class,
+            )
+            self._model.observe(self._view.sync)
+            self._model.observe(self._changed)
+        return self._view
+
+    def _kept_output(self) -> dict[str, str]:
+        """What a saved notebook keeps."""
+        model = self._model
+        # What is known: this must keep neither the form nor a click waiting.
+        self._has_compared = model.has_compared
+        text = picker_text(model, self._panels, measures=False)
+        parts = []
+        if tuple(self._panels) == PANELS:
+            parts = [trained_html(model), machine_html(model), fits_html(model, is_live=False)]
+            if candidates := model.shown_candidates():
+                rows = rows_of_ways(
+                    candidates, compares=model.compares_precisions, best_mark=model.best_mark
+                )
+                parts.append(table_html(rows, model.precision_hint))
+            parts.append(taken_html(model))
+        return {"text/html": kept_html(self._css_class, parts, text), "text/plain": text}
+
+    # ---------------------------------------------------------------- keeping them up to date
+    def _changed(self) -> None:
+        running_shell = frames.running_shell()
+        if self._is_stale or running_shell is None:
+            return
+        self._is_stale = True
+        # The timer below needs a running loop; after the notebook's last cell it may never fire.
+        running_shell.events.register("post_run_cell", self._renew)
+        try:
+            asyncio.get_running_loop().call_later(_RENEWAL_PAUSE_S, self._renew)
+        except RuntimeError:  # no loop runs in this thread, so no timer can be set
+            self._renew()
+
+    def _renew(self, _result: object = None) -> None:
+        from IPython.display import update_display
+
+        with self._lock:
+            # Both the event and the timer call this; the first one renews them.
+            if not self._is_stale:
+                return
+            self._is_stale = False
+            running_shell = frames.running_shell()
+            if running_shell is not None:
+                running_shell.events.unregister("post_run_cell", self._renew)
+            kept = self._kept_output()
+            update_display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+
+
+def _running_cell(running_shell: Any) -> object:
+    """Which execution of which cell this is."""
+    return publish.request_header("msg_id") or running_shell.execution_count
+
+
+def _missing_widget_part(running_shell: Any) -> str:
+    """Why there are no widgets, with what to do; empty where there are."""
+    if not hasattr(running_shell, "kernel"):
+        return "In a notebook this is a form. Here: picker.choose(name, value)."
+    if not is_installed("ipywidgets"):
+        return f"In a notebook with ipywidgets this is a form: {install_line('notebook')}"
+    import ipywidgets
+
+    if int(ipywidgets.__version__.partition(".")[0]) < _WIDGETS_FROM:
+        return (
+            f"ipywidgets {ipywidgets.__version__} is too old for the form, which needs "
+            f"{_WIDGETS_FROM} or later. Without it: picker.choose(name, value)."
+        )
+    return ""
 
 
 class Picker(HasTraits):

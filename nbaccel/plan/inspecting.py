@@ -215,7 +215,7 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
         if row.signs is not None and not registry.has_sign(row.signs):
             continue
         try:
-            detected = registry.known_device(row.name).detect(environ)
+            detected = registry.device(row.name).detect(environ)
         except Exception as error:  # code of another package must not prevent every launch
             text = f"{type(error).__name__}: {error}".removesuffix(".")
             problems.append(

@@ -24,20 +24,16 @@ from nbaccel.config.capabilities import (
     FP8_BACKENDS,
     PRECISIONS,
     STRATEGIES,
-    StrategyRow,
     device_row,
-    driven_devices,
     engine_row,
     fp8_backend,
     precision_row,
     strategy_row,
 )
-from nbaccel.config.capability_rows import DeviceSigns
-from nbaccel.plan.contracts.asking import Said, Source, Wanted
+from nbaccel.config.capability_rows import DeviceSigns, Fp8Choice, StrategyRow
 from nbaccel.plan.contracts.device import Device, DeviceRuntime, UnlistedDevice
 from nbaccel.plan.contracts.host_engine import Engine
-from nbaccel.plan.contracts.precision import Precision
-from nbaccel.plan.contracts.strategy import Strategy
+from nbaccel.plan.contracts.training import Precision, Said, Source, Strategy, Wanted
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.plan.topology import STRATEGY_VARIABLE
 
@@ -47,20 +43,7 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------------------ devices
 def device(device_name: str) -> Device:
-    """The implementation of a device that workers can compute on."""
-    capability_row = device_row(device_name)
-    # A row without precisions is only detected, so that the plan can name it.
-    if capability_row not in driven_devices():
-        driven_names = ", ".join(driven_row.name for driven_row in driven_devices())
-        raise PlatformUnsupported(
-            f"Device {device_name!r} cannot be used: {capability_row.meaning}. Workers would have "
-            f"nothing to compute on. Use one of {driven_names}."
-        )
-    return known_device(device_name)
-
-
-def known_device(device_name: str) -> Device:
-    """The implementation of a device, be it one that is only detected."""
+    """The implementation of a device."""
     device_class: type[Device] = _load_class(device_row(device_name).path, Device)
     return device_class()
 
@@ -68,11 +51,11 @@ def known_device(device_name: str) -> Device:
 def device_runtime(device_name: str) -> DeviceRuntime:
     """What a process that computes on a device needs of it."""
     if any(row.name == device_name for row in DEVICES):
-        return known_device(device_name)
+        return device(device_name)
     return UnlistedDevice(device_name)
 
 
-def known_devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
+def devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
     """All devices in the order of their rows, but those that cannot be loaded.
 
     The plan reports the latter, which come from other packages; a request for one by its name
@@ -84,7 +67,7 @@ def known_devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
             continue
         # Another package's module may raise anything, and must not disable the other devices.
         with contextlib.suppress(Exception):
-            loaded_devices.append(known_device(row.name))
+            loaded_devices.append(device(row.name))
     return tuple(loaded_devices)
 
 
@@ -121,13 +104,7 @@ def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:
             else any(getattr(inventory, fact) for fact in row.signs.facts)
         )
     }
-    return known_devices(possible_names)
-
-
-def devices() -> tuple[Device, ...]:
-    """Of these the ones that workers can compute on."""
-    names = {row.name for row in driven_devices()}
-    return tuple(device for device in known_devices() if device.name in names)
+    return devices(possible_names)
 
 
 def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
@@ -141,9 +118,9 @@ def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
 
 def prepare_notebook() -> str:
     """Let all devices sleep in a notebook's process."""
-    for known in known_devices():
+    for known in devices():
         known.keep_asleep()
-    expected = (known.name for known in known_devices() if known.expects_launches())
+    expected = (known.name for known in devices() if known.expects_launches())
     return next(expected, "")
 
 
@@ -160,23 +137,20 @@ def precision(
     compute_capability: tuple[int, int] | None = None,
 ) -> type[Precision]:
     """The implementation of a precision."""
-    capability_row = precision_row(precision_name)
-    class_path = capability_row.path
-    problem = ""
-    if capability_row.has_backends:
+    row = precision_row(precision_name)
+    choice = Fp8Choice()
+    if row.has_backends:
         device_row_of = device_row(device_name) if device_name else None
         backend = "" if fp8 is None else fp8.backend
         choice = fp8_backend(backend, device_row_of, compute_capability)
-        class_path = choice.row.path if choice.row else ""
-        problem = choice.problem
-    if not class_path or problem:
-        reason = problem or "this version has no implementation of it"
+    if choice.problem:
         raise PlatformUnsupported(
-            f"mixed_precision={precision_name!r} ({capability_row.meaning}) cannot be trained in: "
-            f"{reason}. Every layer would compute in another format than was asked for. Use one of "
-            f"{', '.join(row.name for row in PRECISIONS if row.path)}; bf16 is the nearest."
+            f"mixed_precision={precision_name!r} ({row.meaning}) cannot be trained in: "
+            f"{choice.problem}. Every layer would compute in another format than was asked for. "
+            f"Use one of {', '.join(row.name for row in PRECISIONS if row.path)}; bf16 is the "
+            "nearest."
         )
-    precision_class: type[Precision] = _load_class(class_path, Precision)
+    precision_class: type[Precision] = _load_class((choice.row or row).path, Precision)
     return precision_class
 
 

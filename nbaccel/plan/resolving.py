@@ -6,7 +6,8 @@ mistakes at once. It decides by the rows of ``nbaccel.config.capabilities`` and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
@@ -15,8 +16,6 @@ from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import (
     DEVICES,
     ENGINES,
-    DeviceRow,
-    Fp8Choice,
     device_row,
     engine_row,
     group_backend,
@@ -25,14 +24,14 @@ from nbaccel.config.capabilities import (
     strategy_fits,
     strategy_row,
 )
+from nbaccel.config.capability_rows import DeviceRow, EngineRow, Fp8Choice
 from nbaccel.config.run_config import chosen_engine, elastic_reason
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.asking import Said, Wanted
+from nbaccel.plan.contracts.training import Said, Wanted
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.plan.launch_plan import Choice, Plan
-from nbaccel.plan.named_gpus import named_setting, with_named_gpus
-from nbaccel.plan.precision_choice import (
+from nbaccel.plan.training_plan import (
     choose_fp8,
     fp8_choices,
     fp8_mistakes,
@@ -40,8 +39,8 @@ from nbaccel.plan.precision_choice import (
     precision_mistakes,
     precision_warnings,
     refused_strategy,
+    unfit_count,
 )
-from nbaccel.plan.training_plan import unfit_count
 
 # Memory of a worker before its first tensor: measured 117-134 MiB, beside shared libraries.
 _WORKER_FLOOR_BYTES = 150 * 2**20
@@ -57,6 +56,35 @@ class _Findings:
 
     mistakes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What was said and found, and what the first rules have decided."""
+
+    config: RunConfig
+    found: Inventory
+    findings: _Findings
+    device: DeviceRow
+    engine: EngineRow
+    num_processes: int
+
+    @property
+    def world_size(self) -> int:
+        return self.num_processes * self.config.num_nodes
+
+    @property
+    def units(self) -> tuple[Gpu, ...]:
+        """The devices of the chosen kind."""
+        return registry.device(self.device.name).units(self.found)
+
+    @property
+    def units_with_workers(self) -> tuple[Gpu, ...]:
+        """The GPUs that will have a worker: an older one that stays idle does not matter."""
+        # Which of them are the first is not known where CUDA may count in another order.
+        units = self.units[: self.num_processes] if self.found.gpu_order_known else self.units
+        # (0, 0) stands for a device whose kind has no such number.
+        return tuple(unit for unit in units if unit.compute_capability > (0, 0))
 
 
 def resolve(
@@ -82,48 +110,55 @@ def resolve(
     findings.warnings.extend(found.problems)
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
-    engine_choice = _choose_engine(config, findings)
-    process_count = _choose_num_processes(config, found, device, engine_choice, findings)
-    device_choices = _check_device(config, found, device, process_count, findings)
-    start_method = _choose_start_method(config, device, process_count, engine_choice, findings)
-    local_count, count_findings = _local_view(num_local, process_count, engine_choice, findings)
-    thread_count = _choose_threads(config, found, local_count, count_findings)
-    group_backend_choice = _choose_backend(config, found, device, local_count, count_findings)
-    port_choice = _choose_port(config, findings)
-    fp8_choice = _choose_fp8(config, found, device, process_count, findings)
-    precision_choice = _choose_precision(config, found, device, process_count, fp8_choice, findings)
-    requested_strategy, strategy_choices = _choose_strategy(
-        config, device, process_count, fp8_choice, findings
+    engine = _choose_engine(config, findings)
+    device_chosen, engine_chosen = device_row(str(device.value)), engine_row(str(engine.value))
+    count = _choose_num_processes(config, found, device_chosen, engine_chosen, findings)
+    run = _Run(
+        config=config,
+        found=found,
+        findings=findings,
+        device=device_chosen,
+        engine=engine_chosen,
+        num_processes=int(count.value),
     )
-    _check_memory(found, local_count, start_method, count_findings)
+    device_choices = _check_device(run)
+    start_method = _choose_start_method(run)
+    local_run = _local_view(run, num_local)
+    threads = _choose_threads(local_run)
+    group_backend_choice = _choose_backend(local_run)
+    port = _choose_port(config, findings)
+    fp8 = _choose_fp8(run)
+    precision = _choose_precision(run, fp8)
+    strategy, strategy_choices = _choose_strategy(run, fp8)
+    _check_memory(local_run, start_method)
     _refuse_mistakes(findings, _platform_problem(found, start_method))
     return Plan(
         config=config,
         inventory=found,
-        device=str(device.value),
-        num_processes=int(process_count.value),
-        world_size=int(process_count.value) * config.num_nodes,
+        device=run.device.name,
+        num_processes=run.num_processes,
+        world_size=run.world_size,
         start_method=str(start_method.value),
-        threads_per_process=int(thread_count.value),
+        threads_per_process=int(threads.value),
         process_group_backend=str(group_backend_choice.value),
-        engine=str(engine_choice.value),
+        engine=run.engine.name,
         # An IPv6 address is in brackets there.
         master_addr=config.rdzv_endpoint.rpartition(":")[0].strip("[]") or config.master_addr,
-        port=port_choice.value if isinstance(port_choice.value, int) else None,
-        strategy="" if requested_strategy is None else requested_strategy.strategy,
-        strategy_headline="" if requested_strategy is None else requested_strategy.headline,
+        port=port.value if isinstance(port.value, int) else None,
+        strategy="" if strategy is None else strategy.strategy,
+        strategy_headline="" if strategy is None else strategy.headline,
         choices=(
             device,
             *device_choices,
-            process_count,
-            engine_choice,
+            count,
+            engine,
             start_method,
-            thread_count,
-            precision_choice,
-            *(fp8_choices(config.fp8, fp8_choice) if fp8_choice.row is not None else ()),
+            threads,
+            precision,
+            *fp8_choices(config.fp8, fp8),
             *strategy_choices,
             group_backend_choice,
-            port_choice,
+            port,
         ),
         warnings=tuple(findings.warnings),
     )
@@ -144,29 +179,24 @@ def _inspect(config: RunConfig, inventory: Inventory | None, findings: _Findings
 
 def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> Choice:
     if config.device != "auto":
-        if refusal_text := registry.known_device(config.device).refusal(found):
+        if refusal_text := registry.device(config.device).refusal(found):
             findings.mistakes.append(refusal_text)
         if device_row(config.device).never_run:
             findings.warnings.append(
                 f'device="{config.device}" has never been run with nbaccel: what you see may be '
                 "the first fault. Please report what happens."
             )
-        return Choice(
-            "device", config.device, f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
-        )
+        reason = f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
+        return Choice("device", config.device, reason)
     unused_devices = []
     for device in registry.possible_devices(found):
-        device_row_of = device.row
-        device_units = device.units(found)
-        if device_units and (idle_reason := device.idle_reason(found)):
-            unused_devices.append(_describe_units(device_row_of, device_units))
-            findings.warnings.append(f"{unused_devices[-1]} found and not used: {idle_reason}.")
-        elif device_units:
-            return Choice(
-                "device",
-                device_row_of.name,
-                f"{_describe_units(device_row_of, device_units)} found",
-            )
+        if not (units := device.units(found)):
+            continue
+        description = _describe_units(device.row, units)
+        if not (idle_reason := device.idle_reason(found)):
+            return Choice("device", device.name, f"{description} found")
+        unused_devices.append(description)
+        findings.warnings.append(f"{description} found and not used: {idle_reason}.")
     note_text = f" ({found.gpu_note})" if found.gpu_note else ""
     none_text = (
         f"{', '.join(unused_devices)} found and not used"
@@ -186,49 +216,6 @@ def _idle_devices_text(device_name: str, found: Inventory) -> str:
         if device.name != device_name and (units := device.units(found))
     ]
     return f"; {', '.join(idle_devices)} not used" if idle_devices else ""
-
-
-def _choose_num_processes(
-    config: RunConfig, found: Inventory, device: Choice, engine: Choice, findings: _Findings
-) -> Choice:
-    setting_name = "num_processes"
-    row = device_row(str(device.value))
-    if config.num_processes is not None:
-        return Choice(setting_name, config.num_processes, _AS_REQUESTED)
-    if engine_row(str(engine.value)).runs_on_hosts:
-        # With a mistake the hosts may not even be readable.
-        hosts = [] if findings.mistakes else registry.engine(str(engine.value)).hosts(config)
-        num_slots = sum(host.slots or 1 for host in hosts)
-        reason = f"the slots of {count_noun(len(hosts), 'host')}"
-        if any(host.slots is None for host in hosts):
-            reason = f"{count_noun(len(hosts), 'host')}, whose devices are counted at the start"
-        return Choice(setting_name, max(1, num_slots), reason)
-    if config.start_method == "inline" or row.start_methods == ("inline",):
-        return Choice(setting_name, 1, 'start_method="inline" is this one process')
-    if config.strategy != "auto" and strategy_row(config.strategy).drives_all:
-        reason = f'strategy="{config.strategy}" drives all devices from one process'
-        return Choice(setting_name, 1, reason)
-    if device_units := registry.known_device(row.name).units(found):
-        return Choice(
-            setting_name, len(device_units), f"one per {row.noun}, {len(device_units)} found"
-        )
-    return Choice(
-        setting_name,
-        1,
-        f"one on {row.noun}; num_processes=2 or more share the "
-        f"{count_noun(found.cpu_cores, 'core')}",
-    )
-
-
-def _check_device(
-    config: RunConfig, found: Inventory, device: Choice, count: Choice, findings: _Findings
-) -> tuple[Choice, ...]:
-    """What the device itself decides, refuses and warns of."""
-    chosen_device = registry.known_device(str(device.value))
-    if text := chosen_device.launch_problem(found, config, int(count.value)):
-        findings.mistakes.append(text)
-    findings.warnings.extend(chosen_device.plan_warnings(found, config))
-    return tuple(Choice(*decision) for decision in chosen_device.plan_choices(found, config))
 
 
 def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
@@ -262,57 +249,74 @@ def _check_added_rendezvous(rdzv_backend: str, findings: _Findings) -> None:
         )
 
 
-def _local_view(
-    num_local: int | None, count: Choice, engine: Choice, findings: _Findings
-) -> tuple[Choice, _Findings]:
+def _choose_num_processes(
+    config: RunConfig, found: Inventory, device: DeviceRow, engine: EngineRow, findings: _Findings
+) -> Choice:
+    count: int = 1
+    if config.num_processes is not None:
+        count, reason = config.num_processes, _AS_REQUESTED
+    elif engine.runs_on_hosts:
+        # With a mistake the hosts may not even be readable.
+        hosts = [] if findings.mistakes else registry.engine(engine.name).hosts(config)
+        count = max(1, sum(host.slots or 1 for host in hosts))
+        reason = f"the slots of {count_noun(len(hosts), 'host')}"
+        if any(host.slots is None for host in hosts):
+            reason = f"{count_noun(len(hosts), 'host')}, whose devices are counted at the start"
+    elif config.start_method == "inline" or device.start_methods == ("inline",):
+        reason = 'start_method="inline" is this one process'
+    elif config.strategy != "auto" and strategy_row(config.strategy).drives_all:
+        reason = f'strategy="{config.strategy}" drives all devices from one process'
+    elif units := registry.device(device.name).units(found):
+        count, reason = len(units), f"one per {device.noun}, {len(units)} found"
+    else:
+        cores = count_noun(found.cpu_cores, "core")
+        reason = f"one on {device.noun}; num_processes=2 or more share the {cores}"
+    return Choice("num_processes", count, reason)
+
+
+def _check_device(run: _Run) -> tuple[Choice, ...]:
+    """What the device itself decides, refuses and warns of."""
+    device = registry.device(run.device.name)
+    if text := device.launch_problem(run.found, run.config, run.num_processes):
+        run.findings.mistakes.append(text)
+    run.findings.warnings.extend(device.plan_warnings(run.found, run.config))
+    return tuple(Choice(*decision) for decision in device.plan_choices(run.found, run.config))
+
+
+def _local_view(run: _Run, num_local: int | None) -> _Run:
     """The workers of the machine that was inspected, and where rules about them report."""
     if num_local is not None:
-        return Choice(count.name, num_local, count.reason), findings
+        return replace(run, num_processes=num_local)
     # Hosts that are not known yet: they are asked when they have joined.
-    runs_on_hosts = engine_row(str(engine.value)).runs_on_hosts
-    return count, _Findings() if runs_on_hosts else findings
+    return replace(run, findings=_Findings()) if run.engine.runs_on_hosts else run
 
 
-def _choose_start_method(
-    config: RunConfig, device: Choice, count: Choice, engine: Choice, findings: _Findings
-) -> Choice:
-    setting_name = "start_method"
+def _choose_start_method(run: _Run) -> Choice:
+    config = run.config
+    method, reason = "template", "a clean process: safe whatever this notebook has run before"
     if config.start_method != "auto":
-        choice = Choice(setting_name, config.start_method, _AS_REQUESTED)
-    elif registry.known_device(str(device.value)).own_process:
+        method, reason = config.start_method, _AS_REQUESTED
+    elif registry.device(run.device.name).own_process:
         reason = "the notebook's own process must not hold the device: it keeps it until it ends"
-        choice = Choice(setting_name, "template", reason)
-    elif count.value == 1 and named_setting(config) and _cannot_choose_gpus(device):
+    elif run.num_processes == 1 and named_setting(config) and _cannot_choose_gpus(run.device):
         reason = "the notebook's CUDA has its devices for good; those named need a new process"
-        choice = Choice(setting_name, "template", reason)
-    elif count.value == 1 and (pipe_setting := _needs_pipes(config)):
+    elif run.num_processes == 1 and (pipe_setting := _needs_pipes(config)):
         reason = f"{pipe_setting} needs the worker's output in pipes of its own"
-        choice = Choice(setting_name, "template", reason)
-    elif engine.value != ENGINES[0].name:
-        reason = "a clean process: safe whatever this notebook has run before"
-        choice = Choice(setting_name, "template", reason)
-    elif count.value == 1 and config.num_nodes == 1 and config.max_restarts == 0:
-        choice = Choice(
-            setting_name, "inline", "one worker needs no other process; a debugger works"
+    elif run.engine == ENGINES[0] and run.world_size == 1 and config.max_restarts == 0:
+        method, reason = "inline", "one worker needs no other process; a debugger works"
+    methods = run.device.start_methods
+    if methods and method not in methods:
+        run.findings.mistakes.append(
+            f'start_method="{method}" is not supported on {run.device.name}, whose workers '
+            f"start by {', '.join(methods)} alone. Give num_processes=1 and "
+            f'start_method="{methods[0]}", or another device.'
         )
-    else:
-        reason = "a clean process: safe whatever this notebook has run before"
-        choice = Choice(setting_name, "template", reason)
-    chosen_row = device_row(str(device.value))
-    if chosen_row.start_methods and choice.value not in chosen_row.start_methods:
-        findings.mistakes.append(
-            f'start_method="{choice.value}" is not supported on {chosen_row.name}, whose workers '
-            f"start by {', '.join(chosen_row.start_methods)} alone. Give num_processes=1 and "
-            f'start_method="{chosen_row.start_methods[0]}", or another device.'
-        )
-    return choice
+    return Choice("start_method", method, reason)
 
 
-def _cannot_choose_gpus(device: Choice) -> bool:
+def _cannot_choose_gpus(device: DeviceRow) -> bool:
     """Whether this process has begun to use GPUs, and no variable changes which."""
-    name = str(device.value)
-    is_accelerator = not device_row(name).in_host_memory
-    return is_accelerator and bool(registry.known_device(name).hazards())
+    return not device.in_host_memory and bool(registry.device(device.name).hazards())
 
 
 def _needs_pipes(config: RunConfig) -> str:
@@ -321,60 +325,46 @@ def _needs_pipes(config: RunConfig) -> str:
     return next(settings, "")
 
 
-def _choose_threads(
-    config: RunConfig, found: Inventory, count: Choice, findings: _Findings
-) -> Choice:
-    name = "threads_per_process"
-    num_workers = int(count.value)
-    num_cores = found.cpu_cores
-    threads = config.threads_per_process
-    num_threads = max(1, num_cores // num_workers) if threads is None else threads
-    if num_workers > 1 and num_workers * num_threads > num_cores:
-        findings.warnings.append(
-            f"{num_workers} workers with {count_noun(num_threads, 'thread')} each share "
-            f"{count_noun(num_cores, 'core')}: they will wait for each other. Fewer workers or "
-            "threads are faster."
+def _choose_threads(run: _Run) -> Choice:
+    workers = count_noun(run.num_processes, "worker")
+    cores = count_noun(run.found.cpu_cores, "core")
+    reason = _AS_REQUESTED
+    num_threads = run.config.threads_per_process
+    if num_threads is None:
+        num_threads = max(1, run.found.cpu_cores // run.num_processes)
+        reason = f"{cores} for {workers}"
+    if run.num_processes > 1 and run.num_processes * num_threads > run.found.cpu_cores:
+        run.findings.warnings.append(
+            f"{workers} with {count_noun(num_threads, 'thread')} each share "
+            f"{cores}: they will wait for each other. Fewer workers or threads are faster."
         )
-    reason = (
-        f"{count_noun(num_cores, 'core')} for {count_noun(num_workers, 'worker')}"
-        if threads is None
-        else _AS_REQUESTED
-    )
-    return Choice(name, num_threads, reason)
+    return Choice("threads_per_process", num_threads, reason)
 
 
-def _choose_backend(
-    config: RunConfig, found: Inventory, device: Choice, count: Choice, findings: _Findings
-) -> Choice:
+def _choose_backend(run: _Run) -> Choice:
     setting_name = "process_group_backend"
-    num_workers = int(count.value)
-    chosen_row = device_row(str(device.value))
-    device_units = registry.known_device(chosen_row.name).units(found)
-    backend_name = group_backend(chosen_row, num_local=num_workers, num_devices=len(device_units))
+    row, num_workers, num_units = run.device, run.num_processes, len(run.units)
+    backend_name = group_backend(row, num_local=num_workers, num_devices=num_units)
     # Such a backend takes any number of ranks on one device, so there is nothing to decide.
-    if chosen_row.group_backend == chosen_row.shared_group_backend:
-        return Choice(setting_name, backend_name, f"for {chosen_row.name}")
-    devices_text = count_noun(len(device_units), chosen_row.noun)
-    backend_text = chosen_row.group_backend.upper()
-    if num_workers > len(device_units) > 0:
-        findings.warnings.append(
-            f"{num_workers} workers share {devices_text}, over {chosen_row.shared_group_backend}: "
-            f"{backend_text} refuses two ranks on one {chosen_row.noun}. Each worker has a "
-            f"separate {chosen_row.name.upper()} context; num_processes={len(device_units)} is "
-            "faster."
+    if row.group_backend == row.shared_group_backend:
+        return Choice(setting_name, backend_name, f"for {row.name}")
+    devices_text = count_noun(num_units, row.noun)
+    backend_text = row.group_backend.upper()
+    if num_workers > num_units > 0:
+        run.findings.warnings.append(
+            f"{num_workers} workers share {devices_text}, over {row.shared_group_backend}: "
+            f"{backend_text} refuses two ranks on one {row.noun}. Each worker has a "
+            f"separate {row.name.upper()} context; num_processes={num_units} is faster."
         )
-        return Choice(
-            setting_name,
-            backend_name,
-            f"{num_workers} workers share {devices_text}, which {backend_text} refuses",
-        )
-    if num_workers < len(device_units):
-        idle_text = ", ".join(f"{unit.index} ({unit.name})" for unit in device_units[num_workers:])
-        findings.warnings.append(
+        reason = f"{num_workers} workers share {devices_text}, which {backend_text} refuses"
+        return Choice(setting_name, backend_name, reason)
+    if num_workers < num_units:
+        idle_text = ", ".join(f"{unit.index} ({unit.name})" for unit in run.units[num_workers:])
+        run.findings.warnings.append(
             f"{count_noun(num_workers, 'worker')} for {devices_text}: {idle_text} will be idle. "
-            f"num_processes={len(device_units)} would use them all."
+            f"num_processes={num_units} would use them all."
         )
-    return Choice(setting_name, backend_name, f"one worker per {chosen_row.name} device")
+    return Choice(setting_name, backend_name, f"one worker per {row.name} device")
 
 
 def _choose_port(config: RunConfig, findings: _Findings) -> Choice:
@@ -387,126 +377,85 @@ def _choose_port(config: RunConfig, findings: _Findings) -> Choice:
         port = int(config.rdzv_endpoint.rpartition(":")[2])
         return Choice("use_port", port, f"from rdzv_endpoint={config.rdzv_endpoint!r}")
     if config.num_nodes > 1:
-        return Choice(
-            "use_port", _MULTI_NODE_PORT, "nodes must agree on one; this is torch's usual"
-        )
+        reason = "nodes must agree on one; this is torch's usual"
+        return Choice("use_port", _MULTI_NODE_PORT, reason)
     return Choice("use_port", "free", "the system gives one that nobody uses")
 
 
-def _choose_fp8(
-    config: RunConfig, found: Inventory, device: Choice, count: Choice, findings: _Findings
-) -> Fp8Choice:
+def _choose_fp8(run: _Run) -> Fp8Choice:
     """The library that computes in 8 bits; none where the precision is one of torch's own."""
-    if not precision_row(config.mixed_precision).has_backends:
+    if not precision_row(run.config.mixed_precision).has_backends:
         return Fp8Choice()
-    row = device_row(str(device.value))
-    capability = _lowest_capability(found, device, count)
-    fp8_choice = choose_fp8(config.fp8, row, capability)
-    if fp8_choice.row is not None and not fp8_choice.problem:
-        world_size = int(count.value) * config.num_nodes
-        findings.mistakes.extend(
-            fp8_mistakes(config.fp8, fp8_choice.row, capability, world_size=world_size)
-        )
-        findings.warnings.extend(fp8_warnings(config.fp8, fp8_choice.row, row, capability))
-    return fp8_choice
+    # That of the oldest GPU that gets a worker; None where no GPU does.
+    capability = min((gpu.compute_capability for gpu in run.units_with_workers), default=None)
+    said = run.config.fp8
+    choice = choose_fp8(said, run.device, capability)
+    if choice.row is not None and not choice.problem:
+        mistakes = fp8_mistakes(said, choice.row, capability, world_size=run.world_size)
+        run.findings.mistakes.extend(mistakes)
+        run.findings.warnings.extend(fp8_warnings(said, choice.row, run.device, capability))
+    return choice
 
 
-def _lowest_capability(found: Inventory, device: Choice, count: Choice) -> tuple[int, int] | None:
-    """That of the oldest GPU that gets a worker; None where no GPU does."""
-    device_units = _units_with_workers(found, device, count)
-    # (0, 0) stands for a device whose kind has no such number.
-    known = [unit.compute_capability for unit in device_units if unit.compute_capability > (0, 0)]
-    return min(known, default=None)
-
-
-def _units_with_workers(found: Inventory, device: Choice, count: Choice) -> tuple[Gpu, ...]:
-    """The GPUs that will have a worker: an older one that stays idle does not matter."""
-    device_units = registry.known_device(str(device.value)).units(found)
-    # Which of them are the first is not known where CUDA may count in another order.
-    return device_units[: int(count.value)] if found.gpu_order_known else device_units
-
-
-def _choose_precision(
-    config: RunConfig,
-    found: Inventory,
-    device: Choice,
-    count: Choice,
-    fp8_choice: Fp8Choice,
-    findings: _Findings,
-) -> Choice:
-    setting_name = "mixed_precision"
-    precision_name = config.mixed_precision
-    if precision_name == "no":
-        return Choice(setting_name, precision_name, "float32, as nothing was asked")
-    row = device_row(str(device.value))
+def _choose_precision(run: _Run, fp8_choice: Fp8Choice) -> Choice:
+    name = run.config.mixed_precision
+    if name == "no":
+        return Choice("mixed_precision", name, "float32, as nothing was asked")
     gpus = {
-        f"GPU {gpu.index} ({gpu.name})": gpu.compute_capability
-        for gpu in _units_with_workers(found, device, count)
-        # (0, 0) stands for a device whose kind has no such number.
-        if gpu.compute_capability > (0, 0)
+        f"GPU {gpu.index} ({gpu.name})": gpu.compute_capability for gpu in run.units_with_workers
     }
-    precision = precision_row(precision_name)
-    mistakes = [*precision_mistakes(precision, fp8_choice, row, gpus)]
-    findings.mistakes.extend(mistakes)
-    findings.warnings.extend(precision_warnings(precision, row, {} if mistakes else gpus))
-    return Choice(setting_name, precision_name, _AS_REQUESTED)
+    precision = precision_row(name)
+    mistakes = [*precision_mistakes(precision, fp8_choice, run.device, gpus)]
+    run.findings.mistakes.extend(mistakes)
+    warnings = precision_warnings(precision, run.device, {} if mistakes else gpus)
+    run.findings.warnings.extend(warnings)
+    return Choice("mixed_precision", name, _AS_REQUESTED)
 
 
-def _choose_strategy(
-    config: RunConfig,
-    device: Choice,
-    count: Choice,
-    fp8_choice: Fp8Choice,
-    findings: _Findings,
-) -> tuple[Wanted | None, tuple[Choice, ...]]:
+def _choose_strategy(run: _Run, fp8_choice: Fp8Choice) -> tuple[Wanted | None, tuple[Choice, ...]]:
     """The strategy of the training, where the configuration requests one."""
+    mistakes = run.findings.mistakes
     try:
-        requested_strategy = registry.wanted_strategy(Said(run=config))
+        wanted = registry.wanted_strategy(Said(run=run.config))
     except ConfigError as error:
-        findings.mistakes.extend(error.mistakes)
+        mistakes.extend(error.mistakes)
         return None, ()
-    if requested_strategy is None:
+    if wanted is None:
         return None, ()
-    chosen_row = strategy_row(requested_strategy.strategy)
-    precision = precision_row(config.mixed_precision)
-    chosen_precision = fp8_choice.row or precision
-    if chosen_precision.path and not strategy_fits(chosen_row, chosen_precision):
-        own_reason = fp8_choice.row and refused_strategy(config.fp8, fp8_choice.row, chosen_row)
+    row = strategy_row(wanted.strategy)
+    name = row.headline or row.name
+    precision = precision_row(run.config.mixed_precision)
+    computing_row = fp8_choice.row or precision
+    if not strategy_fits(row, computing_row):
+        own_reason = fp8_choice.row and refused_strategy(run.config.fp8, fp8_choice.row, row)
         text = f" (backend {fp8_choice.row.name!r})" if fp8_choice.row else ""
-        reason = own_reason or (
-            f"{chosen_row.headline or chosen_row.name} trains in "
-            f"{', '.join(chosen_row.precisions)} alone."
-        )
-        findings.mistakes.append(
-            f"{requested_strategy.what} is not supported with mixed_precision={precision.name!r}"
+        reason = own_reason or f"{name} trains in {', '.join(row.precisions)} alone."
+        mistakes.append(
+            f"{wanted.what} is not supported with mixed_precision={precision.name!r}"
             f"{text}: {reason} Use 'bf16', or leave one of them out."
         )
-    chosen_device = device_row(str(device.value))
-    if chosen_device.precisions and not strategy_fits(chosen_row, chosen_device):
-        findings.mistakes.append(
-            f"{requested_strategy.what} is not supported on {device.value}: "
-            f"{chosen_row.headline or chosen_row.name} trains on {', '.join(chosen_row.devices)} "
-            f"alone. Give one of these as device, or leave {requested_strategy.what} out."
+    if not strategy_fits(row, run.device):
+        mistakes.append(
+            f"{wanted.what} is not supported on {run.device.name}: {name} trains on "
+            f"{', '.join(row.devices)} alone. Give one of these as device, or leave {wanted.what} "
+            "out."
         )
-    if problem := unfit_count(
-        chosen_row, requested_strategy.what, int(count.value) * config.num_nodes
-    ):
-        findings.mistakes.append(problem)
-    strategy_choices = requested_strategy.choices or (
-        Choice("strategy", chosen_row.name, f"{_AS_REQUESTED}: {chosen_row.meaning}"),
-    )
-    return requested_strategy, strategy_choices
+    if problem := unfit_count(row, wanted.what, run.world_size):
+        mistakes.append(problem)
+    choice = Choice("strategy", row.name, f"{_AS_REQUESTED}: {row.meaning}")
+    return wanted, wanted.choices or (choice,)
 
 
-def _check_memory(found: Inventory, count: Choice, method: Choice, findings: _Findings) -> None:
-    needed_bytes = int(count.value) * _WORKER_FLOOR_BYTES
+def _check_memory(run: _Run, method: Choice) -> None:
     if not start_method_row(str(method.value)).separate_processes:
         return
+    needed_bytes = run.num_processes * _WORKER_FLOOR_BYTES
+    free_bytes = run.found.host_available_bytes
     # A warning only, since the free memory changes.
-    if needed_bytes > found.host_available_bytes:
-        findings.warnings.append(
-            f"{count_noun(int(count.value), 'worker')} take about {format_bytes(needed_bytes)} "
-            f"before their first tensor, and {format_bytes(found.host_available_bytes)} are free: "
+    if needed_bytes > free_bytes:
+        run.findings.warnings.append(
+            f"{count_noun(run.num_processes, 'worker')} take about {format_bytes(needed_bytes)} "
+            f"before their first tensor, and {format_bytes(free_bytes)} are free: "
             "the system may kill one. Use fewer workers."
         )
 
@@ -540,3 +489,61 @@ def _refuse_mistakes(findings: _Findings, problem: str) -> None:
 def _describe_units(device: DeviceRow, device_units: tuple[Gpu, ...]) -> str:
     names = sorted({unit.name for unit in device_units} - {device.noun})
     return count_noun(len(device_units), device.noun) + (f" ({', '.join(names)})" if names else "")
+
+
+# ---------------------------------------------------------------------------- named GPUs
+# The inventory is of this process, which sees more than its workers will where the configuration
+# names GPUs (`gpu_ids` of Accelerate's files): a plan that counted all of them would start workers
+# without one.
+
+_NONE_AT_ALL = ("", "-1", "NoDevFiles")
+
+
+def named_setting(config: RunConfig, host_devices: Sequence[int] = ()) -> str | None:
+    """``CUDA_VISIBLE_DEVICES`` of the workers; None where nothing was said, or no GPU is used."""
+    if config.device != "auto" and device_row(config.device).in_host_memory:
+        return None
+    if host_devices:
+        return ",".join(map(str, host_devices))
+    return (config.variables or {}).get("CUDA_VISIBLE_DEVICES")
+
+
+def with_named_gpus(found: Inventory, setting: str | None) -> tuple[Inventory, str]:
+    """The machine as workers with that setting will see it."""
+    if setting is None or setting == found.gpu_setting or not found.gpus:
+        return found, ""
+    names = [] if setting.strip() in _NONE_AT_ALL else [name.strip() for name in setting.split(",")]
+    named_gpus = []
+    for name in names:
+        gpu = _gpu_of(found, name)
+        if gpu is None or gpu in named_gpus:
+            problem = "twice" if gpu in named_gpus else f"and here are {_names_of(found)}"
+            return found, (
+                f"CUDA_VISIBLE_DEVICES={setting!r} of the workers (gpu_ids, or slots of a filter) "
+                f"names GPU {name!r}, {problem}. CUDA would hide it and all that follow, and "
+                "workers would have none. Name others, or leave it out to take all."
+            )
+        named_gpus.append(gpu)
+    note = found.gpu_note if names else f"CUDA_VISIBLE_DEVICES={setting!r} hides all"
+    gpus = tuple(replace(gpu, index=index) for index, gpu in enumerate(named_gpus))
+    return replace(found, gpus=gpus, gpu_setting=setting, gpu_note=note), ""
+
+
+def _gpu_of(found: Inventory, name: str) -> Gpu | None:
+    """The GPU that is called so: by number, or by the beginning of its UUID."""
+    if name.startswith(("GPU-", "MIG-")):
+        meant_gpus = [gpu for gpu in found.gpus if gpu.uuid.startswith(name)]
+        return meant_gpus[0] if len(meant_gpus) == 1 else None
+    return dict(zip(_numbers_of(found), found.gpus, strict=False)).get(name)
+
+
+def _numbers_of(found: Inventory) -> list[str]:
+    # Numbers are those of the machine, also for a process that sees a part of it.
+    if found.gpu_setting is not None:
+        return [name.strip() for name in found.gpu_setting.split(",")]
+    return [str(gpu.index) for gpu in found.gpus]
+
+
+def _names_of(found: Inventory) -> str:
+    numbers = _numbers_of(found)[: len(found.gpus)]
+    return f"{count_noun(len(numbers), 'GPU')} ({', '.join(numbers)})"

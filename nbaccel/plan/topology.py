@@ -21,7 +21,8 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, precision_row, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.config.plugin_settings import dynamo_variables, fsdp_variables
+from nbaccel.config.handlers import FSDP_VARIABLES
+from nbaccel.config.plugin_settings import DYNAMO_VARIABLES, setting_variables
 
 ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"
 """Accelerate has a variable for it with FSDP only."""
@@ -71,16 +72,7 @@ class Topology:
     def of_hosts(
         cls, workers_per_host: Sequence[int], *, master_addr: str, master_port: int
     ) -> tuple[Topology, ...]:
-        """The workers of several hosts, which may have different numbers of them.
-
-        Args:
-            workers_per_host: The number of workers of each host.
-            master_addr: Host name or address of the rendezvous store.
-            master_port: TCP port of the rendezvous store.
-
-        Returns:
-            One topology per worker, by rank.
-        """
+        """The workers of several hosts, each with so many of them: one per worker, by rank."""
         first_ranks = itertools.accumulate(workers_per_host, initial=0)
         return tuple(
             cls(
@@ -115,16 +107,8 @@ class Topology:
         """The environment variables by which training code finds its place.
 
         They are those that ``torch.distributed``, Accelerate, Lightning and the Trainer of
-        transformers read, so that their code runs unchanged.
-
-        Args:
-            mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
-            device: The row of the device that the worker computes on.
-            environ: The user's environment, whose network interfaces are respected; this
-                process's own where not given.
-
-        Returns:
-            Names and values, to be added to the user's environment.
+        transformers read, so that their code runs unchanged. Network interfaces of the user's
+        environment, this process's own where none is given, are respected.
         """
         variables_by_name = {
             "RANK": str(self.rank),
@@ -146,26 +130,12 @@ class Topology:
         return variables_by_name | self._interfaces(env.snapshot() if environ is None else environ)
 
     def to_json(self) -> str:
-        """This topology as a JSON object.
-
-        Returns:
-            Text that :meth:`from_json` reads.
-        """
+        """This topology as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: A JSON object.
-
-        Returns:
-            The topology.
-
-        Raises:
-            ConfigError: The text is not a topology.
-        """
+        """Read what :meth:`to_json` wrote."""
         try:
             return cls(**json.loads(text))
         except (TypeError, json.JSONDecodeError) as error:
@@ -241,10 +211,8 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
         config_json = json.dumps(engine_config(run_config))
         encoded_config = base64.urlsafe_b64encode(config_json.encode()).decode()
         launch_variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = encoded_config
-    if run_config.fsdp is not None:
-        launch_variables |= fsdp_variables(run_config.fsdp)
-    if run_config.dynamo is not None:
-        launch_variables |= dynamo_variables(run_config.dynamo)
+    launch_variables |= setting_variables(run_config.fsdp, FSDP_VARIABLES)
+    launch_variables |= setting_variables(run_config.dynamo, DYNAMO_VARIABLES)
     # Last: who names a variable means that one.
     return launch_variables | (run_config.variables or {})
 

@@ -23,14 +23,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, require
-from nbaccel.plan.contracts.bundle import Bundle
-from nbaccel.plan.contracts.precision import PrecisionSettings
-from nbaccel.precision.fp8.conversion import LayerSelection, follow_parameters, unshared_weights
+from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
 from nbaccel.precision.fp8.formats import E4M3, FP16
-from nbaccel.precision.fp8.gradient_exchange import AutomaticScaling, average
+from nbaccel.precision.fp8.gradient_exchange import AutomaticScaling, ScaledGradients, average
 from nbaccel.precision.fp8.scaled_adam import ScaledAdam, owners_of
-from nbaccel.precision.fp8.scaled_gradients import ScaledGradients
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8_layers import LayerSelection, follow_parameters, unshared_weights
 from nbaccel.precision.native_fp8 import NativeFp8
 
 

@@ -14,18 +14,15 @@ import torch
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.plan.contracts.bundle import Bundle
-from nbaccel.plan.contracts.precision import PrecisionSettings
-from nbaccel.precision.fp8.conversion import (
+from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
+from nbaccel.precision.fp8.formats import E4M3, E5M2, NumberFormat, accumulation_format
+from nbaccel.precision.fp8.linear import AmaxHistory, Fp8Linear, LayerRecipe, convert_layer
+from nbaccel.precision.fp8_layers import (
+    Fp8Precision,
     LayerSelection,
     require_layers,
-    restore_layers,
     select_layers,
 )
-from nbaccel.precision.fp8.delayed_scaling import AmaxHistory
-from nbaccel.precision.fp8.formats import E4M3, E5M2, NumberFormat, accumulation_format
-from nbaccel.precision.fp8.linear import Fp8Linear, LayerRecipe, convert_layer
-from nbaccel.precision.fp8_base import Fp8Precision
 
 
 class NativeFp8(Fp8Precision):
@@ -50,10 +47,8 @@ class NativeFp8(Fp8Precision):
                 self._follow_steps(optimizer)
         return bundle
 
-    def unwrap_forward(self, model: nn.Module) -> None:
-        """See :meth:`Precision.unwrap_forward`; its layers are plain again, too."""
-        super().unwrap_forward(model)
-        restore_layers(model)
+    def _restore(self, model: nn.Module) -> None:
+        super()._restore(model)
         self._histories.pop(model, None)
 
     def state_dict(self, models: Iterable[nn.Module]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbaccel.base import accelerate_library
+from nbaccel.base import training_libraries
 from nbaccel.base.errors import PrecisionMismatch
 from nbaccel.config.capabilities import precision_row
 
@@ -54,7 +54,7 @@ def watch(asked: str) -> Callable[[], None]:
             return
         was_judged = True
         layer_hook.remove()
-        found = accelerate_library.mixed_precision() or _observed(
+        found = training_libraries.accelerates_precision() or _observed(
             seen, asked, only_torch_layers=only_torch_layers
         )
         if found is not None and found != asked:

@@ -20,16 +20,15 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.base.optional_packages import require
-from nbaccel.config.fp8_handlers import AORecipeKwargs
-from nbaccel.plan.contracts.bundle import Bundle
-from nbaccel.plan.contracts.precision import PrecisionSettings
-from nbaccel.precision.fp8.conversion import (
+from nbaccel.config.fp8 import AORecipeKwargs
+from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
+from nbaccel.precision.fp8_layers import (
+    Fp8Precision,
     LayerSelection,
     follow_parameters,
     require_layers,
     select_layers,
 )
-from nbaccel.precision.fp8_base import Fp8Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,9 +79,7 @@ class TorchaoFp8(Fp8Precision):
             if parameter is not parameters_before[name]:
                 self._became[parameters_before[name]] = parameter
 
-    def unwrap_forward(self, model: nn.Module) -> None:
-        """See :meth:`Precision.unwrap_forward`; its layers are plain again, too."""
-        super().unwrap_forward(model)
+    def _restore(self, model: nn.Module) -> None:
         restore_layers(model)
 
     def _handler(self) -> AORecipeKwargs:

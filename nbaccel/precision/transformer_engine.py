@@ -23,10 +23,8 @@ from nbaccel.base.errors import ConfigError, MissingBackend
 from nbaccel.base.log import write_notice
 from nbaccel.base.optional_packages import require
 from nbaccel.config import Fp8Config
-from nbaccel.plan.contracts.bundle import Bundle
-from nbaccel.plan.contracts.precision import PrecisionSettings
-from nbaccel.precision.fp8.conversion import require_layers, select_layers
-from nbaccel.precision.fp8_base import Fp8Precision
+from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
+from nbaccel.precision.fp8_layers import Fp8Precision, require_layers, select_layers
 
 _RECIPE_CLASSES = {
     "delayed": "DelayedScaling",
@@ -80,9 +78,7 @@ class TransformerEngineFp8(Fp8Precision):
             in_evaluation=self.fp8.use_autocast_during_eval,
         )
 
-    def unwrap_forward(self, model: nn.Module) -> None:
-        """See :meth:`Precision.unwrap_forward`; its layers are torch's again, too."""
-        super().unwrap_forward(model)
+    def _restore(self, model: nn.Module) -> None:
         restore_layers(model)
 
     def take_off_autocast(self, model: nn.Module) -> None:

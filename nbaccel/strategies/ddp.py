@@ -18,16 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import DDPCommunicationHookType, DistributedDataParallelKwargs
-from nbaccel.plan.contracts.bundle import Bundle
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.strategy import Strategy
+from nbaccel.plan.contracts.training import Bundle, Place, Strategy
 from nbaccel.precision.fp8.gradient_exchange import fp8_compress_hook
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from nbaccel.plan.contracts.precision import Precision
-    from nbaccel.plan.training_plan import TrainingRequest
+    from nbaccel.plan.contracts.training import Precision, TrainingRequest
 
 _Hook = Callable[[Any, Any], Any]
 _Kind = DDPCommunicationHookType

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -39,24 +38,22 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.base import mapped_files, torch_private
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
-from nbaccel.plan.contracts.asking import SaidBySettings
-from nbaccel.plan.contracts.bundle import Bundle
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.precision import Precision
-from nbaccel.plan.contracts.strategy import Strategy
-from nbaccel.strategies import optimizer_shards, sharded_checkpoints
-from nbaccel.strategies.choosing import choose_modules, ignored_parameters
-from nbaccel.strategies.norms import clip_grad_norm
+from nbaccel.plan.contracts.training import Bundle, Place, Precision, SaidBySettings, Strategy
+from nbaccel.strategies import optimizer_shards
+from nbaccel.strategies.model_blocks import choose_modules, ignored_parameters
+from nbaccel.strategies.sharded_checkpoints import OwnPartCheckpoints
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from nbaccel.plan.training_plan import TrainingRequest
+    from nbaccel.plan.contracts.training import TrainingRequest
 
 # By exact type: a subclass such as a DTensor may have no memory of its own.
 _WITH_ADDRESS = (torch.Tensor, nn.Parameter)
@@ -73,7 +70,7 @@ _DTYPES_BY_NAME = {
 }
 
 
-class FsdpStrategy(Strategy):
+class FsdpStrategy(OwnPartCheckpoints, Strategy):
     """Torch's ``fully_shard`` over all processes of the run.
 
     Models stay the user's own objects and keep the names of their parameters; only the parameters
@@ -81,8 +78,6 @@ class FsdpStrategy(Strategy):
     """
 
     name: ClassVar[str] = "fsdp"
-    shard_kind: ClassVar[str] = "fsdp"
-    keeps_own_disks: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = True
 
     def __init__(
@@ -129,10 +124,6 @@ class FsdpStrategy(Strategy):
         for optimizer in bundle.optimizers:
             optimizer_shards.follow_parameters(optimizer, self._became)
         return bundle
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """See :meth:`Strategy.unwrap`; the model itself, whose parameters are sharded."""
-        return model
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
@@ -215,7 +206,23 @@ class FsdpStrategy(Strategy):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """See :meth:`Strategy.clip_grad_norm`; a collective."""
-        return clip_grad_norm(parameters, max_norm, norm_type)
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        with_gradients = [parameter for parameter in given if parameter.grad is not None]
+        # torch's kernels for many tensors take sharded ones or plain ones, never both in one list.
+        groups = [
+            [one for one in with_gradients if isinstance(one, DTensor) == is_sharded]
+            for is_sharded in (True, False)
+        ]
+        norms = [_norm_of_gradients(group, norm_type) for group in groups if group]
+        if not norms:
+            # As torch's `clip_grad_norm_` for parameters without gradients.
+            return torch.tensor(0.0)
+        # Offloaded gradients are in host memory, others on the device.
+        stacked_norms = torch.stack([norm.to(norms[0].device) for norm in norms])
+        total_norm: torch.Tensor = torch.linalg.vector_norm(stacked_norms, norm_type)
+        for group in filter(None, groups):
+            clip_grads_with_norm_(group, max_norm, total_norm)
+        return total_norm
 
     @contextmanager
     def _syncing(self, model: nn.Module, syncs_gradients: bool) -> Iterator[None]:
@@ -267,54 +274,6 @@ class FsdpStrategy(Strategy):
     ) -> None:
         """See :meth:`Strategy.load_optimizer_state`; only process 0 must pass one."""
         optimizer_shards.scatter_optimizer_state(optimizer, state, source=self.place.is_main)
-
-    def shard_folder(self, number: int) -> str:
-        """See :meth:`ShardedCheckpoints.shard_folder`; Accelerate's name for it."""
-        return f"pytorch_model_fsdp_{number}"
-
-    def save_sharded(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-        ranks_by_folder: Sequence[Sequence[int]] = (),
-    ) -> None:
-        """See :meth:`ShardedCheckpoints.save_sharded`; files of torch.distributed.checkpoint."""
-        sharded_checkpoints.save_shards(
-            model, optimizer, Path(folder), left_out=left_out, ranks_by_folder=ranks_by_folder
-        )
-
-    def check_sharded(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-        ranks_there: Collection[int] = (),
-    ) -> None:
-        """See :meth:`ShardedCheckpoints.check_sharded`; nothing in the files is run."""
-        sharded_checkpoints.check_shards(
-            model,
-            optimizer,
-            Path(folder),
-            self.place,
-            left_out=left_out,
-            is_part=bool(ranks_there),
-        )
-
-    def load_sharded(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-    ) -> None:
-        """See :meth:`ShardedCheckpoints.load_sharded`."""
-        sharded_checkpoints.load_shards(model, optimizer, Path(folder), left_out=left_out)
 
 
 def _span_of(parameter: torch.Tensor) -> tuple[int, int] | None:
@@ -402,3 +361,13 @@ def _whole(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()
     return value
+
+
+def _norm_of_gradients(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total_norm: torch.Tensor = get_total_norm(gradients, norm_type)
+    if isinstance(total_norm, DTensor):
+        # Each process has the norm of its own shards; `full_tensor` combines them, in a collective.
+        full_norm: torch.Tensor = total_norm.full_tensor()
+        return full_norm
+    return total_norm

@@ -20,9 +20,7 @@ from torch import nn
 from nbaccel.base.errors import CollectiveMismatch
 from nbaccel.base.flat import by_dtype, flatten, unflatten
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.bundle import Bundle
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.strategy import Strategy
+from nbaccel.plan.contracts.training import Bundle, Place, Strategy
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -68,10 +66,6 @@ class ReplicasStrategy(Strategy):
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_pre_hook(self._before_step)
         return bundle
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """See :meth:`Strategy.unwrap`; the model as it is."""
-        return model
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
         """See :meth:`Strategy.backward`."""

@@ -1,13 +1,14 @@
 """Checkpoints of which every process writes and reads its own part, checked before unpickling.
 
 The files are those of torch.distributed.checkpoint (DCP), so its tools read them, and they can be
-read by another number of processes. ``.metadata`` is a pickle that torch would load whatever it
-names; `shard_reading` reads it otherwise. A ``.distcp`` file is a sequence of archives: tensors,
-and objects that torch would unpickle without a check, too. Each is read as an archive with its
-checksums, and objects as plain data.
+read by another number of processes. Weights lie under ``model``, by name; the optimizer's state
+lies under ``optimizer``, by the number that its `state_dict` gives each parameter.
 
-Weights lie under ``model``, by name; the optimizer's state lies under ``optimizer``, by the number
-that its `state_dict` gives each parameter.
+torch unpickles two things without a check: ``.metadata``, and every entry that is no tensor. Here
+the first is read to notes of what it names, which call nothing, and of the notes plain objects are
+made, of exactly the types that DCP has; torch's reader gets these objects, and never the file. A
+``.distcp`` file is a sequence of archives: each is read with its checksums, and objects as plain
+data. So what has been checked is what is read.
 """
 
 from __future__ import annotations
@@ -16,44 +17,273 @@ import dataclasses
 import io
 import itertools
 import math
+import pickle
+import re
+import warnings
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_global_save_plan,
     create_default_local_load_plan,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as read_into
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError, PlatformUnsupported
-from nbaccel.base.intact import Window, archive_problem
-from nbaccel.plan.contracts.place import Place
+from nbaccel.base.weight_files import Window, archive_problem
+from nbaccel.plan.contracts.training import Place
 from nbaccel.strategies import optimizer_shards
-from nbaccel.strategies.shard_reading import (
-    SHARDS_REMEDY,
-    plain_object,
-    read_entries,
-    read_metadata,
-)
+
+SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
+
+_METADATA_FILE = ".metadata"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_DESCRIPTIONS = {
+    *(
+        (_METADATA_MODULE, class_name)
+        for class_name in (
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+            *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *(
+        (module_name, class_name)
+        # Python 3.13 pickles paths under a module of its own.
+        for module_name in ("pathlib", "pathlib._local")
+        for class_name in ("PosixPath", "WindowsPath", "PurePosixPath")
+    ),
+}
+_CONTAINERS: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredPlace:
+    """Where an entry lies, with the names by which torch's reader asks for it."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...]
+
+
+class _Note:
+    """What a pickle says of an object; nothing is built, looked up or called."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _NoteUnpickler(pickle.Unpickler):
+    """Reads the classes that describe a checkpoint as notes, and no other classes.
+
+    A pickle can change the classes that it names, so each unpickling has its own.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._note_classes: dict[str, type[_Note]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a class."""
+        # A dtype is pickled as its name in torch.
+        if module == "torch" and type(found := vars(torch).get(name)) is torch.dtype:
+            return found
+        if (module, name) in _CONTAINERS:
+            return _CONTAINERS[module, name]
+        if (module, name) not in _DESCRIPTIONS:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which may run code")
+        if name not in self._note_classes:
+            self._note_classes[name] = type(name, (_Note,), {})
+        return self._note_classes[name]
+
+    def load_metadata(self) -> Metadata:
+        """The metadata."""
+        fields = self._fields(self.load(), "Metadata")
+        return Metadata(
+            state_dict_metadata={
+                _exact(key, str): self._entry(entry_note)
+                for key, entry_note in _exact(fields["state_dict_metadata"], dict).items()
+            },
+            storage_data={
+                self._index(index_note): self._place(place_note)
+                for index_note, place_note in _exact(fields["storage_data"], dict).items()
+            },
+        )
+
+    def _fields(self, note: Any, *class_names: str) -> dict[str, Any]:
+        if type(note) not in [self._note_classes.get(class_name) for class_name in class_names]:
+            raise pickle.UnpicklingError(f"a {type(note).__name__} is where a {class_names[0]} is")
+        # A class without fields has no state.
+        fields: dict[str, Any] = _exact(vars(note).get("state") or {}, dict)
+        return fields
+
+    def _entry(self, note: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        fields = self._fields(note, "TensorStorageMetadata", "BytesStorageMetadata")
+        if type(note) is self._note_classes.get("BytesStorageMetadata"):
+            return BytesStorageMetadata()
+        properties = fields["properties"]
+        if type(properties) is not self._note_classes.get("TensorProperties"):
+            raise pickle.UnpicklingError(f"a {type(properties).__name__} has a tensor's format")
+        dtype = _exact(vars(properties)["state"], tuple)[0]
+        return TensorStorageMetadata(
+            # The other properties are out of use in torch, and are not read.
+            properties=TensorProperties(dtype=_exact(dtype, torch.dtype)),
+            size=_size(fields["size"]),
+            chunks=[self._chunk(chunk_note) for chunk_note in _exact(fields["chunks"], list)],
+        )
+
+    def _chunk(self, note: Any) -> ChunkStorageMetadata:
+        fields = self._fields(note, "ChunkStorageMetadata")
+        return ChunkStorageMetadata(offsets=_size(fields["offsets"]), sizes=_size(fields["sizes"]))
+
+    def _index(self, note: Any) -> MetadataIndex:
+        fields = self._fields(note, "MetadataIndex")
+        offset = fields.get("offset")
+        number = fields.get("index")
+        return MetadataIndex(
+            fqn=_exact(fields["fqn"], str),
+            offset=None if offset is None else _size(offset),
+            index=None if number is None else _exact(number, int),
+        )
+
+    def _place(self, note: Any) -> _StoredPlace:
+        fields = self._fields(note, "_StorageInfo")
+        descriptors = fields.get("transform_descriptors") or ()
+        name = _exact(fields["relative_path"], str)
+        # A crafted file could otherwise make this process open files anywhere.
+        if Path(name).name != name:
+            raise pickle.UnpicklingError(f"{name!r} is not in the folder, as shards are")
+        return _StoredPlace(
+            relative_path=name,
+            offset=_exact(fields["offset"], int),
+            length=_exact(fields["length"], int),
+            transform_descriptors=tuple(_exact(descriptor, str) for descriptor in descriptors),
+        )
+
+
+def _exact(value: Any, value_class: type) -> Any:
+    # No subclass: it could answer a check otherwise than its reader.
+    if type(value) is not value_class:
+        raise pickle.UnpicklingError(
+            f"a {type(value).__name__} is where a {value_class.__name__} is"
+        )
+    return value
+
+
+def _size(numbers: Any) -> torch.Size:
+    return torch.Size([_exact(number, int) for number in _exact(numbers, tuple)])
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read a checkpoint's metadata without running code."""
+    metadata_path = folder / _METADATA_FILE
+    if not metadata_path.is_file():
+        raise CheckpointDamaged(
+            f"{metadata_path} is missing, which says where the shards are. The save was "
+            f"interrupted, or not all was copied (its name begins with a dot). {SHARDS_REMEDY}"
+        )
+    try:
+        return _NoteUnpickler(metadata_path.read_bytes()).load_metadata()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointDamaged(
+            f"{metadata_path} cannot be read ({type(error).__name__}: {error}): it is truncated, "
+            f"damaged or of something else. {SHARDS_REMEDY}"
+        ) from error
+
+
+def plain_object(stream: Any) -> Any:
+    """Read an entry that is no tensor, as plain data."""
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch has one exception for everything that it refuses; only the text names the class.
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        found = named[1] if named else "a damaged pickle"
+        raise ValueError(f"{found}, no plain data, which may run code,") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(f"what cannot be read ({type(error).__name__})") from error
+
+
+class _CheckedReader(FileSystemReader):
+    """torch's reader, which is given the metadata instead of unpickling it."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See :class:`StorageReader`."""
+        return self._metadata
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    """torch's planner, which reads objects as plain data."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """See :class:`LoadPlanner`."""
+        plain_stream = io.BytesIO()
+        try:
+            torch.save(plain_object(value), plain_stream)
+        except ValueError as error:
+            name = read_item.storage_index.fqn
+            raise CheckpointDamaged(f"{self._folder} holds {error} as {name}") from error
+        plain_stream.seek(0)
+        # torch's own method puts the object in its place, and unpickles what was just written.
+        super().load_bytes(read_item, plain_stream)
+
+
+def read_entries(
+    content: dict[str, Any], folder: Path, metadata: Metadata, *, alone: bool = False
+) -> None:
+    """Read entries of a checkpoint; a collective, unless one process reads alone."""
+    with warnings.catch_warnings():
+        if alone:
+            # torch warns that a single process reads, which is the purpose here.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        read_into(
+            content,
+            storage_reader=_CheckedReader(folder, metadata),
+            planner=_PlainPlanner(folder),
+            no_dist=alone,
+        )
 
 
 def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step: int) -> list[str]:
@@ -124,42 +354,129 @@ _STATE_PREFIX = "optimizer.state."
 _GROUPS_PREFIX = "optimizer.param_groups."
 
 
-def save_shards(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    folder: Path,
-    *,
-    left_out: Collection[str] = (),
-    ranks_by_folder: Sequence[Sequence[int]] = (),
-) -> None:
-    """Write a checkpoint; a collective."""
-    saved_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
-    if optimizer is not None:
-        optimizer_state = optimizer.state_dict()
-        saved_content.update(
-            _flatten_entries(_GROUPS_PREFIX, dict(enumerate(optimizer_state["param_groups"])))
+class OwnPartCheckpoints:
+    """Checkpoints of a strategy whose models have sharded tensors of torch's (DTensors)."""
+
+    shard_kind: ClassVar[str] = "fsdp"
+    keeps_own_disks: ClassVar[bool] = False
+    place: Place
+
+    def shard_folder(self, number: int) -> str:
+        """See :meth:`ShardedCheckpoints.shard_folder`; Accelerate's name for it."""
+        return f"pytorch_model_fsdp_{number}"
+
+    def save_sharded(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
+        ranks_by_folder: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.save_sharded`; files of torch.distributed.checkpoint."""
+        saved_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
+        if optimizer is not None:
+            optimizer_state = optimizer.state_dict()
+            saved_content.update(
+                _flatten_entries(_GROUPS_PREFIX, dict(enumerate(optimizer_state["param_groups"])))
+            )
+            saved_content.update(_flatten_entries(_STATE_PREFIX, optimizer_state["state"]))
+        if not ranks_by_folder:
+            write_shards(saved_content, checkpoint_id=folder)
+            return
+        _refuse_old_groups()
+        # Made by all processes in the same order, also by those that are not in them.
+        all_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in ranks_by_folder]
+        own_groups = [
+            process_group
+            for process_group, ranks in zip(all_groups, ranks_by_folder, strict=True)
+            if dist.get_rank() in ranks
+        ]
+        try:
+            write_shards(
+                saved_content,
+                checkpoint_id=folder,
+                process_group=own_groups[0],
+                planner=_PartPlanner(),
+            )
+        finally:
+            dist.destroy_process_group(own_groups[0])
+
+    def check_sharded(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
+        ranks_there: Collection[int] = (),
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.check_sharded`; nothing in the files is run."""
+        folder = Path(folder)
+        place = self.place
+        metadata = read_metadata(folder)
+        file_problems = shard_problems(folder, metadata, place.local_rank, place.local_world_size)
+        if file_problems:
+            raise CheckpointDamaged(*file_problems)
+        stored_metadata = metadata.state_dict_metadata
+        saved_shapes = {
+            entry_key.removeprefix(_MODEL_PREFIX): tuple(entry_metadata.size)
+            for entry_key, entry_metadata in stored_metadata.items()
+            if entry_key.startswith(_MODEL_PREFIX)
+            and isinstance(entry_metadata, TensorStorageMetadata)
+        }
+        model_tensors = _model_slots(model, left_out)
+        expected_shapes = {
+            tensor_name: tuple(tensor_value.shape)
+            for tensor_name, tensor_value in model_tensors.items()
+            if isinstance(tensor_value, torch.Tensor)
+        }
+        other_names = [
+            tensor_name
+            for tensor_name, tensor_shape in expected_shapes.items()
+            if saved_shapes.get(tensor_name) != tensor_shape
+        ]
+        if other_names:
+            raise ConfigError(
+                f"{folder} is of another model than the {type(model).__name__}: {other_names[0]} "
+                f"has shape {list(saved_shapes.get(other_names[0], ())) or 'of none'} there, and "
+                f"{list(expected_shapes[other_names[0]])} here ({len(other_names)} of "
+                f"{len(expected_shapes)} differ). Nothing has been loaded. Load another one."
+            )
+        if ranks_there:
+            _check_own_shards(model_tensors, folder, metadata)
+        if optimizer is not None:
+            _check_optimizer(optimizer, folder, stored_metadata)
+
+    def load_sharded(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.load_sharded`."""
+        folder = Path(folder)
+        metadata = read_metadata(folder)
+        content: dict[str, Any] = {"model": _model_slots(model, left_out)}
+        if optimizer is not None:
+            # DCP reads only into tensors that it is given, and an optimizer that has not stepped
+            # has none.
+            content.update(_optimizer_slots(optimizer, folder, metadata))
+        read_entries(content, folder, metadata)
+        set_model_state_dict(
+            model, content.pop("model"), options=StateDictOptions(strict=not left_out)
         )
-        saved_content.update(_flatten_entries(_STATE_PREFIX, optimizer_state["state"]))
-    if not ranks_by_folder:
-        write_shards(saved_content, checkpoint_id=folder)
-        return
-    _refuse_old_groups()
-    # Made by all processes in the same order, also by those that are not in them.
-    all_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in ranks_by_folder]
-    own_groups = [
-        process_group
-        for process_group, ranks in zip(all_groups, ranks_by_folder, strict=True)
-        if dist.get_rank() in ranks
-    ]
-    try:
-        write_shards(
-            saved_content,
-            checkpoint_id=folder,
-            process_group=own_groups[0],
-            planner=_PartPlanner(),
-        )
-    finally:
-        dist.destroy_process_group(own_groups[0])
+        if optimizer is not None:
+            param_groups = _nest_entries(_GROUPS_PREFIX, content)
+            optimizer.load_state_dict(
+                {
+                    "param_groups": [param_groups[number] for number in sorted(param_groups)],
+                    "state": _nest_entries(_STATE_PREFIX, content),
+                }
+            )
 
 
 def _refuse_old_groups() -> None:
@@ -198,74 +515,6 @@ def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
     return {
         name: value for name, value in get_model_state_dict(model).items() if name not in left_out
     }
-
-
-def load_shards(
-    model: nn.Module, optimizer: Optimizer | None, folder: Path, *, left_out: Collection[str] = ()
-) -> None:
-    """Read a checkpoint; a collective."""
-    metadata = read_metadata(folder)
-    content: dict[str, Any] = {"model": _model_slots(model, left_out)}
-    if optimizer is not None:
-        # DCP reads only into tensors that it is given, and an optimizer that has not stepped has
-        # none.
-        content.update(_optimizer_slots(optimizer, folder, metadata))
-    read_entries(content, folder, metadata)
-    set_model_state_dict(model, content.pop("model"), options=StateDictOptions(strict=not left_out))
-    if optimizer is not None:
-        param_groups = _nest_entries(_GROUPS_PREFIX, content)
-        optimizer.load_state_dict(
-            {
-                "param_groups": [
-                    param_groups[group_number] for group_number in sorted(param_groups)
-                ],
-                "state": _nest_entries(_STATE_PREFIX, content),
-            }
-        )
-
-
-def check_shards(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    folder: Path,
-    place: Place,
-    *,
-    left_out: Collection[str] = (),
-    is_part: bool = False,
-) -> None:
-    """Refuse a checkpoint that :func:`load_shards` could not read; no collective."""
-    metadata = read_metadata(folder)
-    file_problems = shard_problems(folder, metadata, place.local_rank, place.local_world_size)
-    if file_problems:
-        raise CheckpointDamaged(*file_problems)
-    stored_metadata = metadata.state_dict_metadata
-    saved_shapes = {
-        entry_key.removeprefix(_MODEL_PREFIX): tuple(entry_metadata.size)
-        for entry_key, entry_metadata in stored_metadata.items()
-        if entry_key.startswith(_MODEL_PREFIX) and isinstance(entry_metadata, TensorStorageMetadata)
-    }
-    model_tensors = _model_slots(model, left_out)
-    expected_shapes = {
-        tensor_name: tuple(tensor_value.shape)
-        for tensor_name, tensor_value in model_tensors.items()
-        if isinstance(tensor_value, torch.Tensor)
-    }
-    other_names = [
-        tensor_name
-        for tensor_name, tensor_shape in expected_shapes.items()
-        if saved_shapes.get(tensor_name) != tensor_shape
-    ]
-    if other_names:
-        raise ConfigError(
-            f"{folder} is of another model than the {type(model).__name__}: {other_names[0]} has "
-            f"shape {list(saved_shapes.get(other_names[0], ())) or 'of none'} there, and "
-            f"{list(expected_shapes[other_names[0]])} here ({len(other_names)} of "
-            f"{len(expected_shapes)} differ). Nothing has been loaded. Load another one."
-        )
-    if is_part:
-        _check_own_shards(model_tensors, folder, metadata)
-    if optimizer is not None:
-        _check_optimizer(optimizer, folder, stored_metadata)
 
 
 def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: Metadata) -> None:

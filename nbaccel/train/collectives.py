@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train.call_check import DEFAULT_TIMEOUT_S, default_group_check
 from nbaccel.train.trees import leaves, map_leaves, map_tensors, slice_rows
 

@@ -17,11 +17,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.capabilities import driven_devices
+from nbaccel.config.capabilities import DEVICES
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.device import Device
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.plan.topology import DEVICE_VARIABLE
 from nbaccel.train import call_check
 from nbaccel.train.call_check import DEFAULT_TIMEOUT_S
@@ -127,7 +127,7 @@ def wants_cpu(cpu: bool = False) -> bool:
 
 def name_device(*, cpu: bool = False) -> str:
     """The row of the device that this process computes on."""
-    row = driven_devices()[0]
+    row = DEVICES[0]
     if wants_cpu(cpu):
         return row.name
     if variable := (env.read(DEVICE_VARIABLE, "") or "").strip():
@@ -171,7 +171,7 @@ def _row_of(asked_device: torch.device) -> str:
 
 
 def _check_device_name(name: str) -> str:
-    driven = [row.name for row in driven_devices()]
+    driven = [row.name for row in DEVICES]
     if name not in driven:
         raise ConfigError(
             f"Environment variable {DEVICE_VARIABLE} must be one of {', '.join(driven)}: got "

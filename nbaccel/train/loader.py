@@ -28,7 +28,7 @@ from nbaccel.base import optional_packages, spent_time, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.loops import loop_watch
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed, rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState

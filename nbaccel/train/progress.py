@@ -20,7 +20,7 @@ from nbaccel.base import spent_time, torch_private
 from nbaccel.base.log import notice_stream
 from nbaccel.base.quiet_bars import Bar
 from nbaccel.loops import loop_watch, metrics_reporter
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.trees import find_batch_size
 

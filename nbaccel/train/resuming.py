@@ -18,7 +18,7 @@ from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
 from nbaccel.loops import loop_watch
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.plan.topology import FOLDER_VARIABLE
 from nbaccel.train import rng
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.mistakes import closest, shown
+from nbaccel.config.given_values import closest, shown
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.device import DeviceRuntime
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 

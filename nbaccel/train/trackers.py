@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.optional_packages import is_installed, is_package, require
-from nbaccel.config.mistakes import shown
+from nbaccel.config.given_values import shown
 from nbaccel.train import distributed
 
 if TYPE_CHECKING:

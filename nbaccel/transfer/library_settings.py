@@ -32,8 +32,8 @@ import torch
 
 from nbaccel.base import torch_private
 from nbaccel.base.frames import Frame
-from nbaccel.base.import_patches import patch_module
 from nbaccel.base.log import write_notice
+from nbaccel.base.training_libraries import patch_module
 from nbaccel.transfer import pickling
 
 

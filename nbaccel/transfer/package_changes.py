@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-from nbaccel.base.import_patches import patch_module
+from nbaccel.base.training_libraries import patch_module
 
 PACKAGE_CHANGES = "nbaccel_package_changes"
 """The name by which changes travel to live workers."""

@@ -20,7 +20,7 @@ from nbaccel.base import torch_private
 from nbaccel.config.capabilities import FP8_BACKENDS, STRATEGIES
 from nbaccel.config.capability_rows import Fp8Row, StrategyRow
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.shards import ShardReader
+from nbaccel.plan.contracts.training import ShardReader
 from nbaccel.transfer import memfd
 
 PieceSpot = tuple[slice, ...] | int

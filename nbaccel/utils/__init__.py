@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from nbaccel.base.unsupported_names import missing_names_of
 from nbaccel.utils import (
@@ -47,19 +46,20 @@ from nbaccel.utils.tqdm import tqdm as tqdm
 from nbaccel.utils.transformer_engine import *
 from nbaccel.utils.versions import *
 
-if not TYPE_CHECKING:  # star imports hand on what they name
-    __all__ = ["tqdm"]
-    for _module in (
-        *(ao, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch),
-        *(memory, modeling, offload, operations, other, random, transformer_engine, versions),
-    ):
-        __all__ += _module.__all__
+# Star imports hand on what they name. Not assigned to `__all__`, see `nbaccel.base.lazy_names`.
+_names = ["tqdm"]
+for _module in (
+    *(ao, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch, memory),
+    *(modeling, offload, operations, other, random, transformer_engine, versions),
+):
+    _names += vars(_module)["__all__"]
 
-    # Modules of which nothing is here: their names alone.
-    for _name in ("bnb", "megatron_lm", "torch_xla"):
-        _module = ModuleType(f"{__name__}.{_name}", "Names of a part that is still to come.")
-        _missing = missing_names_of(_module.__name__)
-        vars(_module).update(_missing, __all__=list(_missing))
-        sys.modules[_module.__name__] = _module
-        globals().update(_missing, **{_name: _module})
-        __all__ += list(_missing)
+# Modules of which nothing is here: their names alone.
+for _name in ("bnb", "megatron_lm", "torch_xla"):
+    _absent = ModuleType(f"{__name__}.{_name}", "Names of a part that is still to come.")
+    _missing = missing_names_of(_absent.__name__)
+    vars(_absent).update(_missing, __all__=list(_missing))
+    sys.modules[_absent.__name__] = _absent
+    globals().update(_missing, **{_name: _absent})
+    _names += _missing
+globals()["__all__"] = _names

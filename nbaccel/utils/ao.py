@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from nbaccel.precision import torchao
-from nbaccel.precision.fp8.products import MULTIPLE
+from nbaccel.precision.fp8.linear import MULTIPLE
 
 __all__ = [
     "convert_model_to_fp8_ao",

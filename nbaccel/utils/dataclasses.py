@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from nbaccel.base.lazy_names import names_imported_as
+from nbaccel.base.lazy_names import hand_on
 from nbaccel.base.unsupported_names import missing_names_of
 from nbaccel.config.enumerations import (
     ComputeEnvironment as ComputeEnvironment,
@@ -19,7 +19,8 @@ from nbaccel.config.enumerations import (
     RNGType as RNGType,
     SageMakerDistributedType as SageMakerDistributedType,
 )
-from nbaccel.config.fp8_handlers import (
+from nbaccel.config.field_rules import Handler
+from nbaccel.config.fp8 import (
     AORecipeKwargs as AORecipeKwargs,
     FP8RecipeKwargs as FP8RecipeKwargs,
     MSAMPRecipeKwargs as MSAMPRecipeKwargs,
@@ -37,7 +38,6 @@ from nbaccel.config.handlers import (
     ProjectConfiguration as ProjectConfiguration,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from nbaccel.config.settings_base import Handler
 from nbaccel.parallelism_config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     ParallelismConfig as ParallelismConfig,
@@ -52,10 +52,12 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 else:
     DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
-    __all__ = list(names_imported_as(__file__))
-    __all__ += ["BnbQuantizationConfig", "DeepSpeedPlugin", "KwargsHandler", "MegatronLMPlugin"]
-    __all__ += ["get_module_class_from_name"]
 
+hand_on(
+    globals(),
+    *("BnbQuantizationConfig", "DeepSpeedPlugin", "KwargsHandler", "MegatronLMPlugin"),
+    "get_module_class_from_name",
+)
 KwargsHandler = Handler
 BnbQuantizationConfig: Any
 MegatronLMPlugin: Any

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.unsupported_names import missing_names_of
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
+from nbaccel.plan.contracts.training import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin

@@ -119,8 +119,7 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, A
     # for `set_seed` alone.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from nbaccel.strategies.shard_reading import read_entries, read_metadata
-    from nbaccel.strategies.sharded_checkpoints import shard_problems
+    from nbaccel.strategies.sharded_checkpoints import read_entries, read_metadata, shard_problems
 
     metadata = read_metadata(folder)
     if problems := shard_problems(folder, metadata, 0, 1):

@@ -16,8 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from nbaccel.base import env
 from nbaccel.base.errors import MissingBackend
-from nbaccel.base.optional_packages import installed_version, is_installed
-from nbaccel.base.package_origin import install_line
+from nbaccel.base.optional_packages import install_line, installed_version, is_installed
 
 __all__ = [
     "deepspeed_required",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from nbaccel.base import torch_private
-from nbaccel.base.lazy_names import names_imported_as
+from nbaccel.base.lazy_names import hand_on
 from nbaccel.base.log import get_logger
 from nbaccel.base.units import first_few, parse_bytes
 from nbaccel.bigmodel.checkpoint_loading import (
@@ -51,13 +51,12 @@ from nbaccel.hooks import each_hook
 from nbaccel.state import PartialState
 from nbaccel.utils.environment import parse_choice_from_env
 
-if not TYPE_CHECKING:
-    __all__ = list(names_imported_as(__file__))
-    __all__ += ["convert_file_size_to_int", "is_peft_model"]
-    __all__ += ["get_grad_scaler", "get_mixed_precision_context_manager"]
-    __all__ += ["align_module_device", "has_offloaded_params"]
-    __all__ += ["get_state_dict_from_offload", "get_state_dict_offloaded_model"]
-
+hand_on(
+    globals(),
+    *("align_module_device", "convert_file_size_to_int", "get_grad_scaler"),
+    *("get_mixed_precision_context_manager", "get_state_dict_from_offload"),
+    *("get_state_dict_offloaded_model", "has_offloaded_params", "is_peft_model"),
+)
 _MOST_NAMES_TOLD = 5
 _state_log = get_logger(__name__)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from nbaccel.base.lazy_names import names_imported_as
+from nbaccel.base.lazy_names import hand_on
 from nbaccel.bigmodel.offload_folder import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,
     PrefixedDataset as PrefixedDataset,
@@ -15,5 +13,4 @@ from nbaccel.bigmodel.offload_folder import (
     save_offload_index as save_offload_index,
 )
 
-if not TYPE_CHECKING:
-    __all__ = list(names_imported_as(__file__))
+hand_on(globals())

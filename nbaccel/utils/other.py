@@ -23,7 +23,7 @@ from nbaccel.config.enumerations import PrecisionType
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.precision.native import AutocastForward
 from nbaccel.state import PartialState
-from nbaccel.strategies.compiling import compile_regions
+from nbaccel.strategies.model_blocks import compile_regions
 from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint import files
 from nbaccel.utils.modeling import id_tensor_storage

@@ -153,7 +153,7 @@ _SETTLE_STEP_S = 0.002
 
 def device_facts() -> frozenset[str]:
     """What devices say against a fork of this process."""
-    return frozenset(fact for device in registry.known_devices() for fact in device.hazards())
+    return frozenset(fact for device in registry.devices() for fact in device.hazards())
 
 
 def native_threads() -> list[int]:

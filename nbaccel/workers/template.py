@@ -409,7 +409,7 @@ _TEMPLATES: dict[str, Template] = {}
 
 def template_for(device: str = "") -> Template:
     """The template of this process for a device."""
-    has_own = bool(device) and registry.known_device(device).own_template
+    has_own = bool(device) and registry.device(device).own_template
     name = device if has_own else ""
     return _TEMPLATES.setdefault(name, Template(name))
 

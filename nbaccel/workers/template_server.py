@@ -155,9 +155,9 @@ def _import_for_workers(request: dict[str, Any]) -> None:
     from nbaccel.workers.reaping import adopt_orphans
 
     # Imports the devices once, for all workers.
-    devices = registry.known_devices()
+    devices = registry.devices()
     if request["device"]:
-        registry.known_device(request["device"]).prepare_template()
+        registry.device(request["device"]).prepare_template()
     if request["extends_torch"]:
         _load_extensions({device.extension for device in devices})
     adopt_orphans()

@@ -36,14 +36,7 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from nbaccel.base import (
-    accelerate_library,
-    env,
-    leftovers,
-    lightning_library,
-    torch_private,
-    transformers_library,
-)
+from nbaccel.base import env, leftovers, torch_private, training_libraries
 from nbaccel.base.errors import InputRefused, InternalError, StoppedAtStep
 from nbaccel.base.units import shorten_text
 from nbaccel.loops import loop_watch, metrics_reporter
@@ -92,7 +85,7 @@ def run_worker(
         _set_up_worker(ends, parent)
         if is_fork:
             # Accelerate's forked state says that this process is the only one.
-            accelerate_library.forget()
+            training_libraries.forget_accelerate()
         channel = messaging.Channel.from_fd(ends.channel)
         channel.send(messaging.Word.ALIVE)
         if is_fork:
@@ -241,10 +234,7 @@ def set_up_process(assignment: messaging.WorkerAssignment, descriptors: list[int
     pickling.receive_names()
     # Lets `multiprocessing` send the notebook's classes and functions.
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
-    accelerate_library.prepare_anew()
-    transformers_library.run_notebook_trainers(metrics_reporter.drawing_whole_bar)
-    lightning_library.guard_trainers()
-    lightning_library.tell_of_worker(place.rank)
+    training_libraries.enter_worker(place.rank, metrics_reporter.drawing_whole_bar)
     serves_store = assignment.serves_store
     context = WorkerContext(
         assignment=assignment,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from nbaccel.base.import_patches import patch_module
+from nbaccel.base.training_libraries import patch_module
 from nbaccel.workers.messaging import ClearOutput, Display
 
 SendMessage = Callable[[Any], None]

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from nbaccel.base.optional_packages import is_installed, metadata_version, require
-from nbaccel.base.package_origin import install_line
+from nbaccel.base.optional_packages import install_line, is_installed, metadata_version, require
 from nbaccel.errors import MissingBackend
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.base import package_origin
-from nbaccel.base.package_origin import install_line
+from nbaccel.base import optional_packages
+from nbaccel.base.optional_packages import install_line
 from tests.isolation import ROOT
 
 METADATA = """Metadata-Version: 2.4
@@ -47,5 +47,5 @@ def test_sources_on_the_path_without_an_installation(monkeypatch: pytest.MonkeyP
     def not_installed(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(package_origin.metadata, "requires", not_installed)
+    monkeypatch.setattr(optional_packages.importlib.metadata, "requires", not_installed)
     assert install_line("deepspeed") == f'pip install "{ROOT}[deepspeed]"'

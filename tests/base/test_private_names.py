@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from nbaccel.base import accelerate_library, ipython_private, torch_private
+from nbaccel.base import ipython_private, torch_private, training_libraries
 from nbaccel.errors import PlatformUnsupported
 
 
@@ -186,14 +186,14 @@ def test_an_ipython_that_has_dropped_a_name_is_told_of_when_it_is_looked_for(nam
 def test_an_accelerate_without_its_names(monkeypatch):
     state = types.ModuleType("accelerate.state")
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
-    assert not accelerate_library.is_set_up()
-    assert accelerate_library.mixed_precision() is None
-    accelerate_library.forget()
+    assert not training_libraries.accelerate_is_set_up()
+    assert training_libraries.accelerates_precision() is None
+    training_libraries.forget_accelerate()
     state.PartialState = types.SimpleNamespace(_shared_state={"a": 1})
     with pytest.raises(
         PlatformUnsupported, match=r"has no AcceleratorState\._reset_state: workers"
     ):
-        accelerate_library.forget()
+        training_libraries.forget_accelerate()
 
 
 def test_an_xla_without_its_name_counts_as_initialised(monkeypatch):

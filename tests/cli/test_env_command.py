@@ -8,7 +8,7 @@ import pytest
 
 from nbaccel import __version__
 from nbaccel.cli import main
-from nbaccel.cli.environment_report import shown_variables
+from nbaccel.cli.env_command import shown_variables
 
 
 def test_the_report_names_what_a_bug_report_needs(tmp_path, monkeypatch, capsys):

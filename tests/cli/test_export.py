@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from nbaccel.cli import main
-from nbaccel.cli.notebook_cells import read_notebook
-from nbaccel.cli.script_making import make_script
+from nbaccel.cli.script_making import make_script, read_notebook
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from tests.cli import scripts

@@ -12,7 +12,7 @@ from torch.distributed.run import get_args_parser
 
 from nbaccel.cli import main
 from nbaccel.cli.launch_options import setting_flags
-from nbaccel.cli.launch_request import LaunchRequest, read_launch_request
+from nbaccel.cli.launch_request import LaunchRequest, SettingsFile, read_launch_request
 from nbaccel.cli.peer_options import PEER_OPTIONS
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.errors import ConfigError
@@ -162,7 +162,7 @@ def test_each_row_says_what_it_does() -> None:
 
 
 def read(*, file: RunConfig | None = None, **given: object) -> LaunchRequest:
-    return read_launch_request(given, file, "run.yaml")
+    return read_launch_request(given, SettingsFile(config=file or RunConfig(), name="run.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.config import RunConfig, load_config_file
-from nbaccel.config.mistakes import shown
+from nbaccel.config.given_values import shown
 from nbaccel.config.text_forms import read_object, read_yaml
 from nbaccel.errors import ConfigError
 from nbaccel.train.checkpoint.folder_writing import read_manifest

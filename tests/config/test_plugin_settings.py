@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.config import RunConfig
-from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
-from nbaccel.config.handlers import TorchDynamoPlugin
+from nbaccel.config.handlers import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from nbaccel.errors import ConfigError
 from nbaccel.plan.topology import run_variables
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
 from nbaccel.memory.activations import measure_activations
-from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
+from nbaccel.strategies.model_blocks import checkpoints_gradients
 
 WIDTH, ROWS = 64, 32
 

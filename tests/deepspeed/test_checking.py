@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.base.package_origin import install_line
+from nbaccel.base.optional_packages import install_line
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed import cpp_operations
 from nbaccel.deepspeed.checking import check_config

@@ -10,14 +10,13 @@ import pytest
 
 from nbaccel.abc.device import Device, DeviceRuntime, LaunchHooks, StepHooks
 from nbaccel.config import RunConfig
-from nbaccel.config.capabilities import driven_devices
+from nbaccel.config.capabilities import DEVICES
 from nbaccel.plan import Inventory, inspect_machine, registry
 
-ROWS = driven_devices()
 # Only what wakes the hardware needs it; the rest must hold on any machine.
 NEEDING_HARDWARE = [
     pytest.param(row, id=row.name, marks=() if row.name == "cpu" else pytest.mark.gpu)
-    for row in ROWS
+    for row in DEVICES
 ]
 
 
@@ -29,7 +28,7 @@ def run(code):
 
 def require_hardware(row):
     found = inspect_machine()
-    if row is not ROWS[0] and registry.device(row.name).refusal(found):
+    if row is not DEVICES[0] and registry.device(row.name).refusal(found):
         pytest.skip(f"no {row.name} here: {found.gpu_note}")
 
 
@@ -40,7 +39,7 @@ def test_the_contract_stays_narrow():
     assert not Device.__abstractmethods__, "a device writes what differs, and nothing else"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", DEVICES, ids=lambda row: row.name)
 def test_what_holds_without_the_hardware(row):
     device = registry.device(row.name)
     found = inspect_machine()
@@ -48,7 +47,7 @@ def test_what_holds_without_the_hardware(row):
     assert device.name == row.name
     assert device.row == row
     assert vars(device) == {}
-    assert bool(device.units(found)) or row is ROWS[0] or device.refusal(found)
+    assert bool(device.units(found)) or row is DEVICES[0] or device.refusal(found)
     assert device.launch_problem(found, RunConfig(), 1) == ""
     assert device.plan_warnings(found, RunConfig()) == ()
     assert set(device.detect({})) <= {field.name for field in dataclasses.fields(Inventory)}
@@ -58,7 +57,7 @@ def test_what_holds_without_the_hardware(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", DEVICES, ids=lambda row: row.name)
 def test_looking_for_hazards_wakes_nothing(row):
     done = run(
         "import os, sys\n"

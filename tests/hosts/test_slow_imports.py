@@ -24,8 +24,8 @@ def said(code: str, **variables: str) -> str:
 
 
 def test_rays_own_processes_do_without():
-    code = "import sys, jsonschema; print('lark' in sys.modules, jsonschema.__name__)"
-    assert said(code, PYTHONPATH=OWN_PATH) == "False jsonschema\n"
+    code = "import sys, ray; print('lark' in sys.modules, sys.modules['jsonschema'].__file__)"
+    assert said(code, PYTHONPATH=OWN_PATH) == f"False {OWN_PATH}/jsonschema.py\n"
 
 
 def test_the_notebook_has_it_when_it_is_used():

@@ -21,18 +21,17 @@ _WRAPPERS = (
 
 # Packages with one or two of them, in the file that handles the package.
 _ALLOWED = {
-    "nbaccel/base/accelerate_library.py": {"_shared_state", "_reset_state"},
-    "nbaccel/base/lightning_library.py": {
-        "_IS_INTERACTIVE"
-    },  # what Lightning found when it was imported
-    "nbaccel/base/transformers_library.py": {"_move_model_to_device"},
+    # Accelerate's state, what Lightning found when it was imported, and a method of Trainer.
+    "nbaccel/base/training_libraries.py": {
+        *("_shared_state", "_reset_state", "_IS_INTERACTIVE", "_move_model_to_device")
+    },
     # Models of transformers say by these what must not be split, and that they tie weights.
     "nbaccel/bigmodel/module_sizes.py": {"_no_split_modules", "_tie_weights"},
     "nbaccel/devices/tpu/torch_tpu_driver.py": {
         *("_C", "_get_privateuse1_backend_name", "_get_cache_stats")
     },
     "nbaccel/devices/tpu/torch_xla_driver.py": {"_XLAC", "_xla_runtime_is_initialized"},
-    "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it
+    "nbaccel/strategies/model_blocks.py": {"_no_split_modules"},  # transformers' models name it
     "nbaccel/train/trackers.py": {"_get_file_writer"},
     "nbaccel/workers/reaping.py": {
         # What Python does at the end of a process: atexit's, weakref's, threading's, and that of

@@ -8,8 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from nbaccel.base.units import format_number
-from nbaccel.output.chart import ChartLine
-from nbaccel.output.panel.curves import chart_of, metric_chart, smoothed
+from nbaccel.output.panel.curves import ChartLine, chart_of, metric_chart, smoothed
 
 
 def drawn(*lines: ChartLine, **settings: object) -> ET.Element:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.config import Fp8Config, RunConfig, load_config_file
-from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
-from nbaccel.config.handlers import TorchDynamoPlugin
+from nbaccel.config.handlers import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from nbaccel.plan.topology import run_variables
 from tests.needs import DEEPSPEED_ROW
 

@@ -11,7 +11,7 @@ from nbaccel.config import RunConfig, read_accelerate_yaml
 from nbaccel.errors import ConfigError
 from nbaccel.hosts.host_session import _named_devices
 from nbaccel.plan import Inventory, resolve
-from nbaccel.plan.named_gpus import with_named_gpus
+from nbaccel.plan.resolving import with_named_gpus
 from tests.plan.test_resolving import CPU, with_gpus
 
 

@@ -4,10 +4,11 @@ import pytest
 
 from nbaccel.abc.asking import Said
 from nbaccel.config import Fp8Config, RunConfig, capabilities
-from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
+from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError
 from nbaccel.plan import registry
-from nbaccel.plan.training_plan import ProcessFacts, TrainingRequest, plan_training
+from nbaccel.plan.contracts.training import TrainingRequest
+from nbaccel.plan.training_plan import ProcessFacts, plan_training
 from tests.needs import DEEPSPEED_ROW
 
 CPU = ProcessFacts(device="cpu", device_name="cpu")

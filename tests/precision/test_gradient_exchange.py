@@ -12,13 +12,13 @@ from nbaccel.precision.fp8.formats import E4M3, FP16
 from nbaccel.precision.fp8.gradient_exchange import (
     BLOCK,
     AutomaticScaling,
+    ScaledGradients,
     packed_blocks,
     summed_mean,
     two_shot_mean,
     unpacked_blocks,
 )
 from nbaccel.precision.fp8.linear import LayerRecipe, convert_layer
-from nbaccel.precision.fp8.scaled_gradients import ScaledGradients
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
 

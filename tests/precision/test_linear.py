@@ -10,12 +10,19 @@ import torch
 from torch import nn
 
 from nbaccel.base import torch_private
-from nbaccel.precision.fp8.conversion import require_layers, restore_layers, select_layers
-from nbaccel.precision.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from nbaccel.precision.fp8.formats import BF16, E4M3, E5M2, FP16, scale_and_quantize
-from nbaccel.precision.fp8.linear import Fp8Linear, LayerRecipe, convert_layer
-from nbaccel.precision.fp8.products import scaled_product
+from nbaccel.precision.fp8.linear import (
+    GRADIENT,
+    INPUT,
+    WEIGHT,
+    AmaxHistory,
+    Fp8Linear,
+    LayerRecipe,
+    convert_layer,
+    scaled_product,
+)
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8_layers import require_layers, restore_layers, select_layers
 
 CPU = torch.device("cpu")
 EMULATED = pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "kernel"])

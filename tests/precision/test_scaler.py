@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.precision.scaler import LossScaler
+from nbaccel.precision.native import LossScaler
 
 
 def two(lr: float = 1.0):

@@ -7,7 +7,7 @@ from torch import nn
 
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError
-from nbaccel.strategies.choosing import choose_modules, ignored_parameters
+from nbaccel.strategies.model_blocks import choose_modules, ignored_parameters
 from tests.strategies.workers import Block, Tower
 
 

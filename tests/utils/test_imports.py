@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nbaccel.base.package_origin import install_line
+from nbaccel.base.optional_packages import install_line
 from nbaccel.errors import MissingBackend
 from nbaccel.utils import imports
 from nbaccel.utils.imports import _is_there, _required

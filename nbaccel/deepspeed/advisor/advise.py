@@ -12,7 +12,7 @@ from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.base.units import parse_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
-from nbaccel.config.nested_keys import put_at, value_at
+from nbaccel.config.given_values import put_at, value_at
 from nbaccel.deepspeed.advisor.advice import Advice, Rung
 from nbaccel.deepspeed.auto_values import resolve_auto
 from nbaccel.deepspeed.checking import check_config
@@ -26,7 +26,7 @@ from nbaccel.memory.settings_form import SettingsForm, TrainingWay
 from nbaccel.memory.suggesting import halvings
 from nbaccel.memory.ways import FASTEST_FIRST, Candidate, CandidateFinder
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
-from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
+from nbaccel.strategies.model_blocks import checkpoints_gradients
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.advisor.proving import Prover

@@ -25,18 +25,18 @@ import torch
 from torch import nn
 
 from nbaccel.base import env
-from nbaccel.base.disk import nearest_folder
+from nbaccel.base.atomic import nearest_folder
 from nbaccel.base.errors import WorkerFailed
 from nbaccel.base.units import format_bytes
 from nbaccel.config.capabilities import device_row
-from nbaccel.config.nested_keys import put_at, value_at
+from nbaccel.config.given_values import put_at, value_at
 from nbaccel.deepspeed import cpp_operations
 from nbaccel.deepspeed.advisor.advice import Measured, Rung
 from nbaccel.deepspeed.zero_config import ZERO
 from nbaccel.memory.activations import LiveBytes, call, loss_of, mapped, resized, storage_key
 from nbaccel.memory.memory_model import MemoryModel
 from nbaccel.plan import Plan, registry
-from nbaccel.strategies.gradient_checkpointing import (
+from nbaccel.strategies.model_blocks import (
     checkpoints_gradients,
     enable_gradient_checkpointing,
 )

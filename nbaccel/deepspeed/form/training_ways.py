@@ -6,10 +6,10 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.package_origin import install_line
-from nbaccel.config import RunConfig, nested_keys
+from nbaccel.base.optional_packages import install_line, is_installed
+from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits, strategy_row
+from nbaccel.config.given_values import drop_at, put_at, value_at
 from nbaccel.deepspeed.zero_config import ZERO
 from nbaccel.deepspeed.zero_memory import (
     OPTIMIZER_PLACE,
@@ -57,15 +57,15 @@ def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str
     """Say where something is kept, with the folder that only a disk has; whether it is new."""
     section = key.rpartition(".")[0]
     path_key = f"{section}.nvme_path"
-    if place in (None, "", "none") or isinstance(nested_keys.value_at(settings, section), str):
-        nested_keys.drop_at(settings, section)
+    if place in (None, "", "none") or isinstance(value_at(settings, section), str):
+        drop_at(settings, section)
     if place in (None, "", "none"):
         return False
-    nested_keys.put_at(settings, key, place)
+    put_at(settings, key, place)
     if place != "nvme":
-        nested_keys.drop_at(settings, path_key)
-    elif not nested_keys.value_at(settings, path_key):
-        nested_keys.put_at(settings, path_key, folder)
+        drop_at(settings, path_key)
+    elif not value_at(settings, path_key):
+        put_at(settings, path_key, folder)
         return True
     return False
 

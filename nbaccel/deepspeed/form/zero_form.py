@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config import RunConfig, nested_keys
+from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import engine_config
+from nbaccel.config.given_values import drop_at, put_at, value_at
 from nbaccel.deepspeed.auto_values import resolve_decided
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.config_keys import misspelt_keys
@@ -90,7 +91,7 @@ class DeepSpeedForm(SettingsForm):
         # "none" and no key are one choice: on the device.
         if setting.name in _PLACE_CONTENTS:
             return _place_of(config, setting.name)
-        return nested_keys.value_at(config.deepspeed, setting.strategy_key)
+        return value_at(config.deepspeed, setting.strategy_key)
 
     def default_of(self, config: RunConfig, setting: Setting) -> Any:
         """See :meth:`SettingsForm.default_of`."""
@@ -186,7 +187,7 @@ class DeepSpeedForm(SettingsForm):
         decided = resolved.config.to_dict()
         for key in auto_keys(document):
             if key not in reasons:
-                nested_keys.put_at(filled, key, nested_keys.value_at(decided, key))
+                put_at(filled, key, value_at(decided, key))
         later = [Choice(key, "auto", _FILLED_LATER.get(key, why)) for key, why in reasons.items()]
         return FilledConfig(filled, (*resolved.choices, *later))
 
@@ -213,7 +214,7 @@ class DeepSpeedForm(SettingsForm):
     def way_of(self, config: RunConfig) -> str:
         """See :meth:`SettingsForm.way_of`."""
         places = (
-            nested_keys.value_at(config.deepspeed, place_key) or "none"
+            value_at(config.deepspeed, place_key) or "none"
             for place_key in (OPTIMIZER_PLACE, PARAM_PLACE)
         )
         return name_of(StatePlacement(config.zero_stage or 0, *places))
@@ -257,7 +258,7 @@ def _with_stage(
     )
     remarks: tuple[str, ...] = ()
     for key, content in _PLACE_CONTENTS.items():
-        place = nested_keys.value_at(settings, key) or "none"
+        place = value_at(settings, key) or "none"
         possible = place_at_stage(key, place, stage)
         if possible != place:
             put_place(settings, key, possible)
@@ -279,11 +280,11 @@ def _with_key(config: RunConfig, key: str, value: Any) -> Edit:
                 f"Files of {_PLACE_CONTENTS[key]} go to {folder}: change it to a fast disk.",
             )
     elif value in (None, ""):
-        nested_keys.drop_at(settings, key)
+        drop_at(settings, key)
         if key in _STAND_INS:  # without a type its parameters have no meaning
             settings.pop(part, None)
     else:
-        nested_keys.put_at(settings, key, value)
+        put_at(settings, key, value)
         if key in _STAND_INS:
             remarks = (
                 f"DeepSpeed makes the {part}: give prepare a {_STAND_INS[key]} in its place.",
@@ -293,7 +294,7 @@ def _with_key(config: RunConfig, key: str, value: Any) -> Edit:
 
 def _place_of(config: RunConfig, place_key: str) -> str | None:
     """Where something is offloaded to; None where it is not."""
-    place: str | None = nested_keys.value_at(config.deepspeed, place_key)
+    place: str | None = value_at(config.deepspeed, place_key)
     return None if place == "none" else place
 
 

@@ -40,18 +40,20 @@ from nbaccel.deepspeed.teardown import forget_modules
 from nbaccel.deepspeed.training_facts import made_in
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.memory.model_size import measure
-from nbaccel.plan.contracts.asking import SaidBySettings
-from nbaccel.plan.contracts.bundle import Bundle
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.standins import DummyOptim
-from nbaccel.plan.contracts.strategy import Strategy
+from nbaccel.plan.contracts.training import (
+    Bundle,
+    DummyOptim,
+    Place,
+    SaidBySettings,
+    Strategy,
+    TrainingRequest,
+)
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.training_plan import TrainingRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from nbaccel.plan.contracts.precision import Precision
+    from nbaccel.plan.contracts.training import Precision
 
 
 _ORPHANED_DRIVES: list[Drive] = []

@@ -25,7 +25,7 @@ from nbaccel.deepspeed.strategy.diagnostics import Troubles
 from nbaccel.deepspeed.strategy.nvme_swapping import Claim
 from nbaccel.deepspeed.strategy.restore import take_back, unhook
 from nbaccel.deepspeed.teardown import destroy
-from nbaccel.plan.contracts.shards import Remembered
+from nbaccel.plan.contracts.training import Remembered
 
 
 def drive_of_loss(loss: torch.Tensor, drives: Sequence[Drive]) -> Drive:

@@ -33,7 +33,7 @@ from nbaccel.deepspeed import library, private_api
 from nbaccel.deepspeed.strategy import nvme_swapping
 from nbaccel.deepspeed.strategy.zero_init import fetch_together, shard_in_turn
 from nbaccel.deepspeed.zero_config import ZeroConfig
-from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
+from nbaccel.plan.contracts.training import DummyOptim, DummyScheduler
 from nbaccel.precision.native import as_float32
 
 # The number is in glibc's malloc.h, which Python does not expose.

@@ -21,7 +21,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import first_few
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.strategy import nvme_swapping
-from nbaccel.plan.contracts.shards import Piece
+from nbaccel.plan.contracts.training import Piece
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config, tidied_settings
+from nbaccel.config.given_values import has_key, put_at, shown, value_at
 from nbaccel.config.handlers import Settings
-from nbaccel.config.mistakes import shown
-from nbaccel.config.nested_keys import has_key, put_at, value_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings, old_forms
 

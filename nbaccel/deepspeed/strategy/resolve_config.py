@@ -9,16 +9,14 @@ from typing import Any
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.nested_keys import value_at
+from nbaccel.config.given_values import value_at
 from nbaccel.deepspeed.auto_values import Resolved, resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.deepspeed.training_facts import TrainingFacts
 from nbaccel.deepspeed.zero_config import AUTO, ZERO
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
+from nbaccel.plan.contracts.training import DummyOptim, DummyScheduler, Place, TrainingRequest
 from nbaccel.plan.launch_plan import Choice
-from nbaccel.plan.training_plan import TrainingRequest
 
 
 def resolve_config(

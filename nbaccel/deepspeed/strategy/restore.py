@@ -39,8 +39,8 @@ from nbaccel.deepspeed.teardown import (
     tear_down,
 )
 from nbaccel.deepspeed.weights.placeholders import check_whole
-from nbaccel.plan.contracts import shards
-from nbaccel.plan.contracts.shards import Piece, Remembered
+from nbaccel.plan.contracts import training
+from nbaccel.plan.contracts.training import Piece, Remembered
 
 __all__ = [
     "assign",
@@ -112,7 +112,7 @@ def remember(module: nn.Module) -> Remembered:
     """See :meth:`ShardReader.remember`; of a module that is taken apart, what it was before."""
     # A module that is in parts looks like its engine's; only a whole one is looked at again.
     if module not in _REMEMBERED_STATES or not any(map(is_cut, module.parameters())):
-        _REMEMBERED_STATES[module] = shards.remember(module)
+        _REMEMBERED_STATES[module] = training.remember(module)
     return _REMEMBERED_STATES[module]
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nbaccel.base import mapped_files
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed
-from nbaccel.config.nested_keys import drop_at
+from nbaccel.config.given_values import drop_at
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.zero_config import ZeroConfig, auto_keys

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.intact import OLD_TORCH_FORMAT
+from nbaccel.base.weight_files import OLD_TORCH_FORMAT
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,10 +18,15 @@ from nbaccel.base import env
 from nbaccel.base.optional_packages import installed_version
 from nbaccel.base.processes import describe_process
 from nbaccel.config.capabilities import strategy_row
-from nbaccel.devices.tpu import chips, packages
+from nbaccel.devices.tpu import chips
 from nbaccel.devices.tpu.chip_topology import without_stale
 from nbaccel.devices.tpu.driver import TpuDriver, move_parameters
-from nbaccel.devices.tpu.drivers import DriverChoice, choose_driver
+from nbaccel.devices.tpu.drivers import (
+    TORCH_TPU_EXTENSION,
+    DriverChoice,
+    choose_driver,
+    find_packages,
+)
 from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 from nbaccel.devices.tpu.torch_xla_driver import RUNTIME_VARIABLE, TorchXlaDriver
 from nbaccel.plan.contracts.device import CompileCounts, Device
@@ -53,7 +58,7 @@ class TpuDevice(Device):
     own_process: ClassVar[bool] = True
     # A backward pass on the CPU would take the chips wherever torch_tpu is loaded (0.2).
     own_template: ClassVar[bool] = True
-    extension: ClassVar[str] = packages.TORCH_TPU_EXTENSION
+    extension: ClassVar[str] = TORCH_TPU_EXTENSION
     pins_host_memory: ClassVar[bool] = False
     # A later write to the host tensor showed on the device (torch_tpu 0.2).
     copies_without_blocking: ClassVar[bool] = False
@@ -193,7 +198,7 @@ class TpuDevice(Device):
         torch imports torch_tpu by itself, which takes seconds; and on a host without chips its
         first backward pass asks a metadata server for minutes (torch_tpu 0.2).
         """
-        return {_AUTOLOAD_VARIABLE: "0"} if packages.find_packages({}).torch_tpu else {}
+        return {_AUTOLOAD_VARIABLE: "0"} if find_packages({}).torch_tpu else {}
 
     def prepare_template(self) -> None:
         """See :meth:`Device.prepare_template`; where there is a chip, or a dry run is wanted."""
@@ -232,7 +237,7 @@ class TpuDevice(Device):
         once torch has been imported, and what a user has set stays.
         """
         is_undecided = env.read(_AUTOLOAD_VARIABLE) is None and "torch" not in sys.modules
-        if is_undecided and packages.find_packages({}).torch_tpu:
+        if is_undecided and find_packages({}).torch_tpu:
             env.update({_AUTOLOAD_VARIABLE: "0"})
 
     # ---------------------------------------------------------------- in a process that trains

@@ -2,20 +2,24 @@
 
 Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`,
 each with its description, and those of strategies from their forms. This module adds their order,
-their labels and the units of numbers.
+their labels and the units of numbers; it reads a choice from a `RunConfig` and writes it into a new
+one with what must change with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS, STRATEGIES
-from nbaccel.memory.settings_form import ChoiceOption, Setting, SettingsForm, settings_forms
+from nbaccel.memory.settings_form import ChoiceOption, Edit, Setting, SettingsForm, settings_forms
+from nbaccel.memory.ways import Candidate
 from nbaccel.notebook.options import kinds_of, words_of
 
 _PANEL_TITLES = {"precision": "Precision", "zero": "Training", "launch": "Launch"}
@@ -237,3 +241,88 @@ def _meaning_of(name: str, field: FieldInfo) -> str:
 
 def _as_sentence(text: str) -> str:
     return text[:1].upper() + text[1:].replace("`", "") + "."
+
+
+def value_of(config: RunConfig, setting: Setting) -> Any:
+    """The value of a choice in a configuration."""
+    form = form_of(setting.name)
+    if form is not None:
+        return form.value_of(config, setting)
+    if setting.name.startswith(FP8):
+        return getattr(config.fp8 or Fp8Config(), setting.name.removeprefix(FP8))
+    return getattr(config, setting.run_field)
+
+
+def edit_config(
+    config: RunConfig,
+    setting: Setting,
+    new_value: Any,
+    *,
+    device: str,
+    earlier_configs: Mapping[SettingsForm, RunConfig],
+) -> Edit:
+    """A configuration with another value for a choice."""
+    new_value = _as_typed(setting, new_value)
+    form = form_of(setting.name)
+    if form is not None:
+        edit = form.edited(config, setting, new_value, before=earlier_configs.get(form))
+    else:
+        # A cleared field stands for the default, which need not be None.
+        value = setting.default if new_value in (None, "") else new_value
+        edit = Edit(_with_value(config, setting.name, value))
+    for other_form in settings_forms():
+        # Settings of the run can contradict a strategy's own, so all chosen forms are asked.
+        if other_form.is_chosen(edit.config) and not setting.name.startswith(FP8):
+            other_form.check(edit.config, device)
+    return edit
+
+
+def _with_value(config: RunConfig, name: str, value: Any) -> RunConfig:
+    if not name.startswith(FP8):
+        return config.changed(**{name: value})
+    fp8_config = config.fp8 or Fp8Config()
+    return config.changed(fp8=fp8_config.changed(**{name.removeprefix(FP8): value}))
+
+
+def _as_typed(setting: Setting, value: Any) -> Any:
+    """A number, in the ways people type one: ``5e8``, ``500_000_000``, ``500,000,000``."""
+    if not isinstance(value, str) or setting.kind not in ("whole", "number"):
+        return value
+    text = value.strip().replace("_", "").replace(",", "")
+    try:
+        number = float(text)
+    except ValueError:
+        return value.strip()  # "auto", or something for the validator to refuse
+    return int(number) if number.is_integer() and setting.kind == "whole" else number
+
+
+def precision_label(precision_name: str) -> str:
+    """A precision as the form writes it: ``fp32`` for ``no``."""
+    labels = {option.value: option.label for option in by_name()["mixed_precision"].options}
+    return labels.get(precision_name, precision_name)
+
+
+def name_with_precision(candidate: Candidate) -> str:
+    """Both in a few words: ``ZeRO-2 in bf16``."""
+    return f"{candidate.name} in {precision_label(candidate.precision)}"
+
+
+def hint_of(candidates: Sequence[Candidate], compared: Sequence[Candidate]) -> str:
+    """Which other precision would be better."""
+    best = next((candidate for candidate in candidates if candidate.is_best), None)
+    better = next((candidate for candidate in compared if candidate.is_best), None)
+    if better is None or (best is not None and best.precision == better.precision):
+        return ""
+    words = f"In {precision_label(better.precision)}, {better.name} would fit"
+    return f"{words}." if best is None else f"{words}, too, and is usually faster."
+
+
+def groups_of_ways(candidates: Sequence[Candidate]) -> Iterator[tuple[str, list[Candidate]]]:
+    """The ways, each with its precisions."""
+    for name, of_way in groupby(candidates, key=lambda candidate: candidate.name):
+        yield name, list(of_way)
+
+
+def is_shown_once(of_way: Sequence[Candidate]) -> bool:
+    """Whether a way cannot be taken in any precision, so that no precision is named beside it."""
+    return len(of_way) == 1 and bool(of_way[0].refusal)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker.html import css_name, error_html, label_html, note_html
+from nbaccel.notebook.picker.form_html import css_name, error_html, label_html, note_html
 from nbaccel.notebook.picker.outcomes import TRUTH_WORDS, default_text_of, outcome_of
 
 if TYPE_CHECKING:

@@ -12,12 +12,13 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from nbaccel.base.units import format_bytes
-from nbaccel.notebook.picker.choices import PANELS, title_of
-from nbaccel.notebook.picker.compared_ways import (
+from nbaccel.notebook.picker.choices import (
+    PANELS,
     groups_of_ways,
     is_shown_once,
     name_with_precision,
     precision_label,
+    title_of,
 )
 from nbaccel.notebook.picker.form_html import place_text, verdict_text
 from nbaccel.notebook.picker.outcomes import outcome_of, shown_value

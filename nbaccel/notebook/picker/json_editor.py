@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as w
 
 from nbaccel.notebook.picker.fields import SharedFields
-from nbaccel.notebook.picker.html import error_html, text_mistakes_html
+from nbaccel.notebook.picker.form_html import error_html, text_mistakes_html
 from nbaccel.notebook.picker.panels import FoldedSection
 from nbaccel.notebook.picker.text_mistakes import TextMistake, mistakes_in_text
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.config import RunConfig, run_config_of
-from nbaccel.config.mistakes import closest
+from nbaccel.config.given_values import closest
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.memory_bars import MemoryBar, MemoryNeed
 from nbaccel.memory.memory_model import MemoryModel
@@ -30,16 +30,7 @@ from nbaccel.memory.settings_form import (
 from nbaccel.memory.suggesting import Proposal, proposals, remedy
 from nbaccel.memory.ways import Candidate, CandidateFinder
 from nbaccel.notebook.picker import availability
-from nbaccel.notebook.picker.choices import by_name, settings
-from nbaccel.notebook.picker.compared_ways import hint_of, name_with_precision, precision_label
-from nbaccel.notebook.picker.edits import edit_config, value_of
-from nbaccel.notebook.picker.exporters import (
-    faces_of,
-    mistakes_by_setting,
-    read_settings_source,
-    save_face,
-)
-from nbaccel.notebook.picker.questions import (
+from nbaccel.notebook.picker.availability import (
     MachinePart,
     TrainedModel,
     check_model_and_batch,
@@ -47,6 +38,21 @@ from nbaccel.notebook.picker.questions import (
     describe_model,
     machine_parts,
     samples_sentence,
+)
+from nbaccel.notebook.picker.choices import (
+    by_name,
+    edit_config,
+    hint_of,
+    name_with_precision,
+    precision_label,
+    settings,
+    value_of,
+)
+from nbaccel.notebook.picker.exporters import (
+    faces_of,
+    mistakes_by_setting,
+    read_settings_source,
+    save_face,
 )
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.plan.launch_plan import Choice

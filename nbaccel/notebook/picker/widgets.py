@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ipywidgets as w
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.notebook.picker.all_settings import AllSettings
 from nbaccel.notebook.picker.choices import PANELS, taken_settings, title_of
 from nbaccel.notebook.picker.fields import (
     FieldLook,
@@ -26,17 +25,25 @@ from nbaccel.notebook.picker.fields import (
     field_for,
 )
 from nbaccel.notebook.picker.form_html import (
+    error_html,
+    front_html,
+    heading_html,
     machine_html,
+    remarks_html,
     rows_of_places,
     table_html,
     taken_html,
     trained_html,
     use_html,
 )
-from nbaccel.notebook.picker.html import error_html, front_html, heading_html, remarks_html
 from nbaccel.notebook.picker.json_editor import CarryOut, ConfigEditor
-from nbaccel.notebook.picker.panels import FacesPanel, FoldedSection
-from nbaccel.notebook.picker.strip import CandidateStrip, ProposalsPanel
+from nbaccel.notebook.picker.panels import (
+    AllSettings,
+    CandidateStrip,
+    FacesPanel,
+    FoldedSection,
+    ProposalsPanel,
+)
 
 if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting

@@ -9,6 +9,5 @@ curves      from the facts to charts
 html_parts  pieces of HTML, for the panel, the summary and reports
 live_html   from all of these to the panel
 run_notes   which runs go on, for `nbaccel status`
-reopened_pages  pages that are reloaded, or opened again, while a run goes on
 display     the panel in its place: a cell's output that is changed, or lines in a terminal
 """

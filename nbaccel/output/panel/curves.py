@@ -1,17 +1,208 @@
-"""Charts of a run's metrics: each rank as a thin line, the mean of all as a thick one."""
+"""Charts of a run's metrics: each rank as a thin line, the mean of all as a thick one.
+
+A chart is one SVG element, or one image, readable on light and dark backgrounds. No style sheet, no
+script and no ids: several charts of a page cannot disturb each other, and a saved notebook shows
+them without a kernel. Axes have the colour of the text around the chart; lines differ in width and
+dash pattern, not in colour alone.
+"""
 
 from __future__ import annotations
 
+import base64
+import html
 import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from nbaccel.base.metric_history import MetricHistory, Point
-from nbaccel.output.chart import ChartLine, Mark, is_drawn, line_chart
+from nbaccel.base.training_metrics import MetricHistory, Point
+from nbaccel.base.units import format_number
 from nbaccel.output.panel.facts import mean
 from nbaccel.output.panel.words import plain_text
+
+Mark = tuple[float, str]
+"""A place on an axis, and its label."""
+
+
+class ChartLine(NamedTuple):
+    """One line of a chart."""
+
+    name: str
+    points: Sequence[Point]
+    """At least one, by ascending x. A y that is not finite interrupts the line."""
+    is_thick: bool = False
+    """Others are thin, each with its own dashes."""
+
+
+ACCENT_COLOUR = "#1e88e5"
+"""At least 3.6:1 against white and 5:1 against the dark themes' backgrounds."""
+_IMAGE_GREY = "#787878"
+"""An image does not know the colour of the text around it: 4.4:1 against white, 4.3:1 against
+JupyterLab's dark background."""
+_WIDTH, _HEIGHT = 480, 160
+_MOST_TICKS = 6  # more would touch each other
+_CHAR_WIDTH = 6.2  # of a digit in 11 px, in px
+_DASHES = ("7 2 1 2", "", "4 2", "1 2", "2 4")  # the first one is mostly a thick line's
+_FAINT = 'stroke="currentColor" stroke-opacity='
+
+
+def is_drawn(value: float) -> bool:
+    """Whether a value is a number; differences of larger ones may be infinite."""
+    return abs(value) < 1e250
+
+
+def line_chart(
+    lines: Sequence[ChartLine], title: str, marks: Sequence[Mark], *, log_y: bool, as_image: bool
+) -> str:
+    """Draw lines over the steps of a training; the first one is told of, and covers the others."""
+    ends = [lines[0].points[0], lines[0].points[-1]]
+    first, last = (f"{format_number(y)} at step {format_number(x)}" for x, y in ends)
+    spoken = f"{title}: from {first} to {last}"
+    scale = math.log10 if log_y else float
+    curves = [
+        [(x, scale(y) if is_drawn(y) and (y > 0 or not log_y) else math.nan) for x, y in one.points]
+        for one in lines
+    ]
+    heights = [y for curve in curves for _, y in curve if not math.isnan(y)]
+    if not heights:
+        return _svg(spoken, _text(_WIDTH / 2, _HEIGHT / 2, "no numbers", "middle"), as_image)
+    top = (18 if len(lines) > 1 else 6) + (12 if marks else 0)
+    y_axis = _Axis(heights, _HEIGHT - 20, top)
+    y_ticks = _log_ticks(y_axis) if log_y else _linear_ticks(y_axis)
+    left = 10 + _CHAR_WIDTH * max((len(label) for _, label in y_ticks), default=0)
+    steps = [x for curve in curves for x, _ in curve]
+    x_axis = _Axis(steps, left, _WIDTH - 8)
+    marks = [mark for mark in marks if min(steps) <= mark[0] <= max(steps)]
+    looks = [_look(line, number) for number, line in enumerate(lines)]
+    elements = [*_axes(x_axis, y_axis, y_ticks), *_marks(x_axis, y_axis, marks)]
+    for curve, look in reversed([*zip(curves, looks, strict=True)]):
+        elements += _line(x_axis, y_axis, curve, look)
+    if len(lines) > 1:
+        elements += _legend(x_axis, [line.name for line in lines], looks)
+    return _svg(spoken, "".join(elements), as_image)
+
+
+class _Axis:
+    """An axis from one place to another, in pixels."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        self.start = start
+        self.end = end
+        low, high = min(values), max(values)
+        # A constant lies in the middle.
+        is_constant = high - low <= 1e-9 * max(abs(low), abs(high))
+        margin = (abs(low) / 10 or 1.0) if is_constant else (high - low) * 0.04
+        self.low = low - margin
+        self.high = high + margin
+
+    def at(self, value: float) -> float:
+        """Where a value lies."""
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+
+def _linear_ticks(axis: _Axis) -> list[Mark]:
+    """Places on an axis, and what they are labelled."""
+    least_step = (axis.high - axis.low) / _MOST_TICKS * 0.999
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least_step)
+    numbers = range(math.ceil(axis.low / step - 1e-9), math.floor(axis.high / step + 1e-9) + 1)
+    # Ten digits: 3 times 0.1 is 0.30000000000000004.
+    return [(step * i, f"{step * i:,.10g}".replace("e-0", "e-")) for i in numbers]
+
+
+def _log_ticks(axis: _Axis) -> list[Mark]:
+    """Powers of ten, with 2 and 5 between them where there is room, or fewer."""
+    decades = range(math.floor(axis.low), math.floor(axis.high) + 1)
+    ticks = [decade + math.log10(factor) for decade in decades for factor in (1, 2, 5)]
+    ticks = [tick for tick in ticks if axis.low <= tick <= axis.high]
+    if len(ticks) > _MOST_TICKS:
+        stride = math.ceil((axis.high - axis.low) / _MOST_TICKS)
+        ticks = [tick for tick in ticks if tick % stride == 0]
+    return [(tick, format_number(10.0**tick)) for tick in ticks]
+
+
+def _axes(x_axis: _Axis, y_axis: _Axis, y_ticks: Iterable[Mark]) -> Iterable[str]:
+    for tick, label in y_ticks:
+        y = y_axis.at(tick)
+        yield _path([(x_axis.start, y), (x_axis.end, y)], f'{_FAINT}"0.15"')
+        yield _text(x_axis.start - 5, y + 4, label, "end")
+    yield _path([(x_axis.start, y_axis.start), (x_axis.end, y_axis.start)], f'{_FAINT}"0.4"')
+    yield _text(x_axis.end, y_axis.start + 15, "step", "end")
+    for tick, label in _linear_ticks(x_axis):
+        x = x_axis.at(tick)
+        if x + _CHAR_WIDTH * len(label) / 2 < x_axis.end - 36:  # where "step" stands
+            yield _text(x, y_axis.start + 15, label, "middle")
+
+
+def _marks(x_axis: _Axis, y_axis: _Axis, marks: Iterable[Mark]) -> Iterable[str]:
+    """Dashed lines; those whose text would lie on another's have none."""
+    free_from = x_axis.start - 1
+    for step, text in marks:
+        x = x_axis.at(step)
+        look = f'{_FAINT}"0.3" stroke-dasharray="2 3"'
+        yield _path([(x, y_axis.end - 12), (x, y_axis.start)], look)
+        text_end = x + _CHAR_WIDTH * len(text) + 8
+        if x >= free_from and text_end <= _WIDTH:
+            yield _text(x + 3, y_axis.end - 4, text)
+            free_from = text_end
+
+
+def _line(x_axis: _Axis, y_axis: _Axis, curve: Iterable[Point], look: str) -> Iterable[str]:
+    """Its stretches of numbers, and a cross where there is none."""
+    for is_gap, group in itertools.groupby(curve, lambda point: math.isnan(point[1])):
+        places = [(x_axis.at(x), y_axis.at(y)) for x, y in group]
+        if is_gap:
+            yield from (_text(x, y_axis.start - 3, "\u00d7", "middle") for x, _ in places)
+        else:
+            yield _path(places, look)
+
+
+def _legend(x_axis: _Axis, names: Sequence[str], looks: Sequence[str]) -> Iterable[str]:
+    """A row that names the first few lines, and says how many more there are."""
+    x = x_axis.start
+    for number, (name, look) in enumerate(zip(names, looks, strict=True)):
+        if number == 4 or x + 100 + _CHAR_WIDTH * len(name) > x_axis.end:
+            yield _text(x, 12, f"and {len(names) - number} more")
+            return
+        yield _path([(x, 8), (x + 18, 8)], look)
+        yield _text(x + 23, 12, name)
+        x += 37 + _CHAR_WIDTH * len(name)
+
+
+def _look(line: ChartLine, number: int) -> str:
+    dashes = _DASHES[number % len(_DASHES)]
+    thin = f'stroke-width="1" stroke-opacity="0.7" stroke-dasharray="{dashes}"'
+    return f'stroke="{ACCENT_COLOUR}" ' + ('stroke-width="2.2"' if line.is_thick else thin)
+
+
+def _path(points: Iterable[tuple[float, float]], look: str) -> str:
+    way = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    # The last bit shows a point that is alone: a line without a length, drawn as its round ends.
+    return f'<path d="M{way}h0" fill="none" {look}/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _svg(spoken: str, drawn: str, as_image: bool) -> str:
+    said = html.escape(spoken)
+    size = f'width="{_WIDTH}" height="{_HEIGHT}"'
+    style = 'style="max-width:100%;height:auto"'
+    look = f'{style} fill-opacity="0.75"'
+    if as_image:  # its labels are grey, and need no opacity
+        look = f'xmlns="http://www.w3.org/2000/svg" color="{_IMAGE_GREY}"'
+    svg = (
+        f'<svg role="img" aria-label="{said}" {size} {look} viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'fill="currentColor" stroke-linejoin="round" stroke-linecap="round" '
+        f'font-family="system-ui, sans-serif" font-size="11"><title>{said}</title>{drawn}</svg>'
+    )
+    data = base64.b64encode(svg.encode()).decode()
+    image = f'<img src="data:image/svg+xml;base64,{data}" alt="{said}" {size} {style}>'
+    return image if as_image else svg
+
 
 Curves = Mapping[int, Sequence[Point]]
 """Rank → the points of a metric."""

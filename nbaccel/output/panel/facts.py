@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbaccel.base.metric_history import MetricHistory, Point
-from nbaccel.base.training_metrics import Metrics
+from nbaccel.base.training_metrics import MetricHistory, Metrics, Point
 from nbaccel.base.units import number_ranges, shorten_text
 from nbaccel.output.panel.rank_times import TimeComparison
 

@@ -12,9 +12,8 @@ from nbaccel.base.units import (
     format_number,
     format_seconds,
 )
-from nbaccel.output.chart import ACCENT_COLOUR
 from nbaccel.output.panel.advice import advice_of
-from nbaccel.output.panel.curves import is_logarithmic, metric_chart
+from nbaccel.output.panel.curves import ACCENT_COLOUR, is_logarithmic, metric_chart
 from nbaccel.output.panel.facts import RankFacts, RunBoard
 from nbaccel.output.panel.html_parts import (
     PANEL_STYLE,

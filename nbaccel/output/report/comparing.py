@@ -11,9 +11,8 @@ from typing import Any
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_seconds
-from nbaccel.config.mistakes import shown
-from nbaccel.output.chart import ChartLine
-from nbaccel.output.panel.curves import chart_of, mean_points
+from nbaccel.config.given_values import shown
+from nbaccel.output.panel.curves import ChartLine, chart_of, mean_points
 from nbaccel.output.panel.html_parts import html_table, titled
 from nbaccel.output.panel.rank_times import TIME_KINDS, percent_of
 from nbaccel.output.panel.words import plain_text, rate_text

@@ -36,7 +36,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.metric_history import Point
+from nbaccel.base.training_metrics import Point
 from nbaccel.config.capabilities import device_row
 from nbaccel.output.panel.advice import advice_of
 from nbaccel.output.panel.facts import RankFacts, RunBoard, SeenLine, loss_first

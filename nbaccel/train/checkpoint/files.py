@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.intact import OLD_TORCH_FORMAT
-from nbaccel.config.mistakes import shown
+from nbaccel.base.weight_files import OLD_TORCH_FORMAT
+from nbaccel.config.given_values import shown
 from nbaccel.transfer.sharded_tensors import shard_readers
 
 _WEIGHT_FILE_PATTERNS = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}

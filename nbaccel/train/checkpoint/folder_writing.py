@@ -44,10 +44,9 @@ from nbaccel.base.errors import (
     ConfigError,
     UserMistake,
 )
-from nbaccel.base.intact import Recorded, digest, is_archive
 from nbaccel.base.units import format_bytes
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.strategy import ShardedCheckpoints
+from nbaccel.base.weight_files import Recorded, digest, is_archive
+from nbaccel.plan.contracts.training import Place, ShardedCheckpoints
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.own_disks import FolderDisks
 from nbaccel.train.collectives import Collectives

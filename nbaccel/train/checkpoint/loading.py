@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.intact import file_problem
 from nbaccel.base.log import get_logger
-from nbaccel.config.mistakes import shown
-from nbaccel.plan.contracts.place import Place
+from nbaccel.base.weight_files import file_problem
+from nbaccel.config.given_values import shown
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.compatibility import (
@@ -83,20 +82,23 @@ def load_state(
         check_contents(source_folder, parts, with_models=not hooks)
         load = _CheckpointLoad(source_folder, parts, place, read_options, device, options)
         damaged = load.damaged_files()
-    # Two exchanges, because a damaged file must not even be read for comparison.
-    _judge_together(collectives, text, damaged, [])
-    with all_succeed(collectives, text):
-        damaged, unfit = load.check(with_models=not hooks)
-    _judge_together(collectives, text, damaged, unfit)
-    # Around `all_succeed`, which raises here if another process failed: this one undoes its part,
-    # too.
-    with load.undone_on_failure():
+    try:
+        # Two exchanges, because a damaged file must not even be read for comparison.
+        _judge_together(collectives, text, damaged, [])
         with all_succeed(collectives, text):
-            load.run_hooks(hooks)
-            load.load_small_states()
-    with all_succeed(collectives, text):
-        load.load_large_parts()
-    return load.step
+            damaged, unfit = load.check(with_models=not hooks)
+        _judge_together(collectives, text, damaged, unfit)
+        # Around `all_succeed`, which raises here if another process failed: this one undoes its
+        # part, too.
+        with load.undone_on_failure():
+            with all_succeed(collectives, text):
+                load.run_hooks(hooks)
+                load.load_small_states()
+        with all_succeed(collectives, text):
+            load.load_large_parts()
+        return load.step
+    finally:
+        load.forget()
 
 
 def _judge_together(
@@ -119,16 +121,35 @@ def _read_device(map_location: str | None, place: Place) -> torch.device:
     return place.device if map_location == "on_device" else torch.device("cpu")
 
 
-@dataclass(kw_only=True, eq=False)
 class _SavedPart:
-    """A file or folder of a checkpoint, on its way back."""
+    """A file or folder of a checkpoint, on its way back.
 
-    path: Path
-    check: Callable[[], Any]
-    """Refuses what does not fit; nothing is changed."""
-    load: Callable[[], Any]
-    is_common: bool = True
-    """Whether all processes read it; others are one process's own."""
+    Attributes:
+        is_common: Whether all processes read it; others are one process's own.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        check: Callable[[], Any] | None = None,
+        load: Callable[[], Any] | None = None,
+        *,
+        is_common: bool = True,
+    ) -> None:
+        self.path = path
+        self.is_common = is_common
+        self._check = check
+        self._load = load
+
+    def check(self) -> None:
+        """Refuse what does not fit; nothing is changed."""
+        if self._check is not None:
+            self._check()
+
+    def load(self) -> None:
+        """Put it back."""
+        if self._load is not None:
+            self._load()
 
     def files(self, recorded: Iterable[str]) -> Iterable[str]:
         """Names of its files below the checkpoint; `recorded` are those of the manifest."""
@@ -152,19 +173,21 @@ class _SmallState(_SavedPart):
         can_change: bool = True,
         is_common: bool = True,
     ) -> None:
-        super().__init__(path=path, check=self._check, load=self._load, is_common=is_common)
+        super().__init__(path, is_common=is_common)
         self.target = target
         self._read = read
         self._compare = compare
         self._can_change = can_change
         self._state: Any = None
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Read it, and refuse what does not fit."""
         self._state = self._read(self.path)
         if self._compare is not None:
             _refuse(self.path, self._compare(self._state))
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Put it back."""
         self.target.load_state_dict(self._state)
 
     def undo_step(self) -> Callable[[], Any] | None:
@@ -285,7 +308,7 @@ class _CheckpointLoad:
             missing = {"strict": False} if left_out else {}
             strategy.load_model_state(model, weights, **{**self._options, **missing})
 
-        return _SavedPart(path=path, check=check, load=load)
+        return _SavedPart(path, check, load)
 
     def _shard_folder(
         self, path: Path, number: int, model: nn.Module, optimizer: Optimizer | None
@@ -302,7 +325,7 @@ class _CheckpointLoad:
             )
 
         load = partial(sharder.load_sharded, model, optimizer, path, left_out=left_out)
-        return _SavedPart(path=path, check=check, load=load)
+        return _SavedPart(path, check, load)
 
     def _find_optimizers(self) -> Iterator[_SavedPart]:
         """Those with a file or folder of their own; the first one's shards are the model's."""
@@ -330,7 +353,7 @@ class _CheckpointLoad:
             else:
                 self._parts.strategy.load_optimizer_state(model, optimizer, state)
 
-        return _SavedPart(path=path, check=check, load=load)
+        return _SavedPart(path, check, load)
 
     def _find_small_states(self) -> Iterator[_SmallState]:
         parts = self._parts
@@ -379,7 +402,7 @@ class _CheckpointLoad:
         gradients = self._existing_file(layout.gradients_file(self._place.rank))
         if gradients is not None and self._parts.sharder is None:
             yield _SavedPart(
-                path=gradients,
+                gradients,
                 check=lambda: self._read_outline(gradients),
                 load=lambda: self._parts.set_gradients(self._read(gradients)),
                 is_common=False,
@@ -388,7 +411,7 @@ class _CheckpointLoad:
         generators = self._existing_file(layout.random_states_file(self._place.rank))
         if generators is not None:
             yield _SavedPart(
-                path=generators,
+                generators,
                 check=lambda: self._check_generators(generators),
                 load=lambda: rng.restore_rng_states(self._place, self._rng_states or {}),
                 is_common=False,
@@ -505,6 +528,12 @@ class _CheckpointLoad:
                     number,
                 )
 
+    def forget(self) -> None:
+        """Let go of all parts: they refer to this object, and would keep models in memory."""
+        self._models.clear()
+        for parts in (self._optimizers, self._small, self._large, self._undo_steps):
+            parts.clear()
+
     def load_large_parts(self) -> None:
         """Weights, optimizers, registered models, gradients and random numbers; not undone."""
         for part in (*self._models.values(), *self._optimizers, *self._large):
@@ -523,9 +552,7 @@ def _registered_large(path: Path, target: nn.Module | Optimizer) -> _SavedPart:
         else:
             _refuse(path, optimizer_problem(target, read_torch_outline(path)))
 
-    return _SavedPart(
-        path=path, check=check, load=lambda: target.load_state_dict(read_torch_file(path))
-    )
+    return _SavedPart(path, check, lambda: target.load_state_dict(read_torch_file(path)))
 
 
 def _loader_problem(loader: Any, state: Any) -> str:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.config.handlers import ProjectConfiguration
-from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.training import Place
 from nbaccel.train.checkpoint.folder_writing import discard_checkpoint
 from nbaccel.train.checkpoint.loading import LoadHook, load_state
 from nbaccel.train.checkpoint.saving import CheckpointParts, SaveHook, save_state

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
 from nbaccel.base.units import number_ranges
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.strategy import ShardedCheckpoints
+from nbaccel.plan.contracts.training import Place, ShardedCheckpoints
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.trees import leaves, map_tensors

@@ -14,9 +14,7 @@ from torch import nn
 from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun
-from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.precision import Precision
-from nbaccel.plan.contracts.strategy import ShardedCheckpoints, Strategy
+from nbaccel.plan.contracts.training import Place, Precision, ShardedCheckpoints, Strategy
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.compatibility import frozen_names, without_names

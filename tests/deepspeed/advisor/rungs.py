@@ -12,7 +12,7 @@ import torch
 from nbaccel.base import env
 from nbaccel.deepspeed import cpp_operations
 from nbaccel.deepspeed.advisor.proving import training_step
-from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
+from nbaccel.strategies.model_blocks import enable_gradient_checkpointing
 from tests.deepspeed.advisor.models import WIDTH, Blocks
 
 

@@ -17,7 +17,7 @@ from nbaccel.devices.tpu.chip_topology import (
     torch_xla_variables,
     without_stale,
 )
-from nbaccel.devices.tpu.packages import find_packages
+from nbaccel.devices.tpu.drivers import find_packages
 from nbaccel.errors import ConfigError
 from tests.devices.tpu.hosts import HOSTS, PCI_ID, build_host
 

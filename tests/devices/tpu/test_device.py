@@ -165,7 +165,7 @@ def test_a_kernel_is_kept_asleep_where_torch_tpu_is_installed_and_torch_not_impo
         "registry.prepare_notebook()\n"
         "assert 'torch' not in sys.modules\n"
         "print(os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))\n"
-        "print(registry.known_device('tpu').idle_variables())\n"
+        "print(registry.device('tpu').idle_variables())\n"
     )
     for given, expected in (((), "0"), (("1",), "1")):
         done = subprocess.run(
@@ -186,7 +186,7 @@ def _without():
 
 
 def test_without_torch_tpu_nothing_is_set():
-    if chips.inspect_host({}) is not None or registry.known_device("tpu").idle_variables():
+    if chips.inspect_host({}) is not None or registry.device("tpu").idle_variables():
         pytest.skip("this machine has chips or torch_tpu")
     with env.applied({"TORCH_DEVICE_BACKEND_AUTOLOAD": None}):
         assert registry.prepare_notebook() == ""

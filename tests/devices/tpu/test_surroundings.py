@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from nbaccel.devices.tpu.chips import inspect_host
-from nbaccel.devices.tpu.surroundings import environment_of, generation_of_type, hosts_of
+from nbaccel.devices.tpu.chips import environment_of, generation_of_type, hosts_of, inspect_host
 from tests.devices.tpu.hosts import (
     DRIVERS,
     HOSTS,

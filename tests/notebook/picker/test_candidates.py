@@ -12,10 +12,10 @@ from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.memory.settings_form import StatePlacement
 from nbaccel.memory.ways import Candidate, rank_of
-from nbaccel.notebook.picker.compared_ways import groups_of_ways
+from nbaccel.notebook.picker.choices import groups_of_ways
 from nbaccel.notebook.picker.form_html import way_sentence
 from nbaccel.notebook.picker.model import PickerModel
-from nbaccel.strategies.gradient_checkpointing import can_checkpoint_gradients
+from nbaccel.strategies.model_blocks import can_checkpoint_gradients
 from tests import needs
 from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
 

@@ -13,8 +13,8 @@ from nbaccel.config import RunConfig
 from nbaccel.memory.memory_bars import SEGMENT_KINDS, BarSegment, MemoryBar, MemoryNeed
 from nbaccel.memory.suggesting import Proposal
 from nbaccel.memory.ways import Candidate
-from nbaccel.notebook.picker import form_html, html as html_module
-from nbaccel.notebook.picker.compared_ways import hint_of
+from nbaccel.notebook.picker import form_html
+from nbaccel.notebook.picker.choices import hint_of
 from nbaccel.notebook.picker.form_text import picker_text
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.text_mistakes import TextMistake
@@ -96,18 +96,18 @@ PROPOSAL = Proposal(
     accumulation=1,
 )
 DRAWN = {
-    "note": html_module.note_html(EVIL, refusal=EVIL, reasons=[EVIL]),
-    "reasons": html_module.note_html(EVIL, reasons=[EVIL, EVIL]),
-    "outcome": html_module.note_html(EVIL, outcome=EVIL, docs_link=EVIL),
-    "error": html_module.error_html([EVIL]),
-    "remarks": html_module.remarks_html([EVIL]),
-    "heading": html_module.heading_html(EVIL),
-    "label": html_module.label_html(EVIL),
-    "face": html_module.face_html(EVIL, EVIL),
-    "resolved": html_module.resolved_html([Choice(EVIL, EVIL, EVIL)]),
-    "mistakes": html_module.text_mistakes_html([TextMistake(line=1, message=EVIL)], EVIL, ""),
-    "no mistakes": html_module.text_mistakes_html([], "", EVIL),
-    "kept": html_module.kept_html("kept", [], EVIL),
+    "note": form_html.note_html(EVIL, refusal=EVIL, reasons=[EVIL]),
+    "reasons": form_html.note_html(EVIL, reasons=[EVIL, EVIL]),
+    "outcome": form_html.note_html(EVIL, outcome=EVIL, docs_link=EVIL),
+    "error": form_html.error_html([EVIL]),
+    "remarks": form_html.remarks_html([EVIL]),
+    "heading": form_html.heading_html(EVIL),
+    "label": form_html.label_html(EVIL),
+    "face": form_html.face_html(EVIL, EVIL),
+    "resolved": form_html.resolved_html([Choice(EVIL, EVIL, EVIL)]),
+    "mistakes": form_html.text_mistakes_html([TextMistake(line=1, message=EVIL)], EVIL, ""),
+    "no mistakes": form_html.text_mistakes_html([], "", EVIL),
+    "kept": form_html.kept_html("kept", [], EVIL),
     "ways": table(replace(FITTING, is_best=True)),
     "refused": table(candidate(refusal=EVIL)),
     "compared": table(FITTING, compares=True),
@@ -133,13 +133,13 @@ def test_the_name_of_a_model_is_text_too():
 
 # ------------------------------------------------------------------------------ styles
 def test_what_is_only_a_style_asks_nobody_for_anything():
-    front = html_module.front_html("nbaccel-static-1")
+    front = form_html.front_html("nbaccel-static-1")
     assert not re.search(r"https?://|@import|url\(", front)
     assert ".nbaccel-static-1 { display: none }" in front
 
 
 def test_every_rule_of_the_style_is_the_pickers_own():
-    style = Reader(html_module.front_html("nbaccel-static-1")).words[0]
+    style = Reader(form_html.front_html("nbaccel-static-1")).words[0]
     style = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
     style = re.sub(r"@media[^{]*\{((?:[^{}]*\{[^{}]*\})*)\s*\}", r"\1", style)
     selectors = [s.strip() for rule in re.findall(r"([^{}]+)\{", style) for s in rule.split(",")]
@@ -148,15 +148,15 @@ def test_every_rule_of_the_style_is_the_pickers_own():
 
 
 def test_every_kind_of_memory_has_a_colour():
-    style = Reader(html_module.kept_html("x", ["a"], "")).words[0]
+    style = Reader(form_html.kept_html("x", ["a"], "")).words[0]
     for kind in (*SEGMENT_KINDS, "others", "free"):
         assert f".nbaccel-{kind} {{ background" in style
 
 
 def test_nothing_to_say_is_nothing_shown():
-    assert html_module.note_html("") == ""
-    assert html_module.error_html([]) == ""
-    assert html_module.remarks_html([]) == ""
+    assert form_html.note_html("") == ""
+    assert form_html.error_html([]) == ""
+    assert form_html.remarks_html([]) == ""
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_nothing_to_say_is_nothing_shown():
     ],
 )
 def test_names_become_classes(name, css):
-    assert html_module.css_name(name) == css
+    assert form_html.css_name(name) == css
 
 
 # ------------------------------------------------------------------------------ the table of bars

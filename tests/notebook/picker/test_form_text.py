@@ -10,7 +10,7 @@ import torch
 from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.memory.ways import Candidate
-from nbaccel.notebook.picker.compared_ways import (
+from nbaccel.notebook.picker.choices import (
     groups_of_ways,
     is_shown_once,
     name_with_precision,

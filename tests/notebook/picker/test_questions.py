@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nbaccel.config import RunConfig
-from nbaccel.notebook.picker.questions import describe_batch, describe_model, machine_parts
+from nbaccel.notebook.picker.availability import describe_batch, describe_model, machine_parts
 from nbaccel.plan import resolve
 from tests.notebook.machines import V5E_8, WITHOUT_GPU, with_gpus
 

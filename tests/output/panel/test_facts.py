@@ -7,8 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from nbaccel.base.metric_history import MetricHistory
-from nbaccel.base.training_metrics import Metrics, ProgressBar
+from nbaccel.base.training_metrics import MetricHistory, Metrics, ProgressBar
 from nbaccel.output.panel.curves import mean_points
 from nbaccel.output.panel.facts import (
     RankStatus,

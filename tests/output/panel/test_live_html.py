@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 
 from nbaccel.base.spent_time import SpentTime
 from nbaccel.base.training_metrics import Metrics, ProgressBar
-from nbaccel.output.chart import ACCENT_COLOUR
 from nbaccel.output.panel import curves, live_html, words
+from nbaccel.output.panel.curves import ACCENT_COLOUR
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.panel.html_parts import ADVICE_COLOUR, mean_time_html
 from tests.output.panel.finished import final_html, final_line

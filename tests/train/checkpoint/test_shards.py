@@ -28,7 +28,7 @@ from nbaccel.config.handlers import (
 from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
-from nbaccel.strategies.shard_reading import read_entries, read_metadata
+from nbaccel.strategies.sharded_checkpoints import read_entries, read_metadata
 from nbaccel.train.checkpoint import load_state, save_state
 from nbaccel.train.distributed import init_process
 from nbaccel.utils import merge_fsdp_weights

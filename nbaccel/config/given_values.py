@@ -1,4 +1,4 @@
-"""Readers of given values, which return what a validator compares.
+"""Given values: read, found under dotted keys, and as messages show them.
 
 Numbers come as text from YAML and environment variables, as scalars from NumPy and torch, and as
 members of enums. Each reader here takes one such value and returns a plain one; what it cannot
@@ -7,7 +7,10 @@ read it returns unchanged, so that the validator refuses it with the value that 
 
 from __future__ import annotations
 
+import difflib
 import math
+import reprlib
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from enum import Enum
 from pathlib import PurePath
@@ -98,3 +101,72 @@ def read_truth(value: Any) -> Any:
     if value is None:
         raise ValueError("None is neither true nor false")
     return value
+
+
+def value_at(settings: Mapping[str, Any] | None, dotted_key: str, default: Any = None) -> Any:
+    """What is under a key."""
+    value: Any = settings
+    for step in dotted_key.split("."):
+        if not isinstance(value, Mapping) or step not in value:
+            return default
+        value = value[step]
+    return value
+
+
+def has_key(settings: Mapping[str, Any] | None, dotted_key: str) -> bool:
+    """Whether there is anything under a key, be it None."""
+    # A new object equals no value, not even None.
+    missing_marker = object()
+    return value_at(settings, dotted_key, missing_marker) is not missing_marker
+
+
+def put_at(settings: dict[str, Any], dotted_key: str, new_value: Any) -> None:
+    """Write a value, and the sections that are not there yet."""
+    *section_steps, last_step = dotted_key.split(".")
+    for key_step in section_steps:
+        settings = settings.setdefault(key_step, {})
+    settings[last_step] = new_value
+
+
+def drop_at(settings: dict[str, Any], dotted_key: str) -> None:
+    """Take a key out, and the sections that it leaves empty."""
+    # Recursive, because sections are removed from the innermost outwards.
+    first_step, separator, remaining_key = dotted_key.partition(".")
+    inner_section = settings.get(first_step)
+    if not separator:
+        settings.pop(first_step, None)
+    elif isinstance(inner_section, dict):
+        drop_at(inner_section, remaining_key)
+        if not inner_section:
+            del settings[first_step]
+
+
+_MAX_SHOWN_CHARS = 80
+_MAX_TEXT_CHARS = 400
+
+
+def closest(word: str, allowed: Iterable[str], words: Mapping[str, str] | None = None) -> str:
+    """The allowed name that was probably meant."""
+    lowered_word = word.strip().lower()
+    names_by_lower = {allowed_name.lower(): allowed_name for allowed_name in allowed}
+    # A known synonym first: by its letters "gpu", which means "cuda", is nearest to "cpu".
+    meant_word = dict(words or {}).get(lowered_word)
+    if meant_word is None:
+        near_names = difflib.get_close_matches(lowered_word, names_by_lower, n=1, cutoff=0.6)
+        meant_word = names_by_lower[near_names[0]] if near_names else None
+    return f" Did you mean {meant_word!r}?" if meant_word else ""
+
+
+def shown(value: object) -> str:
+    """A value as it appears in a message."""
+    # Not `repr`: a tensor or a large dictionary would fill the message, and take long.
+    short_repr = reprlib.Repr()
+    short_repr.maxstring = short_repr.maxother = _MAX_SHOWN_CHARS
+    try:
+        text = " ".join(short_repr.repr(value).split())
+    except ValueError:  # Python refuses to write numbers of thousands of digits
+        return f"a {type(value).__name__} too large to show"
+    # A few entries on each of several levels are still thousands of characters.
+    if len(text) > _MAX_TEXT_CHARS:
+        text = f"{text[:_MAX_TEXT_CHARS]}…"
+    return text

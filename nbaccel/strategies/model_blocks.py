@@ -1,15 +1,21 @@
-"""Which submodules of a model are sharded on their own."""
+"""Submodules of a model: sharded on their own, compiled one by one, computed again in the backward.
+
+Blocks are compiled in place: a wrapper would hide them from the strategy. An estimate for a stored
+model asks here, too, so importing this imports no torch.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _ENOUGH_PARAMETERS = 100_000_000  # as torch's own size-based policy
 
@@ -42,6 +48,8 @@ def ignored_parameters(
     model: nn.Module, settings: FullyShardedDataParallelPlugin
 ) -> frozenset[nn.Parameter]:
     """The parameters of the modules that are left alone."""
+    from torch import nn
+
     wanted = settings.ignored_modules
     if wanted is None:
         return frozenset()
@@ -106,6 +114,8 @@ def _of_classes(model: nn.Module, classes: Sequence[str], *, strict: bool) -> se
 
 def _by_size(module: nn.Module, least_size: int, large_modules: set[int]) -> int:
     """Collect large modules, innermost first; returns what is left to outer ones."""
+    from torch import nn
+
     size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     remaining_size = size + sum(
         _by_size(child, least_size, large_modules) for child in module.children()
@@ -134,3 +144,77 @@ def _ties_outwards(name: str, tied: Sequence[Sequence[str]]) -> bool:
 def _examples(model: nn.Module) -> str:
     names = [name for name, _ in model.named_modules() if name]
     return ", ".join(repr(name) for name in names[:3]) or "none"
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile repeated blocks one by one, which takes much less time than the whole model.
+
+    The blocks are compiled in place; the model is the same object, and nothing has to be unwrapped.
+
+    Args:
+        module: The model.
+        **compile_kwargs: Arguments of ``torch.compile``.
+
+    Returns:
+        The model.
+    """
+    # Blocks of one class share their code, so torch compiles the first and reuses it.
+    if _is_uniform_module_list(module):
+        for block in module.children():
+            block.compile(**compile_kwargs)
+    elif any(_is_uniform_module_list(inner) for inner in module.modules()):
+        for child in module.children():
+            compile_regions(child, **compile_kwargs)
+    else:
+        module.compile(**compile_kwargs)
+    return module
+
+
+def _is_uniform_module_list(module: nn.Module) -> bool:
+    from torch import nn
+
+    child_classes = {type(child) for child in module.children()}
+    return isinstance(module, nn.ModuleList) and len(child_classes) == 1
+
+
+# transformers 5 renamed it; models written for older versions have the other name.
+_ENABLING_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+
+
+def can_checkpoint_gradients(model: Any) -> bool:
+    """Whether a model has a switch for gradient checkpointing, as those of transformers have."""
+    # transformers gives the method to every model, and for some it raises.
+    return _enabling_method(model) is not None and getattr(
+        model, "supports_gradient_checkpointing", True
+    )
+
+
+def checkpoints_gradients(model: Any) -> bool:
+    """Whether it is on already."""
+    flag_names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    flag_name = next(
+        (
+            flag_name
+            for flag_name in flag_names
+            if hasattr(type(model), flag_name) or flag_name in vars(model)
+        ),
+        "",
+    )
+    return bool(getattr(model, flag_name, False))
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Turn it on."""
+    enable_method = _enabling_method(model)
+    if enable_method is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable(): torch has no switch "
+            "for it that all modules share. Give the model that method, or call "
+            "torch.utils.checkpoint in its forward()."
+        )
+    enable_method()
+
+
+def _enabling_method(model: Any) -> Any:
+    methods = (getattr(model, name, None) for name in _ENABLING_METHODS)
+    return next((method for method in methods if callable(method)), None)

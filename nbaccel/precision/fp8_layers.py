@@ -1,20 +1,27 @@
-"""Which layers of a model compute in 8 bits, and how they become what they were."""
+"""Which layers of a model compute in 8 bits, and how they become what they were.
+
+Precisions of 8 bits share this, whichever library computes; all but their layers is bfloat16.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.log import write_notice
 from nbaccel.base.units import count_noun, first_few
-from nbaccel.precision.fp8.linear import Fp8Linear
-from nbaccel.precision.fp8.products import MULTIPLE
+from nbaccel.config import Fp8Config
+from nbaccel.plan.contracts.training import Piece, PrecisionSettings, Remembered, ShardReader
+from nbaccel.plan.launch_plan import Choice
+from nbaccel.precision.fp8.linear import MULTIPLE, Fp8Linear
 from nbaccel.precision.fp8.scaled_adam import master_values
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.native import Bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +133,76 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
         layer.__class__ = nn.Linear  # type: ignore[assignment]
         del layer.__dict__["fp8_recipe"]
     return list(plain_weights.values())
+
+
+class MasterReader(ShardReader):
+    """Reads weights of MS-AMP's level O3.
+
+    Every process has such a weight in E4M3, and one of them its FP16 master, which is what was
+    trained: it is what is copied back to the notebook.
+    """
+
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        """See :meth:`ShardReader.is_cut`."""
+        return isinstance(tensor, ScaledTensor) and tensor.owner is not None
+
+    def local_pieces(self, tensor: Any, held: object = None) -> list[Piece]:
+        """See :meth:`ShardReader.local_pieces`: the master, where it is."""
+        return [] if tensor.master is None else [(0, tensor.master.dequantize().reshape(-1))]
+
+    def assign(self, tensor: Any, whole: torch.Tensor) -> None:
+        """See :meth:`ShardReader.assign`."""
+        tensor.store(whole)
+        if tensor.master is not None:
+            tensor.master.store(whole)
+
+    def take_back(self, module: nn.Module, remembered: Remembered) -> bool:
+        """See :meth:`ShardReader.take_back`."""
+        return bool(restore_layers(module))
+
+
+MASTER_READER = MasterReader()
+
+
+class Fp8Precision(Bf16):
+    """A precision whose linear layers compute in 8 bits.
+
+    Attributes:
+        choices: What was decided while preparing.
+    """
+
+    name: ClassVar[str] = "fp8"
+    converts_layers: ClassVar[bool] = True
+
+    def __init__(self, settings: PrecisionSettings) -> None:
+        super().__init__(settings.device, settings.autocast, settings.scaler)
+        self.settings = settings
+        self.fp8 = settings.fp8 or Fp8Config()
+        self.choices: tuple[Choice, ...] = ()
+
+    @classmethod
+    def build(cls, settings: PrecisionSettings) -> Fp8Precision:
+        """See :meth:`Precision.build`."""
+        return cls(settings)
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """See :meth:`Precision.unwrap_forward`; its layers are plain again, too."""
+        super().unwrap_forward(model)
+        self._restore(model)
+
+    def _restore(self, model: nn.Module) -> None:
+        """Give a model the layers back that it had."""
+        restore_layers(model)
+
+    def skips_ends(self, by_default: bool) -> bool:
+        """Whether first and last layer stay as they are."""
+        said = self.fp8.skip_first_and_last
+        return by_default if said is None else said
+
+    def tell(self, model: nn.Module, selection: LayerSelection, what: str) -> None:
+        """Say on process 0, and in the plan, which layers compute in 8 bits."""
+        described = selection.describe()
+        self.choices += (Choice(f"fp8 layers of {type(model).__name__}", what, described),)
+        # Layers that were asked for and stay out are worth a line; the rest is in the plan.
+        if self.settings.is_main and selection.left:
+            write_notice(f"nbaccel: {type(model).__name__} in fp8 by {what}: {described}.\n")

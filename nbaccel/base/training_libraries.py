@@ -1,0 +1,282 @@
+"""Accelerate, transformers and Lightning in a worker: what they found out in the notebook is wrong.
+
+Each keeps what it found where it was first used: Accelerate a state of the process, a `Trainer` of
+transformers an accelerator, one of Lightning its strategy and its launcher. None is imported here:
+modules are changed when they are imported, or at once where they have been.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError, PlatformUnsupported
+
+PatchModule = Callable[[ModuleType], None]
+_AroundTraining = Callable[[], AbstractContextManager[None]]
+
+
+def enter_worker(rank: int, around_training: _AroundTraining) -> None:
+    """Let all of them work in this worker; `around_training` is entered while a Trainer trains."""
+    patch_module("accelerate.accelerator", _patch_preparing)
+    patch_module(
+        "transformers.trainer", functools.partial(_patch_trainer, around_training=around_training)
+    )
+    # One package under two names; each has a class `Trainer` of its own.
+    for name in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"):
+        patch_module(name, _guard_trainer)
+    _tell_lightning(rank)
+
+
+def patch_module(module_name: str, patch: PatchModule) -> None:
+    """Change a module, now or when it is imported. The module is not imported for it."""
+    if (module := sys.modules.get(module_name)) is not None:
+        patch(module)
+        return
+    for finder in sys.meta_path:
+        # One finder for all patches of a module: the first one finds it, and no other is asked.
+        if isinstance(finder, _ModulePatcher) and finder.module_name == module_name:
+            finder.patches.append(patch)
+            return
+    sys.meta_path.insert(0, _ModulePatcher(module_name, patch))
+
+
+class _ModulePatcher(MetaPathFinder):
+    """Patches a module when it is imported: unpickling a method looks it up at once."""
+
+    def __init__(self, module_name: str, patch: PatchModule) -> None:
+        self.module_name = module_name
+        self.patches = [patch]
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        # PathFinder itself, because importlib.util.find_spec would call this finder again.
+        module_spec = PathFinder.find_spec(name, path) if name == self.module_name else None
+        if module_spec is None or module_spec.loader is None:
+            return None
+        load_module = module_spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load_module(module)
+            for patch in self.patches:
+                patch(module)
+
+        module_spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return module_spec
+
+
+# --------------------------------------------------------------------------- Accelerate
+# Its state is set up by the first `Accelerator` and then used by all later ones: in a worker forked
+# from a notebook that has used it, each would take itself for the only process.
+
+# Accelerate sets it on what it has prepared, and returns what has it as it is. Seen in 1.15.
+_MARK = "_is_accelerate_prepared"
+
+
+def accelerate_is_set_up() -> bool:
+    """Whether this process has such a state."""
+    return _has_shared_state("PartialState")
+
+
+def accelerates_precision() -> str | None:
+    """The precision that its ``Accelerator`` trains in; None where there is none yet."""
+    if not _has_shared_state("AcceleratorState"):
+        return None
+    return str(sys.modules["accelerate.state"].AcceleratorState().mixed_precision)
+
+
+def _has_shared_state(name: str) -> bool:
+    """Whether a class is set up. `initialized` is public, and making the object to ask sets it up.
+
+    Seen in Accelerate 1.15. A version without the attribute counts as not set up.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), name, None)
+    return bool(getattr(state, "_shared_state", None))
+
+
+def forget_accelerate() -> None:
+    """Let the next ``Accelerator`` find out anew what this process is."""
+    if not accelerate_is_set_up():
+        return
+    state = sys.modules["accelerate.state"]
+    # The way of Accelerate's own tests, in 1.15.
+    for name, arguments in (("AcceleratorState", (True,)), ("GradientState", ())):
+        reset = getattr(getattr(state, name, None), "_reset_state", None)
+        if reset is None:
+            raise PlatformUnsupported(
+                f"This version of Accelerate has no {name}._reset_state: workers would take over "
+                "what the notebook's Accelerator found, a process alone. Restart the kernel and "
+                "create no Accelerator before the launch, or use accelerate 1.15."
+            )
+        reset(*arguments)
+
+
+def _patch_preparing(module: ModuleType) -> None:
+    """Let models and loaders be prepared in this worker that were prepared in the notebook.
+
+    They carry a mark by which they would stay what a single process needs: each rank would train a
+    model of its own. A `Trainer` that has evaluated in the notebook leaves it on its model.
+    """
+    for name in ("prepare_model", "prepare_data_loader"):
+        _wrap_method(module.Accelerator, name, _preparing)
+
+
+def _preparing(method: Callable[..., Any]) -> Callable[..., Any]:
+    prepared_here: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @functools.wraps(method)
+    def prepare(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(given, _MARK, False) and given not in prepared_here:
+            vars(given).pop(_MARK, None)
+        prepared = method(self, given, *args, **kwargs)
+        prepared_here.add(prepared)
+        return prepared
+
+    return prepare
+
+
+def _wrap_method(
+    owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace a method, where this version of the library has it."""
+    method = getattr(owner, name, None)
+    if method is not None:
+        setattr(owner, name, wrapper(method))
+
+
+# ------------------------------------------------------------------------- transformers
+# A Trainer's accelerator was made for the notebook's single process. Before it trains, evaluates or
+# predicts in a worker for the first time, it gets one for the worker's place.
+
+
+def is_sharding_new_models() -> bool:
+    """Whether transformers now cuts models while it builds them (ZeRO-3)."""
+    module = sys.modules.get("transformers.integrations.deepspeed")
+    return module is not None and bool(module.is_deepspeed_zero3_enabled())
+
+
+def _patch_trainer(module: ModuleType, around_training: _AroundTraining) -> None:
+    for name in ("train", "evaluate", "predict"):
+        context = around_training if name == "train" else nullcontext
+        _wrap_method(module.Trainer, name, functools.partial(_adopting, context=context))
+
+
+def _adopting(method: Callable[..., Any], context: _AroundTraining) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def adopted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _comes_from_notebook(self):
+            _rebuild_accelerator(self)
+        with context():
+            return method(self, *args, **kwargs)
+
+    return adopted
+
+
+def _comes_from_notebook(trainer: Any) -> bool:
+    """Whether it was made for another process than this one."""
+    try:
+        is_other = bool(trainer.args.world_size != int(env.snapshot()["WORLD_SIZE"]))
+    # Missing where it was bound to the notebook's process and therefore not pickled.
+    except (AttributeError, KeyError):
+        return True
+    return is_other or not accelerate_is_set_up()
+
+
+def _rebuild_accelerator(trainer: Any) -> None:
+    """Do again what its constructor made of the process it ran in."""
+    forget_accelerate()
+    arguments = trainer.args
+    # A cached property, under its name and that of older versions; it holds the notebook's device.
+    vars(arguments).pop("_setup_devices", None)
+    vars(arguments).pop("__cached__setup_devices", None)
+    arguments.device  # noqa: B018 - looks at the process and joins its group
+    trainer.create_accelerator_and_postprocess()
+    if getattr(trainer, "place_model_on_device", False):
+        # As its constructor does: some devices need more than `to`. Seen in transformers 5.23.
+        move = getattr(trainer, "_move_model_to_device", lambda model, device: model.to(device))
+        move(trainer.model, arguments.device)
+    trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+    trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+
+
+# ---------------------------------------------------------------------------- Lightning
+# A Trainer's strategy and launcher are chosen once, in the constructor, for the process it runs in.
+# Seen with Lightning 2.6 in a launch of two workers: a trainer of one process trained alone in
+# each, on all of the data, and one with `ddp_notebook` waited for processes that never started.
+
+_BUILT_IN = "_nbaccel_built_in_process"
+
+
+def _guard_trainer(trainer_module: ModuleType) -> None:
+    """Refuse trainers that were not built in this worker."""
+    trainer_class = trainer_module.Trainer
+    _wrap_method(trainer_class, "__init__", _marking)
+    for name in ("fit", "validate", "test", "predict"):
+        _wrap_method(trainer_class, name, _guarded)
+
+
+def _marking(constructor: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(constructor)
+    def marked(self: Any, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
+        setattr(self, _BUILT_IN, os.getpid())
+
+    return marked
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if getattr(self, _BUILT_IN, None) != os.getpid():
+            variables = env.snapshot()
+            # One worker is as alone as the notebook is.
+            if int(variables.get("WORLD_SIZE", "1")) > 1:
+                num_workers = int(variables.get("LOCAL_WORLD_SIZE", "1"))
+                raise ConfigError(_trainer_refusal(self, method.__name__, num_workers))
+        return method(self, *args, **kwargs)
+
+    return guarded
+
+
+def _trainer_refusal(trainer: Any, entry_name: str, num_workers: int) -> str:
+    strategy_name = type(getattr(trainer, "strategy", None)).__name__
+    num_built_for = getattr(trainer, "world_size", 1)
+    if num_built_for == 1:
+        processes = "one process"
+        outcome = "Each worker would train alone, on all of the data."
+    else:
+        processes = f"{num_built_for} processes of its own"
+        outcome = "It would wait for processes that never start."
+    return (
+        f"trainer.{entry_name}() cannot be called in {num_workers} workers: trainer is a Lightning "
+        f"Trainer that was built outside of them, for {processes} ({strategy_name}), and that "
+        f"cannot be changed afterwards. {outcome} Build it in the function or cell that the "
+        f'workers run: Trainer(devices={num_workers}, strategy="ddp").{entry_name}(...); or call '
+        f"trainer.{entry_name}(...) in the notebook, without workers: Lightning starts processes "
+        "by itself."
+    )
+
+
+def _tell_lightning(rank: int) -> None:
+    """Correct what Lightning has found when it was imported: before this process was forked.
+
+    Seen with Lightning 2.6 in a kernel: Trainer and Fabric refused to start in workers, as they do
+    where somebody types (`sys.ps1`).
+    """
+    rank_module = sys.modules.get("lightning_utilities.core.rank_zero")
+    if (rank_zero_only := getattr(rank_module, "rank_zero_only", None)) is not None:
+        rank_zero_only.rank = rank
+    # Modules of both packages have the answer under this name, which they import from each other.
+    packages = ("lightning", "lightning_fabric", "pytorch_lightning")
+    for module_name, module in tuple(sys.modules.items()):
+        if module_name.partition(".")[0] in packages and "_IS_INTERACTIVE" in vars(module):
+            vars(module)["_IS_INTERACTIVE"] = False
