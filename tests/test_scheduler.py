@@ -20,7 +20,8 @@ class Loop:
 
     def __init__(self, make, *, steps_per_call=1, with_optimizer=True, plugin=None, scaler=None):
         self.weight = nn.Parameter(torch.tensor([1.0]))
-        self.state = GradientState(plugin)
+        # Settings, or it would be the state of an accelerator that another test has left behind.
+        self.state = GradientState(plugin or GradientAccumulationPlugin())
         inner = torch.optim.SGD([self.weight], lr=1.0)
         self.optimizer = AcceleratedOptimizer(inner, scaler=scaler, gradient_state=self.state)
         self.scheduler = AcceleratedScheduler(

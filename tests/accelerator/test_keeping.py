@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +174,17 @@ def test_training_may_be_ended_twice_and_without_trackers() -> None:
 
     assert together(body) == [0, 1]
     assert together(body, n=1) == [0]
+
+
+def test_a_load_keeps_no_model_alive(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()  # what refers to itself would wait for it
+    try:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.load_state(accelerator.save_state(tmp_path / "saved"))
+        kept = weakref.ref(model)
+        del model, accelerator
+        assert kept() is None
+    finally:
+        gc.enable()
