@@ -11,8 +11,7 @@ import textwrap
 import pytest
 
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.combinations import device_mistakes
-from nbaccel.deepspeed.schema import deepspeed_schema
+from nbaccel.deepspeed.checking import device_mistakes
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import MissingBackend
 from tests.deepspeed import needs
@@ -59,9 +58,7 @@ def test_a_version_that_would_abort_is_refused_where_it_does(
 ):
     """Without a GPU an optimizer swapped to disk ends the process before 0.19.6."""
     monkeypatch.setattr(library, "_installed_version", lambda: version)
-    told = "\n".join(
-        device_mistakes(ZeroConfig.from_dict(ON_DISK), deepspeed_schema(), device=device)
-    )
+    told = "\n".join(device_mistakes(ZeroConfig.from_dict(ON_DISK), device=device))
     assert ("needs DeepSpeed 0.19.6" in told) == is_refused
     assert (version in told) == is_refused
 

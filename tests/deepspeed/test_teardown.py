@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from nbaccel.deepspeed import teardown
+from nbaccel.deepspeed import environment
 from tests.deepspeed import needs
 
 pytestmark = needs.DEEPSPEED
@@ -21,7 +21,7 @@ def test_groups_of_which_torch_knows_nothing_more_are_forgotten(monkeypatch, ver
     monkeypatch.setattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "gone")
     monkeypatch.setattr(groups, "expert_tensor_parallel_world_size", 4)
     monkeypatch.setitem(groups._EXPERT_PARALLEL_GROUP, "ep_size_2", "gone")
-    teardown.forget_groups()
+    environment.forget_groups()
     assert groups._WORLD_GROUP is None
     assert groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is None
     assert groups.expert_tensor_parallel_world_size == 1
@@ -39,6 +39,6 @@ def test_an_engine_that_is_collected_late_is_not_destroyed_again():
             self.destroy()
 
     engine = Engine()
-    teardown.destroy(engine)
+    environment.destroy(engine)
     del engine
     assert Engine.count == 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.combinations import value_mistakes
+from nbaccel.deepspeed.checking import check_config, value_mistakes
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nbaccel.base.units import format_bytes
 from nbaccel.config.capabilities import device_row
-from nbaccel.memory.memory_bars import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
+from nbaccel.memory.estimate import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
 from nbaccel.notebook.picker.compared_ways import (
     groups_of_ways,
     is_shown_once,
@@ -22,10 +22,9 @@ from nbaccel.notebook.picker.compared_ways import (
 )
 
 if TYPE_CHECKING:
-    from nbaccel.memory.memory_bars import BarSegment
+    from nbaccel.memory.estimate import BarSegment
     from nbaccel.memory.settings_form import StatePlacement
-    from nbaccel.memory.suggesting import Proposal
-    from nbaccel.memory.ways import Candidate
+    from nbaccel.memory.ways import Candidate, Proposal
     from nbaccel.notebook.picker.model import PickerModel
 
 _NO_MODEL = "configure(model, batch)"

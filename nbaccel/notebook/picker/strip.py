@@ -25,8 +25,7 @@ from nbaccel.notebook.picker.form_html import (
 from nbaccel.notebook.picker.html import label_html
 
 if TYPE_CHECKING:
-    from nbaccel.memory.suggesting import Proposal
-    from nbaccel.memory.ways import Candidate
+    from nbaccel.memory.ways import Candidate, Proposal
     from nbaccel.notebook.picker.model import PickerModel
 
 _COMPARE_MEANING = "Show each way to train in each precision that the machine has."
