@@ -29,8 +29,8 @@ from nbaccel.base.errors import WorkerFailed
 from nbaccel.base.units import format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.config.nested_keys import put_at, value_at
-from nbaccel.deepspeed.environment import Lease
-from nbaccel.deepspeed.strategy.engines import begin_comm, make_engine
+from nbaccel.deepspeed import cpp_operations
+from nbaccel.deepspeed.strategy.engines import make_engine
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
 from nbaccel.memory.activations import LiveBytes, call, loss_of, mapped, resized, storage_key
 from nbaccel.memory.memory_model import MemoryModel
@@ -140,8 +140,8 @@ def run_trial(
     zero_config = ZeroConfig.from_dict(config)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        Lease(torch.device(device_name)).take()
-        begin_comm(zero_config)
+        env.update({"PATH": cpp_operations.path_with_ninja()})
+        cpp_operations.remove_forgotten_locks()
         if host_limit is not None:
             _limit_host_memory(host_limit, own_tensors)
         if not on_host and device_limit is not None:

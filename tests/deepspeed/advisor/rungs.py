@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from nbaccel.deepspeed.environment import Lease
+from nbaccel.base import env
+from nbaccel.deepspeed import cpp_operations
 from nbaccel.deepspeed.proving import training_step
-from nbaccel.deepspeed.strategy.engines import begin_comm, make_engine
+from nbaccel.deepspeed.strategy.engines import make_engine
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
 from tests.deepspeed.advisor.models import WIDTH, Blocks
@@ -23,8 +24,7 @@ def step_through(configs: list[tuple[dict[str, Any], bool]]) -> list[tuple[int, 
 
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    Lease(torch.device("cpu")).take()
-    begin_comm(ZeroConfig())
+    env.update({"PATH": cpp_operations.path_with_ninja()})
     found = []
     for config, again in configs:
         torch.manual_seed(0)
