@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 
+import nbaccel.deepspeed
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.checking import device_mistakes
 from nbaccel.deepspeed.zero_config import ZeroConfig
@@ -106,3 +107,16 @@ def test_every_way_in_refuses_it_without_importing_it(tmp_path):
     names = ("plugin", "check", "environment", "launch", "file")
     expected = [f"{name} refused True" for name in names]
     assert done.stdout.splitlines() == [*expected, "imported False"], done.stderr
+
+
+@needs.DEEPSPEED
+def test_every_name_is_where_it_says():
+    for name in nbaccel.deepspeed.__all__:
+        assert getattr(nbaccel.deepspeed, name).__name__ == name
+        assert name in dir(nbaccel.deepspeed)
+
+
+def test_the_package_alone_wakes_nothing():
+    code = "import sys, nbaccel.deepspeed; print({'torch', 'deepspeed'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
