@@ -355,7 +355,7 @@ class ZeroConfig(_ZeroSection):
         zero_named, zero_others = _split(zero or {}, _ZeroSection)
         # An empty section is kept, too, so that a round trip loses nothing.
         if zero_others or zero == {}:
-            others[ZERO] = numbers_read(zero_others)
+            others = {ZERO: numbers_read(zero_others), **others}
         try:
             return cls(**named, **zero_named, extra=_merged(others, extra))
         except ConfigError as error:
