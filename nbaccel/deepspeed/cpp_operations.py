@@ -19,7 +19,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -29,7 +29,9 @@ from nbaccel.base.log import get_logger
 from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.base.package_origin import install_line
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.zero_config import ZeroConfig
+
+if TYPE_CHECKING:
+    from nbaccel.deepspeed.zero_config import ZeroConfig
 
 _log = get_logger(__name__)
 _CPU_OPERATION = "deepspeed_shm_comm"
