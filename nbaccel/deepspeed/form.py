@@ -93,6 +93,7 @@ _MEANINGS = {
 _SECTIONS = {
     "": "Engine",
     ZERO: "ZeRO",
+    f"{ZERO}.offload_optimizer": "Optimizer offload",
     f"{ZERO}.offload_param": "Parameter offload",
     "optimizer": "Optimizer",
     "scheduler": "Scheduler",

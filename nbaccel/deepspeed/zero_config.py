@@ -238,6 +238,7 @@ class OffloadOptimizer(Section):
 
     device: DeviceField = _meant("Where optimizer state is kept; nvme needs stage 3.")
     nvme_path: Text = _meant("Folder for optimizer state on the fast disk.")
+    buffer_count: Whole = _meant("Buffers for swapping, one per state at least.")
 
 
 class OffloadParam(Section):
@@ -277,6 +278,7 @@ class _ZeroSection(Section):
         "Where parameters live (stage 3)."
     )
     overlap_comm: Truth = _meant("Reduce gradients while others are computed.")
+    contiguous_gradients: Truth = _meant("Gradients in one buffer.")
     reduce_bucket_size: WholeFromOne = _meant("Elements of gradients reduced at a time.")
     allgather_bucket_size: Whole = _meant("Elements gathered at a time.")
     sub_group_size: Whole = _meant("Elements the optimizer steps at a time.")
