@@ -326,8 +326,8 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: boo
         return
     processes = world_size or 1
     # Ranks that share a sequence share its samples, too, and count as one.
-    sharing = config.get("sequence_parallel_size")
-    if isinstance(sharing, int) and sharing and processes % sharing == 0:
+    sharing = config.sequence_parallel_size
+    if isinstance(sharing, int) and processes % sharing == 0:
         processes //= sharing
     product = (micro or 1) * (steps or 1) * processes
     # With a factor still open the total must at least be a multiple of the others.
@@ -383,8 +383,7 @@ def _optimizer_mistakes(
             f"could not be made.{closest(name, schema.optimizers) or ' Use AdamW.'}"
         )
         return
-    is_allowed = config.get("zero_allow_untested_optimizer")
-    if config.zero_stage > 0 and not is_own and not is_allowed:
+    if config.zero_stage > 0 and not is_own and config.zero_allow_untested_optimizer is not True:
         yield (
             f"optimizer.type={name!r} is not tested with ZeRO: got stage {config.zero_stage}. "
             "DeepSpeed refuses it unless the configuration allows it. Add "

@@ -1,16 +1,17 @@
 """``ZeroConfig``: a DeepSpeed configuration as an immutable object, read from and written as JSON.
 
-A key has a field where it means something to a person or nbaccel computes with it. All others are
-kept as they stand, in ``extra``: what they are is known to the installed DeepSpeed, and the check
-asks its models. Names are those of DeepSpeed's JSON; what ``zero_optimization`` holds there are
-settings like any other here. ``None`` leaves a key to DeepSpeed, and ``"auto"`` is allowed
-everywhere, because a file may hold it until it is resolved.
+A key has a field where it means something to a person, nbaccel computes with it, or DeepSpeed takes
+whatever stands there. All others are kept as they stand, in ``extra``: what they are is known to
+the installed DeepSpeed, and the check asks its models. Names are those of DeepSpeed's JSON; what
+``zero_optimization`` holds there are settings like any other here. ``None`` leaves a key to
+DeepSpeed, and ``"auto"`` is allowed everywhere, because a file may hold it until it is resolved.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -89,6 +90,9 @@ def _whole(least: int) -> FieldRule:
 _Auto = Literal["auto"]
 Whole = Annotated[Annotated[int, Field(ge=0)] | _Auto | None, _whole(0)]
 WholeFromOne = Annotated[Annotated[int, Field(ge=1)] | _Auto | None, _whole(1)]
+Steps = Annotated[
+    Annotated[int, Field(ge=1)] | Annotated[float, Field(ge=math.inf)] | _Auto | None, _whole(1)
+]
 Number = Annotated[
     Annotated[float, Field(ge=0, allow_inf_nan=False)] | _Auto | None,
     FieldRule(
@@ -311,6 +315,10 @@ class ZeroConfig(_ZeroSection):
     scheduler: AnyMaker = _meant("The schedule that DeepSpeed makes.")
     fp16: AnyHalf = _meant("Training in float16.")
     bf16: AnyHalf = _meant("Training in bfloat16.")
+    sequence_parallel_size: WholeFromOne = _meant("Ranks that share a sequence.")
+    zero_allow_untested_optimizer: Truth = _meant("ZeRO with any optimizer.")
+    zero_force_ds_cpu_optimizer: Truth = _meant("Offload DeepSpeed's optimizers only.")
+    steps_per_print: Steps = _meant("Steps between two lines of progress.")
     extra: Annotated[
         dict[str, Any],
         Field(description="Further keys, at any depth, given to DeepSpeed as they are."),

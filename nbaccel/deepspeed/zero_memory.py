@@ -141,7 +141,7 @@ def place_at_stage(place_key: str, place: str, stage: int) -> str:
 
 def _is_torchs(config: ZeroConfig, optimizer_place: str) -> bool:
     """Whether the optimizer is torch's: not made from the file, nor replaced for offloading."""
-    if optimizer_place != "none" and config.get("zero_force_ds_cpu_optimizer") is not False:
+    if optimizer_place != "none" and config.zero_force_ds_cpu_optimizer is not False:
         return False
     optimizer = config.optimizer
     if optimizer is None or optimizer.type is None:

@@ -89,7 +89,7 @@ def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
     """DeepSpeed's optimizer for steps on the CPU, in place of the one of torch."""
     offload_section = zero_config.offload_optimizer
     device = "none" if offload_section is None else offload_section.device or "none"
-    if device == "none" or zero_config.get("zero_force_ds_cpu_optimizer") is False:
+    if device == "none" or zero_config.zero_force_ds_cpu_optimizer is False:
         return optimizer
     if type(optimizer).__module__.startswith("deepspeed."):
         return optimizer
