@@ -41,7 +41,6 @@ from nbaccel.deepspeed.schema import (
 from nbaccel.deepspeed.zero_config import (
     AUTO,
     ZERO,
-    Maker,
     ZeroConfig,
     auto_keys,
     load_settings,
@@ -355,34 +354,40 @@ _WRITTEN_WORDS = {"learning_rate": "lr", "warmup_steps": "warmup_num_steps"}
 
 def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
     """What is wrong with the optimizer and the schedule that DeepSpeed is to make."""
-    for name, section, example in (
-        ("optimizer", config.optimizer, "AdamW"),
-        ("scheduler", config.scheduler, "WarmupLR"),
+    for key, section, noun, example, known_types in (
+        ("optimizer", config.optimizer, "optimizer", "AdamW", schema.optimizers),
+        ("scheduler", config.scheduler, "schedule", "WarmupLR", schema.schedulers),
     ):
-        # With further keys, the one that was meant has been named already.
-        if section is not None and section.type is None and name not in config.extra:
+        if section is None:
+            continue
+        name = section.type
+        if name is None:
+            # With further keys, the one that was meant has been named already.
+            if key not in config.extra:
+                yield (
+                    f"{key}.type is missing: got {key}={section.named()!r}. Without a name "
+                    f'DeepSpeed would silently make none. Give for example "type": "{example}".'
+                )
+            continue
+        # DeepSpeed compares its optimizers' names in lower case, and others as they are written.
+        is_own = key == "optimizer" and name.lower() in schema.own_optimizers
+        if not is_own and name not in known_types:
             yield (
-                f"{name}.type is missing: got {name}={section.named()!r}. Without a name "
-                f'DeepSpeed would silently make none. Give for example "type": "{example}".'
+                f"{key}.type={name!r} is no {noun} of DeepSpeed {schema.version} or torch. It "
+                f"could not be made.{closest(name, known_types) or f' Use {example}.'}"
             )
-    if config.optimizer is not None and config.optimizer.type is not None:
-        yield from _optimizer_mistakes(config.optimizer, config.optimizer.type, config, schema)
-    if config.scheduler is not None and config.scheduler.type is not None:
-        yield from _scheduler_mistakes(config.scheduler, config.scheduler.type, config, schema)
+            continue
+        params = section.params or {}
+        yield from value_mistakes(key, params)
+        if key == "optimizer":
+            yield from _optimizer_mistakes(name, params, config, is_own=is_own)
+        else:
+            yield from _scheduler_mistakes(name, params, config, schema)
 
 
 def _optimizer_mistakes(
-    section: Maker, name: str, config: ZeroConfig, schema: Schema
+    name: str, params: Mapping[str, Any], config: ZeroConfig, *, is_own: bool
 ) -> Iterator[str]:
-    params = section.params or {}
-    # DeepSpeed compares its optimizers' names in lower case, and torch's as they are written.
-    is_own = name.lower() in schema.own_optimizers
-    if not is_own and name not in schema.optimizers:
-        yield (
-            f"optimizer.type={name!r} is no optimizer of DeepSpeed {schema.version} or torch. It "
-            f"could not be made.{closest(name, schema.optimizers) or ' Use AdamW.'}"
-        )
-        return
     if config.zero_stage > 0 and not is_own and config.zero_allow_untested_optimizer is not True:
         yield (
             f"optimizer.type={name!r} is not tested with ZeRO: got stage {config.zero_stage}. "
@@ -394,7 +399,6 @@ def _optimizer_mistakes(
             f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no longer a parameter "
             "of an optimizer. DeepSpeed refuses it. Set gradient_clipping at the top level."
         )
-    yield from value_mistakes("optimizer", params)
     known = optimizer_arguments(name, params, is_offloaded=offloads_optimizer(config))
     if known is not None:
         params = {key: value for key, value in params.items() if key != "max_grad_norm"}
@@ -402,29 +406,21 @@ def _optimizer_mistakes(
 
 
 def _scheduler_mistakes(
-    section: Maker, name: str, config: ZeroConfig, schema: Schema
+    name: str, params: Mapping[str, Any], config: ZeroConfig, schema: Schema
 ) -> Iterator[str]:
-    params = section.params or {}
-    known = schema.schedulers.get(name)
-    if known is None:
-        yield (
-            f"scheduler.type={name!r} is no schedule of DeepSpeed {schema.version} or torch. It "
-            f"could not be made.{closest(name, schema.schedulers) or ' Use WarmupLR.'}"
-        )
-        return
     if name not in schema.own_schedulers and config.zero_stage > 0:
         yield (
             f"scheduler.type={name!r} is torch's and cannot drive ZeRO's optimizer: got stage "
             f"{config.zero_stage}. torch would refuse it as no Optimizer. Use one of DeepSpeed's, "
             "such as WarmupDecayLR, or pass a schedule to deepspeed.initialize."
         )
+    known = schema.schedulers[name]
     yield from _constructor_mistakes("scheduler", name, params, known)
     for parameter in sorted(known.needed - set(params)):
         yield (
             f"scheduler.params.{parameter} is missing: got {sorted(params)}. {name} has no default "
             f"for it. Give {parameter}."
         )
-    yield from value_mistakes("scheduler", params)
 
 
 def _constructor_mistakes(
