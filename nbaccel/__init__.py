@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         ProfileKwargs as ProfileKwargs,
         ProjectConfiguration as ProjectConfiguration,
     )
+    from nbaccel.data_loader import skip_first_batches as skip_first_batches
     from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from nbaccel.deepspeed.weights.converting import (
@@ -96,7 +97,6 @@ if TYPE_CHECKING:
     from nbaccel.plan.topology import Topology as Topology
     from nbaccel.plan.training_plan import TrainingPlan as TrainingPlan
     from nbaccel.state import PartialState as PartialState
-    from nbaccel.train.prepare_loader import skip_first_batches as skip_first_batches
     from nbaccel.utils import (
         find_executable_batch_size as find_executable_batch_size,
         is_rich_available as is_rich_available,

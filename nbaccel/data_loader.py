@@ -1,30 +1,46 @@
-"""Data loaders shared among processes, under the names by which Accelerate's users import them.
+"""From a user's data loader to a prepared one: who reads what, and in which order.
 
-``Accelerator.prepare`` makes them; the constructors, with Accelerate's arguments, are for code that
-makes one by hand.
+Orders are those of Accelerate for the same ``torch.manual_seed``: as many numbers are drawn from
+torch's generator, at the same moments. One when a loader with a generator-less sampler is prepared
+for several processes; then one per epoch for its workers; one more where the sampler seeds itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+from nbaccel.base import torch_private
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import DataLoaderConfiguration
+from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Place
-from nbaccel.train import distributed, prepare_loader
+from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.dispatch import DataLoaderDispatcher, SliceFn
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.loader import DataLoaderShard, PreparedLoader, SkipDataLoader, refuse_mesh
-from nbaccel.train.prepare_loader import skip_first_batches
+from nbaccel.train.loader import (
+    DataLoaderShard,
+    LoaderSettings,
+    PreparedLoader,
+    SkipDataLoader,
+    chain_of_samplers,
+    reading_class,
+    refuse_mesh,
+)
 from nbaccel.train.sampling import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
+    check_divisible,
 )
 
 __all__ = [
@@ -103,7 +119,7 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    return prepare_loader.prepare_data_loader(
+    return share_data_loader(
         dataloader,
         sharing_place,
         GradientState(),
@@ -113,3 +129,390 @@ def prepare_data_loader(
         rng_types=[str(rng_type) for rng_type in rng_types or ()],
         slice_fn=slice_fn_for_dispatch,
     )
+
+
+# A loader's arguments, without those that say which samples are in a batch.
+_LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def share_data_loader(
+    loader: DataLoader[Any],
+    place: Place,
+    gradient_state: GradientState,
+    settings: DataLoaderConfiguration,
+    collectives: Collectives,
+    *,
+    put_on_device: bool = True,
+    rng_types: Sequence[str] | None = ("generator",),
+    slice_fn: SliceFn | None = None,
+) -> PreparedLoader:
+    """Let every process of the run get its share of a loader's batches."""
+    if isinstance(loader, PreparedLoader):
+        if loader.is_for(place) or loader.prepared_from is None:
+            return loader
+        # Prepared in the notebook, and now read by the ranks of a launch.
+        loader = loader.prepared_from
+    prepared_loader = _LoaderPreparation(
+        loader, place, gradient_state, settings, collectives, put_on_device, tuple(rng_types or ())
+    ).run(slice_fn)
+    prepared_loader.prepared_from = loader
+    return prepared_loader
+
+
+@dataclass
+class _LoaderPreparation:
+    """One call of `share_data_loader`."""
+
+    loader: DataLoader[Any]
+    place: Place
+    gradient_state: GradientState
+    settings: DataLoaderConfiguration
+    collectives: Collectives
+    put_on_device: bool
+    rng_types: tuple[str, ...]
+    synchronized: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        self.is_iterable = isinstance(self.loader.dataset, IterableDataset)
+        self.stateful = self.settings.use_stateful_dataloader or hasattr(self.loader, "state_dict")
+        self.dispatches = self._dispatches()
+
+    def run(self, slice_fn: SliceFn | None) -> PreparedLoader:
+        self._check_loader()
+        self._use_seedable_sampler()
+        if not self.place.is_alone and self.dispatches:
+            # Accelerate's dispatcher drops the generator, too; the order of later epochs depends on
+            # it.
+            base_loader = _rebuild_loader(self.loader, stateful=self.stateful, generator=None)
+            self.rng_types = ()  # process 0 alone draws
+        else:
+            base_loader = self._whole_loader() if self.place.is_alone else self._own_share()
+        # Without a sampler's generator there is none of that name to synchronise, which `rng` would
+        # refuse.
+        rng_types = [
+            rng_type for rng_type in self.rng_types if rng_type != "generator" or self.synchronized
+        ]
+        loader_class = DataLoaderDispatcher if self.dispatches else DataLoaderShard
+        prepared_loader = _loader_class(loader_class, self.stateful).around(
+            base_loader, self.gradient_state, self._loader_settings(rng_types=tuple(rng_types))
+        )
+        if isinstance(prepared_loader, DataLoaderDispatcher):
+            prepared_loader.slice_fn = slice_fn
+        return prepared_loader
+
+    def _dispatches(self) -> bool:
+        wants_dispatch = self.settings.dispatch_batches
+        if wants_dispatch and not self.put_on_device:
+            raise ConfigError(
+                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) needs device "
+                "placement, which is off for this loader. Process 0 sends batches from device "
+                "to device. Leave device_placement on, or give dispatch_batches=False."
+            )
+        return self.is_iterable and self.put_on_device if wants_dispatch is None else wants_dispatch
+
+    def _check_loader(self) -> None:
+        name = type(self.loader).__name__
+        batch_size = _loader_batch_size(self.loader)
+        if self.settings.split_batches:
+            check_divisible(batch_size, self.place.world_size, name)
+        if self._must_rebuild() and _overrides_iteration(self.loader):
+            raise ConfigError(
+                f"{type(self.loader).__qualname__} reads its dataset in its own way (it overrides "
+                "__iter__), which would be lost when it is rebuilt to share out batches between "
+                f"{self.place.world_size} processes. Give a torch DataLoader with the sampler and "
+                "collate_fn you need, or share out the samples yourself and do not prepare it."
+            )
+        if self.stateful:
+            # Called for its MissingBackend, before anything of the loader is rebuilt.
+            reading_class(True)
+
+    def _must_rebuild(self) -> bool:
+        becomes_stateful = self.stateful and not hasattr(self.loader, "state_dict")
+        return not self.place.is_alone or becomes_stateful or self._must_reseed()
+
+    def _must_reseed(self) -> bool:
+        *_, sampler = [None, *chain_of_samplers(self.loader)]
+        return self.settings.use_seedable_sampler and isinstance(sampler, RandomSampler)
+
+    def _loader_settings(self, *, rng_types: tuple[str, ...]) -> LoaderSettings:
+        batch_size = _loader_batch_size(self.loader)
+        split_batches = self.settings.split_batches
+        world_size = self.place.world_size
+        return LoaderSettings(
+            place=self.place,
+            collectives=self.collectives,
+            device=self.place.device if self.put_on_device else None,
+            non_blocking=self.settings.non_blocking
+            and registry.device_runtime(self.place.device_name).copies_without_blocking,
+            rng_types=rng_types,
+            synchronized=self.synchronized,
+            batch_size=batch_size // world_size if batch_size and split_batches else batch_size,
+            total_batch_size=batch_size * world_size
+            if batch_size and not split_batches
+            else batch_size,
+            drop_last=bool(getattr(_index_batches(self.loader), "drop_last", False)),
+            split_batches=split_batches,
+            stateful=self.stateful,
+        )
+
+    # --------------------------------------------------------------------- who reads what
+
+    def _whole_loader(self) -> DataLoader[Any]:
+        """All of it. The user's own loader reads, unless something about it must change."""
+        # Accelerate's dispatcher drops the generator; the order of later epochs depends on it.
+        loses_generator = self.dispatches and self.loader.generator is not None
+        if self._must_rebuild() or (loses_generator and not _overrides_iteration(self.loader)):
+            options = {"generator": None} if loses_generator else {}
+            return _rebuild_loader(self.loader, stateful=self.stateful, **options)
+        return self.loader
+
+    def _own_share(self) -> DataLoader[Any]:
+        """This process's share, which it reads itself."""
+        if self.is_iterable:
+            return self._iterable_share()
+        sampler = chain_of_samplers(self.loader)[-1]
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            # Its indices are already this process's share; cutting them again would lose samples.
+            return _rebuild_loader(self.loader, stateful=self.stateful)
+        self._give_generator(sampler)
+        shard = BatchSamplerShard(
+            _index_batches(self.loader),
+            self.place.world_size,
+            self.place.rank,
+            self.settings.split_batches,
+            self.settings.even_batches,
+        )
+        return _rebuild_loader(self.loader, stateful=self.stateful, index_batches=shard)
+
+    def _give_generator(self, sampler: Any) -> None:
+        """Let the sampler draw from a generator of its own, which can be kept equal everywhere."""
+        if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
+            return
+        if sampler.generator is None:
+            # The same draw from the same generator as in Accelerate, so that orders stay equal.
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            sampler.generator = torch.Generator().manual_seed(seed)
+        self.synchronized = sampler.generator
+
+    def _iterable_share(self) -> DataLoader[Any]:
+        dataset: Any = self.loader.dataset
+        world_size = self.place.world_size
+        rank = self.place.rank
+        split_batches = self.settings.split_batches
+        num_shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
+        if (
+            hasattr(dataset, "shard")
+            and isinstance(num_shards, int)
+            # With fewer shards than processes some would have no batches, and the others would wait
+            # for them in the first collective.
+            and num_shards >= world_size
+            and not split_batches
+        ):
+            dataset = dataset.shard(num_shards=world_size, index=rank)
+        else:
+            self.synchronized = getattr(dataset, "generator", None)
+            batch_size = self.loader.batch_size
+            drop_last = self.loader.drop_last
+            dataset = IterableDatasetShard(
+                dataset, batch_size, drop_last, world_size, rank, split_batches
+            )
+        batch_size = self.loader.batch_size
+        options = {"batch_size": batch_size // world_size} if batch_size and split_batches else {}
+        return _rebuild_loader(self.loader, stateful=self.stateful, dataset=dataset, **options)
+
+    def _use_seedable_sampler(self) -> None:
+        """Replace a shuffling sampler by one that depends on seed and epoch alone."""
+        if not self._must_reseed():
+            return
+        *batch_samplers, old_sampler = chain_of_samplers(self.loader)
+        # Differently seeded processes would draw overlapping samples: process 0 decides.
+        seed = torch.initial_seed() if self.settings.data_seed is None else self.settings.data_seed
+        new_sampler: Any = SeedableRandomSampler(
+            old_sampler.data_source,
+            old_sampler.replacement,
+            torch_private.requested_samples(old_sampler),
+            old_sampler.generator,
+            data_seed=self.collectives.broadcast_object(seed),
+        )
+        # From the innermost outwards, because each copy is given the new sampler inside it.
+        for outer_sampler in reversed(batch_samplers):
+            attribute_name = (
+                "batch_sampler" if hasattr(outer_sampler, "batch_sampler") else "sampler"
+            )
+            # Copies, because the user's loader keeps its samplers.
+            inner_sampler = new_sampler
+            new_sampler = copy.copy(outer_sampler)
+            setattr(new_sampler, attribute_name, inner_sampler)
+        self.loader = _rebuild_loader(
+            self.loader, stateful=hasattr(self.loader, "state_dict"), index_batches=new_sampler
+        )
+
+
+# ------------------------------------------------------------------------- skipping
+
+
+def skip_first_batches(
+    dataloader: DataLoader[Any], num_batches: int | None = None
+) -> DataLoader[Any]:
+    """A loader that leaves out the first batches of an epoch; the one given stays as it is.
+
+    Samples that are chosen by index are not read. The two loaders of a prepared one count epochs
+    together: when the skipping one is done, the other continues with the next epoch.
+
+    Args:
+        dataloader: A prepared loader, or any torch loader.
+        num_batches: How many batches of this process to leave out; None, for a prepared loader,
+            as many as it had seen when its state was saved.
+
+    Returns:
+        The skipping loader, of the same kind.
+
+    Raises:
+        ConfigError: The number is negative, or missing for a loader that keeps no position.
+    """
+    if num_batches is None and isinstance(dataloader, PreparedLoader):
+        num_batches = dataloader.batches_seen if dataloader.position.is_within_epoch else 0
+    if num_batches is None or num_batches < 0:
+        raise ConfigError(
+            f"skip_first_batches({type(dataloader).__name__}, num_batches={num_batches!r}) does "
+            "not say how many to leave out: training would begin at the wrong batch. Give a "
+            "number from 0 on; only a prepared loader knows it by itself."
+        )
+    if isinstance(dataloader, PreparedLoader):
+        return _skip_prepared_batches(dataloader, num_batches)
+    if isinstance(dataloader.dataset, IterableDataset):
+        return _DroppingLoader(dataloader, num_batches)
+    remaining_batches = SkipBatchSampler(_index_batches(dataloader), num_batches)
+    return _rebuild_loader(
+        dataloader, stateful=hasattr(dataloader, "state_dict"), index_batches=remaining_batches
+    )
+
+
+def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
+    loader_settings = loader.settings.skipping(num_batches)
+    base_loader = loader.base
+    num_dropped = loader.batches_to_drop
+    if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):
+        num_dropped += num_batches
+    else:
+        # Process 0 reads one batch per process in a round, so skipping a round skips that many.
+        reads_whole_rounds = (
+            isinstance(loader, DataLoaderDispatcher) and not loader_settings.split_batches
+        )
+        batches_each = loader_settings.place.world_size if reads_whole_rounds else 1
+        remaining_batches = SkipBatchSampler(
+            _index_batches(base_loader), num_batches * batches_each
+        )
+        base_loader = _rebuild_loader(
+            base_loader, stateful=loader_settings.stateful, index_batches=remaining_batches
+        )
+    is_dispatcher = isinstance(loader, DataLoaderDispatcher)
+    loader_class = DataLoaderDispatcher if is_dispatcher else DataLoaderShard
+    skipping_loader = _loader_class(loader_class, loader_settings.stateful).around(
+        base_loader, loader.gradient_state, loader_settings, loader.position, drop=num_dropped
+    )
+    if isinstance(loader, DataLoaderDispatcher):
+        vars(skipping_loader)["slice_fn"] = loader.slice_fn
+    return skipping_loader
+
+
+class _DroppingLoader(DataLoader[Any]):
+    """A torch loader of an iterable dataset whose first batches are read and thrown away."""
+
+    def __init__(self, loader: DataLoader[Any], num_batches: int) -> None:
+        super().__init__(loader.dataset, **_size_options(loader), **_loader_options(loader))
+        self._num_batches = num_batches
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self._num_batches)
+
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), self._num_batches, None)
+
+
+# ------------------------------------------------------------------------- parts of a loader
+
+
+def _index_batches(loader: DataLoader[Any]) -> Any:
+    """The sampler that yields the indices of each batch."""
+    # With batch_size=None torch makes no batch sampler.
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _loader_batch_size(loader: DataLoader[Any]) -> int | None:
+    if isinstance(loader.dataset, IterableDataset):
+        return loader.batch_size
+    sampler_size = getattr(_index_batches(loader), "batch_size", None)
+    return sampler_size if isinstance(sampler_size, int) else loader.batch_size
+
+
+def _overrides_iteration(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's class changes how a torch loader iterates."""
+    # torchdata's class has an __iter__ for its states, but reads as torch's does.
+    defining_class = next(
+        base_class for base_class in type(loader).__mro__ if "__iter__" in vars(base_class)
+    )
+    return defining_class is not DataLoader and not defining_class.__module__.startswith(
+        "torchdata."
+    )
+
+
+def _rebuild_loader(
+    loader: DataLoader[Any],
+    *,
+    stateful: bool,
+    dataset: Any = None,
+    index_batches: Any = None,
+    **changed_options: Any,
+) -> DataLoader[Any]:
+    """A new torch loader like another one, with the given arguments changed."""
+    # A new one, because torch forbids changing the sampler or dataset of a loader.
+    loader_class: Callable[..., DataLoader[Any]] = reading_class(stateful)
+    dataset = loader.dataset if dataset is None else dataset
+    loader_options = _loader_options(loader)
+    if hasattr(loader, "snapshot_every_n_steps") and stateful:
+        loader_options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps
+    if isinstance(dataset, IterableDataset):
+        return loader_class(
+            dataset, **{**_size_options(loader), **loader_options, **changed_options}
+        )
+    index_batches = _index_batches(loader) if index_batches is None else index_batches
+    if loader.batch_sampler is None:
+        # Without automatic batching the dataset gets each index (or list of them) as it is.
+        return loader_class(
+            dataset, sampler=index_batches, batch_size=None, **{**loader_options, **changed_options}
+        )
+    return loader_class(
+        dataset, batch_sampler=index_batches, **{**loader_options, **changed_options}
+    )
+
+
+def _loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
+
+
+def _size_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+
+
+def _loader_class(
+    plain_class: type[DataLoaderShard | DataLoaderDispatcher], stateful: bool
+) -> type[PreparedLoader]:
+    """A class of prepared loaders; one that is also torchdata's where the base is."""
+    if not stateful:
+        return plain_class
+    kinds = importlib.import_module("nbaccel.train.stateful").KINDS  # it imports torchdata
+    stateful_class: type[PreparedLoader] = kinds[plain_class]
+    return stateful_class

@@ -1,23 +1,45 @@
-"""Hooks around a forward: Accelerate's import path of what is in `nbaccel.bigmodel`."""
+"""Hooks around a module's ``forward``: they see its arguments and may replace what it returns.
+
+`AlignDevicesHook` brings weights and arguments to one device for it; weights that are offloaded
+come from a map and go when the module has run. Which module computes where, and what is offloaded,
+is told by the caller. The names of the attributes that a hooked module has are those that
+transformers and diffusers look at.
+"""
 
 from __future__ import annotations
 
-from nbaccel.bigmodel.align_hooks import (
-    AlignDevicesHook,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.torch_private import store_own_tensor
+from nbaccel.base.units import first_few
+from nbaccel.bigmodel.module_sizes import get_non_persistent_buffers, named_module_tensors
+from nbaccel.bigmodel.offload_folder import PrefixedDataset
+from nbaccel.bigmodel.prefetching import (
+    CopiesUnderWay,
+    ExecutionOrder,
+    release_weights,
+    start_copies,
 )
-from nbaccel.bigmodel.model_hooks import (
-    CpuOffload,
-    LayerwiseCastingHook,
-    ModelHook,
-    SequentialHook,
-    UserCpuOffloadHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
+from nbaccel.bigmodel.tensor_placing import (
+    PlacedTensors,
+    as_device,
+    check_device_same,
+    is_accelerator,
+    own_module,
+    placed_on,
+    set_module_tensor_to_device,
 )
+from nbaccel.plan import registry
+from nbaccel.train import distributed
+from nbaccel.train.trees import leaves, send_to_device
 
 __all__ = [
     "AlignDevicesHook",
@@ -33,3 +55,863 @@ __all__ = [
     "remove_hook_from_module",
     "remove_hook_from_submodules",
 ]
+
+HOOK_ATTRIBUTE = "_hf_hook"
+"""Where a module has its hook."""
+
+_FORWARD_ATTRIBUTE = "_old_forward"
+# What `dispatch_model` puts on a module to warn of moving it.
+_GUARDED_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Device = int | str | torch.device
+_TiedMap = dict[int, PlacedTensors]
+
+
+def outside_compiled_code(method: _Method) -> _Method:
+    """Let ``torch.compile`` call a function as it is, not trace it.
+
+    ``torch.compiler.disable`` imports the compiler, which takes seconds; here it is asked for
+    once a compiler is at work.
+    """
+    untraced: _Method | None = None
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal untraced
+        if not torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        if untraced is None:
+            # Once: another function each time would be compiled around again each time.
+            disable: Callable[[_Method], _Method] = torch.compiler.disable
+            untraced = disable(method)
+        return untraced(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class ModelHook:
+    """Called before and after a module's ``forward``. Subclasses override what they need.
+
+    Attributes:
+        no_grad: Whether ``forward`` runs under ``torch.no_grad()``.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is attached.
+
+        Args:
+            module: The module.
+
+        Returns:
+            The module, prepared.
+        """
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before ``forward``.
+
+        Args:
+            module: The module.
+            *args: What it is called with.
+            **kwargs: The same by keyword.
+
+        Returns:
+            The arguments that ``forward`` gets.
+        """
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after ``forward``.
+
+        Args:
+            module: The module.
+            output: What ``forward`` returned.
+
+        Returns:
+            What the caller gets.
+        """
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is removed.
+
+        Args:
+            module: The module.
+
+        Returns:
+            The module, as it was before.
+        """
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one, called in their order at every event.
+
+    Args:
+        *hooks: The hooks. ``no_grad`` of one holds for all.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """See :meth:`ModelHook.init_hook`."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    @outside_compiled_code
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See :meth:`ModelHook.pre_forward`."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    @outside_compiled_code
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """See :meth:`ModelHook.post_forward`."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """See :meth:`ModelHook.detach_hook`."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def each_hook(module: nn.Module) -> Iterator[Any]:
+    """The hooks of a module, each by itself; also those that another library attached."""
+    waiting = [getattr(module, HOOK_ATTRIBUTE, None)]
+    while waiting:
+        hook = waiting.pop(0)
+        nested_hooks = getattr(hook, "hooks", None)
+        if nested_hooks is not None:
+            waiting[:0] = nested_hooks
+        elif hook is not None:
+            yield hook
+
+
+# ------------------------------------------------------------------------- attaching
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Call a hook around a module's ``forward``.
+
+    The hook is then ``module._hf_hook``, what ``forward`` was before ``module._old_forward``.
+
+    Args:
+        module: The module; it is changed.
+        hook: The hook.
+        append: Whether it is called after the hook that the module has; else it replaces that.
+
+    Returns:
+        The module.
+    """
+    if append and (first_hook := getattr(module, HOOK_ATTRIBUTE, None)) is not None:
+        remove_hook_from_module(module)
+        hook = SequentialHook(first_hook, hook)
+    is_hooked = hasattr(module, HOOK_ATTRIBUTE) and hasattr(module, _FORWARD_ATTRIBUTE)
+    inner_forward = getattr(module, _FORWARD_ATTRIBUTE) if is_hooked else module.forward
+    module = hook.init_hook(module)
+    setattr(module, _FORWARD_ATTRIBUTE, inner_forward)
+    setattr(module, HOOK_ATTRIBUTE, hook)
+    _put_forward(module, inner_forward)
+    return module
+
+
+def _put_forward(module: nn.Module, inner_forward: Callable[..., Any]) -> None:
+    # A partial of a function that can be imported: the module can be copied and pickled with it.
+    hooked = functools.update_wrapper(functools.partial(_hooked_forward, module), inner_forward)
+    if _is_graph_module(module):
+        # Its class, which is its own, gets a new `forward` when the graph changes; one of the
+        # object would hide that.
+        type(module).forward = staticmethod(hooked)
+    else:
+        module.forward = hooked
+
+
+def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    hook = getattr(module, HOOK_ATTRIBUTE)
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    inner_forward = getattr(module, _FORWARD_ATTRIBUTE)
+    if hook.no_grad:
+        with torch.no_grad():
+            output = inner_forward(*args, **kwargs)
+    else:
+        output = inner_forward(*args, **kwargs)
+    return hook.post_forward(module, output)
+
+
+def _is_graph_module(module: nn.Module) -> bool:
+    # Not imported for this: without it nothing has been traced.
+    traced = sys.modules.get("torch.fx.graph_module")
+    return traced is not None and isinstance(module, traced.GraphModule)
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Take the hook from a module, and give it the ``forward`` back that it had before.
+
+    Args:
+        module: The module; one without a hook stays as it is.
+        recurse: Whether from its submodules, too.
+
+    Returns:
+        The module.
+    """
+    if hasattr(module, HOOK_ATTRIBUTE):
+        getattr(module, HOOK_ATTRIBUTE).detach_hook(module)
+        delattr(module, HOOK_ATTRIBUTE)
+    if hasattr(module, _FORWARD_ATTRIBUTE):
+        _give_forward_back(module, getattr(module, _FORWARD_ATTRIBUTE))
+        delattr(module, _FORWARD_ATTRIBUTE)
+    for method_name in _GUARDED_METHODS:
+        vars(module).pop(method_name, None)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def _give_forward_back(module: nn.Module, inner_forward: Callable[..., Any]) -> None:
+    function = getattr(inner_forward, "__func__", None)
+    is_its_own = function is not None and getattr(inner_forward, "__self__", None) is module
+    if _is_graph_module(module):
+        plain = function if is_its_own else staticmethod(inner_forward)
+        type(module).forward = plain  # type: ignore[assignment]
+    elif is_its_own and function is type(module).forward:
+        vars(module).pop("forward", None)
+    else:
+        module.forward = inner_forward
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take all hooks from a module and its submodules.
+
+    Args:
+        module: The module.
+    """
+    remove_hook_from_module(module, recurse=True)
+
+
+# ------------------------------------------------------------------------- whole modules
+
+
+class CpuOffload(ModelHook):
+    """Keeps a model in host memory until it is called; after that it stays where it computed.
+
+    Args:
+        execution_device: Where it computes; None: this machine's accelerator, else the CPU.
+        prev_module_hook: Of the model that comes before it in a pipeline: that one goes back to
+            host memory first.
+    """
+
+    def __init__(
+        self,
+        execution_device: str | int | torch.device | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = (
+            distributed.find_device() if execution_device is None else execution_device
+        )
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the model to host memory."""
+        return module.to("cpu")
+
+    @outside_compiled_code
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make room, and move the model and its arguments to where it computes."""
+        target = as_device(self.execution_device)
+        if isinstance(self.prev_module_hook, UserCpuOffloadHook):
+            self.prev_module_hook.make_room()
+        if not check_device_same(_parameter_device(module) or target, target):
+            module.to(target)
+        return send_to_device(args, target), send_to_device(kwargs, target)
+
+
+class UserCpuOffloadHook:
+    """What a user needs of a `CpuOffload`: send the model back, or remove the hook.
+
+    Args:
+        model: The model.
+        hook: Its hook.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Move the model to host memory."""
+        self.hook.init_hook(self.model)
+
+    def make_room(self) -> None:
+        """Move the model to host memory if it is elsewhere, and give the device's cache back."""
+        device = _parameter_device(self.model)
+        if device is not None and device.type != "cpu":
+            self.offload()
+            if is_accelerator(device):
+                registry.device_runtime(device.type).empty_cache()
+
+    def remove(self) -> None:
+        """Take the hook from the model, which stays where it is."""
+        remove_hook_from_module(self.model)
+
+
+def _parameter_device(module: nn.Module) -> torch.device | None:
+    first_parameter = next(module.parameters(), None)
+    return None if first_parameter is None else first_parameter.device
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Keeps a module's weights in one format, and converts them to another for ``forward``.
+
+    Args:
+        storage_dtype: What they are kept in, such as ``torch.float8_e4m3fn``.
+        compute_dtype: What they are while the module computes.
+        non_blocking: Whether the conversion may be under way when the next step begins.
+    """
+
+    def __init__(
+        self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool
+    ) -> None:
+        check_float_dtypes(storage_dtype=storage_dtype, compute_dtype=compute_dtype)
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Convert the weights to what they are kept in."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return module
+
+    @outside_compiled_code
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Convert the weights to what the module computes in."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    @outside_compiled_code
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Convert the weights to what they are kept in."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def check_float_dtypes(**dtypes: Any) -> None:
+    """Refuse formats that weights cannot be converted to."""
+    mistakes = [
+        f"{setting} must be a floating-point format of torch, because weights are converted to "
+        f"it: got {dtype!r}. Give one such as torch.bfloat16 or torch.float8_e4m3fn."
+        for setting, dtype in dtypes.items()
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    ]
+    if mistakes:
+        raise ConfigError(*mistakes)
+
+
+# ------------------------------------------------------------------------- weights brought in
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings weights and arguments to one device before ``forward``.
+
+    Args:
+        execution_device: Where the module computes; None: arguments and weights stay.
+        offload: Whether the module's weights are on ``meta`` between calls.
+        io_same_device: Whether outputs go to the device of the first tensor among the arguments.
+        weights_map: Where offloaded weights come from, by their names in the module; it may be a
+            `PrefetchingWeights`. None: they are kept in host memory.
+        offload_buffers: Whether buffers are offloaded, too.
+        place_submodules: Whether the tensors of submodules count as the module's own.
+        skip_keys: Keyword arguments, and keys of mappings in them and in outputs, that are not
+            moved.
+        tied_params_map: See `set_module_tensor_to_device`.
+        execution_order: Shared by the hooks of one model; it asks for weights ahead of time.
+    """
+
+    def __init__(
+        self,
+        execution_device: _Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Any] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: _TiedMap | None = None,
+        *,
+        execution_order: ExecutionOrder | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.execution_order = execution_order or ExecutionOrder(prefetch=False)
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self.tied_params_names: set[str] = set()
+        self.weight_bytes = 0
+        self.offloaded_names: Sequence[str] = ()
+        self._tied_groups: dict[str, PlacedTensors] = {}
+        self._placed_here: list[tuple[PlacedTensors, torch.device]] = []
+        self._placeholders: dict[str, torch.Tensor] = {}
+        self._copies: CopiesUnderWay | None = None
+        self._num_checked = 0
+
+    def __repr__(self) -> str:
+        settings = (
+            *("execution_device", "offload", "io_same_device"),
+            *("offload_buffers", "place_submodules", "skip_keys"),
+        )
+        return f"AlignDevicesHook({', '.join(f'{s}={getattr(self, s)!r}' for s in settings)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies under way belong to this process and to the hook that began them.
+        return {**vars(self), "_copies": None}
+
+    # --------------------------------------------------------------- attaching
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Place the module's tensors, or offload them."""
+        target = self._target()
+        if target is not None and target.type == "meta":
+            self.tied_params_map = None
+        if self.offload:
+            self._offload(module)
+            self._place_buffers(module)
+            self.execution_order.register(self)
+        elif target is not None:
+            for name, _ in named_module_tensors(module, recurse=self.place_submodules):
+                self._place(module, name)
+        return module
+
+    def _offload(self, module: nn.Module) -> None:
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        offloaded = dict(
+            named_module_tensors(
+                module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
+            )
+        )
+        if self.weights_map is None:
+            kept = named_module_tensors(module, self.offload_buffers, self.place_submodules)
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in kept}
+        self.offloaded_names = tuple(offloaded)
+        self.weight_bytes = sum(tensor.nbytes for tensor in offloaded.values())
+        self._find_tied(offloaded)
+        for name in offloaded:
+            set_module_tensor_to_device(module, name, "meta")
+
+    def _find_tied(self, offloaded: Mapping[str, torch.Tensor]) -> None:
+        """Remember which weights are tied while their addresses are theirs.
+
+        Later ones tell nothing: memory of the first may have been given to something else, and a
+        file's weights are at another place each time.
+        """
+        known = self.tied_params_map or {}
+        self._tied_groups = {
+            name: known[tensor.data_ptr()]
+            for name, tensor in offloaded.items()
+            if not tensor.is_meta and tensor.data_ptr() in known
+        }
+        self.tied_params_names = set(self._tied_groups)
+
+    def _place_buffers(self, module: nn.Module) -> None:
+        """Buffers that are not offloaded stay where the module computes."""
+        if self.execution_device is None:
+            return
+        if self.offload_buffers:
+            names = get_non_persistent_buffers(module, self.place_submodules, fqns=True)
+        else:
+            names = {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
+        for name in sorted(names):
+            self._place(module, name)
+
+    def _place(self, module: nn.Module, name: str) -> None:
+        set_module_tensor_to_device(
+            module, name, self._checked_target(), tied_params_map=self.tied_params_map
+        )
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Give the module its weights back, on the devices where they were."""
+        if self.offload:
+            for name, device in self.original_devices.items():
+                if device.type != "meta":
+                    value = None if self.weights_map is None else self.weights_map.get(name)
+                    set_module_tensor_to_device(module, name, device, value=value)
+            self.drop_copies()
+            self.execution_order.forget(self)
+        return module
+
+    # --------------------------------------------------------------- running
+
+    @outside_compiled_code
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring weights and arguments to where the module computes."""
+        if self.io_same_device:
+            tensors = (leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor))
+            first_tensor = next(tensors, None)
+            self.input_device = None if first_tensor is None else first_tensor.device
+            if first_tensor is not None and not first_tensor.is_meta:
+                self._check_values(module)
+        if self.offload:
+            self.execution_order.enter(self)
+            self.bring_in(module)
+        target = self._target()
+        if target is None:
+            return args, kwargs
+        return (
+            send_to_device(args, target),
+            send_to_device(kwargs, target, skip_keys=self.skip_keys),
+        )
+
+    def _check_values(self, model: nn.Module) -> None:
+        """Refuse what would compute with tensors that nothing brings in."""
+        # Counting is far cheaper than looking, and who adds an adapter adds modules.
+        num_modules = sum(1 for _ in model.modules())
+        if num_modules == self._num_checked:
+            return
+        check_values(model)
+        self._num_checked = num_modules
+
+    @outside_compiled_code
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Let the weights go, and move outputs."""
+        if self.offload:
+            self.send_out(module)
+            self.execution_order.end_block()
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def bring_in(self, module: nn.Module) -> None:
+        """Put the offloaded weights into the module, on the device where it computes.
+
+        Args:
+            module: The hook's module.
+        """
+        # What a call that failed has left.
+        self._forget_placed()
+        copied = self._take_copies()
+        for name in self.offloaded_names:
+            owner, last_name = own_module(module, name)
+            current = getattr(owner, last_name)
+            if current.is_meta:
+                self._placeholders[name] = current
+            group = self._tied_groups.get(name)
+            placed = None if group is None else placed_on(group, self._checked_target())
+            if placed is not None:
+                store_own_tensor(owner, last_name, placed)
+                continue
+            value = copied[name] if name in copied else self._weight(name)
+            target = self._target() or value.device
+            set_module_tensor_to_device(owner, last_name, target, value=value, clear_cache=False)
+            if group is not None:
+                group[self._checked_target()] = getattr(owner, last_name)
+                self._placed_here.append((group, self._checked_target()))
+            self._watch_gradient(getattr(owner, last_name), name)
+
+    def _weight(self, name: str) -> torch.Tensor:
+        try:
+            # Not by its truth value, for which a map counts all its weights.
+            weights = {} if self.weights_map is None else self.weights_map
+            weight: torch.Tensor = weights[name]
+        except KeyError:
+            raise ConfigError(
+                f"{self._full_name(name)!r} is offloaded, and the map of offloaded weights lacks "
+                "it, so its module cannot run. Give a state_dict, offload_index or offload_dir "
+                "with all weights that the device map offloads."
+            ) from None
+        return weight
+
+    def send_out(self, module: nn.Module) -> None:
+        """Leave the module without its weights, on ``meta``.
+
+        Args:
+            module: The hook's module.
+        """
+        for name in self.offloaded_names:
+            placeholder = self._placeholders.pop(name, None)
+            if placeholder is None:
+                set_module_tensor_to_device(module, name, "meta")
+            else:
+                store_own_tensor(*own_module(module, name), placeholder)
+        self._forget_placed()
+        release_weights(self.weights_map, self.offloaded_names)
+
+    def _forget_placed(self) -> None:
+        for group, device in self._placed_here:
+            group.pop(device, None)
+        self._placed_here.clear()
+
+    def _target(self) -> torch.device | None:
+        return None if self.execution_device is None else as_device(self.execution_device)
+
+    def _checked_target(self) -> torch.device:
+        return self._target() or torch.device("cpu")
+
+    # --------------------------------------------------------------- training
+
+    def _watch_gradient(self, weight: torch.Tensor, name: str) -> None:
+        if torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf:
+            refuse: Any = functools.partial(_refuse_gradient, self._full_name(name))
+            weight.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+    def _full_name(self, name: str) -> str:
+        prefix = getattr(self.weights_map, "prefix", "")
+        return f"{prefix}{name}"
+
+    # --------------------------------------------------------------- ahead of time
+
+    def copy_ahead(self) -> None:
+        """See `OffloadedBlock`."""
+        target = self._target()
+        if self._copies is None and target is not None and target.type not in ("cpu", "meta"):
+            # One that is lacking is reported when its module runs.
+            with suppress(ConfigError):
+                names = [name for name in self.offloaded_names if name not in self._tied_groups]
+                self._copies = start_copies({name: self._weight(name) for name in names}, target)
+
+    def drop_copies(self) -> None:
+        """See `OffloadedBlock`."""
+        self._copies = None
+
+    def _take_copies(self) -> Mapping[str, torch.Tensor]:
+        copies = self._copies
+        self._copies = None
+        return {} if copies is None else copies.finish()
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a model with tensors on ``meta`` that nothing brings in."""
+    empty_names = list(_names_without_values(model))
+    if empty_names:
+        raise ConfigError(
+            f"{len(empty_names)} tensors of {type(model).__name__} are on meta and not among "
+            f"those that are offloaded: {first_few(empty_names, 3)}. Computing with them gives "
+            "no numbers of theirs. Add an adapter before the model is offloaded (disk_offload "
+            "or dispatch_model afterwards); or give them memory and values: "
+            "submodule.to_empty(device='cpu') and an initialisation, or set buffers, which no "
+            "checkpoint has if they are not persistent."
+        )
+
+
+def _names_without_values(model: nn.Module) -> Iterator[str]:
+    """Tensors on ``meta`` that no hook brings in."""
+    offloaded: set[str] = set()
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for hook in each_hook(module):
+            if isinstance(hook, AlignDevicesHook):
+                offloaded.update(prefix + name for name in hook.offloaded_names)
+        for name, tensor in named_module_tensors(module):
+            if tensor.is_meta and prefix + name not in offloaded:
+                yield prefix + name
+
+
+def _refuse_gradient(name: str, gradient: torch.Tensor) -> NoReturn:
+    raise ConfigError(
+        f"The gradient of {name!r} (shape {tuple(gradient.shape)}) would be lost: the "
+        "weight is offloaded, and what computed with it was a copy that is not kept. Give "
+        "max_memory with more room, so that weights to be trained stay in memory; or train with "
+        "FSDP or ZeRO-3 and their offloading; or freeze it with requires_grad_(False)."
+    )
+
+
+# ------------------------------------------------------------------------- attached to all parts
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: _Device | None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: _TiedMap | None = None,
+    *,
+    order: ExecutionOrder | None = None,
+) -> None:
+    """Hook all submodules with weights and without a hook: arguments go to where they compute.
+
+    Args:
+        module: The module.
+        execution_device: Where it computes.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: Names of classes in whose instances nothing is hooked.
+        tied_params_map: See `set_module_tensor_to_device`.
+        order: Shared by the hooks of one model.
+    """
+    if not hasattr(module, HOOK_ATTRIBUTE) and len(module.state_dict()) > 0:
+        hook = AlignDevicesHook(
+            execution_device,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+            execution_order=order,
+        )
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(
+            child, execution_device, skip_keys, preload_module_classes, tied_params_map, order=order
+        )
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: _Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: _TiedMap | None = None,
+    *,
+    order: ExecutionOrder | None = None,
+    prefetch: bool = True,
+) -> None:
+    """Hook every submodule that has parameters or buffers of its own.
+
+    Args:
+        module: The module.
+        execution_device: Where it computes.
+        offload: Whether weights are on ``meta`` between calls.
+        weights_map: Where offloaded weights come from, by their whole names.
+        offload_buffers: Whether buffers are offloaded, too.
+        module_name: What the module is called in `weights_map`.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: Names of classes whose instances get all their weights, those of
+            submodules included, before they run: for those that use weights of submodules
+            without calling them.
+        tied_params_map: See `set_module_tensor_to_device`.
+        order: Shared by the hooks of one model; None: a new one.
+        prefetch: Whether a new one asks for weights ahead of time.
+    """
+    order = order or ExecutionOrder(prefetch=prefetch)
+    is_whole = offload and type(module).__name__ in (preload_module_classes or ())
+    prefix = f"{module_name}." if module_name else ""
+    if is_whole or next(named_module_tensors(module), None) is not None:
+        hook = AlignDevicesHook(
+            execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=is_whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+            execution_order=order,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if is_whole:
+        return
+    for child_name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            f"{prefix}{child_name}",
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+            order=order,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: _Device | Mapping[str, _Device | None] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: _TiedMap | None = None,
+    *,
+    order: ExecutionOrder | None = None,
+    prefetch: bool = True,
+) -> None:
+    """Hook the parts of a model, each with a device of its own.
+
+    Args:
+        module: The model.
+        execution_device: Where it computes: one device, or one for each of the parts by name.
+        offload: Whether weights are on ``meta`` between calls: for all, or for each part.
+        weights_map: See `attach_align_device_hook`, also for the others.
+        offload_buffers: Whether buffers are offloaded, too.
+        module_name: What the module is called in the mappings.
+        skip_keys: Arguments that are not moved.
+        preload_module_classes: Classes whose instances get all their weights at once.
+        tied_params_map: Where tied weights have been placed.
+        order: Shared by the hooks of one model; None: a new one.
+        prefetch: Whether a new one asks for weights ahead of time.
+    """
+    order = order or ExecutionOrder(prefetch=prefetch)
+    common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    inner: dict[str, Any] = {
+        **common,
+        "weights_map": weights_map,
+        "offload_buffers": offload_buffers,
+        "preload_module_classes": preload_module_classes,
+        "order": order,
+    }
+    align: Callable[..., AlignDevicesHook] = functools.partial(
+        AlignDevicesHook, offload_buffers=offload_buffers, execution_order=order, **common
+    )
+    is_root = module_name == ""
+    if isinstance(execution_device, Mapping):
+        devices: Mapping[str, _Device | None] = execution_device
+        offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    elif isinstance(offload, Mapping):
+        devices, offloads = dict.fromkeys(offload, execution_device), offload
+    elif offload:
+        attach_align_device_hook(module, execution_device, True, module_name=module_name, **inner)
+        return
+    else:
+        hook = align(execution_device, io_same_device=True, place_submodules=True)
+        add_hook_to_module(module, hook)
+        return
+    if module_name in devices and module_name in offloads:
+        device = devices[module_name]
+        left_alone = None
+        if offloads[module_name]:
+            attach_align_device_hook(module, device, True, module_name=module_name, **inner)
+            if not hasattr(module, HOOK_ATTRIBUTE):
+                add_hook_to_module(module, align(device, io_same_device=is_root))
+            left_alone = preload_module_classes
+        else:
+            hook = align(device, io_same_device=is_root, place_submodules=True)
+            add_hook_to_module(module, hook)
+        attach_execution_device_hook(
+            module, device, preload_module_classes=left_alone, order=order, **common
+        )
+    elif is_root:
+        add_hook_to_module(module, align(devices.get(""), io_same_device=True))
+    for child_name, child in module.named_children():
+        inner_name = f"{module_name}.{child_name}" if module_name else child_name
+        attach_align_device_hook_on_blocks(
+            child, devices, offloads, module_name=inner_name, **inner
+        )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nbaccel.base.unsupported_names import PIPELINE_PARALLELISM, missing_name_of
+from typing import Any
 
-__all__ = [
-    "prepare_pippy",
-]
+from nbaccel.base.unsupported_names import missing_names_of
 
-prepare_pippy = missing_name_of("prepare_pippy", PIPELINE_PARALLELISM, __name__)
+__all__ = ["prepare_pippy"]
+
+prepare_pippy: Any = missing_names_of(__name__)["prepare_pippy"]

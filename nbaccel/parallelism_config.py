@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from nbaccel.base.unsupported_names import MIXED_PARALLELISMS, missing_name_of
+from typing import Any
 
-__all__ = [
-    "DeepSpeedSequenceParallelConfig",
-    "ParallelismConfig",
-    "TorchContextParallelConfig",
-    "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
-]
+from nbaccel.base.unsupported_names import missing_names_of
 
-DeepSpeedSequenceParallelConfig = missing_name_of(
-    "DeepSpeedSequenceParallelConfig", MIXED_PARALLELISMS, __name__
-)
-ParallelismConfig = missing_name_of("ParallelismConfig", MIXED_PARALLELISMS, __name__)
-TorchContextParallelConfig = missing_name_of(
-    "TorchContextParallelConfig", MIXED_PARALLELISMS, __name__
-)
-TorchTensorParallelConfig = missing_name_of(
-    "TorchTensorParallelConfig", MIXED_PARALLELISMS, __name__
-)
-TorchTensorParallelPlugin = missing_name_of(
-    "TorchTensorParallelPlugin", MIXED_PARALLELISMS, __name__
-)
+_MISSING = missing_names_of(__name__)
+__all__ = list(_MISSING)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MISSING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _MISSING[name]

@@ -24,8 +24,20 @@ from nbaccel.config.handlers import (
     ProjectConfiguration,
 )
 from nbaccel.plan.training_plan import TrainingPlan
-from nbaccel.state import AcceleratorState, distributed_type
-from nbaccel.train.process_control import ProcessInfo
+from nbaccel.state import AcceleratorState, ProcessInfo, distributed_type
+
+
+def _missing_rank(parallelism_kind: str) -> property:
+    """The rank in a parallelism, of which there is none."""
+
+    def rank(self: RunDescription) -> NoReturn:
+        raise PlatformUnsupported(
+            f"There is no {parallelism_kind} parallelism in a run of type "
+            f"{self.distributed_type.value}: this version mixes none, and a process has one "
+            "number. Use accelerator.process_index."
+        )
+
+    return property(rank, doc="Raises: parallelisms are not mixed; the rank is `process_index`.")
 
 
 class RunDescription(ProcessInfo):
@@ -232,37 +244,11 @@ class RunDescription(ProcessInfo):
         """None: this version mixes no parallelisms, and makes no mesh for them."""
         return None
 
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Raises: there is no tensor parallelism."""
-        return self._no_rank("tensor")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """Raises: there is no pipeline parallelism."""
-        return self._no_rank("pipeline")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Raises: there is no context parallelism."""
-        return self._no_rank("context")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Raises: there is only one kind of parallelism, whose rank is `process_index`."""
-        return self._no_rank("data")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Raises: as `data_parallel_rank`."""
-        return self._no_rank("data")
-
-    def _no_rank(self, parallelism_kind: str) -> NoReturn:
-        raise PlatformUnsupported(
-            f"There is no {parallelism_kind} parallelism in a run of type "
-            f"{self.distributed_type.value}: this version mixes none, and a process has one "
-            "number. Use accelerator.process_index."
-        )
+    tensor_parallel_rank = _missing_rank("tensor")
+    pipeline_parallel_rank = _missing_rank("pipeline")
+    context_parallel_rank = _missing_rank("context")
+    data_parallel_rank = _missing_rank("data")
+    data_parallel_shard_rank = _missing_rank("data")
 
     @contextlib.contextmanager
     def maybe_context_parallel(

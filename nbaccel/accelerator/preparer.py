@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from nbaccel.accelerator.accelerator_base import RunDescription
 from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import first_few
+from nbaccel.data_loader import share_data_loader, skip_first_batches
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Bundle, DummyOptim, DummyScheduler
@@ -23,67 +25,49 @@ from nbaccel.scheduler import AcceleratedScheduler
 from nbaccel.strategies.model_blocks import compile_regions, enable_gradient_checkpointing
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
-from nbaccel.train.prepare_loader import prepare_data_loader
 
 _DATA_PARALLEL_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _MARK = "_is_accelerate_prepared"
 _OPTIMIZER_TYPES = (torch.optim.Optimizer, DummyOptim)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedObjects:
-    """What `prepare` returned so far, in its order; shared by the parts of an accelerator."""
-
-    models: list[nn.Module] = field(default_factory=list)
-    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
-    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
-    loaders: list[PreparedLoader] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """Forget them all."""
-        for object_list in (self.models, self.optimizers, self.schedulers, self.loaders):
-            object_list.clear()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
-    """Settings of an accelerator that may change between two calls of `prepare`.
-
-    Attributes:
-        device_placement: Whether models and batches are moved to the device.
-        rng_types: Random generators to synchronise when an epoch starts.
-        step_scheduler_with_optimizer: Whether schedules step only when optimizers do.
-    """
+class Preparer(RunDescription):
+    """Makes models, optimizers, loaders and schedulers ready for a run, and releases them."""
 
     device_placement: bool
-    rng_types: Sequence[str]
     step_scheduler_with_optimizer: bool
+    rng_types: list[str]
 
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self.gradient_state = GradientState(run.request.accumulation)
+        self.step = 0
+        # What `prepare` returned, in its order. Libraries for Accelerate read these lists.
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[PreparedLoader] = []
 
-class Preparer:
-    """Makes objects ready for a run, and releases them."""
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Make models, optimizers, data loaders and schedulers ready to train.
 
-    def __init__(
-        self, run: TrainingRun, gradient_state: GradientState, prepared: PreparedObjects
-    ) -> None:
-        self._run = run
-        self._gradient_state = gradient_state
-        self._prepared = prepared
+        Args:
+            *args: In any order; anything else passes through. What is prepared already stays.
+            device_placement: Whether each of them is moved to the device; None: the accelerator's.
 
-    def prepare(
-        self,
-        args: Sequence[Any],
-        device_placement: Sequence[bool | None] | None,
-        options: PrepareOptions,
-    ) -> list[Any]:
-        """The arguments in their order, with what can be prepared replaced."""
+        Returns:
+            The same, ready, in the same order; one alone, or a tuple.
+
+        Raises:
+            ConfigError: `device_placement` does not fit the arguments, or one cannot be prepared.
+        """
         if device_placement is not None and len(device_placement) != len(args):
             raise ConfigError(
                 f"device_placement has {len(device_placement)} entries for {len(args)} arguments: "
                 "it would be unclear which is meant. Give one for each."
             )
         placements = [
-            options.device_placement if placement is None else placement
+            self.device_placement if placement is None else placement
             for placement in device_placement or [None] * len(args)
         ]
         # Reversed, so that an object given twice keeps its first index.
@@ -97,52 +81,75 @@ class Preparer:
         ready_items = self._prepare_distinct(
             [args[index] for index in indices],
             [placements[index] for index in indices],
-            options,
         )
         by_index = dict(zip(indices, ready_items, strict=True))
-        return [
+        ready = [
             by_index[index if index in by_index else first_index[id(given_item)]]
             for index, given_item in enumerate(args)
         ]
+        return ready[0] if len(ready) == 1 else tuple(ready)
 
-    def prepare_for_evaluation(self, model: nn.Module, *, to_device: bool) -> nn.Module:
-        """A model that computes in the run's precision, without being wrapped for training."""
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Make one model ready.
+
+        Args:
+            model: The model.
+            device_placement: Whether it is moved to the device; None: as the accelerator was told.
+            evaluation_mode: Only for evaluation: it is not wrapped for training together.
+        """
+        if not evaluation_mode:
+            return self.prepare(model, device_placement=[device_placement])  # type: ignore[no-any-return]
+        to_device = self.device_placement if device_placement is None else device_placement
         bundle = self._place_models(Bundle(models=(model,)), [to_device])
         return self._wrap_forward(bundle).models[0]
 
-    def prepare_loader(
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Make one optimizer ready; its model is prepared elsewhere."""
+        return self.prepare(optimizer, device_placement=[device_placement])  # type: ignore[no-any-return]
+
+    def prepare_data_loader(
         self,
         data_loader: DataLoader[Any],
-        *,
-        to_device: bool,
-        rng_types: Sequence[str],
-        slice_fn: Callable[..., Any] | None = None,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """Share one data loader out over the processes; see `Accelerator.prepare_data_loader`."""
+        """Share one data loader out over the processes.
+
+        Args:
+            data_loader: The loader.
+            device_placement: Whether batches are moved to the device.
+            slice_fn_for_dispatch: How a batch of process 0 is divided: called with the batch,
+                a slice of rows, and two keywords, `process_index` and `num_processes`.
+        """
+        to_device = self.device_placement if device_placement is None else device_placement
         if isinstance(data_loader, PreparedLoader) and data_loader.is_for(self._run.place):
             return data_loader
-        prepared_loader = prepare_data_loader(
+        prepared_loader = share_data_loader(
             data_loader,
             self._run.place,
-            self._gradient_state,
+            self.gradient_state,
             self._run.request.data,
             self._run.collectives,
             put_on_device=to_device,
-            rng_types=rng_types,
-            slice_fn=slice_fn,
+            rng_types=self.rng_types,
+            slice_fn=slice_fn_for_dispatch,
         )
         if self._run.strategy.place_batch is not None and to_device:
             prepared_loader.settings = replace(
                 prepared_loader.settings, place_batch=self._run.strategy.place_batch
             )
         _mark(prepared_loader)
-        self._prepared.loaders.append(prepared_loader)
+        self._dataloaders.append(prepared_loader)
         return prepared_loader
 
-    def prepare_scheduler(self, scheduler: Any, *, with_optimizer: bool) -> AcceleratedScheduler:
-        """Make one learning-rate scheduler ready, after its optimizer."""
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Make one learning-rate scheduler ready; its optimizer must be prepared before it."""
         # Two wrappers around one scheduler would advance it twice per step.
-        for earlier in self._prepared.schedulers:
+        for earlier in self._schedulers:
             if scheduler is earlier or scheduler is earlier.scheduler:
                 return earlier
         if isinstance(scheduler, AcceleratedScheduler):
@@ -151,7 +158,7 @@ class Preparer:
         optimizer = getattr(scheduler, "optimizer", None)
         optimizers = [
             prepared_optimizer
-            for prepared_optimizer in self._prepared.optimizers
+            for prepared_optimizer in self._optimizers
             if any(
                 optimizer is optimizer_part
                 for optimizer_part in _optimizer_parts(prepared_optimizer)
@@ -161,19 +168,26 @@ class Preparer:
             scheduler,
             # A scheduler of another class need not say which optimizer it sets: then it waits for
             # all.
-            optimizers or list(self._prepared.optimizers),
-            with_optimizer,
+            optimizers or list(self._optimizers),
+            self.step_scheduler_with_optimizer,
             self._run.request.data.split_batches,
-            gradient_state=self._gradient_state,
+            gradient_state=self.gradient_state,
             num_processes=self._run.place.world_size,
         )
         _mark(prepared_scheduler)
-        self._prepared.schedulers.append(prepared_scheduler)
+        self._schedulers.append(prepared_scheduler)
         return prepared_scheduler
 
-    def _prepare_distinct(
-        self, args: Sequence[Any], placements: Sequence[bool], options: PrepareOptions
-    ) -> list[Any]:
+    def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
+        """A new loader without the first batches, to continue from a saved state.
+
+        Args:
+            dataloader: A prepared loader, or a plain one; it is not changed.
+            num_batches: How many to leave out; None for as many as the loaded state had used.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    def _prepare_distinct(self, args: Sequence[Any], placements: Sequence[bool]) -> list[Any]:
         ready_items = [self._prepared_before(given_item) for given_item in args]
         new_indices = [index for index, given_item in enumerate(ready_items) if given_item is None]
         for index in new_indices:
@@ -185,16 +199,14 @@ class Preparer:
         scheduler_indices = [index for index in new_indices if _is_scheduler(args[index])]
         for index in new_indices:  # first, because an engine needs the size of a batch
             if isinstance(given_item := args[index], DataLoader):
-                ready_items[index] = self.prepare_loader(
-                    given_item, to_device=placements[index], rng_types=options.rng_types
-                )
+                ready_items[index] = self.prepare_data_loader(given_item, placements[index])
         bundle = Bundle(
             models=tuple(args[index] for index in model_indices),
             optimizers=tuple(args[index] for index in optimizer_indices),
             schedulers=tuple(args[index] for index in scheduler_indices),
             # All loaders so far: the one that an engine reads the batch size of may be prepared
             # earlier.
-            loaders=tuple(self._prepared.loaders),
+            loaders=tuple(self._dataloaders),
         )
         model_placements = [placements[index] for index in model_indices]
         for model, to_device in zip(bundle.models, model_placements, strict=True):
@@ -210,12 +222,10 @@ class Preparer:
             for index, ready_object in zip(numbers, ready_objects, strict=True):
                 _mark(ready_object)
                 ready_items[index] = ready_object
-        self._prepared.models.extend(bundle.models)
+        self._models.extend(bundle.models)
         # Last, because each looks for its optimizer among the prepared ones.
         for index, scheduler in zip(scheduler_indices, bundle.schedulers, strict=True):
-            ready_items[index] = self.prepare_scheduler(
-                scheduler, with_optimizer=options.step_scheduler_with_optimizer
-            )
+            ready_items[index] = self.prepare_scheduler(scheduler)
         return ready_items
 
     def _bundle_steps(self, placements: Sequence[bool]) -> tuple[Callable[[Bundle], Bundle], ...]:
@@ -259,10 +269,10 @@ class Preparer:
 
     def _prepared_before(self, item: Any) -> Any:
         """What this has become, if it was prepared before; else None."""
-        for model in self._prepared.models:
+        for model in self._models:
             if item is model or item is self._run.strategy.unwrap(model):
                 return model
-        for optimizer in self._prepared.optimizers:
+        for optimizer in self._optimizers:
             if any(item is optimizer_part for optimizer_part in _optimizer_parts(optimizer)):
                 return optimizer
         return item if isinstance(item, AcceleratedOptimizer) else None
@@ -307,26 +317,34 @@ class Preparer:
             AcceleratedOptimizer(
                 optimizer,
                 scaler=self._run.precision.scaler,
-                gradient_state=self._gradient_state,
+                gradient_state=self.gradient_state,
                 mark_step=registry.device(self._run.place.device_name).mark_step,
             )
             for optimizer in bundle.optimizers
         )
-        self._prepared.optimizers.extend(wrapped_optimizers)
+        self._optimizers.extend(wrapped_optimizers)
         return replace(bundle, optimizers=wrapped_optimizers)
 
-    def unwrap(self, model: nn.Module, *, keep_autocast: bool, keep_compiled: bool) -> nn.Module:
-        """The user's own module inside a prepared one; see `Accelerator.unwrap_model`."""
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's own module inside a prepared one, as it was given to `prepare`.
+
+        Args:
+            model: A prepared model.
+            keep_fp32_wrapper: Whether its forward goes on computing in the accelerator's precision.
+            keep_torch_compile: Whether it stays compiled.
+        """
         uncompiled = torch_private.uncompiled(model)  # one that the caller compiled
         inner_model = self._run.strategy.unwrap(uncompiled)
         while isinstance(inner_model, _DATA_PARALLEL_TYPES):  # which the caller wrapped
             inner_model = inner_model.module
-        if not keep_compiled:
+        if not keep_torch_compile:
             inner_model = torch_private.uncompiled(inner_model)
             torch_private.forget_compiled_call(inner_model)
-        if not keep_autocast:
+        if not keep_fp32_wrapper:
             self._run.precision.unwrap_forward(torch_private.uncompiled(inner_model))
-        if keep_compiled and uncompiled is not model:
+        if keep_torch_compile and uncompiled is not model:
             if uncompiled is inner_model:
                 return model
             # torch has no public way to compile another module with the same options.
@@ -334,13 +352,27 @@ class Preparer:
             inner_model = type(wrapper)(inner_model, wrapper.dynamo_ctx)
         return inner_model
 
-    def release(self) -> None:
-        """Release everything prepared, and the device's cached memory."""
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything prepared, so that its memory is free.
+
+        Args:
+            *objects: Further references of the caller.
+
+        Returns:
+            As many Nones: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
+        """
         self._run.strategy.release()
-        self._prepared.clear()
+        for prepared in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+            prepared.clear()
         # DDP and its model refer to each other; only freed tensors' memory leaves the cache.
         gc.collect()
         registry.device(self._run.place.device_name).empty_cache()
+        self.step = 0
+        return [None] * len(objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """Another name of :meth:`free_memory`."""
+        return self.free_memory(*objects)
 
 
 def _mark(prepared: Any) -> None:

@@ -1,13 +1,14 @@
 """Names of a package that are imported when they are first used (PEP 562).
 
 A package lists them once, as imports under ``if TYPE_CHECKING:``, each ``as`` itself, which tells
-type checkers that it is handed on; here the same block is read from its source.
+type checkers that it is handed on; here the same block is read from its source. Modules that only
+hand names on, at once, list them as such imports, too.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,22 @@ from typing import Any
 def names_handed_on(file_path: str) -> dict[str, str]:
     """Name → module of what a package imports for type checkers."""
     tree = ast.parse(Path(file_path).read_text(encoding="utf-8"))
-    return {
-        alias.name: str(statement.module)
-        for block in tree.body
-        if isinstance(block, ast.If)
-        for statement in block.body
-        if isinstance(statement, ast.ImportFrom)
-        for alias in statement.names
-        if alias.asname
-    }
+    blocks = (block.body for block in tree.body if isinstance(block, ast.If))
+    return {name: home for body in blocks for name, home in _imported_as(body)}
+
+
+def names_imported_as(file_path: str) -> list[str]:
+    """The names that a module imports at once, each ``as`` another or as itself."""
+    tree = ast.parse(Path(file_path).read_text(encoding="utf-8"))
+    return [name for name, _ in _imported_as(tree.body)]
+
+
+def _imported_as(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for statement in body:
+        if isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                if alias.asname:
+                    yield alias.asname, str(statement.module)
 
 
 def lazy_names(package: str, homes: dict[str, str]) -> Callable[[str], Any]:

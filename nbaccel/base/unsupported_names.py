@@ -93,6 +93,59 @@ def missing_name_of(missing_name: str, missing_part: LaterPart, module_name: str
     )
 
 
+_MISSING_NAMES = (
+    ("inference", PIPELINE_PARALLELISM, "prepare_pippy"),
+    (
+        "parallelism_config",
+        MIXED_PARALLELISMS,
+        "DeepSpeedSequenceParallelConfig ParallelismConfig TorchContextParallelConfig "
+        "TorchTensorParallelConfig TorchTensorParallelPlugin",
+    ),
+    ("utils.bnb", QUANTIZED_LOADING, "has_4bit_bnb_layers load_and_quantize_model"),
+    ("utils.dataclasses", QUANTIZED_LOADING, "BnbQuantizationConfig"),
+    ("utils.dataclasses", MEGATRON_LM, "MegatronLMPlugin"),
+    (
+        "utils.deepspeed",
+        DEEPSPEED_INTERNALS,
+        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper "
+        "HfDeepSpeedConfig map_pytorch_optim_to_deepspeed",
+    ),
+    (
+        "utils.fsdp_utils",
+        FSDP_INTERNALS,
+        "ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict "
+        "fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
+        "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
+    ),
+    (
+        "utils.launch",
+        LAUNCH_COMMANDS,
+        # Accelerate's spelling of SageMaker.
+        "prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
+        "prepare_simple_launcher_cmd_env prepare_tpu",
+    ),
+    (
+        "utils.megatron_lm",
+        MEGATRON_LM,
+        "AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "
+        "MegatronLMDummyScheduler T5TrainStep add_model_config_to_megatron_parser "
+        "avg_losses_across_data_parallel_group",
+    ),
+    ("utils.torch_xla", XLA_INSTALLATION, "install_xla"),
+)
+"""Module of nbaccel, why it lacks names, and the names."""
+
+
+def missing_names_of(module_name: str) -> dict[str, Any]:
+    """The stand-ins that a module has, by name."""
+    return {
+        name: missing_name_of(name, part, module_name)
+        for module, part, names in _MISSING_NAMES
+        if module_name == f"nbaccel.{module}"
+        for name in names.split()
+    }
+
+
 def register_stand_in() -> None:
     """Register the stand-in in the shell of this process, if it has one and lacks the magic."""
     module = sys.modules.get("IPython")

@@ -23,7 +23,13 @@ from nbaccel.base import mapped_files
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.quiet_bars import Bar
 from nbaccel.base.units import first_few
-from nbaccel.bigmodel.checkpoint_files import CheckpointTensor, read_checkpoint
+from nbaccel.bigmodel.checkpoint_files import (
+    CheckpointTensor,
+    StoredWeights,
+    WeightFiles,
+    read_checkpoint,
+)
+from nbaccel.bigmodel.device_map import DISK, HOST
 from nbaccel.bigmodel.load_plan import (
     LoadPlan,
     Placement,
@@ -31,9 +37,8 @@ from nbaccel.bigmodel.load_plan import (
     plan_loading,
     tier_of,
 )
-from nbaccel.bigmodel.memory_budgets import DISK, HOST
 from nbaccel.bigmodel.offload_folder import offload_weight, save_offload_index
-from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
+from nbaccel.bigmodel.tensor_placing import as_dtype
 from nbaccel.strategies import optimizer_shards
 from nbaccel.transfer import arena
 from nbaccel.transfer.sharded_tensors import (
@@ -121,7 +126,7 @@ def load_checkpoint_in_model(
         model,
         checkpoint,
         device_map=device_map,
-        dtype=parse_dtype(dtype),
+        dtype=as_dtype(dtype),
         keep_in_fp32_modules=keep_in_fp32_modules or (),
         offload_buffers=offload_buffers,
         strict=strict,
@@ -185,19 +190,6 @@ def load_state_dict(
         values = files.view(stored)
         state[name] = values if tier in ("", HOST, DISK) else values.to(tier)
     return state
-
-
-def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Read a format, as ``torch.float16``, ``"float16"`` or ``"torch.float16"``."""
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(
-            f"dtype={dtype!r} is no format of torch: weights could not be converted to it. Give "
-            'one such as torch.bfloat16 or "float16".'
-        )
-    return found
 
 
 # ------------------------------------------------------------------------------ refusals

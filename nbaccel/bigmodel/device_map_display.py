@@ -5,6 +5,7 @@ It shows a map that was made or is in use; it makes none, and checks none agains
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,17 +17,18 @@ from torch import nn
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun, first_few, format_bytes
-from nbaccel.bigmodel.device_map import check_device_map
-from nbaccel.bigmodel.memory_budgets import (
+from nbaccel.bigmodel.device_map import (
     DISK,
     HOST,
     NAMED_TIERS,
     DeviceKey,
+    check_device_map,
     get_max_memory,
     is_accelerator,
 )
-from nbaccel.bigmodel.module_sizes import compute_module_sizes, names_upwards
-from nbaccel.bigmodel.module_tensors import named_module_tensors
+from nbaccel.bigmodel.module_sizes import compute_module_sizes, named_module_tensors, names_upwards
+from nbaccel.memory.estimate import table_lines
+from nbaccel.output.panel.html_parts import ADVICE_COLOUR, html_table
 from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
@@ -36,61 +38,16 @@ _FREE_CHAR = "·"
 _RUN_CHARS = "█▓"
 _NUMBER_AT_END = re.compile(r"(.*?)(\d+)")
 
-# Colours that the colour-blind can tell apart (Okabe and Ito), with patterns for print.
-_RUN_COLOURS = (
-    "#0072b2",
-    "repeating-linear-gradient(45deg, #e69f00 0 5px, #c98a00 5px 8px)",
-    "repeating-linear-gradient(90deg, #009e73 0 6px, #008560 6px 8px)",
-    "repeating-linear-gradient(135deg, #cc79a7 0 3px, #b25f8d 3px 6px)",
-    "repeating-linear-gradient(0deg, #56b4e9 0 4px, #3d9fd6 4px 6px)",
-    "repeating-linear-gradient(45deg, #f0e442 0 2px, #d0c420 2px 4px)",
+# Colours that the colour-blind can tell apart (Okabe and Ito).
+_RUN_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442")
+_TRACK_STYLE = (
+    "position:relative;display:flex;width:24em;max-width:40vw;height:1.4em;overflow:hidden;"
+    "border:1px solid rgba(128,128,128,0.5);background:rgba(128,128,128,0.12)"
 )
-
-# Variables of JupyterLab and VS Code where there are any: both themes stay readable.
-_STYLE = """
-.nbaccel-map {
-  --nb-ink: var(--jp-ui-font-color1, var(--vscode-foreground, currentColor));
-  --nb-line: var(--jp-border-color2, rgba(128, 128, 128, 0.4));
-  --nb-shade: var(--jp-layout-color2, rgba(128, 128, 128, 0.12));
-  --nb-bad: var(--jp-error-color1, #d32f2f);
-  color: var(--nb-ink); max-width: 900px;
-  font-size: var(--jp-ui-font-size1, 13px); line-height: 1.4;
-  font-family: var(--jp-ui-font-family, system-ui, sans-serif);
-}
-.nbaccel-map .nbaccel-heading { font-weight: 600; font-size: 14px; padding-bottom: 4px; }
-.nbaccel-map .nbaccel-bar { margin: 0 0 8px; }
-.nbaccel-map .nbaccel-bar-head {
-  display: flex; justify-content: space-between; gap: 0 10px; flex-wrap: wrap;
-}
-.nbaccel-map .nbaccel-bar-label { font-weight: 600; }
-.nbaccel-map .nbaccel-track {
-  position: relative; display: flex; height: 20px; border: 1px solid var(--nb-line);
-  border-radius: 3px; overflow: hidden; background: var(--nb-shade); margin: 2px 0;
-}
-.nbaccel-map .nbaccel-lacks .nbaccel-track { border: 2px solid var(--nb-bad); }
-.nbaccel-map .nbaccel-lacks .nbaccel-word { color: var(--nb-bad); font-weight: 600; }
-.nbaccel-map .nbaccel-segment {
-  height: 100%; flex: none; min-width: 2px; box-sizing: border-box;
-  border-right: 1px solid var(--jp-layout-color1, rgba(128, 128, 128, 0.6));
-}
-.nbaccel-map .nbaccel-capacity {
-  position: absolute; top: 0; bottom: 0; width: 0; border-left: 3px solid var(--nb-ink);
-}
-.nbaccel-map .nbaccel-swatch {
-  display: inline-block; width: 11px; height: 11px; border: 1px solid var(--nb-line);
-  vertical-align: -1px; margin-right: 6px;
-}
-.nbaccel-map .nbaccel-scroll { max-height: 340px; overflow: auto; }
-.nbaccel-map table { border-collapse: collapse; font-size: 12px; width: 100%; margin: 4px 0; }
-.nbaccel-map th, .nbaccel-map td {
-  text-align: left !important; vertical-align: top; padding: 2px 10px 2px 0;
-  background: transparent;
-  border-bottom: 1px solid var(--nb-line); overflow-wrap: anywhere; color: inherit;
-}
-.nbaccel-map td.nbaccel-size, .nbaccel-map th.nbaccel-size {
-  text-align: right !important; white-space: nowrap;
-}
-"""
+_SEGMENT_STYLE = (
+    "flex:none;min-width:2px;box-sizing:border-box;border-right:1px solid rgba(128,128,128,0.6)"
+)
+_CAPACITY_STYLE = "position:absolute;top:0;bottom:0;border-left:3px solid currentColor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +93,11 @@ class TierBar:
         """Bytes that are left, negative where it holds too much; None where that is not known."""
         return None if self.capacity is None else self.capacity - self.used
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it holds too much."""
+        return self.left is not None and self.left < 0
+
     def holdings_text(self) -> str:
         """What it holds, of how much."""
         of_capacity = "" if self.capacity is None else f" of {format_bytes(self.capacity)}"
@@ -164,32 +126,21 @@ class DeviceMapView:
     bars: tuple[TierBar, ...]
     runs: tuple[BlockRun, ...]
 
-    def table_rows(self) -> list[tuple[str, ...]]:
+    def _table_rows(self) -> list[tuple[str, ...]]:
         """The table: a head, and a line for each run of blocks."""
         names = {bar.device: bar.label for bar in self.bars}
         return [
             ("block", "device", "bytes"),
-            *(
-                (block_run.label, names[block_run.device], format_bytes(block_run.size))
-                for block_run in self.runs
-            ),
+            *((run.label, names[run.device], format_bytes(run.size)) for run in self.runs),
         ]
 
     def __str__(self) -> str:
-        label_chars = max((len(bar.label) for bar in self.bars), default=0)
-        holdings_chars = max((len(bar.holdings_text()) for bar in self.bars), default=0)
-        bar_lines = [
-            f"{bar.label:<{label_chars}}  {_bar_text(bar, self.runs)}  "
-            f"{bar.holdings_text():<{holdings_chars}}  {bar.rest_text()}"
+        bars = [
+            (bar.label, _bar_text(bar, self.runs), bar.holdings_text(), bar.rest_text())
             for bar in self.bars
         ]
-        table = self.table_rows()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        table_lines = [
-            f"{label:<{widths[0]}}  {device:<{widths[1]}}  {size:>{widths[2]}}"
-            for label, device, size in table
-        ]
-        return "\n".join([self._headline(), *bar_lines, "", *table_lines])
+        tables = (*table_lines(bars), "", *table_lines(self._table_rows()))
+        return "\n".join([self._headline(), *tables])
 
     def __repr__(self) -> str:
         return str(self)
@@ -207,22 +158,21 @@ class DeviceMapView:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
-        bars_html = "".join(_bar_html(bar, self.runs) for bar in self.bars)
-        head_row, *body_rows = self.table_rows()
-        head_html = "".join(
-            f'<th scope="col"{_size_class(column)}>{escape(text)}</th>'
-            for column, text in enumerate(head_row)
-        )
-        body_html = "".join(
-            _row_html(number, table_row) for number, table_row in enumerate(body_rows)
-        )
+        bars = [
+            (escape(bar.label), _bar_html(bar, self.runs), bar.holdings_text(), _rest_html(bar))
+            for bar in self.bars
+        ]
+        head, *rows = self._table_rows()
+        blocks = [
+            (f"{_swatch_html(number)}{escape(label)}", escape(device), size)
+            for number, (label, device, size) in enumerate(rows)
+        ]
         # With `tabindex` the keyboard can scroll the table.
         return (
-            f'<style>{_STYLE}</style><div class="nbaccel-map">'
-            f'<div class="nbaccel-heading" role="heading" aria-level="3">'
-            f"{escape(self._headline())}</div>{bars_html}"
-            f'<div class="nbaccel-scroll" tabindex="0"><table><thead><tr>{head_html}</tr></thead>'
-            f"<tbody>{body_html}</tbody></table></div></div>"
+            f'<div role="heading" aria-level="3"><b>{escape(self._headline())}</b></div>'
+            f"{html_table([('device', '', '', ''), *bars], is_html=True)}"
+            '<div style="max-height:340px;overflow:auto" tabindex="0">'
+            f"{html_table([head, *blocks], is_html=True)}</div>"
         )
 
 
@@ -244,46 +194,29 @@ def _bar_text(bar: TierBar, runs: Sequence[BlockRun]) -> str:
 def _bar_html(bar: TierBar, runs: Sequence[BlockRun]) -> str:
     bar_size = max(bar.capacity or 0, bar.used, 1)
     inside_html = "".join(
-        f'<span class="nbaccel-segment" title="{escape(block_run.label)}: '
-        f'{escape(format_bytes(block_run.size))}" style="width:'
-        f'{100 * block_run.size / bar_size:.3f}%; background:{_colour(runs.index(block_run))}">'
-        "</span>"
-        for block_run in bar.runs
-        if block_run.size
+        f'<span title="{escape(run.label)}: {format_bytes(run.size)}" style="{_SEGMENT_STYLE};'
+        f'width:{100 * run.size / bar_size:.3f}%;background:{_colour(runs.index(run))}"></span>'
+        for run in bar.runs
+        if run.size
     )
-    is_over = bar.left is not None and bar.left < 0
-    rest_html = escape(bar.rest_text())
-    if is_over:
+    if bar.is_over:
         place = 100 * (bar.capacity or 0) / bar_size
-        inside_html += f'<span class="nbaccel-capacity" style="left:{place:.2f}%"></span>'
-        rest_html = f'<span class="nbaccel-word">✗ {rest_html}</span>'
+        inside_html += f'<span style="{_CAPACITY_STYLE};left:{place:.2f}%"></span>'
+    texts = [f"{run.label} {format_bytes(run.size)}" for run in bar.runs]
+    words = f"{bar.label}: {first_few(texts, 12) or 'nothing'}"
     return (
-        f'<div class="nbaccel-bar{" nbaccel-lacks" if is_over else ""}">'
-        f'<div class="nbaccel-bar-head"><span class="nbaccel-bar-label">{escape(bar.label)}</span>'
-        f"<span>{escape(bar.holdings_text())} · {rest_html}</span></div>"
-        f'<div class="nbaccel-track" role="img" aria-label="{escape(_bar_words(bar))}">'
-        f"{inside_html}</div></div>"
+        f'<div role="img" aria-label="{escape(words)}" style="{_TRACK_STYLE}">{inside_html}</div>'
     )
 
 
-def _bar_words(bar: TierBar) -> str:
-    """A bar in words, for who cannot see it."""
-    texts = [f"{block_run.label} {format_bytes(block_run.size)}" for block_run in bar.runs]
-    contents = first_few(texts, 12) or "nothing"
-    return f"{bar.label}: {bar.holdings_text()} ({contents}), {bar.rest_text()}"
+def _rest_html(bar: TierBar) -> str:
+    text = bar.rest_text()
+    return f'<b style="color:{ADVICE_COLOUR}">✗ {text}</b>' if bar.is_over else text
 
 
-def _row_html(number: int, row: Sequence[str]) -> str:
-    label, *others = map(escape, row)
-    swatch_html = f'<span class="nbaccel-swatch" style="background:{_colour(number)}"></span>'
-    cells_html = "".join(
-        f"<td{_size_class(column)}>{text}</td>" for column, text in enumerate(others, start=1)
-    )
-    return f'<tr><th scope="row">{swatch_html}{label}</th>{cells_html}</tr>'
-
-
-def _size_class(column: int) -> str:
-    return ' class="nbaccel-size"' if column == 2 else ""
+def _swatch_html(number: int) -> str:
+    style = "display:inline-block;width:0.8em;height:0.8em;margin-right:0.5em"
+    return f'<span style="{style};background:{_colour(number)}"></span>'
 
 
 def _colour(number: int) -> str:
@@ -381,38 +314,25 @@ def _blocks_in_order(model: nn.Module, devices: Mapping[str, DeviceKey]) -> Iter
 
 def _fold_runs(blocks: Iterable[BlockRun]) -> Iterator[BlockRun]:
     """Put blocks together whose names differ in a number that counts on."""
-    waiting: list[BlockRun] = []
-    for block in blocks:
-        if waiting and not _continues(waiting[-1], block):
-            yield _folded(waiting)
-            waiting = []
-        waiting.append(block)
-    if waiting:
-        yield _folded(waiting)
 
+    def run_key(place_and_block: tuple[int, BlockRun]) -> tuple[Any, ...]:
+        place, block = place_and_block
+        found = _NUMBER_AT_END.fullmatch(block.label)
+        # Equal for as long as the number counts with the place.
+        return (found[1], int(found[2]) - place, block.device) if found else (block.label,)
 
-def _continues(block: BlockRun, next_block: BlockRun) -> bool:
-    stem, number = _stem_and_number(block.label)
-    next_stem, next_number = _stem_and_number(next_block.label)
-    follows = number is not None and next_number == number + 1
-    return follows and stem == next_stem and block.device == next_block.device
-
-
-def _stem_and_number(label: str) -> tuple[str, int | None]:
-    number_match = _NUMBER_AT_END.fullmatch(label)
-    return (label, None) if number_match is None else (number_match[1], int(number_match[2]))
-
-
-def _folded(blocks: Sequence[BlockRun]) -> BlockRun:
-    label = blocks[0].label or "(the whole model)"
-    if len(blocks) > 1:
-        label += f"-{_stem_and_number(blocks[-1].label)[1]}"
-    return BlockRun(
-        label=label,
-        device=blocks[0].device,
-        size=sum(block.size for block in blocks),
-        num_blocks=len(blocks),
-    )
+    for _, group in itertools.groupby(enumerate(blocks), key=run_key):
+        run = [block for _, block in group]
+        label = run[0].label or "(the whole model)"
+        if len(run) > 1:
+            last = run[-1].label
+            label += f"-{last[len(last.rstrip('0123456789')) :]}"
+        yield BlockRun(
+            label=label,
+            device=run[0].device,
+            size=sum(block.size for block in run),
+            num_blocks=len(run),
+        )
 
 
 def _present_bytes(model: nn.Module) -> dict[DeviceKey, int]:

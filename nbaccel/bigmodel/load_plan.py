@@ -14,8 +14,8 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.base.units import first_few
 from nbaccel.bigmodel.checkpoint_files import CheckpointContent, CheckpointTensor
-from nbaccel.bigmodel.memory_budgets import DISK, HOST
-from nbaccel.bigmodel.module_tensors import get_non_persistent_buffers
+from nbaccel.bigmodel.device_map import DISK, HOST
+from nbaccel.bigmodel.module_sizes import get_non_persistent_buffers, names_upwards
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.sharded_tensors import full_shape, module_inside
 
@@ -131,10 +131,8 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 def tier_of(tensor_name: str, device_map: Mapping[str, Any]) -> Any:
     """What a device map says of a tensor: the entry of the nearest module around it."""
-    module_name = tensor_name
-    while module_name and module_name not in device_map:
-        module_name = module_name.rpartition(".")[0]
-    tier = device_map.get(module_name, "")
+    around = (name for name in names_upwards(tensor_name) if name in device_map)
+    tier = device_map.get(next(around, ""), "")
     return HOST if isinstance(tier, torch.device) and tier.type == "cpu" else tier
 
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.bigmodel.prefetching import prefetch_weights, release_weights
 from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device, usable_device
-from nbaccel.bigmodel.weight_source import prefetch_weights, release_weights
 
 INDEX_NAME = "index.json"
 _HIDDEN_NAME = "weights"
@@ -53,11 +53,7 @@ def offload_weight(
         ConfigError: The name would lead out of the folder, or the tensor has no values to write.
         OSError: It cannot be written; a file of that name is as it was.
     """
-    _check_weight(weight_name, weight)
-    folder = Path(offload_folder)
-    with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
-        _write_numbers(hidden_folder, weight_name, weight)
-        _publish_file(hidden_folder, folder, _file_name(weight_name))
+    _write_weights(Path(offload_folder), {weight_name: weight})
     if index is not None:
         index[weight_name] = _weight_info(weight)
     return index
@@ -77,15 +73,26 @@ def offload_state_dict(
             nothing has been written then.
         OSError: One cannot be written; the files that are there are whole.
     """
-    for weight_name, weight in state_dict.items():
-        _check_weight(weight_name, weight)
     folder = Path(save_dir)
+    _write_weights(folder, state_dict)
+    save_offload_index({name: _weight_info(weight) for name, weight in state_dict.items()}, folder)
+
+
+def _write_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    for weight_name, weight in weights.items():
+        _check_weight(weight_name, weight)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
-        for weight_name, weight in state_dict.items():
-            _write_numbers(hidden_folder, weight_name, weight)
-            _publish_file(hidden_folder, folder, _file_name(weight_name))
-    save_offload_index({name: _weight_info(weight) for name, weight in state_dict.items()}, folder)
+        for weight_name, weight in weights.items():
+            values = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            # As bytes: numpy lacks some of torch's formats.
+            content = values.reshape(-1).view(torch.uint8).numpy()
+            hidden_file = hidden_folder / _file_name(weight_name)
+            with hidden_file.open("wb") as file:
+                file.write(content.data)
+            # Not synced to the disk, which takes long for large models: after a power failure a
+            # file may be short, which is noticed by its size when it is read.
+            hidden_file.replace(folder / hidden_file.name)
 
 
 def save_offload_index(
@@ -136,20 +143,6 @@ def _check_weight(weight_name: str, weight: Any) -> None:
 
 def _weight_info(weight: torch.Tensor) -> dict[str, Any]:
     return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
-
-
-def _write_numbers(folder: Path, weight_name: str, weight: torch.Tensor) -> None:
-    values = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # As bytes: numpy lacks some of torch's formats.
-    content = values.reshape(-1).view(torch.uint8).numpy()
-    with Path(folder, _file_name(weight_name)).open("wb") as file:
-        file.write(content.data)
-
-
-def _publish_file(hidden_folder: Path, folder: Path, file_name: str) -> None:
-    # Not synced to the disk, which takes long for large models: after a power failure a file may
-    # be short, which is noticed by its size when it is read.
-    Path(hidden_folder, file_name).replace(folder / file_name)
 
 
 # ------------------------------------------------------------------------- reading

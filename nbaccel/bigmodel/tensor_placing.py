@@ -157,14 +157,14 @@ def set_module_tensor_to_device(
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A format by its name."""
-    if not isinstance(dtype, str):
+    """A format by its name, as ``torch.float16``, ``"float16"`` or ``"torch.float16"``."""
+    if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(
-            f"{dtype!r} is no format of torch {torch.__version__}, so values cannot be converted "
-            'to it. Name one such as "float16" or "bfloat16".'
+            f"dtype={dtype!r} is no format of torch {torch.__version__}, so values cannot be "
+            'converted to it. Name one such as "float16" or "bfloat16".'
         )
     return found
 

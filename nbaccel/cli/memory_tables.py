@@ -182,7 +182,7 @@ def _transformers(why: str) -> Any:
 
 
 def _sizes_of(config: Any, source: Path, transformers: Any) -> ModelSizes:
-    from nbaccel.bigmodel.empty_init import init_empty_weights
+    from nbaccel.big_modeling import init_empty_weights
 
     with init_empty_weights():
         module = _class_of(config, transformers)(config)

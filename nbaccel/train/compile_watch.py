@@ -33,15 +33,16 @@ class CompileWatch:
     """Counts the programs that steps compile.
 
     Attributes:
+        counts: What the device's compiler had done when the last step ended.
         steps: Batches since the last one whose shapes had not been met before; 0 before the first.
         phase: What the step under way is doing, in words; empty at full speed, and between steps.
         named_causes: The causes that have been named: ``shapes``, ``numbers``.
     """
 
-    def __init__(self, device: DeviceRuntime) -> None:
+    def __init__(self, device: DeviceRuntime, counts: CompileCounts) -> None:
         self._device = device
         self._known_shapes: dict[_Shapes, int] = {}
-        self._counts = CompileCounts(programs=0, seconds=0.0)
+        self.counts = counts
         self._in_a_row = 0
         self._shapes: _Shapes = ()
         self.steps = 0
@@ -52,16 +53,7 @@ class CompileWatch:
     def of(cls, device: DeviceRuntime) -> CompileWatch | None:
         """One for a device that compiles; None for any other."""
         counts = device.compile_counts()
-        if counts is None:
-            return None
-        watch = cls(device)
-        watch._counts = counts
-        return watch
-
-    @property
-    def counts(self) -> CompileCounts:
-        """What the device's compiler had done when the last step ended."""
-        return self._counts
+        return None if counts is None else cls(device, counts)
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
@@ -89,9 +81,9 @@ class CompileWatch:
             reporter.note_phase(phase)
 
     def _end(self) -> None:
-        counts = self._device.compile_counts() or self._counts
-        programs = counts.programs - self._counts.programs
-        self._counts = counts
+        counts = self._device.compile_counts() or self.counts
+        programs = counts.programs - self.counts.programs
+        self.counts = counts
         if reporter := metrics_reporter.current():
             reporter.note_compiled(counts.programs, counts.seconds)
         if not programs:
@@ -132,8 +124,8 @@ class CompileWatch:
 
     def describe(self) -> str:
         """How much was compiled so far: ``14 programs compiled in 3.2 s``."""
-        programs = count_noun(self._counts.programs, "program")
-        return f"{programs} compiled in {format_seconds(self._counts.seconds)}"
+        programs = count_noun(self.counts.programs, "program")
+        return f"{programs} compiled in {format_seconds(self.counts.seconds)}"
 
 
 def _shapes_of(batch: Any) -> _Shapes:

@@ -29,7 +29,6 @@ from nbaccel.train.trees import (
     concatenate,
     find_batch_size,
     leaves,
-    map_leaves,
     map_tensors,
     send_to_device,
     slice_rows,
@@ -45,17 +44,9 @@ _DISPATCH_ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class _TensorOutline:
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True, kw_only=True)
 class _RoundAnnouncement:
-    """What process 0 sends to the others before the tensors.
+    """What process 0 sends to the others before the tensors, which are on meta in its batch.
 
     An error is sent as text, because not every exception can be pickled.
     """
@@ -220,7 +211,11 @@ class DataLoaderDispatcher(PreparedLoader):
             # `broadcast` refuses tensors that are not contiguous, such as transposed ones.
             batch = map_tensors(torch.Tensor.contiguous, batch)
         else:
-            batch = map_leaves(lambda leaf: _allocate_tensor(leaf, device), announcement.batch)
+            # Not `empty_like`, which would keep strides.
+            batch = map_tensors(
+                lambda blank: torch.empty(blank.shape, dtype=blank.dtype, device=device),
+                announcement.batch,
+            )
         tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
         settings.collectives.broadcast(tensors)
         return batch
@@ -234,23 +229,12 @@ def _announce_round(
         batch = next(source, None)
     except Exception as error:  # of any kind: the others wait for an announcement
         text = f"{type(error).__name__}: {error}"
-        return (
-            None,
-            _RoundAnnouncement(error_text=text, is_mistake=isinstance(error, ConfigError)),
-            error,
-        )
+        is_mistake = isinstance(error, ConfigError)
+        return None, _RoundAnnouncement(error_text=text, is_mistake=is_mistake), error
     if batch is None:
         return None, _RoundAnnouncement(is_end=True), None
-    blank_batch = map_tensors(
-        lambda tensor: _TensorOutline(tuple(tensor.shape), tensor.dtype), batch
-    )
+    blank_batch = map_tensors(lambda tensor: tensor.detach().to("meta"), batch)
     return batch, _RoundAnnouncement(batch=blank_batch), None
-
-
-def _allocate_tensor(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, _TensorOutline):
-        return leaf
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
 
 def _reader_error(announcement: _RoundAnnouncement) -> Exception:

@@ -45,19 +45,14 @@ def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list
     )
     message_lines = []
     for fact_name in fact_names:
-        values_by_rank = [rank_facts.get(fact_name, "missing") for rank_facts in facts_by_rank]
-        if any(value != values_by_rank[0] for value in values_by_rank):
-            other_ranks = [
-                str(rank) for rank, value in enumerate(values_by_rank) if value != values_by_rank[0]
-            ]
+        values = [rank_facts.get(fact_name, "missing") for rank_facts in facts_by_rank]
+        others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+        if others:
             # Fingerprints of parameters would tell a reader nothing.
-            is_printable = all(isinstance(value, (str, float)) for value in values_by_rank)
-            shown_values = (
-                f": {', '.join(map(str, values_by_rank))} by process" if is_printable else ""
-            )
+            is_printable = all(isinstance(value, (str, float)) for value in values)
+            shown_values = f": {', '.join(map(str, values))} by process" if is_printable else ""
             message_lines.append(
-                f"{fact_name} differs from process 0's on process "
-                f"{', '.join(other_ranks)}{shown_values}"
+                f"{fact_name} differs from process 0's on process {', '.join(others)}{shown_values}"
             )
     return message_lines
 

@@ -75,11 +75,7 @@ class LoaderPosition:
         """Begin an epoch, and keep the states that its order is drawn from."""
         self.batches_seen = skipped_batches
         self.ahead = None
-        self._epoch_start = {
-            "process": rng.capture_rng_states(_HOST_PLACE),
-            "generators": self._draw_states(),
-            "has_begun": self.has_begun,
-        }
+        self._epoch_start = self._states_now()
         self.has_begun = True
 
     def end_epoch(self) -> None:
@@ -155,16 +151,11 @@ class LoaderPosition:
 
     def continue_with(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Take over the state of torchdata's loader, which knows its samplers but no epoch."""
-        start = {
-            "process": rng.capture_rng_states(_HOST_PLACE),
-            "generators": self._draw_states(),
-            "has_begun": self.has_begun,
-        }
         snapshot = state.get("_snapshot") or {}
         self.batches_seen = int(state.get("_num_yielded") or 0) or (
             int(snapshot.get("_snapshot_step") or 0) + int(state.get("_steps_since_snapshot") or 0)
         )
-        self._epoch_start = start
+        self._epoch_start = self._states_now()
         self.restored_state = {**self.state_dict(), "base": dict(state), "ahead": None}
         self._epoch_start = None
         return dict(state)
@@ -177,6 +168,13 @@ class LoaderPosition:
         with rng.preserve_rng_states():
             yield
         self._set_draw_states(states)
+
+    def _states_now(self) -> dict[str, Any]:
+        return {
+            "process": rng.capture_rng_states(_HOST_PLACE),
+            "generators": self._draw_states(),
+            "has_begun": self.has_begun,
+        }
 
     def _draw_states(self) -> dict[str, torch.Tensor]:
         return {name: generator.get_state() for name, generator in self._owned_generators.items()}

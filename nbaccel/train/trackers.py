@@ -1,8 +1,8 @@
-"""Trackers: where a run's configuration and numbers are written.
+"""Trackers: they write a run's configuration and numbers.
 
-``jsonl`` needs nothing, ``tensorboard`` and the services of `tracker_classes` need their packages.
-Others come from packages that name a class in the entry point group ``nbaccel.trackers``, as
-classes that were registered, or as instances of a user's own class.
+``jsonl`` needs nothing, ``tensorboard`` and the services need their packages, which are imported
+when a run begins. Arguments of services are those of their packages, as Accelerate's users write
+them in ``init_kwargs``; what a service cannot show is left out, with one warning.
 """
 
 from __future__ import annotations
@@ -10,49 +10,99 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from numbers import Real
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from nbaccel.base.errors import ConfigError, MissingBackend, PlatformUnsupported
-from nbaccel.base.optional_packages import is_installed, require
-from nbaccel.config.enumerations import LoggerType
-from nbaccel.config.given_values import closest, shown
-from nbaccel.plan.contracts.training import Place
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.optional_packages import is_installed, is_package, require
+from nbaccel.config.given_values import shown
 from nbaccel.train import distributed
-from nbaccel.train.tracker_classes import (
-    SERVICE_TRACKERS,
-    GeneralTracker,
-    distributions_of,
-    flatten_values,
-    is_service_there,
-    on_main_process,
-    plain_value,
-)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
-__all__ = [
-    "BUILT_IN_TRACKERS",
-    "REGISTERED_CLASSES",
-    "GeneralTracker",
-    "JsonlTracker",
-    "LoggerType",
-    "TensorBoardTracker",
-    "find_started_tracker",
-    "find_trackers",
-    "get_available_trackers",
-    "logger_type_of",
-    "on_main_process",
-    "register_tracker_class",
-    "start_trackers",
-]
 
-_ENTRY_POINT_GROUP = "nbaccel.trackers"
-_EVERY_TRACKER = "all"
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a tracker's method run on process 0 alone; elsewhere the call returns None.
+
+    Args:
+        function: Of a `GeneralTracker`. Where its `main_process_only` is False it runs everywhere.
+
+    Returns:
+        The method.
+    """
+
+    @functools.wraps(function)
+    def wrapped_method(tracker: Any, *args: Any, **kwargs: Any) -> Any:
+        # Read in each call, because an instance may override the value of its class.
+        everywhere = not getattr(tracker, "main_process_only", True)
+        return function(tracker, *args, **kwargs) if everywhere or distributed.rank() == 0 else None
+
+    return wrapped_method
+
+
+class GeneralTracker:
+    """Base class of all trackers.
+
+    A subclass has the class attributes `name` and `requires_logging_directory` and the property
+    `tracker`, and calls ``super().__init__()``.
+
+    Args:
+        _blank: A tracker that does nothing, for processes that have none.
+
+    Attributes:
+        name: Its name in `log_with` and `get_tracker`.
+        requires_logging_directory: Whether it writes to a folder.
+        main_process_only: Whether only process 0 has one.
+
+    Raises:
+        NotImplementedError: The class lacks one of them; it lists which.
+    """
+
+    name: ClassVar[str]
+    requires_logging_directory: ClassVar[bool]
+    main_process_only: bool = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        needed_attributes = () if _blank else ("name", "requires_logging_directory", "tracker")
+        # Looked for in the class: on the instance `tracker` would be evaluated before `start`.
+        missing_attributes = [name for name in needed_attributes if not hasattr(type(self), name)]
+        if missing_attributes:
+            raise NotImplementedError(
+                f"The tracker {type(self).__name__} does not define "
+                f"{', '.join(missing_attributes)}. It could be neither named nor started. Define "
+                "them in its class."
+            )
+
+    def start(self) -> None:
+        """Begin to track; called once, on the processes that use the tracker."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write the run's configuration.
+
+        Args:
+            values: Hyperparameters by name.
+        """
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers.
+
+        Args:
+            values: Numbers or texts by name.
+            step: The training step.
+            **kwargs: Further arguments of the tracker.
+        """
+
+    def finish(self) -> None:
+        """Write everything and close; nothing is logged afterwards."""
 
 
 class JsonlTracker(GeneralTracker):
@@ -81,15 +131,15 @@ class JsonlTracker(GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """See :meth:`GeneralTracker.store_init_configuration`."""
-        self._write_line({"config": plain_value(values), "time": time.time()})
+        self._write_line({"config": _plain_value(values), "time": time.time()})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; further arguments are written as they are."""
-        line = {"step": step, "time": time.time(), "values": plain_value(values)}
-        self._write_line({**line, **plain_value(kwargs)})
+        line = {"step": step, "time": time.time(), "values": _plain_value(values)}
+        self._write_line({**line, **_plain_value(kwargs)})
 
     def _write_line(self, line: dict[str, Any]) -> None:
-        # `allow_nan=False`: NaN is no valid JSON, and `plain_value` has turned it into text.
+        # `allow_nan=False`: NaN is no valid JSON, and `_plain_value` has turned it into text.
         self.tracker.write(json.dumps(line, allow_nan=False) + "\n")
         # Each line at once, so that the file can be followed and survives a killed process.
         self.tracker.flush()
@@ -128,7 +178,7 @@ class TensorBoardTracker(GeneralTracker):
         return SummaryWriter(str(self.logging_dir), **self._writer_options)
 
     @property
-    def writer(self) -> SummaryWriter:
+    def writer(self) -> Any:
         """The same, by the name that Accelerate's tracker gives it."""
         return self.tracker
 
@@ -141,7 +191,7 @@ class TensorBoardTracker(GeneralTracker):
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
-        flat_values = dict(flatten_values(plain_value(values)))
+        flat_values = dict(_flatten_values(_plain_value(values)))
         shown_values = {
             name: value if isinstance(value, (bool, int, float)) else str(value)
             for name, value in flat_values.items()
@@ -176,24 +226,21 @@ class TensorBoardTracker(GeneralTracker):
             ConfigError: A value is nothing that TensorBoard shows so.
         """
         for name, logged_value in values.items():
-            self._log_one(name, plain_value(logged_value, keep_infinite=True), step, kwargs)
+            value = _plain_value(logged_value, keep_infinite=True)
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+            elif value is not None:
+                raise ConfigError(
+                    f"log({name!r}: {shown(value)}) is no number, text or dict of numbers, and "
+                    "TensorBoard shows nothing else this way. Log a number, or use the writer's "
+                    "own methods: accelerator.get_tracker('tensorboard', "
+                    "unwrap=True).add_histogram(...)."
+                )
         self.tracker.flush()
-
-    def _log_one(self, name: str, value: Any, step: int | None, options: dict[str, Any]) -> None:
-        writer: Any = self.tracker
-        if isinstance(value, (int, float)):
-            writer.add_scalar(name, value, global_step=step, **options)
-        elif isinstance(value, str):
-            writer.add_text(name, value, global_step=step, **options)
-        elif isinstance(value, dict):
-            writer.add_scalars(name, value, global_step=step, **options)
-        elif value is not None:
-            raise ConfigError(
-                f"log({name!r}: {shown(value)}) is no number, text or dict of "
-                "numbers, and TensorBoard shows nothing else this way. Log a number, or use the "
-                "writer's own methods: accelerator.get_tracker('tensorboard', "
-                "unwrap=True).add_histogram(...)."
-            )
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write images.
@@ -203,9 +250,8 @@ class TensorBoardTracker(GeneralTracker):
             step: The training step.
             **kwargs: Arguments of ``add_images``, such as ``dataformats="NHWC"``.
         """
-        writer: Any = self.tracker
         for name, images in values.items():
-            writer.add_images(name, images, global_step=step, **kwargs)
+            self.writer.add_images(name, images, global_step=step, **kwargs)
         self.tracker.flush()
 
     def finish(self) -> None:
@@ -214,222 +260,492 @@ class TensorBoardTracker(GeneralTracker):
             self.tracker.close()
 
 
-# ------------------------------------------------------------------------- choosing and starting
-
-_Tracker = GeneralTracker | type[GeneralTracker]
-REGISTERED_CLASSES: dict[str, type[GeneralTracker]] = {}
-"""Classes that log_with finds by name in this process."""
+# ------------------------------------------------------------------------- services
 
 
-def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``log_with`` find a class by its name, in this process.
+class _Service(NamedTuple):
+    """How a run of a service begins, what is told its configuration, and how it ends.
 
-    Call it before the `Accelerator` is made; for a launch, inside of the function that is launched.
+    The last two are names of methods, looked up from the tracker.
+    """
+
+    begin: str
+    """A function of the package; its result is the run."""
+    project: str
+    """Its argument for the run's name; empty where it has none."""
+    configure: str
+    end: str
+    distributions: tuple[str, ...] = ()
+    """Names of the package for pip, where they are not the module's; any one is enough."""
+
+
+SERVICES = {
+    "aim": _Service("Run", "", "", "run.close"),
+    "clearml": _Service("", "", "run.connect_configuration", "run.close"),
+    "comet_ml": _Service("start", "project_name", "run.log_parameters", "run.end", ("comet-ml",)),
+    "dvclive": _Service("Live", "", "run.log_params", "run.end"),
+    "mlflow": _Service("", "", "", "package.end_run", ("mlflow", "mlflow-skinny")),
+    "swanlab": _Service("init", "project", "package.config.update", "run.finish"),
+    "trackio": _Service("init", "project", "run.config.update", "run.finish"),
+    "wandb": _Service("init", "project", "run.config.update", "run.finish"),
+}
+"""By the name that `log_with` gives them, which is also that of the module."""
+
+
+class ServiceTracker(GeneralTracker):
+    """A run of a service: `SERVICES` says what its package calls each step, a subclass the rest.
 
     Args:
-        tracker_class: Its `name` is the name; it is made with the run's name, then the folder,
-            where it has `requires_logging_directory`, and with its `init_kwargs`.
-
-    Raises:
-        ConfigError: It is no subclass of `GeneralTracker`, or lacks one of these.
+        run_name: The project's name.
+        **kwargs: Arguments of the service's function that begins a run.
     """
-    any_class: Any = tracker_class
-    if not (isinstance(any_class, type) and issubclass(any_class, GeneralTracker)):
-        raise ConfigError(
-            f"register_tracker_class({shown(tracker_class)}) is no subclass of GeneralTracker: it "
-            "could not receive metrics. Derive the class from nbaccel.tracking.GeneralTracker."
-        )
-    missing_attributes = [
-        attribute_name
-        for attribute_name in ("name", "requires_logging_directory")
-        if not hasattr(tracker_class, attribute_name)
-    ]
-    if missing_attributes or not tracker_class.name:
-        raise ConfigError(
-            f"register_tracker_class({tracker_class.__name__}) does not define "
-            f"{', '.join(missing_attributes) or 'a name'}. It could not be found or started. "
-            "Define it in the class."
-        )
-    if tracker_class.name in {*BUILT_IN_TRACKERS, *REGISTERED_CLASSES}:
-        warnings.warn(
-            f"register_tracker_class({tracker_class.__name__}) takes the name "
-            f"{tracker_class.name!r} from another tracker. Give it another name to keep both.",
-            stacklevel=2,
-        )
-    REGISTERED_CLASSES[tracker_class.name] = tracker_class
+
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The service's object for a run; None before `start`."""
+        return self.run
+
+    @property
+    def package(self) -> Any:
+        """The service's package, imported when it is first used."""
+        return import_module(self.name)
+
+    @property
+    def _service(self) -> _Service:
+        return SERVICES[self.name]
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        names = {self._service.project: self.run_name} if self._service.project else {}
+        self.run = getattr(self.package, self._service.begin)(**names, **self.init_kwargs)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        attrgetter(self._service.configure)(self)(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; anything that the service's ``log`` takes."""
+        self.run.log(values, step=step, **kwargs)
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if self.run is not None:
+            attrgetter(self._service.end)(self)()
+
+    def _shown_values(
+        self, values: Mapping[str, Any], shown_types: tuple[type, ...]
+    ) -> Iterator[tuple[str, Any]]:
+        """Names and values that the service shows; the others are left out, with a warning."""
+        for name, given in values.items():
+            # A tensor of one number is no Real; as a Python number the service can show it.
+            value = _plain_value(given, keep_infinite=True) if hasattr(given, "dtype") else given
+            if isinstance(value, shown_types):
+                yield name, value
+            else:
+                warnings.warn(
+                    f"log({name!r}: ...) is left out: {self.name} shows no "
+                    f"{type(given).__name__} this way. Use "
+                    f"accelerator.get_tracker({self.name!r}, unwrap=True) for the service's own "
+                    "methods.",
+                    stacklevel=4,  # past the tracker's log and Accelerator.log
+                )
 
 
-def get_available_trackers() -> list[LoggerType]:
-    """The trackers whose packages are installed."""
-    return [LoggerType(name) for name, is_there in _tracker_availability().items() if is_there]
+class AimTracker(ServiceTracker):
+    """A run of Aim.
+
+    Args:
+        run_name: Its name.
+        logging_dir: Folder of Aim's repository.
+        **kwargs: Arguments of ``aim.Run``.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | Path = ".", **kwargs: Any) -> None:
+        super().__init__(run_name, **{"repo": str(logging_dir), **kwargs})
+        self.aim_repo_path = logging_dir
+
+    @property
+    def writer(self) -> Any:
+        """The run."""
+        return self.run
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        super().start()
+        self.run.name = self.run_name
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        self.run["hparams"] = values
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; anything that ``Run.track`` takes."""
+        for name, logged_value in values.items():
+            self.run.track(logged_value, name=name, step=step, **kwargs)
+
+    def log_images(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Write images, each alone or with its caption in a tuple.
+
+        Args:
+            values: By name.
+            step: The training step.
+            kwargs: Further arguments: ``aim_image`` of ``aim.Image``, ``track`` of ``Run.track``.
+        """
+        options = kwargs or {}
+        for image_name, given in values.items():
+            content, caption = given if isinstance(given, tuple) else (given, "")
+            image = self.package.Image(content, caption=caption, **options.get("aim_image", {}))
+            self.run.track(image, name=image_name, step=step, **options.get("track", {}))
+
+
+class MLflowTracker(ServiceTracker):
+    """A run of MLflow.
+
+    Args:
+        experiment_name: Its experiment, made if there is none (``MLFLOW_EXPERIMENT_NAME``).
+        logging_dir: Where a new experiment keeps files; None leaves it to MLflow.
+        run_id: The run to continue (``MLFLOW_RUN_ID``); None begins one.
+        tags: Of the run, as a dict or its JSON (``MLFLOW_TAGS``).
+        nested_run: Whether it is part of the run that is active (``MLFLOW_NESTED_RUN``).
+        run_name: Name of a new run.
+        description: Description of the run.
+
+    What the environment says wins, as with Accelerate.
+    """
+
+    name = "mlflow"
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | Path | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__(run_name or "")
+        self.experiment_name = env.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        self.logging_dir = logging_dir
+        self.run_id = env.read("MLFLOW_RUN_ID") or run_id
+        given_tags = env.read("MLFLOW_TAGS") or tags
+        self.tags = json.loads(given_tags) if isinstance(given_tags, str) else given_tags
+        variable = env.flag("MLFLOW_NESTED_RUN")
+        self.nested_run = bool(nested_run if variable is None else variable)
+        self.description = description
+
+    @property
+    def active_run(self) -> Any:
+        """The run."""
+        return self.run
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        self.run = self.package.start_run(
+            run_id=self.run_id,
+            experiment_id=self._experiment_id(),
+            run_name=self.run_name or None,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+
+    def _experiment_id(self) -> str:
+        experiment = self.package.get_experiment_by_name(self.experiment_name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        location = None if self.logging_dir is None else str(self.logging_dir)
+        return str(self.package.create_experiment(self.experiment_name, location, self.tags))
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write the configuration, as far as MLflow takes texts of such a length."""
+        # MLflow raised its limits over the years, so those of the installed version are read.
+        limits: Any = import_module("mlflow.utils.validation")
+        longest = limits.MAX_PARAM_VAL_LENGTH
+        fitting = {name: value for name, value in values.items() if len(str(value)) <= longest}
+        if left_out := sorted(values.keys() - fitting.keys()):
+            warnings.warn(
+                f"MLflow takes values of at most {longest} letters: "
+                f"{', '.join(left_out)} are left out of the configuration. Shorten them.",
+                stacklevel=4,
+            )
+        # MLflow refuses a request with more parameters than this.
+        for first in range(0, len(fitting), limits.MAX_PARAMS_TAGS_PER_BATCH):
+            batch = list(fitting.items())[first : first + limits.MAX_PARAMS_TAGS_PER_BATCH]
+            self.package.log_params(dict(batch))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; numbers alone."""
+        numbers = dict(self._shown_values(values, (Real,)))
+        self.package.log_metrics(numbers, step=step, **kwargs)
+
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Write a figure of matplotlib or plotly as a file of the run."""
+        self.package.log_figure(figure, artifact_file, **save_kwargs)
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Keep all files of a folder with the run."""
+        self.package.log_artifacts(local_dir, artifact_path)
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Keep a file with the run."""
+        self.package.log_artifact(local_path, artifact_path)
+
+
+class DVCLiveTracker(ServiceTracker):
+    """DVCLive.
+
+    Args:
+        run_name: Not used: DVCLive names by folder.
+        live: A ``dvclive.Live`` to continue.
+        **kwargs: Arguments of ``dvclive.Live``.
+    """
+
+    name = "dvclive"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__(run_name or "", **kwargs)
+        self.run = live
+
+    @property
+    def live(self) -> Any:
+        """The ``Live``."""
+        return self.run
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        if self.run is None:
+            super().start()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; numbers and texts."""
+        if step is not None:
+            # Otherwise dvclive counts steps by itself.
+            self.run.step = step
+        for name, logged_value in self._shown_values(values, (Real, str)):
+            self.run.log_metric(name, logged_value, **kwargs)
+        self.run.next_step()
+
+
+class TrackioTracker(ServiceTracker):
+    """A run of Trackio; arguments are those of ``trackio.init``."""
+
+    name = "trackio"
+
+
+def _log_image_lists(
+    self: ServiceTracker, values: dict[str, Any], step: int | None = None, **kwargs: Any
+) -> None:
+    """Write lists of images, as arrays or of PIL, by name."""
+    for name, images in values.items():
+        self.log({name: [self.package.Image(image) for image in images]}, step=step, **kwargs)
+
+
+class SwanLabTracker(ServiceTracker):
+    """A run of SwanLab; arguments are those of ``swanlab.init``."""
+
+    name = "swanlab"
+    log_images = _log_image_lists
+
+
+class WandBTracker(ServiceTracker):
+    """A run of Weights & Biases; arguments are those of ``wandb.init``."""
+
+    name = "wandb"
+    log_images = _log_image_lists
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        # wandb refuses other values for a run that is continued, unless this is given.
+        self.run.config.update(values, allow_val_change=True)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a table, of rows and the names of their columns, or of a data frame."""
+        table = self.package.Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step=step, **kwargs)
+
+
+class CometMLTracker(ServiceTracker):
+    """An experiment of Comet; arguments are those of ``comet_ml.start``."""
+
+    name = "comet_ml"
+
+    @property
+    def writer(self) -> Any:
+        """The experiment."""
+        return self.run
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; numbers, texts, and dicts of numbers."""
+        if step is not None:
+            self.run.set_step(step)
+        for name, logged_value in self._shown_values(values, (Real, str, dict)):
+            if isinstance(logged_value, str):
+                self.run.log_other(name, logged_value, **kwargs)
+            elif isinstance(logged_value, dict):
+                self.run.log_metrics(logged_value, step=step, **kwargs)
+            else:
+                self.run.log_metric(name, logged_value, step=step, **kwargs)
+
+
+class ClearMLTracker(ServiceTracker):
+    """A task of ClearML; arguments are those of ``Task.init``.
+
+    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` win over `run_name`; a task that exists already
+    is continued, and left open.
+    """
+
+    name = "clearml"
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        task_class = self.package.Task
+        # A task of the user's is not closed in `finish`.
+        self._existing_task = task_class.current_task()
+        names = {
+            "project_name": env.read("CLEARML_PROJECT") or self.run_name,
+            "task_name": env.read("CLEARML_TASK") or self.run_name,
+        }
+        self.run = self._existing_task or task_class.init(**{**names, **self.init_kwargs})
+
+    @property
+    def task(self) -> Any:
+        """The task."""
+        return self.run
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers; ``train_``, ``eval_`` and ``test_`` before a name make series of one plot.
+
+        Args:
+            values: By name.
+            step: The training step; without one a number stands alone.
+            **kwargs: Arguments of the task's logger.
+        """
+        logger = self.run.get_logger()
+        for value_name, logged_value in self._shown_values(values, (Real,)):
+            if step is None:
+                logger.report_single_value(name=value_name, value=logged_value, **kwargs)
+            else:
+                logger.report_scalar(
+                    **_plot_names(value_name), value=logged_value, iteration=step, **kwargs
+                )
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write images, as arrays or of PIL, by name."""
+        logger = self.run.get_logger()
+        for name, image in values.items():
+            logger.report_image(**_plot_names(name), iteration=step, image=image, **kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a table, of rows and the names of their columns, or of a data frame."""
+        rows = [columns, *(data or ())] if columns else data
+        table_content = rows if dataframe is None else dataframe
+        self.run.get_logger().report_table(
+            **_plot_names(table_name), table_plot=table_content, iteration=step, **kwargs
+        )
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if self.run is not None and self._existing_task is None:
+            super().finish()
+
+
+def _plot_names(value_name: str) -> dict[str, str]:
+    series_name, _, title = value_name.partition("_")
+    if title and series_name in ("eval", "test", "train"):
+        return {"title": title, "series": series_name}
+    return {"title": value_name, "series": "train"}
+
+
+# ------------------------------------------------------------------------- values
+
+
+def _plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
+    """A value that JSON can hold: tensors and numpy numbers as Python's, the rest as text."""
+    if isinstance(any_value, Mapping):
+        return {
+            str(item_name): _plain_value(item, keep_infinite=keep_infinite)
+            for item_name, item in any_value.items()
+        }
+    if isinstance(any_value, (list, tuple, set, frozenset)):
+        return [_plain_value(item, keep_infinite=keep_infinite) for item in any_value]
+    if hasattr(any_value, "tolist") and hasattr(any_value, "dtype"):  # of torch or numpy
+        # One number in an array of any shape counts as that number.
+        is_one = math.prod(any_value.shape) == 1
+        python_value = any_value.item() if is_one else any_value.tolist()
+        return _plain_value(python_value, keep_infinite=keep_infinite)
+    # JSON has no NaN and no infinity.
+    if isinstance(any_value, float) and not math.isfinite(any_value):
+        return any_value if keep_infinite else str(any_value)
+    if any_value is None or type(any_value) in {bool, int, float, str}:
+        return any_value
+    return str(any_value)
+
+
+def _flatten_values(
+    nested_values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Nested values under names such as ``outer.inner``."""
+    for name, nested_value in nested_values.items():
+        if isinstance(nested_value, Mapping):
+            yield from _flatten_values(nested_value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", nested_value
 
 
 BUILT_IN_TRACKERS: dict[str, type[GeneralTracker]] = {
-    JsonlTracker.name: JsonlTracker,
-    TensorBoardTracker.name: TensorBoardTracker,
-    **SERVICE_TRACKERS,
+    tracker.name: tracker
+    for tracker in (
+        JsonlTracker,
+        TensorBoardTracker,
+        WandBTracker,
+        TrackioTracker,
+        CometMLTracker,
+        AimTracker,
+        MLflowTracker,
+        ClearMLTracker,
+        DVCLiveTracker,
+        SwanLabTracker,
+    )
 }
-"""The trackers that nbaccel brings, by name."""
+"""By the name that `log_with` gives them."""
 
 
-def _tracker_availability() -> dict[str, bool]:
-    return {
-        name: is_service_there(name) if name in SERVICE_TRACKERS else _is_own_there(name)
-        for name in BUILT_IN_TRACKERS
-    }
-
-
-def _is_own_there(name: str) -> bool:
-    return name != TensorBoardTracker.name or is_installed("tensorboard")
-
-
-def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[_Tracker]:
-    """Look up trackers before anything is started.
-
-    Args:
-        log_with: A name, ``"all"`` (every one that is installed), a tracker or a tracker's class,
-            or several of them; None for none. One that nbaccel knows and that is not installed is
-            left out, with a warning on process 0.
-        logging_dir: Where trackers write that write to a folder.
-
-    Returns:
-        Classes for names and instances as given, each once, in the order given.
-
-    Raises:
-        ConfigError: A name is unknown, or there is no `logging_dir` for one that needs it; all
-            mistakes together.
-        MissingBackend: What an entry point names cannot be imported.
-    """
-    if log_with is None:
-        return []
-    requested = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
-    matches: list[_Tracker] = []
-    mistakes: list[str] = []
-    for item in requested:
-        try:
-            # A tracker that is named twice, or also by `all`, is started once.
-            matches += [tracker for tracker in _match_trackers(item) if tracker not in matches]
-        except ConfigError as error:
-            mistakes += error.mistakes
-    mistakes += [
-        f"log_with={tracker.name!r} writes to a folder, but logging_dir={logging_dir!r}. It is "
-        "unknown where its files belong. Give Accelerator(project_dir=...), or "
-        "ProjectConfiguration(logging_dir=...)."
-        for tracker in matches
-        # An instance was given its folder when it was made.
-        if isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None
-    ]
-    if mistakes:
-        raise ConfigError(*mistakes)
-    return matches
-
-
-def _match_trackers(item: Any) -> list[_Tracker]:
-    if isinstance(item, GeneralTracker) or (
-        isinstance(item, type) and issubclass(item, GeneralTracker)
-    ):
-        return [item]
-    # A member of an enumeration stands for its value: Accelerate's LoggerType is one.
-    tracker_name = getattr(item, "value", item)
-    entry_points = {
-        entry_point.name: entry_point
-        for entry_point in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP)
-    }
-    # In this order, because a registered class takes a name over from another tracker.
-    classes = {**BUILT_IN_TRACKERS, **REGISTERED_CLASSES}
-    availability = _tracker_availability()
-    if tracker_name == _EVERY_TRACKER:
-        installed = [classes[name] for name, is_there in availability.items() if is_there]
-        return [*installed, *map(_load_entry_point, entry_points.values())]
-    if tracker_name in classes:
-        if tracker_name in REGISTERED_CLASSES or availability[tracker_name]:
-            return [classes[tracker_name]]
-        _warn_left_out(tracker_name)
-        return []
-    if tracker_name in entry_points:
-        return [_load_entry_point(entry_points[tracker_name])]
-    known_names = [*classes, *entry_points, _EVERY_TRACKER]
-    raise ConfigError(
-        f"log_with={shown(item)} is not a known tracker. Nothing would be "
-        f"logged.{closest(str(tracker_name), known_names)} There are: {', '.join(known_names)}. "
-        "Give one of these, an instance of a GeneralTracker, or install a package with an entry "
-        f"point in {_ENTRY_POINT_GROUP!r}. A class given to register_tracker_class is known in "
-        "the process that did so."
-    )
-
-
-def _warn_left_out(tracker_name: str) -> None:
-    if distributed.rank() != 0:
-        return
-    package_name = distributions_of(tracker_name)[0]
-    warnings.warn(
-        f"log_with={tracker_name!r} is left out: {package_name} is not installed, so nothing is "
-        f"logged there. Install it: pip install {package_name}",
-        stacklevel=5,  # past _match_trackers, find_trackers and the Accelerator
-    )
-
-
-def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> type[GeneralTracker]:
-    try:
-        loaded_class = entry_point.load()
-    except ImportError as error:
-        raise MissingBackend(
-            f"The tracker {entry_point.name!r} ({entry_point.value}) cannot be imported: {error}. "
-            "Install what it needs, or leave it out of log_with."
-        ) from error
-    if not (isinstance(loaded_class, type) and issubclass(loaded_class, GeneralTracker)):
-        raise ConfigError(
-            f"The tracker {entry_point.name!r} ({entry_point.value}) is {shown(loaded_class)}, "
-            "not a subclass of nbaccel's GeneralTracker. It could not be started. Leave it out of "
-            "log_with, or correct the package that brings it."
-        )
-    return loaded_class
-
-
-def start_trackers(
-    requested_trackers: Iterable[_Tracker],
-    place: Place,
-    run_name: str,
-    *,
-    logging_dir: str | Path | None = None,
-    config: dict[str, Any] | None = None,
-    init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-) -> list[GeneralTracker]:
-    """Make and start trackers on the processes that are to have them."""
-    started_trackers: list[GeneralTracker] = []
-    for tracker in requested_trackers:
-        if tracker.main_process_only and not place.is_main:
-            continue
-        if isinstance(tracker, type):
-            arguments = (logging_dir,) if tracker.requires_logging_directory else ()
-            tracker_options = (init_kwargs or {}).get(tracker.name, {})
-            tracker_class: Any = tracker
-            tracker = tracker_class(run_name, *arguments, **tracker_options)  # noqa: PLW2901 - class to instance
-        tracker.start()
-        if config is not None:
-            tracker.store_init_configuration(config)
-        started_trackers.append(tracker)
-    return started_trackers
-
-
-def find_started_tracker(
-    started_trackers: Sequence[GeneralTracker], tracker_name: str, *, unwrap: bool
-) -> Any:
-    """One of the started trackers; see `Accelerator.get_tracker`."""
-    for tracker in started_trackers:
-        if tracker.name == tracker_name:
-            return getattr(tracker, "tracker", tracker) if unwrap else tracker
-    if not started_trackers:
-        return GeneralTracker(_blank=True)
-    raise ConfigError(
-        f"get_tracker({tracker_name!r}) finds none: started are "
-        f"{[tracker.name for tracker in started_trackers]}. Give its name to "
-        "Accelerator(log_with=...), before init_trackers."
-    )
-
-
-def logger_type_of(tracker: _Tracker) -> LoggerType | str | GeneralTracker:
-    """What `Accelerator.log_with` shows for a requested tracker: its name, or the given object."""
-    if not isinstance(tracker, type):
-        return tracker
-    return LoggerType(tracker.name) if tracker.name in LoggerType else tracker.name
+def is_there(name: str) -> bool:
+    """Whether a tracker's package is installed; a folder of its name is none."""
+    if name in SERVICES:
+        return is_package(name, SERVICES[name].distributions)
+    return name != TensorBoardTracker.name or is_installed(name)

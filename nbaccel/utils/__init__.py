@@ -6,9 +6,13 @@ Names of parts that are still to come can be imported and say so when they are u
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from nbaccel.base.unsupported_names import missing_names_of
 from nbaccel.utils import (
     ao,
-    bnb,
     constants,
     dataclasses,
     deepspeed,
@@ -16,19 +20,16 @@ from nbaccel.utils import (
     fsdp_utils,
     imports,
     launch,
-    megatron_lm,
     memory,
     modeling,
     offload,
     operations,
     other,
     random,
-    torch_xla,
     transformer_engine,
     versions,
 )
 from nbaccel.utils.ao import *
-from nbaccel.utils.bnb import *
 from nbaccel.utils.constants import *
 from nbaccel.utils.dataclasses import *
 from nbaccel.utils.deepspeed import *
@@ -36,35 +37,29 @@ from nbaccel.utils.environment import *
 from nbaccel.utils.fsdp_utils import *
 from nbaccel.utils.imports import *
 from nbaccel.utils.launch import *
-from nbaccel.utils.megatron_lm import *
 from nbaccel.utils.memory import *
 from nbaccel.utils.modeling import *
 from nbaccel.utils.offload import *
 from nbaccel.utils.operations import *
 from nbaccel.utils.other import *
 from nbaccel.utils.random import *
-from nbaccel.utils.torch_xla import *
-from nbaccel.utils.tqdm import tqdm
+from nbaccel.utils.tqdm import tqdm as tqdm
 from nbaccel.utils.transformer_engine import *
 from nbaccel.utils.versions import *
 
-__all__ = ["tqdm"]
-__all__ += ao.__all__
-__all__ += bnb.__all__
-__all__ += constants.__all__
-__all__ += dataclasses.__all__
-__all__ += deepspeed.__all__
-__all__ += environment.__all__
-__all__ += fsdp_utils.__all__
-__all__ += imports.__all__
-__all__ += launch.__all__
-__all__ += megatron_lm.__all__
-__all__ += memory.__all__
-__all__ += modeling.__all__
-__all__ += offload.__all__
-__all__ += operations.__all__
-__all__ += other.__all__
-__all__ += random.__all__
-__all__ += torch_xla.__all__
-__all__ += transformer_engine.__all__
-__all__ += versions.__all__
+if not TYPE_CHECKING:  # star imports hand on what they name
+    __all__ = ["tqdm"]
+    for _module in (
+        *(ao, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch),
+        *(memory, modeling, offload, operations, other, random, transformer_engine, versions),
+    ):
+        __all__ += _module.__all__
+
+    # Modules of which nothing is here: their names alone.
+    for _name in ("bnb", "megatron_lm", "torch_xla"):
+        _module = ModuleType(f"{__name__}.{_name}", "Names of a part that is still to come.")
+        _missing = missing_names_of(_module.__name__)
+        vars(_module).update(_missing, __all__=list(_missing))
+        sys.modules[_module.__name__] = _module
+        globals().update(_missing, **{_name: _module})
+        __all__ += list(_missing)

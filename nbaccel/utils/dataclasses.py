@@ -2,95 +2,64 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from nbaccel.base.unsupported_names import MEGATRON_LM, QUANTIZED_LOADING, missing_name_of
+from nbaccel.base.lazy_names import names_imported_as
+from nbaccel.base.unsupported_names import missing_names_of
 from nbaccel.config.enumerations import (
-    ComputeEnvironment,
-    CustomDtype,
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-    SageMakerDistributedType,
+    ComputeEnvironment as ComputeEnvironment,
+    CustomDtype as CustomDtype,
+    DDPCommunicationHookType as DDPCommunicationHookType,
+    DistributedType as DistributedType,
+    DynamoBackend as DynamoBackend,
+    LoggerType as LoggerType,
+    PrecisionType as PrecisionType,
+    RNGType as RNGType,
+    SageMakerDistributedType as SageMakerDistributedType,
 )
-from nbaccel.config.field_rules import Handler as KwargsHandler
+from nbaccel.config.field_rules import Handler
 from nbaccel.config.fp8 import (
-    AORecipeKwargs,
-    FP8RecipeKwargs,
-    MSAMPRecipeKwargs,
-    TERecipeKwargs,
+    AORecipeKwargs as AORecipeKwargs,
+    FP8RecipeKwargs as FP8RecipeKwargs,
+    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+    TERecipeKwargs as TERecipeKwargs,
 )
 from nbaccel.config.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
+    AutocastKwargs as AutocastKwargs,
+    DataLoaderConfiguration as DataLoaderConfiguration,
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+    GradScalerKwargs as GradScalerKwargs,
+    InitProcessGroupKwargs as InitProcessGroupKwargs,
+    ProfileKwargs as ProfileKwargs,
+    ProjectConfiguration as ProjectConfiguration,
+    TorchDynamoPlugin as TorchDynamoPlugin,
 )
 from nbaccel.parallelism_config import (
-    DeepSpeedSequenceParallelConfig,
-    ParallelismConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-    TorchTensorParallelPlugin,
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    ParallelismConfig as ParallelismConfig,
+    TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
 from nbaccel.plan import registry
-from nbaccel.utils.operations import TensorInformation
+from nbaccel.utils.operations import TensorInformation as TensorInformation
 
 if TYPE_CHECKING:
-    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 else:
     DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
+    __all__ = list(names_imported_as(__file__))
+    __all__ += ["BnbQuantizationConfig", "DeepSpeedPlugin", "KwargsHandler", "MegatronLMPlugin"]
+    __all__ += ["get_module_class_from_name"]
 
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "BnbQuantizationConfig",
-    "ComputeEnvironment",
-    "CustomDtype",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DeepSpeedSequenceParallelConfig",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DynamoBackend",
-    "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LoggerType",
-    "MSAMPRecipeKwargs",
-    "MegatronLMPlugin",
-    "ParallelismConfig",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "SageMakerDistributedType",
-    "TERecipeKwargs",
-    "TensorInformation",
-    "TorchContextParallelConfig",
-    "TorchDynamoPlugin",
-    "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
-    "get_module_class_from_name",
-]
-
-BnbQuantizationConfig = missing_name_of("BnbQuantizationConfig", QUANTIZED_LOADING, __name__)
-MegatronLMPlugin = missing_name_of("MegatronLMPlugin", MEGATRON_LM, __name__)
+KwargsHandler = Handler
+BnbQuantizationConfig: Any
+MegatronLMPlugin: Any
+globals().update(missing_names_of(__name__))
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.unsupported_names import DEEPSPEED_INTERNALS, missing_name_of
+from nbaccel.base.unsupported_names import missing_names_of
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import DummyOptim, DummyScheduler
 
@@ -14,29 +14,10 @@ if TYPE_CHECKING:
 else:
     DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
 
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedPlugin",
-    "DeepSpeedSchedulerWrapper",
-    "DummyOptim",
-    "DummyScheduler",
-    "HfDeepSpeedConfig",
-    "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
-]
-
-DeepSpeedEngineWrapper = missing_name_of("DeepSpeedEngineWrapper", DEEPSPEED_INTERNALS, __name__)
-DeepSpeedOptimizerWrapper = missing_name_of(
-    "DeepSpeedOptimizerWrapper", DEEPSPEED_INTERNALS, __name__
-)
-DeepSpeedSchedulerWrapper = missing_name_of(
-    "DeepSpeedSchedulerWrapper", DEEPSPEED_INTERNALS, __name__
-)
-HfDeepSpeedConfig = missing_name_of("HfDeepSpeedConfig", DEEPSPEED_INTERNALS, __name__)
-map_pytorch_optim_to_deepspeed = missing_name_of(
-    "map_pytorch_optim_to_deepspeed", DEEPSPEED_INTERNALS, __name__
-)
+_MISSING = missing_names_of(__name__)
+__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "get_active_deepspeed_plugin"]
+__all__ += list(_MISSING)
+globals().update(_MISSING)
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:

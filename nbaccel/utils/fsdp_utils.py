@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,47 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel.base import env
+from nbaccel.base import env, weight_files
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.unsupported_names import FSDP_INTERNALS, missing_name_of
-from nbaccel.bigmodel.shard_merging import write_merged_file
+from nbaccel.base.unsupported_names import missing_names_of
+from nbaccel.bigmodel.checkpoint_files import SAFE_FILE
 from nbaccel.state import PartialState
 from nbaccel.train import checkpoint
 
+_MISSING = missing_names_of(__name__)
 __all__ = [
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
-    "ensure_weights_retied",
-    "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters",
-    "get_fsdp2_grad_scaler",
     "get_parameters_from_modules",
-    "load_fsdp_model",
-    "load_fsdp_optimizer",
     "merge_fsdp_weights",
-    "save_fsdp_model",
-    "save_fsdp_optimizer",
 ]
+__all__ += list(_MISSING)
+globals().update(_MISSING)
 
 _PREFIX = "model."
 _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-
-ensure_weights_retied = missing_name_of("ensure_weights_retied", FSDP_INTERNALS, __name__)
-fsdp2_apply_ac = missing_name_of("fsdp2_apply_ac", FSDP_INTERNALS, __name__)
-fsdp2_canonicalize_names = missing_name_of("fsdp2_canonicalize_names", FSDP_INTERNALS, __name__)
-fsdp2_load_full_state_dict = missing_name_of("fsdp2_load_full_state_dict", FSDP_INTERNALS, __name__)
-fsdp2_prepare_model = missing_name_of("fsdp2_prepare_model", FSDP_INTERNALS, __name__)
-fsdp2_switch_optimizer_parameters = missing_name_of(
-    "fsdp2_switch_optimizer_parameters", FSDP_INTERNALS, __name__
-)
-get_fsdp2_grad_scaler = missing_name_of("get_fsdp2_grad_scaler", FSDP_INTERNALS, __name__)
-load_fsdp_model = missing_name_of("load_fsdp_model", FSDP_INTERNALS, __name__)
-load_fsdp_optimizer = missing_name_of("load_fsdp_optimizer", FSDP_INTERNALS, __name__)
-save_fsdp_model = missing_name_of("save_fsdp_model", FSDP_INTERNALS, __name__)
-save_fsdp_optimizer = missing_name_of("save_fsdp_optimizer", FSDP_INTERNALS, __name__)
 
 
 def get_parameters_from_modules(
@@ -180,3 +159,60 @@ def _whole(
     }
     read_into(weights)
     return {name.removeprefix(_PREFIX): value for name, value in weights.items()}
+
+
+def write_merged_file(
+    tensors: Mapping[str, Any],
+    read_into: Callable[[dict[str, Any]], None],
+    output_folder: Path,
+    *,
+    key_prefix: str,
+) -> None:
+    """Write ``model.safetensors`` out of shards; it appears whole, or not at all."""
+    # The largest elements first, so that each tensor begins at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].properties.dtype.itemsize)
+    sizes = [stored.size.numel() * stored.properties.dtype.itemsize for _, stored in ordered]
+    head, begins = weight_files.head_of_file(
+        (key.removeprefix(key_prefix), _dtype_code(key, stored), stored.size, num_bytes)
+        for (key, stored), num_bytes in zip(ordered, sizes, strict=True)
+    )
+    total_bytes = len(head) + sum(sizes)
+    with weight_files.publishing(output_folder, total_bytes) as workshop:
+        storage = _mapped_file(workshop / SAFE_FILE, head, total_bytes)
+        read_into(
+            {
+                key: _view_of(storage, stored, begin)
+                for (key, stored), begin in zip(ordered, begins, strict=True)
+            }
+        )
+
+
+def _dtype_code(key: str, stored: Any) -> str:
+    code = weight_files.dtype_code(stored.properties.dtype)
+    if code is None:
+        raise ConfigError(
+            f"{key} has the format {stored.properties.dtype}, which safetensors does not have: it "
+            "could not be written. Merge with --unsafe_serialization (safe_serialization=False)."
+        )
+    return code
+
+
+def _mapped_file(path: Path, head: bytes, total_bytes: int) -> Any:
+    """The bytes of a new file as a storage of torch: what is written there is in the file."""
+    with path.open("wb") as file:
+        # All its blocks at once: on a full disk a write to a page would kill the process. macOS
+        # has no such call.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, total_bytes)
+        else:
+            file.truncate(total_bytes)
+        file.write(head)
+    return torch.UntypedStorage.from_file(str(path), shared=True, nbytes=total_bytes)
+
+
+def _view_of(storage: torch.UntypedStorage, stored: Any, first_byte: int) -> torch.Tensor:
+    dtype = stored.properties.dtype
+    strides = torch.empty(stored.size, device="meta").stride()
+    return torch.empty(0, dtype=dtype).set_(
+        storage, first_byte // dtype.itemsize, stored.size, strides
+    )

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from nbaccel.base import env
 from nbaccel.base.errors import MissingBackend
-from nbaccel.base.optional_packages import install_line, is_installed
+from nbaccel.base.optional_packages import install_line, installed_version, is_installed
 
 __all__ = [
     "deepspeed_required",
@@ -89,91 +87,79 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # --------------------------------------------------------------------------- packages
 
 
-@dataclass(frozen=True, slots=True)
-class _Package:
-    """How a package is found.
+def _is_there(module: str, *distributions: str, versions: str = "") -> bool:
+    """Whether a package is installed, in one of these versions, as pip writes them.
 
-    Attributes:
-        module: What is imported.
-        distributions: What pip calls it; the module's name where empty. One of them must be there:
-            a folder that happens to have the module's name (trackers leave such) is no package.
-        versions: Accepted versions, as pip writes them.
+    One of the distributions that pip knows it by (the module's name where none is given) must be
+    there: a folder that happens to have the module's name (trackers leave such) is no package.
     """
-
-    module: str
-    distributions: tuple[str, ...] = ()
-    versions: str = ""
-
-    def is_there(self) -> bool:
-        versions = (_version(name) for name in self.distributions or (self.module,))
-        # By default a specifier matches no pre-release: an installed one would count as missing.
-        wanted_versions = SpecifierSet(self.versions, prereleases=True)
-        return is_installed(self.module) and any(
-            version is not None and version in wanted_versions for version in versions
-        )
+    found = (installed_version(name) for name in distributions or (module,))
+    # By default a specifier matches no pre-release: an installed one would count as missing.
+    wanted = SpecifierSet(versions, prereleases=True)
+    return is_installed(module) and any(version and version in wanted for version in found)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _finder(*packages: _Package) -> Callable[[], bool]:
-    """A function that says whether one of these is installed."""
+def _finder(*package: str, versions: str = "") -> Callable[[], bool]:
+    """A function that says whether a package is installed."""
 
     def is_available() -> bool:
-        return any(package.is_there() for package in packages)
+        return _is_there(*package, versions=versions)
 
-    is_available.__doc__ = f"Whether {' or '.join(p.module for p in packages)} is installed."
+    is_available.__doc__ = f"Whether {package[0]} is installed."
     return is_available
 
 
 _BITSANDBYTES = "bitsandbytes"
 
-is_4bit_bnb_available = _finder(_Package(_BITSANDBYTES, versions=">=0.39.0"))
-is_8bit_bnb_available = _finder(_Package(_BITSANDBYTES, versions=">=0.37.2"))
-is_aim_available = _finder(_Package("aim", versions="<4.0.0"))
-is_amdsmi_available = _finder(_Package("amdsmi"))
-is_boto3_available = _finder(_Package("boto3"))
-is_clearml_available = _finder(_Package("clearml"))
-is_comet_ml_available = _finder(_Package("comet_ml", ("comet-ml",)))
-is_datasets_available = _finder(_Package("datasets"))
-is_deepspeed_available = _finder(_Package("deepspeed"))
-is_dvclive_available = _finder(_Package("dvclive"))
-is_import_timer_available = _finder(_Package("import_timer"))
-is_lomo_available = _finder(_Package("lomo_optim"))
-is_matplotlib_available = _finder(_Package("matplotlib"))
-is_mlflow_available = _finder(_Package("mlflow", ("mlflow", "mlflow-skinny")))
-is_msamp_available = _finder(_Package("msamp", ("ms-amp",)))
-is_pandas_available = _finder(_Package("pandas"))
-is_peft_available = _finder(_Package("peft"))
-is_pynvml_available = _finder(_Package("pynvml", ("pynvml", "nvidia-ml-py")))
-is_pytest_available = _finder(_Package("pytest"))
-is_sagemaker_available = _finder(_Package("sagemaker"))
-is_schedulefree_available = _finder(_Package("schedulefree"))
-is_swanlab_available = _finder(_Package("swanlab"))
-is_tensorboard_available = _finder(_Package("tensorboard"), _Package("tensorboardX"))
-is_timm_available = _finder(_Package("timm"))
-is_torchao_available = _finder(_Package("torchao", versions=">=0.6.1"))
-is_torchdata_available = _finder(_Package("torchdata"))
-is_torchdata_stateful_dataloader_available = _finder(_Package("torchdata", versions=">=0.8.0"))
-is_torchvision_available = _finder(_Package("torchvision"))
-is_tqdm_available = _finder(_Package("tqdm"))
-is_trackio_available = _finder(_Package("trackio"))
-is_transformer_engine_available = _finder(
-    _Package("transformer_engine", ("transformer-engine",)),
-    _Package("intel_transformer_engine", ("intel-transformer-engine",)),
-)
-is_transformers_available = _finder(_Package("transformers"))
-is_triton_available = _finder(_Package("triton", ("triton", "triton-xpu", "pytorch-triton")))
-is_wandb_available = _finder(_Package("wandb"))
+is_4bit_bnb_available = _finder(_BITSANDBYTES, versions=">=0.39.0")
+is_8bit_bnb_available = _finder(_BITSANDBYTES, versions=">=0.37.2")
+is_aim_available = _finder("aim", versions="<4.0.0")
+is_amdsmi_available = _finder("amdsmi")
+is_boto3_available = _finder("boto3")
+is_clearml_available = _finder("clearml")
+is_comet_ml_available = _finder("comet_ml", "comet-ml")
+is_datasets_available = _finder("datasets")
+is_deepspeed_available = _finder("deepspeed")
+is_dvclive_available = _finder("dvclive")
+is_import_timer_available = _finder("import_timer")
+is_lomo_available = _finder("lomo_optim")
+is_matplotlib_available = _finder("matplotlib")
+is_mlflow_available = _finder("mlflow", "mlflow", "mlflow-skinny")
+is_msamp_available = _finder("msamp", "ms-amp")
+is_pandas_available = _finder("pandas")
+is_peft_available = _finder("peft")
+is_pynvml_available = _finder("pynvml", "pynvml", "nvidia-ml-py")
+is_pytest_available = _finder("pytest")
+is_sagemaker_available = _finder("sagemaker")
+is_schedulefree_available = _finder("schedulefree")
+is_swanlab_available = _finder("swanlab")
+is_timm_available = _finder("timm")
+is_torchao_available = _finder("torchao", versions=">=0.6.1")
+is_torchdata_available = _finder("torchdata")
+is_torchdata_stateful_dataloader_available = _finder("torchdata", versions=">=0.8.0")
+is_torchvision_available = _finder("torchvision")
+is_tqdm_available = _finder("tqdm")
+is_trackio_available = _finder("trackio")
+is_transformers_available = _finder("transformers")
+is_triton_available = _finder("triton", "triton", "triton-xpu", "pytorch-triton")
+is_wandb_available = _finder("wandb")
+
+
+def is_tensorboard_available() -> bool:
+    """Whether tensorboard or tensorboardX is installed."""
+    return _is_there("tensorboard") or _is_there("tensorboardX")
+
+
+def is_transformer_engine_available() -> bool:
+    """Whether TransformerEngine is installed, NVIDIA's or Intel's."""
+    return _is_there("transformer_engine", "transformer-engine") or _is_there(
+        "intel_transformer_engine", "intel-transformer-engine"
+    )
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Whether bitsandbytes is installed, of that version or newer."""
-    return _Package(_BITSANDBYTES, versions=f">={min_version}" if min_version else "").is_there()
+    return _is_there(_BITSANDBYTES, versions=f">={min_version}" if min_version else "")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
@@ -186,12 +172,12 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Whether numpy is installed, of that version or newer."""
-    return _Package("numpy", versions=f">={min_version}").is_there()
+    return _is_there("numpy", versions=f">={min_version}")
 
 
 def is_rich_available() -> bool:
     """Whether rich is installed and enabled by ``ACCELERATE_ENABLE_RICH``."""
-    return _Package("rich").is_there() and bool(env.flag("ACCELERATE_ENABLE_RICH"))
+    return _is_there("rich") and bool(env.flag("ACCELERATE_ENABLE_RICH"))
 
 
 def is_fp8_available() -> bool:
@@ -209,7 +195,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 def is_megatron_lm_available() -> bool:
     """Whether Megatron-LM is installed and enabled by ``ACCELERATE_USE_MEGATRON_LM``."""
-    there = _Package("megatron", ("megatron-core",), ">=0.8.0").is_there()
+    there = _is_there("megatron", "megatron-core", versions=">=0.8.0")
     return there and bool(env.flag("ACCELERATE_USE_MEGATRON_LM"))
 
 

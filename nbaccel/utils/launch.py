@@ -6,18 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from nbaccel.base import env
-from nbaccel.base.unsupported_names import LAUNCH_COMMANDS, missing_name_of
+from nbaccel.base.unsupported_names import missing_names_of
 from nbaccel.config.enumerations import DistributedType
 from nbaccel.utils.environment import get_int_from_env
 
-__all__ = [
-    "PrepareForLaunch",
-    "prepare_deepspeed_cmd_env",
-    "prepare_multi_gpu_env",
-    "prepare_sagemager_args_inputs",
-    "prepare_simple_launcher_cmd_env",
-    "prepare_tpu",
-]
+_MISSING = missing_names_of(__name__)
+__all__ = ["PrepareForLaunch"]
+__all__ += list(_MISSING)
+globals().update(_MISSING)
 
 
 class PrepareForLaunch:
@@ -50,15 +46,3 @@ class PrepareForLaunch:
             changes |= {"LOCAL_RANK": str(index), "RANK": str(before + index)}
         env.update(changes)
         self.launcher(*args)
-
-
-prepare_deepspeed_cmd_env = missing_name_of("prepare_deepspeed_cmd_env", LAUNCH_COMMANDS, __name__)
-prepare_multi_gpu_env = missing_name_of("prepare_multi_gpu_env", LAUNCH_COMMANDS, __name__)
-# Accelerate's spelling.
-prepare_sagemager_args_inputs = missing_name_of(
-    "prepare_sagemager_args_inputs", LAUNCH_COMMANDS, __name__
-)
-prepare_simple_launcher_cmd_env = missing_name_of(
-    "prepare_simple_launcher_cmd_env", LAUNCH_COMMANDS, __name__
-)
-prepare_tpu = missing_name_of("prepare_tpu", LAUNCH_COMMANDS, __name__)

@@ -2,89 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from nbaccel.base import torch_private
-from nbaccel.base.units import parse_bytes
-from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model, load_state_dict
+from nbaccel.base.lazy_names import names_imported_as
+from nbaccel.base.log import get_logger
+from nbaccel.base.units import first_few, parse_bytes
+from nbaccel.bigmodel.checkpoint_loading import (
+    load_checkpoint_in_model as load_checkpoint_in_model,
+    load_state_dict as load_state_dict,
+)
 from nbaccel.bigmodel.device_map import (
-    check_device_map,
-    clean_device_map,
-    fallback_allocate,
-    infer_auto_device_map,
+    check_device_map as check_device_map,
+    clean_device_map as clean_device_map,
+    fallback_allocate as fallback_allocate,
+    get_balanced_memory as get_balanced_memory,
+    get_max_memory as get_max_memory,
+    infer_auto_device_map as infer_auto_device_map,
 )
-from nbaccel.bigmodel.memory_budgets import get_balanced_memory, get_max_memory
 from nbaccel.bigmodel.module_sizes import (
-    calculate_maximum_sizes,
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    compute_module_sizes,
-    compute_module_total_buffer_size,
-    get_max_layer_size,
-    get_module_leaves,
-    get_module_size_with_ties,
+    calculate_maximum_sizes as calculate_maximum_sizes,
+    check_tied_parameters_in_config as check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+    compute_module_sizes as compute_module_sizes,
+    compute_module_total_buffer_size as compute_module_total_buffer_size,
+    dtype_byte_size as dtype_byte_size,
+    find_tied_parameters as find_tied_parameters,
+    get_max_layer_size as get_max_layer_size,
+    get_module_leaves as get_module_leaves,
+    get_module_size_with_ties as get_module_size_with_ties,
+    get_non_persistent_buffers as get_non_persistent_buffers,
+    id_tensor_storage as id_tensor_storage,
+    named_module_tensors as named_module_tensors,
 )
-from nbaccel.bigmodel.module_tensors import (
-    dtype_byte_size,
-    find_tied_parameters,
-    get_non_persistent_buffers,
-    id_tensor_storage,
-    named_module_tensors,
-)
-from nbaccel.bigmodel.offload_folder import load_offloaded_weights
-from nbaccel.bigmodel.offloaded_state import (
-    align_module_device,
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    has_offloaded_params,
-)
+from nbaccel.bigmodel.offload_folder import load_offloaded_weights as load_offloaded_weights
 from nbaccel.bigmodel.tensor_placing import (
-    check_device_same,
-    retie_parameters,
-    set_module_tensor_to_device,
+    check_device_same as check_device_same,
+    retie_parameters as retie_parameters,
+    set_module_tensor_to_device as set_module_tensor_to_device,
 )
+from nbaccel.hooks import each_hook
 from nbaccel.state import PartialState
 from nbaccel.utils.environment import parse_choice_from_env
 
-__all__ = [
-    "align_module_device",
-    "calculate_maximum_sizes",
-    "check_device_map",
-    "check_device_same",
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "clean_device_map",
-    "compute_module_sizes",
-    "compute_module_total_buffer_size",
-    "convert_file_size_to_int",
-    "dtype_byte_size",
-    "fallback_allocate",
-    "find_tied_parameters",
-    "get_balanced_memory",
-    "get_grad_scaler",
-    "get_max_layer_size",
-    "get_max_memory",
-    "get_mixed_precision_context_manager",
-    "get_module_leaves",
-    "get_module_size_with_ties",
-    "get_non_persistent_buffers",
-    "get_state_dict_from_offload",
-    "get_state_dict_offloaded_model",
-    "has_offloaded_params",
-    "id_tensor_storage",
-    "infer_auto_device_map",
-    "is_peft_model",
-    "load_checkpoint_in_model",
-    "load_offloaded_weights",
-    "load_state_dict",
-    "named_module_tensors",
-    "retie_parameters",
-    "set_module_tensor_to_device",
-]
+if not TYPE_CHECKING:
+    __all__ = list(names_imported_as(__file__))
+    __all__ += ["convert_file_size_to_int", "is_peft_model"]
+    __all__ += ["get_grad_scaler", "get_mixed_precision_context_manager"]
+    __all__ += ["align_module_device", "has_offloaded_params"]
+    __all__ += ["get_state_dict_from_offload", "get_state_dict_offloaded_model"]
+
+_MOST_NAMES_TOLD = 5
+_state_log = get_logger(__name__)
 
 
 def convert_file_size_to_int(size: int | str) -> int:
@@ -130,3 +105,128 @@ def get_mixed_precision_context_manager(
         PartialState().device.type, dtype=autocast_dtype, **options
     )
     return autocast_context
+
+
+# ------------------------------------------------------------------- weights that are elsewhere
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether a module has a hook that brings its weights in when it runs.
+
+    Args:
+        module: The module; submodules are not asked.
+    """
+    return _offloading_hook(module) is not None
+
+
+def _offloading_hook(module: nn.Module) -> Any:
+    return next(
+        (hook for hook in each_hook(module) if getattr(hook, "offload", False) is True), None
+    )
+
+
+@contextlib.contextmanager
+def align_module_device(
+    module: nn.Module, execution_device: torch.device | str | int | None = None
+) -> Iterator[None]:
+    """A block in which a module has its weights, on one device.
+
+    Args:
+        module: The module. What is in its submodules moves only where its hook includes them.
+        execution_device: Where to; None: where its hook computes, or nothing happens where it has
+            none that offloads.
+
+    Yields:
+        Nothing. Afterwards everything is where it was.
+    """
+    hook = _offloading_hook(module)
+    if hook is not None:
+        with _brought_in(module, hook, execution_device):
+            yield
+    elif execution_device is None:
+        yield
+    else:
+        devices = {name: tensor.device for name, tensor in module.named_parameters(recurse=False)}
+        try:
+            for name in devices:
+                set_module_tensor_to_device(module, name, execution_device)
+            yield
+        finally:
+            for name, device in devices.items():
+                set_module_tensor_to_device(module, name, device)
+
+
+@contextlib.contextmanager
+def _brought_in(module: nn.Module, hook: Any, execution_device: Any) -> Iterator[None]:
+    usual_device = hook.execution_device
+    if execution_device is not None:
+        hook.execution_device = execution_device
+    # Those of other libraries bring weights in as part of a call.
+    bring_in = getattr(hook, "bring_in", None) or hook.pre_forward
+    send_out = getattr(hook, "send_out", None) or (lambda owner: hook.post_forward(owner, None))
+    try:
+        bring_in(module)
+        yield
+    finally:
+        send_out(module)
+        hook.execution_device = usual_device
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model with offloaded weights, all of it in host memory.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Its tensors by name. Weights that nothing has values of are left out, with a warning.
+    """
+    state: dict[str, Any] = {
+        name: value.to("cpu") if _has_values(value) else value
+        for name, value in model.state_dict().items()
+    }
+    for module_name, module in model.named_modules():
+        if has_offloaded_params(module):
+            prefix = f"{module_name}." if module_name else ""
+            with align_module_device(module, "cpu"):
+                own_state = module.state_dict(prefix=prefix)
+            state |= {name: value for name, value in own_state.items() if _has_values(value)}
+    lacking = [name for name, value in state.items() if getattr(value, "is_meta", False)]
+    if lacking:
+        _state_log.warning(
+            "%d tensors are on meta and nothing has their values, so they are not in the state "
+            "dict: %s",
+            len(lacking),
+            first_few(lacking, _MOST_NAMES_TOLD),
+        )
+    return {name: value for name, value in state.items() if name not in lacking}
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Put a module's tensors into a state dict that has their names already.
+
+    Args:
+        module: The module.
+        module_name: The whole name of one of its tensors.
+        state_dict: It is changed.
+        device_to_put_offload: Where offloaded weights go; others stay where they are.
+
+    Returns:
+        `state_dict`.
+    """
+    owner_name = module_name.rpartition(".")[0]
+    target = device_to_put_offload if has_offloaded_params(module) else None
+    with align_module_device(module, target):
+        for name, value in module.state_dict(prefix=f"{owner_name}.").items():
+            if name in state_dict:
+                state_dict[name] = value
+    return state_dict

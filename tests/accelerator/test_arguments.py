@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from nbaccel import (
     RunConfig,
 )
 from nbaccel.errors import ConfigError, PlatformUnsupported
-
-
-def test_arguments_have_the_names_and_the_order_of_accelerates() -> None:
-    theirs = pytest.importorskip("accelerate").Accelerator
-    mine = inspect.signature(Accelerator).parameters
-    kept = [name for name in mine if mine[name].kind is not inspect.Parameter.KEYWORD_ONLY]
-    assert kept == list(inspect.signature(theirs).parameters)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +122,3 @@ def test_a_dynamo_plugin_says_how_models_are_compiled() -> None:
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=regional)
     with pytest.raises(ConfigError, match=r"dynamo_plugin={'backend': 'eager'}\) is no"):
         Accelerator(cpu=True, dynamo_plugin={"backend": "eager"})
-
-
-def test_arguments_have_accelerates_names_order_and_defaults() -> None:
-    """Of the constructor; where a default differs, the reason stands here."""
-    ours = inspect.signature(Accelerator).parameters
-    theirs = inspect.signature(accelerate.Accelerator).parameters
-    assert list(ours)[: len(theirs)] == list(theirs)
-    # None: what the launcher said in the environment, which an argument wins over.
-    differ = {n for n in theirs if repr(ours[n].default) != repr(theirs[n].default)}
-    assert differ == {"split_batches", "gradient_accumulation_steps"}

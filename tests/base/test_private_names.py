@@ -227,7 +227,7 @@ def test_a_tensorboard_writer_without_its_name(monkeypatch, tmp_path):
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    from nbaccel.train.trackers import TensorBoardTracker
+    from nbaccel.tracking import TensorBoardTracker
 
     tracker = TensorBoardTracker("run", tmp_path)
     assert isinstance(tracker.tracker, SummaryWriter)  # which calls it, too

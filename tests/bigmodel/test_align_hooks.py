@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.bigmodel.align_hooks import (
+from nbaccel.bigmodel.offload_folder import OffloadedWeightsLoader, offload_state_dict
+from nbaccel.bigmodel.prefetching import ExecutionOrder
+from nbaccel.errors import ConfigError
+from nbaccel.hooks import (
     AlignDevicesHook,
+    add_hook_to_module,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
+    remove_hook_from_submodules,
 )
-from nbaccel.bigmodel.execution_order import ExecutionOrder
-from nbaccel.bigmodel.model_hooks import add_hook_to_module, remove_hook_from_submodules
-from nbaccel.bigmodel.offload_folder import OffloadedWeightsLoader, offload_state_dict
-from nbaccel.bigmodel.offloaded_state import align_module_device
-from nbaccel.errors import ConfigError
+from nbaccel.utils import align_module_device
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.bigmodel.align_hooks import attach_align_device_hook
-from nbaccel.bigmodel.device_copies import start_copies
-from nbaccel.bigmodel.execution_order import ExecutionOrder
 from nbaccel.bigmodel.offload_folder import OffloadedWeightsLoader, offload_state_dict
+from nbaccel.bigmodel.prefetching import ExecutionOrder, start_copies
+from nbaccel.hooks import attach_align_device_hook
 from tests.isolation import isolated
 
 WIDTH, LAYERS = 2048, 12
@@ -49,15 +48,10 @@ class FakeBlock:
     """Notes what it is told; its bytes fill any window."""
 
     weight_bytes = 10**9
+    weights_map, offloaded_names = None, ()
 
     def __init__(self, name, told):
         self.name, self.told = name, told
-
-    def ask_for_weights(self):
-        pass
-
-    def give_weights_back(self):
-        pass
 
     def copy_ahead(self):
         self.told.append(("copy", self.name))

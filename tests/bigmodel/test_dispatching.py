@@ -22,8 +22,7 @@ from nbaccel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from nbaccel.bigmodel.checkpoint_files import read_checkpoint
-from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
+from nbaccel.bigmodel.checkpoint_files import StoredWeights, WeightFiles, read_checkpoint
 from nbaccel.errors import UnsafeMoment
 from nbaccel.hooks import remove_hook_from_submodules
 

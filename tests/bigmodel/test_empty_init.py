@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import nbaccel
-from nbaccel.bigmodel.empty_init import init_empty_weights, init_on_device
-from nbaccel.bigmodel.module_tensors import find_tied_parameters
+from nbaccel.big_modeling import init_empty_weights, init_on_device
+from nbaccel.bigmodel.module_sizes import find_tied_parameters
 from nbaccel.errors import ConfigError
 
 REGISTERING = (nn.Module.register_parameter, nn.Module.register_buffer)

@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nbaccel.bigmodel import (
-    align_hooks,
-    empty_init,
-    model_hooks,
-    offload_folder,
-    offloaded_state,
-    tensor_placing,
-)
+from nbaccel import big_modeling, hooks as our_hooks
+from nbaccel.utils import modeling, offload
 
 accelerate = pytest.importorskip("accelerate")
 peer_hooks = pytest.importorskip("accelerate.hooks")
 peer_modeling = pytest.importorskip("accelerate.utils.modeling")
 peer_offload = pytest.importorskip("accelerate.utils.offload")
 peer_big = pytest.importorskip("accelerate.big_modeling")
-
-HOOK_NAMES = [
-    *("ModelHook", "SequentialHook", "CpuOffload", "UserCpuOffloadHook", "LayerwiseCastingHook"),
-    *("add_hook_to_module", "remove_hook_from_module", "remove_hook_from_submodules"),
-]
-ALIGN_NAMES = [
-    *("AlignDevicesHook", "attach_execution_device_hook"),
-    *("attach_align_device_hook", "attach_align_device_hook_on_blocks"),
-]
-PAIRS = [
-    *((model_hooks, peer_hooks, name) for name in HOOK_NAMES),
-    *((align_hooks, peer_hooks, name) for name in ALIGN_NAMES),
-    (model_hooks, peer_big, "attach_layerwise_casting_hooks"),
-    *((empty_init, peer_big, name) for name in ("init_empty_weights", "init_on_device")),
-    *(
-        (tensor_placing, peer_modeling, name)
-        for name in ("set_module_tensor_to_device", "retie_parameters", "check_device_same")
-    ),
-    *(
-        (offloaded_state, peer_modeling, name)
-        for name in (
-            *("align_module_device", "has_offloaded_params"),
-            *("get_state_dict_offloaded_model", "get_state_dict_from_offload"),
-        )
-    ),
-    (offload_folder, peer_modeling, "load_offloaded_weights"),
-    *(
-        (offload_folder, peer_offload, name)
-        for name in (
-            *("offload_weight", "load_offloaded_weight", "save_offload_index"),
-            *("offload_state_dict", "PrefixedDataset", "OffloadedWeightsLoader"),
-            "extract_submodules_state_dict",
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("ours", "theirs", "name"), PAIRS, ids=[pair[2] for pair in PAIRS])
-def test_calls_are_the_same(ours, theirs, name):
-    """Names, order and defaults; what is only here is by keyword."""
-
-    def arguments(module: Any) -> list[tuple[str, Any]]:
-        signature = inspect.signature(getattr(module, name))
-        kinds = (inspect.Parameter.KEYWORD_ONLY,)
-        return [(p.name, p.default) for p in signature.parameters.values() if p.kind not in kinds]
-
-    assert arguments(ours) == arguments(theirs)
 
 
 def make_model() -> nn.Module:
@@ -169,16 +115,11 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_hooks_do_the_same(way):
-    ours = story(_our_hooks(), WAYS[way], make_model(), X)
+    ours = story(our_hooks, WAYS[way], make_model(), X)
     theirs = story(peer_hooks, WAYS[way], make_model(), X)
     assert len(ours) == len(theirs)
     for step, (own, other) in enumerate(zip(ours, theirs, strict=True)):
         assert alike(own, other), (step, own, other)
-
-
-def _our_hooks() -> Any:
-    both = {**vars(model_hooks), **vars(align_hooks)}
-    return type("Hooks", (), {n: staticmethod(both[n]) for n in (*HOOK_NAMES, *ALIGN_NAMES)})
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
@@ -206,8 +147,8 @@ def test_models_of_transformers_give_the_same(name):
     plain = auto.from_config(config).eval()
     state = state_copy(plain)
     found = {}
-    for hooks in (_our_hooks(), peer_hooks):
-        with empty_init.init_empty_weights():
+    for hooks in (our_hooks, peer_hooks):
+        with big_modeling.init_empty_weights():
             model = auto.from_config(config).eval()
         model.load_state_dict(state, assign=True)
         hooks.attach_align_device_hook(model, "cpu", offload=True, weights_map=dict(state))
@@ -231,8 +172,8 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("reader", [offload_folder, peer_offload])
-@pytest.mark.parametrize("writer", [offload_folder, peer_offload])
+@pytest.mark.parametrize("reader", [offload, peer_offload])
+@pytest.mark.parametrize("writer", [offload, peer_offload])
 def test_each_reads_the_folders_of_the_other(tmp_path, writer, reader):
     writer.offload_state_dict(tmp_path, WEIGHTS)
     loader = reader.OffloadedWeightsLoader(save_folder=tmp_path)
@@ -243,7 +184,7 @@ def test_each_reads_the_folders_of_the_other(tmp_path, writer, reader):
 
 
 def test_folders_are_the_same(tmp_path):
-    for module, folder in ((offload_folder, "ours"), (peer_offload, "theirs")):
+    for module, folder in ((offload, "ours"), (peer_offload, "theirs")):
         module.offload_state_dict(tmp_path / folder, WEIGHTS)
     ours, theirs = (
         {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
@@ -267,7 +208,7 @@ PLACINGS = [
 @pytest.mark.parametrize("arguments", PLACINGS, ids=str)
 def test_tensors_are_placed_the_same(arguments):
     found = []
-    for module in (tensor_placing, peer_modeling):
+    for module in (modeling, peer_modeling):
         model = make_model()
         module.set_module_tensor_to_device(model, "0.weight", **arguments)
         weight = model[0].weight
@@ -277,7 +218,7 @@ def test_tensors_are_placed_the_same(arguments):
 
 def test_states_of_offloaded_models_are_the_same():
     found = []
-    for hooks, module in ((_our_hooks(), offloaded_state), (peer_hooks, peer_modeling)):
+    for hooks, module in ((our_hooks, modeling), (peer_hooks, peer_modeling)):
         model = make_model()
         WAYS["offloaded"](hooks, model)
         found.append(module.get_state_dict_offloaded_model(model))
@@ -289,17 +230,17 @@ def test_hooks_of_accelerate_are_understood():
     """Transformers attaches them when it loads a model with a device map."""
     model = make_model()
     WAYS["offloaded"](peer_hooks, model)
-    assert offloaded_state.has_offloaded_params(model[0])
-    with offloaded_state.align_module_device(model[0]):
+    assert modeling.has_offloaded_params(model[0])
+    with modeling.align_module_device(model[0]):
         assert torch.equal(model[0].weight, make_model()[0].weight)
     assert model[0].weight.is_meta
-    assert alike(offloaded_state.get_state_dict_offloaded_model(model), make_model().state_dict())
+    assert alike(modeling.get_state_dict_offloaded_model(model), make_model().state_dict())
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])
 def test_modules_are_built_empty_in_the_same_way(include_buffers):
     devices = []
-    for module in (empty_init, peer_big):
+    for module in (big_modeling, peer_big):
         with module.init_empty_weights(include_buffers):
             model = make_model()
             loose = torch.zeros(1).device.type

@@ -20,9 +20,8 @@ from torch import nn
 from typing_extensions import Self
 
 from nbaccel.base import mapped_files
-from nbaccel.bigmodel.checkpoint_files import read_checkpoint
+from nbaccel.bigmodel.checkpoint_files import StoredWeights, WeightFiles, read_checkpoint
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
-from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
 from nbaccel.transfer import arena, memfd
 from nbaccel.transfer.arena import Arena
 from tests.isolation import isolated

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.bigmodel.memory_budgets import get_balanced_memory, get_max_memory
+from nbaccel.bigmodel.device_map import get_balanced_memory, get_max_memory
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory

@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.bigmodel.align_hooks import AlignDevicesHook, attach_align_device_hook
-from nbaccel.bigmodel.model_hooks import ModelHook, add_hook_to_module
-from nbaccel.bigmodel.module_tensors import find_tied_parameters
-from nbaccel.bigmodel.offloaded_state import (
-    align_module_device,
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    has_offloaded_params,
-)
+from nbaccel.bigmodel.module_sizes import find_tied_parameters
 from nbaccel.bigmodel.tensor_placing import (
     as_device,
     check_device_same,
@@ -24,6 +16,13 @@ from nbaccel.bigmodel.tensor_placing import (
     set_module_tensor_to_device,
 )
 from nbaccel.errors import ConfigError
+from nbaccel.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
+from nbaccel.utils import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
 
 
 class Tagged(nn.Parameter):

@@ -12,7 +12,7 @@ from nbaccel.config.given_values import shown
 from nbaccel.config.text_forms import read_object, read_yaml
 from nbaccel.errors import ConfigError
 from nbaccel.train.checkpoint.folder_writing import read_manifest
-from nbaccel.train.checkpoint.left_out import read_left_out
+from nbaccel.train.checkpoint.layout import read_left_out
 
 DEEP = "[" * 20_000 + "]" * 20_000
 LAUGHS = "\n".join(

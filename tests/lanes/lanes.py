@@ -137,7 +137,7 @@ LANES: dict[str, Lane] = {
         tests=(
             *_CORE,
             *_OF_BIG_MODELS,
-            "tests/bigmodel/test_model_hooks.py",
+            "tests/bigmodel/test_hooks.py",
             "tests/bigmodel/test_checkpoint_files.py",
             "tests/calls/test_process_groups.py",
             "tests/calls/test_cell_running.py",

@@ -16,10 +16,10 @@ from torch.utils.data import (
 
 from nbaccel import notebook_launcher
 from nbaccel.config.handlers import DataLoaderConfiguration
+from nbaccel.data_loader import share_data_loader
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.prepare_loader import prepare_data_loader
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ def ours(cases: Any) -> list[Any]:
         torch.manual_seed(7)
         state = GradientState()
         configuration = DataLoaderConfiguration(**settings)
-        loader = prepare_data_loader(make(kind), place, state, configuration, Collectives(place))
+        loader = share_data_loader(make(kind), place, state, configuration, Collectives(place))
         found.append((None if "stream" in kind else len(loader), epochs(loader, state)))
     return found
 
@@ -172,7 +172,7 @@ def seeded_apart() -> Any:
     place = init_process(cpu=True)
     torch.manual_seed(place.rank)
     settings = DataLoaderConfiguration(use_seedable_sampler=True)
-    loader = prepare_data_loader(
+    loader = share_data_loader(
         make("shuffled"), place, GradientState(), settings, Collectives(place)
     )
     return [batch.tolist() for batch in loader]

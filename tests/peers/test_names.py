@@ -6,6 +6,8 @@ import enum
 import importlib
 import inspect
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -53,6 +55,41 @@ MODULES = [
     "utils.transformer_engine",
     "utils.versions",
 ]
+# What a module of theirs defines for itself alone; libraries import none of it.
+INTERNAL = {
+    "checkpointing": "load_accelerator_state save_accelerator_state",
+    "data_loader": "DataLoaderAdapter DataLoaderStateMixin get_sampler",
+    "inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward",
+    "launchers": "test_launch",
+    "optimizer": "move_to_device patch_optimizer_step",
+    "state": "ThreadLocalSharedDict do_nothing",
+    "utils.bnb": """
+        get_keys_to_not_convert get_parameter_device get_quantized_model_device_map
+        quantize_and_offload_8bit replace_with_bnb_layers
+    """,
+    "utils.dataclasses": """
+        BaseEnum EnumWithContains FP8BackendType add_model_config_to_megatron_parser
+        parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config
+    """,
+    "utils.environment": "get_driver_version",
+    "utils.fsdp_utils": "fsdp2_prepare_auto_wrap_policy",
+    "utils.launch": "env_var_path_add prepare_extend_env_parallelism_config setup_fp8_env",
+    "utils.megatron_lm": """
+        MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper finish_mpu_init
+        gather_across_data_parallel_groups initialize model_provider_func prepare_data_loader
+        prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler
+    """,
+    "utils.operations": """
+        chained_operation gather_tensor_shape is_torch_xpu_tensor verify_operation
+    """,
+    "utils.other": "has_repeated_blocks is_repeated_blocks",
+}
+# What cannot be imported, and why.
+ABSENT = {
+    "commands.config": "the command line is another program: nbaccel config",
+    "commands.launch": "the command line is another program: nbaccel launch",
+    "test_utils": "Accelerate's tests of itself",
+}
 LATER = {
     name
     for name in utils.__all__
@@ -78,9 +115,42 @@ def test_every_name_of_its_utils_is_there():
     assert not missing
 
 
+@pytest.mark.filterwarnings("ignore:memory_utils has been reorganized:FutureWarning")
 @pytest.mark.parametrize("name", MODULES)
-def test_its_modules_are_there(name):
-    importlib.import_module(f"nbaccel.{name}")
+def test_what_its_modules_define_is_in_the_same_place(name):
+    theirs = importlib.import_module(f"accelerate.{name}")
+    ours = importlib.import_module(f"nbaccel.{name}")
+    defined = {
+        member
+        for member in public(theirs)
+        if str(getattr(getattr(theirs, member), "__module__", "")) == theirs.__name__
+    }
+    missing = {member for member in defined if not hasattr(ours, member)}
+    assert missing == set(INTERNAL.get(name, "").split())
+
+
+def test_names_that_it_hands_on_are_there_too():
+    """Those that trl, peft, transformers and diffusers import from elsewhere than `utils`."""
+    from nbaccel.state import AcceleratorState, DistributedType, GradientState  # noqa: F401
+    from nbaccel.utils.dataclasses import DistributedType as Same
+    from nbaccel.utils.modeling import check_device_map, infer_auto_device_map  # noqa: F401
+
+    assert Same is DistributedType
+    for name in ("big_modeling", "hooks", "logging", "state", "utils"):
+        assert getattr(nbaccel, name) is importlib.import_module(f"nbaccel.{name}")
+
+
+@pytest.mark.parametrize("module", sorted(ABSENT))
+def test_what_is_absent_has_a_reason(module):
+    assert ABSENT[module]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"nbaccel.{module}")
+
+
+@pytest.mark.slow
+def test_modules_are_attributes_of_the_package_without_an_import_of_their_own():
+    code = "import nbaccel; nbaccel.hooks.AlignDevicesHook, nbaccel.utils.set_seed"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

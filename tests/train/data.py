@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbaccel.abc.place import Place
 from nbaccel.config.handlers import DataLoaderConfiguration
+from nbaccel.data_loader import share_data_loader
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
-from nbaccel.train.prepare_loader import prepare_data_loader
 
 ALONE = Place(device=torch.device("cpu"))
 
@@ -53,7 +53,7 @@ def prepare(
     slice_fn: Any = None,
     **settings: Any,
 ) -> PreparedLoader:
-    return prepare_data_loader(
+    return share_data_loader(
         loader,
         place,
         GradientState() if state is None else state,

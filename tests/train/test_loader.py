@@ -11,10 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 from nbaccel import notebook_launcher
 from nbaccel.config.handlers import DataLoaderConfiguration
+from nbaccel.data_loader import share_data_loader
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.prepare_loader import prepare_data_loader
 from tests.train.data import Numbers, Stream, here, lists, prepare
 
 
@@ -217,7 +217,7 @@ def test_ranks_seeded_differently_draw_one_order():
 def drawn_after_sharing():
     place = init_process(cpu=True)
     torch.manual_seed(place.rank)
-    loader = prepare_data_loader(
+    loader = share_data_loader(
         DataLoader(Numbers(), batch_size=5, shuffle=True),
         place,
         GradientState(),

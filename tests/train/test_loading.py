@@ -17,10 +17,10 @@ from torch.utils.data import (
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.abc.place import Place
+from nbaccel.data_loader import skip_first_batches
 from nbaccel.errors import MissingBackend
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
-from nbaccel.train.prepare_loader import skip_first_batches
 from tests.train.data import Numbers, Stream, here, lists, prepare
 
 FIRST_OF_TWO = Place(world_size=2, local_world_size=2, device=torch.device("cpu"))

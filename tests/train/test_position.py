@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.abc.place import Place
+from nbaccel.data_loader import skip_first_batches
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import files
 from nbaccel.train.distributed import init_process
-from nbaccel.train.prepare_loader import skip_first_batches
 from tests.train.data import ALONE, Numbers, lists, prepare
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates, for every loader it makes.

@@ -14,14 +14,13 @@ import yaml
 
 from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError, MissingBackend
-from nbaccel.tracking import LOGGER_TYPE_TO_CLASS
-from nbaccel.train.trackers import (
-    REGISTERED_CLASSES,
+from nbaccel.tracking import (
+    LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
     JsonlTracker,
     LoggerType,
     TensorBoardTracker,
-    find_trackers,
+    filter_trackers,
     get_available_trackers,
     register_tracker_class,
     start_trackers,
@@ -170,18 +169,21 @@ def test_tensorboard_names_a_value_that_it_cannot_show(tmp_path):
 
 def test_trackers_are_found_by_name_class_and_instance(tmp_path):
     own = Recording()
-    assert find_trackers(None) == []
-    assert find_trackers("jsonl", tmp_path) == [JsonlTracker]
-    assert find_trackers(["tensorboard", own, "tensorboard"], tmp_path) == [TensorBoardTracker, own]
-    assert find_trackers(Recording) == [Recording]
-    everything = find_trackers(["all", own], tmp_path)
+    assert filter_trackers(None) == []
+    assert filter_trackers("jsonl", tmp_path) == [JsonlTracker]
+    assert filter_trackers(["tensorboard", own, "tensorboard"], tmp_path) == [
+        TensorBoardTracker,
+        own,
+    ]
+    assert filter_trackers(Recording) == [Recording]
+    everything = filter_trackers(["all", own], tmp_path)
     assert [everything[0], everything[1], everything[-1]] == [JsonlTracker, TensorBoardTracker, own]
 
 
 def test_accelerates_own_names_are_understood(tmp_path):
     from accelerate.utils import LoggerType
 
-    assert find_trackers(LoggerType.TENSORBOARD, tmp_path) == [TensorBoardTracker]
+    assert filter_trackers(LoggerType.TENSORBOARD, tmp_path) == [TensorBoardTracker]
 
 
 def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):
@@ -189,13 +191,13 @@ def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):
     if not missing:
         pytest.skip("every tracker is installed here")
     with pytest.warns(UserWarning, match=rf"log_with='{missing[0]}' is left out.*pip install"):
-        assert find_trackers(["jsonl", missing[0]], tmp_path) == [JsonlTracker]
+        assert filter_trackers(["jsonl", missing[0]], tmp_path) == [JsonlTracker]
 
 
 def test_a_class_can_be_registered():
     register_tracker_class(Recording)
     assert LOGGER_TYPE_TO_CLASS[Recording.name] is Recording
-    assert find_trackers("recording") == [Recording]
+    assert filter_trackers("recording") == [Recording]
     with pytest.warns(UserWarning, match="takes the name 'recording' from another"):
         register_tracker_class(Recording)
     with pytest.raises(ConfigError, match=r"'Recording'.*no subclass of GeneralTracker"):
@@ -203,7 +205,7 @@ def test_a_class_can_be_registered():
     nameless = type("Nameless", (GeneralTracker,), {"requires_logging_directory": False})
     with pytest.raises(ConfigError, match=r"Nameless\) does not define name"):
         register_tracker_class(nameless)
-    del REGISTERED_CLASSES[Recording.name]
+    del LOGGER_TYPE_TO_CLASS[Recording.name]
 
 
 def test_tensorboard_shows_images(tmp_path):
@@ -216,12 +218,12 @@ def test_tensorboard_shows_images(tmp_path):
 
 def test_an_unknown_name_is_refused_with_a_guess():
     with pytest.raises(ConfigError, match=r"'tensorbord'.*Did you mean 'tensorboard'"):
-        find_trackers("tensorbord")
+        filter_trackers("tensorbord")
 
 
 def test_all_mistakes_come_together():
     with pytest.raises(ConfigError) as caught:
-        find_trackers(["jsonl", "nothing-like-it"])
+        filter_trackers(["jsonl", "nothing-like-it"])
     unknown, homeless = caught.value.mistakes
     assert "'nothing-like-it'" in unknown
     assert "logging_dir=None" in homeless
@@ -234,7 +236,7 @@ def install(monkeypatch, tmp_path, value):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brings\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[nbaccel.trackers]\nbrought = {value}\n")
     (tmp_path / "brings.py").write_text(
-        "from nbaccel.train.trackers import GeneralTracker\n"
+        "from nbaccel.tracking import GeneralTracker\n"
         "class Brought(GeneralTracker):\n"
         "    name, requires_logging_directory, tracker = 'brought', False, None\n"
     )
@@ -244,22 +246,22 @@ def install(monkeypatch, tmp_path, value):
 
 def test_a_package_can_bring_a_tracker(monkeypatch, tmp_path):
     install(monkeypatch, tmp_path, "brings:Brought")
-    (found,) = find_trackers("brought")
+    (found,) = filter_trackers("brought")
     assert issubclass(found, GeneralTracker)
     assert found.name == "brought"
-    assert found in find_trackers("all", tmp_path)
+    assert found in filter_trackers("all", tmp_path)
 
 
 def test_a_package_that_is_broken_is_named(monkeypatch, tmp_path):
     install(monkeypatch, tmp_path, "no_such_module:Brought")
     with pytest.raises(MissingBackend, match=r"'brought'.*no_such_module"):
-        find_trackers("brought")
+        filter_trackers("brought")
 
 
 def test_a_package_that_brings_something_else_is_named(monkeypatch, tmp_path):
     install(monkeypatch, tmp_path, "json:dumps")
     with pytest.raises(ConfigError, match=r"'brought'.*not a subclass"):
-        find_trackers("brought")
+        filter_trackers("brought")
 
 
 # ------------------------------------------------------------------------- starting
@@ -267,7 +269,7 @@ def test_a_package_that_brings_something_else_is_named(monkeypatch, tmp_path):
 
 def test_trackers_start_with_name_folder_options_and_configuration(tmp_path):
     own = Recording("mine")
-    found = find_trackers([own, Recording, "jsonl"], tmp_path)
+    found = filter_trackers([own, Recording, "jsonl"], tmp_path)
     first, second, third = start_trackers(
         found,
         MAIN,

@@ -10,7 +10,7 @@ import pytest
 from nbaccel.base.optional_packages import install_line
 from nbaccel.errors import MissingBackend
 from nbaccel.utils import imports
-from nbaccel.utils.imports import _Package, _required
+from nbaccel.utils.imports import _is_there, _required
 from tests.isolation import ROOT
 
 accelerate_imports = pytest.importorskip("accelerate.utils.imports")
@@ -49,14 +49,14 @@ def test_a_folder_that_has_the_name_of_a_package_is_none(
 ) -> None:
     (tmp_path / "wandbox").mkdir()  # what trackers leave in the working folder
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not _Package("wandbox").is_there()
-    assert _Package("wandbox", ("pytest",)).is_there()
+    assert not _is_there("wandbox")
+    assert _is_there("wandbox", "pytest")
 
 
 def test_a_version_that_will_not_do_counts_as_missing() -> None:
     found = importlib.metadata.version("pytest")
-    assert _Package("pytest", versions=f">={found}").is_there()
-    assert not _Package("pytest", versions=f"<{found}").is_there()
+    assert _is_there("pytest", versions=f">={found}")
+    assert not _is_there("pytest", versions=f"<{found}")
 
 
 def test_what_needs_a_package_says_so_before_it_begins() -> None:

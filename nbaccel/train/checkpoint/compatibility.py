@@ -280,3 +280,46 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
         if tensor_name not in weights_by_name and tied_name in weights_by_name:
             weights_by_name[tensor_name] = weights_by_name[tied_name]
     return weights_by_name
+
+
+# ------------------------------------------------------------------------- frozen, left out
+
+
+def frozen_names(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that are not trained, those of tied ones all."""
+    return frozenset(
+        parameter_name
+        for parameter_name, is_trained in _trained_by_name(model).items()
+        if not is_trained
+    )
+
+
+def _trained_by_name(model: nn.Module) -> dict[str, bool]:
+    return {
+        _uncompiled_name(parameter_name): parameter.requires_grad
+        for parameter_name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def without_names(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A state dict without these tensors."""
+    return {
+        tensor_name: value
+        for tensor_name, value in state.items()
+        if _uncompiled_name(tensor_name) not in names
+    }
+
+
+def trained_problem(model: nn.Module, names: Collection[str]) -> str:
+    """Why a model cannot do without values for parameters that were frozen when it was saved."""
+    trained_by_name = _trained_by_name(model)
+    trained_names = sorted(name for name in names if trained_by_name.get(name, True))
+    if not trained_names:
+        return ""
+    how_many = f" ({len(trained_names)} such parameters)" if len(trained_names) > 1 else ""
+    first_state = "is trained in" if trained_names[0] in trained_by_name else "is not in"
+    return (
+        "was saved with exclude_frozen_parameters=True and has no values for "
+        f"{trained_names[0]}{how_many}, which was frozen then and {first_state} the "
+        f"{type(model).__name__} now"
+    )

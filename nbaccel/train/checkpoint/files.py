@@ -38,7 +38,7 @@ def read_torch_file(path: Path, *, allowed: Iterable[Any] = (), **options: Any) 
         raise  # the machine's fault, not the file's
     except Exception as error:  # a damaged pickle can raise anything
         # Without torch's own advice, which is to let the file run whatever it says.
-        raise CheckpointDamaged(_why_unreadable(path, error)) from None
+        raise CheckpointDamaged(why_unreadable(path, error)) from None
 
 
 def read_torch_outline(path: Path, **options: Any) -> Any:
@@ -48,16 +48,20 @@ def read_torch_outline(path: Path, **options: Any) -> Any:
     return read_torch_file(path, **{**options, "map_location": "cpu" if is_old else "meta"})
 
 
-def _why_unreadable(path: Path, error: Exception) -> str:
+def why_unreadable(path: Path, error: Exception) -> str:
+    """What is wrong with a file that torch was to read, and what to do."""
     # torch has one exception for everything that it refuses; only the text names the class.
-    global_match = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+    global_match = re.search(r"GLOBAL (\S+) (was not an allowed global)?", str(error))
     if global_match:
+        remedy = (
+            "If you wrote this file yourself and nobody could change it, "
+            "torch.serialization.add_safe_globals allows this class; load_state also takes "
+            "load_kwargs={'weights_only': False}, which allows all."
+        )
         return (
             f"{path} holds a {global_match[1]}: only numbers, text, tensors and plain containers "
             "are read, because a pickle of anything else can run any code. Nothing of it was run "
-            "or loaded. If you wrote this file yourself and nobody could change it, "
-            "torch.serialization.add_safe_globals allows this class, and load_state(..., "
-            "load_kwargs={'weights_only': False}) all."
+            f"or loaded. {remedy if global_match[2] else 'Load another checkpoint.'}"
         )
     reason = str(error).partition("\n")[0][:200] or "it ends too early"
     if "weights_only" in reason:

@@ -32,7 +32,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ from nbaccel.base.errors import (
 )
 from nbaccel.base.units import format_bytes
 from nbaccel.base.weight_files import Recorded, digest, is_archive
-from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.plan.contracts.training import Place, ShardedCheckpoints
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.own_disks import FolderDisks
@@ -107,82 +105,7 @@ def _manifest_entry(path: Path) -> dict[str, int | str]:
     return entry if has_own_checksum else {**entry, "xxh3": digest(path)}
 
 
-def folder_of(configuration: ProjectConfiguration) -> Path:
-    """The folder of all numbered checkpoints."""
-    if configuration.project_dir is None:
-        raise ConfigError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) has "
-            f"project_dir={configuration.project_dir!r}: checkpoints are numbered in a project's "
-            "folder. Give Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)."
-        )
-    return Path(configuration.project_dir).expanduser() / "checkpoints"
-
-
-def number_of(folder: Path) -> int | None:
-    """The number in a checkpoint's name; None for any other name."""
-    name_match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
-    return int(name_match[1]) if name_match else None
-
-
-def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
-    if not folder.is_dir():
-        return {}
-    numbered_paths = (
-        (number_of(checkpoint_path), checkpoint_path)
-        for checkpoint_path in folder.iterdir()
-        if checkpoint_path.is_dir()
-    )
-    # By number: by name, checkpoint_10 would come before checkpoint_9.
-    return dict(
-        sorted(
-            (number, checkpoint_path)
-            for number, checkpoint_path in numbered_paths
-            if number is not None
-        )
-    )
-
-
-def next_number(configuration: ProjectConfiguration) -> int:
-    """The number of the next checkpoint: after all existing ones, also of an earlier run."""
-    existing = _numbered_checkpoints(folder_of(configuration))
-    return max(configuration.iteration, max(existing, default=-1) + 1)
-
-
-def latest_checkpoint(configuration: ProjectConfiguration) -> Path:
-    """The checkpoint of the highest number."""
-    folder = folder_of(configuration)
-    existing = _numbered_checkpoints(folder)
-    if not existing:
-        raise ConfigError(
-            f"load_state() found no checkpoint_<number> in {str(folder)!r}: there is nothing to "
-            "continue from. Save one first, or give load_state the folder of a checkpoint."
-        )
-    return existing[max(existing)]
-
-
-def delete_oldest(folder: Path, total_limit: int | None) -> None:
-    """Delete the checkpoints of the lowest numbers beyond a limit."""
-    existing = list(_numbered_checkpoints(folder).values())
-    for path in existing[: -total_limit if total_limit else 0]:
-        discard_checkpoint(path)
-
-
 _PEER_FAILURES = (CollectiveMismatch, CollectiveTimeout)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SaveSite:
-    """The names that one save works with.
-
-    Attributes:
-        target: The folder to be.
-        partial_folder: Where it is built.
-        waiting_folder: Where a folder of that name waits until the new one is in place.
-    """
-
-    target: Path
-    partial_folder: Path
-    waiting_folder: Path
 
 
 @contextlib.contextmanager
@@ -195,52 +118,51 @@ def new_checkpoint(
     sharder: ShardedCheckpoints | None = None,
 ) -> Iterator[tuple[Path, Path, FolderDisks]]:
     """Build a folder together; it gets its name only if every process has succeeded."""
-    site = _agree_on_names(target, collectives)
+    target, partial_folder = _agree_on_names(target, collectives)
+    text = f"save_state({str(target)!r})"
     with contextlib.ExitStack() as claims:
-        made_folder = _make_partial_folder(site, place, collectives, series, claims)
+        made_folder = _make_partial_folder(
+            target, partial_folder, place, collectives, series, claims
+        )
         try:
             disks = FolderDisks.find(place, collectives, made_folder=made_folder)
-            disks.tell(site.target, sharder)
-            error = None
-            try:
-                yield site.partial_folder, site.target, disks
+            disks.tell(target, sharder)
+            with all_succeed(collectives, text, written_to=target.parent):
+                yield partial_folder, target, disks
                 # Before the exchange, in which each process says that its files are on the disk.
-                sync_tree(site.partial_folder)
-            except _PEER_FAILURES:
-                raise  # the others cannot be reached any more
-            except Exception as caught:  # of any kind: the others must be told before it is raised
-                error = caught
-            _check_all_written(site, collectives, error)
+                sync_tree(partial_folder)
             is_part = sharder is not None and not disks.is_shared
-            entry = disks.part_entry if is_part else None
-            _write_manifest_together(site, made_folder, entry, collectives)
+            with all_succeed(collectives, text, written_to=target.parent):
+                if made_folder:
+                    write_manifest(partial_folder, disks.part_entry if is_part else None)
         except BaseException:  # an interrupt must leave nothing behind either
             if made_folder:
-                shutil.rmtree(site.partial_folder, ignore_errors=True)
+                shutil.rmtree(partial_folder, ignore_errors=True)
             raise
-        _publish_together(site, made_folder, collectives)
+        with all_succeed(collectives, text):
+            if made_folder:
+                _rename_into_place(partial_folder, target)
 
 
-def _agree_on_names(target: Path, collectives: Collectives) -> _SaveSite:
+def _agree_on_names(target: Path, collectives: Collectives) -> tuple[Path, Path]:
+    """The folder to be, and where it is built."""
     # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
     proposal = (str(target.expanduser()), secrets.token_hex(4))
     agreed_name, token = collectives.broadcast_object(proposal)
     target = Path(agreed_name)
     if target.is_symlink() or target.name in {"", ".."}:
         target = target.resolve()  # what the link leads to is replaced, not the link
-    return _SaveSite(
-        target=target,
-        partial_folder=target.with_name(f".{target.name}.partial-{token}"),
-        waiting_folder=_waiting_name(target),
-    )
+    return target, target.with_name(f".{target.name}.partial-{token}")
 
 
 def _waiting_name(target: Path) -> Path:
+    """Where a folder of that name waits until the new one is in place."""
     return target.with_name(f".{target.name}.old")
 
 
 def _make_partial_folder(
-    site: _SaveSite,
+    target: Path,
+    partial_folder: Path,
     place: Place,
     collectives: Collectives,
     series: bool,
@@ -250,28 +172,30 @@ def _make_partial_folder(
 
     Its claim on the folder is given to `claims`.
     """
-    text = f"save_state({str(site.target)!r})"
+    text = f"save_state({str(target)!r})"
     makes_folder = place.is_main
     with all_succeed(collectives, text):
         if makes_folder:
-            _prepare_target(site, series, claims)
+            _prepare_target(target, partial_folder, series, claims)
     if place.world_size == place.local_world_size:
         return makes_folder
     with all_succeed(collectives, text):
         # A node that does not see process 0's folder has a file system of its own to write to.
-        if place.is_local_main and not site.partial_folder.exists():
+        if place.is_local_main and not partial_folder.exists():
             makes_folder = True
-            _prepare_target(site, series, claims)
+            _prepare_target(target, partial_folder, series, claims)
     return makes_folder
 
 
-def _prepare_target(site: _SaveSite, series: bool, claims: contextlib.ExitStack) -> None:
-    _check_target(site.target)
-    site.target.parent.mkdir(parents=True, exist_ok=True)
-    _clear_killed_save(site, series)
+def _prepare_target(
+    target: Path, partial_folder: Path, series: bool, claims: contextlib.ExitStack
+) -> None:
+    _check_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clear_killed_save(target, series)
     # Claimed before it exists: a save of another process would take it for a leftover.
-    claims.enter_context(hold_claim(site.partial_folder))
-    site.partial_folder.mkdir()
+    claims.enter_context(hold_claim(partial_folder))
+    partial_folder.mkdir()
 
 
 def _check_target(target: Path) -> None:
@@ -288,58 +212,39 @@ def _check_target(target: Path) -> None:
         )
 
 
-def _clear_killed_save(site: _SaveSite, series: bool) -> None:
+def _clear_killed_save(target: Path, series: bool) -> None:
     """Finish or undo a save that was killed."""
+    waiting_folder = _waiting_name(target)
     # It waits only between the two renames, so `target` tells whether the second one happened.
-    if site.waiting_folder.exists():
-        if site.target.exists():
-            _retire_old_checkpoint(site.waiting_folder, site.target)
+    if waiting_folder.exists():
+        if target.exists():
+            _retire_old_checkpoint(waiting_folder, target)
         else:
-            site.waiting_folder.rename(site.target)
-    pattern = r"checkpoint_\d+" if series else re.escape(site.target.name)
-    clear_leftovers(site.target.parent, pattern)
+            waiting_folder.rename(target)
+    pattern = r"checkpoint_\d+" if series else re.escape(target.name)
+    clear_leftovers(target.parent, pattern)
 
 
 # ------------------------------------------------------------------------- the step
 
 
-def _write_manifest_together(
-    site: _SaveSite,
-    made_folder: bool,
-    entry: Mapping[str, Any] | None,
-    collectives: Collectives,
-) -> None:
-    error = None
-    try:
-        if made_folder:
-            write_manifest(site.partial_folder, entry)
-    except Exception as caught:  # of any kind: the others must be told before it is raised
-        error = caught
-    _check_all_written(site, collectives, error)
-
-
-def _publish_together(site: _SaveSite, made_folder: bool, collectives: Collectives) -> None:
-    with all_succeed(collectives, f"save_state({str(site.target)!r})"):
-        if made_folder:
-            _rename_into_place(site)
-
-
-def _rename_into_place(site: _SaveSite) -> None:
-    replaces = site.target.exists()
-    keep_access(site.partial_folder, site.target)
+def _rename_into_place(partial_folder: Path, target: Path) -> None:
+    waiting_folder = _waiting_name(target)
+    replaces = target.exists()
+    keep_access(partial_folder, target)
     if replaces:
-        site.target.rename(site.waiting_folder)
+        target.rename(waiting_folder)
     try:
-        site.partial_folder.rename(site.target)
+        partial_folder.rename(target)
     except OSError:
         if replaces:
-            site.waiting_folder.rename(site.target)
-        shutil.rmtree(site.partial_folder, ignore_errors=True)
+            waiting_folder.rename(target)
+        shutil.rmtree(partial_folder, ignore_errors=True)
         raise
     # Before the old checkpoint is deleted: after a power failure one of the two must be there.
-    sync_path(site.target.parent)
+    sync_path(target.parent)
     if replaces:
-        _retire_old_checkpoint(site.waiting_folder, site.target)
+        _retire_old_checkpoint(waiting_folder, target)
 
 
 def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:
@@ -385,40 +290,36 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def all_succeed(collectives: Collectives, text: str) -> Iterator[None]:
-    """A block that every process runs; if it fails on one process, it raises on all."""
+def all_succeed(
+    collectives: Collectives, text: str, *, written_to: Path | None = None
+) -> Iterator[None]:
+    """A block that every process runs; if it fails on one process, it raises on all.
+
+    `written_to` is the folder in which a new checkpoint was being written.
+    """
     error = None
     try:
         yield
     except _PEER_FAILURES:
         raise  # a further exchange would only fail or wait in the same way
-    except Exception as caught:  # raised again once the others know
+    except Exception as caught:  # of any kind: the others must be told before it is raised
         error = caught
-    failures = _failures_of_all(collectives, text, error)
-    if error is not None:
-        raise error
-    if failures:
-        raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
-
-
-def _check_all_written(site: _SaveSite, collectives: Collectives, error: Exception | None) -> None:
-    failures = _failures_of_all(collectives, "save_state", error)
-    # What to correct is said best by the mistake itself; the others get the summary.
-    if isinstance(error, UserMistake):
-        raise error
-    if failures:
-        free_space = format_bytes(shutil.disk_usage(site.target.parent).free)
-        raise CheckpointFailed(
-            f"save_state({str(site.target)!r}) failed. {failures} The new checkpoint has been "
-            f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
-            "Remove the cause, or give a folder on another disk, and save again."
-        ) from error
-
-
-def _failures_of_all(collectives: Collectives, text: str, error: Exception | None) -> str:
-    """The failures of all processes in one text, the same on all; empty without any."""
     own_failure = None if error is None else f"{type(error).__name__}: {error}"
-    failures_by_rank = collectives.answers(text, own_failure)
-    return " ".join(
-        f"Process {rank}: {failure}." for rank, failure in enumerate(failures_by_rank) if failure
+    failures = " ".join(
+        f"Process {rank}: {failure}."
+        for rank, failure in enumerate(collectives.answers(text, own_failure))
+        if failure
     )
+    if not failures:
+        return
+    # What to correct is said best by the mistake itself; the others get the summary.
+    if error is not None and (written_to is None or isinstance(error, UserMistake)):
+        raise error
+    if written_to is None:
+        raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
+    free_space = format_bytes(shutil.disk_usage(written_to).free)
+    raise CheckpointFailed(
+        f"{text} failed. {failures} The new checkpoint has been "
+        f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
+        "Remove the cause, or give a folder on another disk, and save again."
+    ) from error

@@ -21,10 +21,13 @@ its documentation promises, is written here, too.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from nbaccel.base.errors import CheckpointDamaged
 
 SAFE_WEIGHTS = "model.safetensors"
 PICKLED_WEIGHTS = "pytorch_model.bin"
@@ -127,3 +130,29 @@ class CheckpointContents:
 def _matched_numbers(file_names: list[str], pattern: str | re.Pattern[str]) -> frozenset[int]:
     matches = (re.fullmatch(pattern, file_name) for file_name in file_names)
     return frozenset(int(name_match[1] or 0) for name_match in matches if name_match)
+
+
+# ------------------------------------------------------------------------- what was left out
+
+
+def left_out_text(names_by_model: Mapping[int, Collection[str]]) -> str:
+    """What the checkpoint's file says."""
+    content = {str(number): sorted(names) for number, names in names_by_model.items()}
+    return json.dumps({"frozen_parameters_left_out": content}, indent=1) + "\n"
+
+
+def read_left_out(folder: Path) -> dict[int, frozenset[str]]:
+    """Names of what a checkpoint has left out, by number of the model; mostly none."""
+    path = folder / LEFT_OUT_FILE
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))["frozen_parameters_left_out"]
+        return {int(number): frozenset(map(str, names)) for number, names in content.items()}
+    # JSON of any other shape raises one of these.
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(
+            f"{path} is truncated or damaged ({type(error).__name__}: {error}): it has the names "
+            "of the frozen parameters that were left out. Nothing has been loaded. Load another "
+            "checkpoint, or copy the file again from where it was saved."
+        ) from error

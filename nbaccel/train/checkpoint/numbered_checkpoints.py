@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.plan.contracts.training import Place
-from nbaccel.train.checkpoint import folder_writing
+from nbaccel.train.checkpoint.folder_writing import discard_checkpoint
 from nbaccel.train.checkpoint.loading import LoadHook, load_state
 from nbaccel.train.checkpoint.saving import CheckpointParts, SaveHook, save_state
 from nbaccel.train.collectives import Collectives
@@ -50,9 +50,8 @@ class Checkpoints:
         folder: str | Path | None,
         parts: CheckpointParts,
         *,
-        step: int,
-        safe_serialization: bool = True,
         may_be_numbered: bool = True,
+        **options: Any,
     ) -> Path:
         """Save everything that the run needs to continue; a collective."""
         configuration = self._project_configuration
@@ -62,20 +61,19 @@ class Checkpoints:
             parts,
             self._place,
             self._collectives,
-            step=step,
-            safe_serialization=safe_serialization,
             hooks=self._save_hooks.values(),
             series=is_numbered,
+            **options,
         )
         # From the folder's name, which process 0 chose; the count of this process may be another
         # one.
-        checkpoint_number = folder_writing.number_of(checkpoint_path) if is_numbered else None
+        checkpoint_number = _number_of(checkpoint_path) if is_numbered else None
         configuration.iteration = (
             configuration.iteration if checkpoint_number is None else checkpoint_number
         ) + 1
         # After the new one is in place: a save that fails must not cost an older checkpoint.
         if is_numbered and self._place.is_local_main:
-            folder_writing.delete_oldest(checkpoint_path.parent, configuration.total_limit)
+            _delete_oldest(checkpoint_path.parent, configuration.total_limit)
         return checkpoint_path
 
     def _target_folder(self, folder: str | Path | None, *, is_numbered: bool) -> Path:
@@ -87,25 +85,15 @@ class Checkpoints:
                     "ProjectConfiguration(automatic_checkpoint_naming=True)."
                 )
             return Path(folder)
-        number = folder_writing.next_number(self._project_configuration)
-        numbered_folder = (
-            folder_writing.folder_of(self._project_configuration) / f"checkpoint_{number}"
-        )
+        number = _next_number(self._project_configuration)
+        numbered_folder = _folder_of(self._project_configuration) / f"checkpoint_{number}"
         if folder is not None:
             _log.warning(
                 "checkpoints are numbered: saving to %s, not to %s", numbered_folder, folder
             )
         return numbered_folder
 
-    def load(
-        self,
-        folder: str | Path | None,
-        parts: CheckpointParts,
-        *,
-        map_location: str | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> int | None:
+    def load(self, folder: str | Path | None, parts: CheckpointParts, **options: Any) -> int | None:
         """Put back what :meth:`save` wrote; a collective."""
         source_folder = self._source_folder(folder)
         saved_step = load_state(
@@ -113,12 +101,10 @@ class Checkpoints:
             parts,
             self._place,
             self._collectives,
-            map_location=map_location,
-            load_kwargs=load_kwargs,
             hooks=self._load_hooks.values(),
             **options,
         )
-        checkpoint_number = folder_writing.number_of(source_folder)
+        checkpoint_number = _number_of(source_folder)
         if folder is None and checkpoint_number is not None:
             self._project_configuration.iteration = checkpoint_number + 1
         return saved_step
@@ -144,6 +130,55 @@ class Checkpoints:
 def _latest_or_problem(configuration: ProjectConfiguration) -> tuple[Path | None, str]:
     try:
         # Returned as text, because the others wait for the broadcast that follows.
-        return folder_writing.latest_checkpoint(configuration), ""
+        return _latest_checkpoint(configuration), ""
     except ConfigError as error:
         return None, str(error)
+
+
+def _folder_of(configuration: ProjectConfiguration) -> Path:
+    """The folder of all numbered checkpoints."""
+    if configuration.project_dir is None:
+        raise ConfigError(
+            "ProjectConfiguration(automatic_checkpoint_naming=True) has "
+            f"project_dir={configuration.project_dir!r}: checkpoints are numbered in a project's "
+            "folder. Give Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)."
+        )
+    return Path(configuration.project_dir).expanduser() / "checkpoints"
+
+
+def _number_of(folder: Path) -> int | None:
+    """The number in a checkpoint's name; None for any other name."""
+    name_match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
+    return int(name_match[1]) if name_match else None
+
+
+def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    numbered_paths = {_number_of(path): path for path in paths if path.is_dir()}
+    # By number: by name, checkpoint_10 would come before checkpoint_9.
+    return {n: numbered_paths[n] for n in sorted(n for n in numbered_paths if n is not None)}
+
+
+def _next_number(configuration: ProjectConfiguration) -> int:
+    """The number of the next checkpoint: after all existing ones, also of an earlier run."""
+    existing = _numbered_checkpoints(_folder_of(configuration))
+    return max(configuration.iteration, max(existing, default=-1) + 1)
+
+
+def _latest_checkpoint(configuration: ProjectConfiguration) -> Path:
+    """The checkpoint of the highest number."""
+    folder = _folder_of(configuration)
+    existing = _numbered_checkpoints(folder)
+    if not existing:
+        raise ConfigError(
+            f"load_state() found no checkpoint_<number> in {str(folder)!r}: there is nothing to "
+            "continue from. Save one first, or give load_state the folder of a checkpoint."
+        )
+    return existing[max(existing)]
+
+
+def _delete_oldest(folder: Path, total_limit: int | None) -> None:
+    """Delete the checkpoints of the lowest numbers beyond a limit."""
+    existing = list(_numbered_checkpoints(folder).values())
+    for path in existing[: -total_limit if total_limit else 0]:
+        discard_checkpoint(path)

@@ -86,15 +86,11 @@ class FolderDisks:
         )
 
     @property
-    def ranks_here(self) -> list[int]:
-        """The ranks that write into this process's folder."""
-        own_maker = self.makers[self.rank]
-        return [rank for rank, maker in enumerate(self.makers) if maker == own_maker]
-
-    @property
     def part_entry(self) -> dict[str, Any]:
-        """What the manifest of one host's part says of it."""
-        return {"ranks": self.ranks_here, "hosts": list(self.host_names)}
+        """What the manifest of one host's part says of it: who has written it, and all hosts."""
+        own_maker = self.makers[self.rank]
+        ranks_here = [rank for rank, maker in enumerate(self.makers) if maker == own_maker]
+        return {"ranks": ranks_here, "hosts": list(self.host_names)}
 
     def tell(self, folder: Path, sharder: ShardedCheckpoints | None) -> None:
         """Let process 0 say, once for a folder, that disks are not shared and what follows."""

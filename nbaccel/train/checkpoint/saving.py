@@ -17,10 +17,10 @@ from nbaccel.base.units import count_noun
 from nbaccel.plan.contracts.training import Place, Precision, ShardedCheckpoints, Strategy
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint.compatibility import frozen_names, without_names
 from nbaccel.train.checkpoint.files import save
 from nbaccel.train.checkpoint.folder_writing import new_checkpoint
 from nbaccel.train.checkpoint.layout import CheckpointContents
-from nbaccel.train.checkpoint.left_out import frozen_names, left_out_text, without_names
 from nbaccel.train.checkpoint.own_disks import FolderDisks, send_to_writers
 from nbaccel.train.collectives import Collectives
 
@@ -291,13 +291,10 @@ class _StateWriter:
         self._write_small_states()
         # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
         if self._parts.amid_group and self._parts.sharder is None:
-            path = self._folder / layout.gradients_file(place.rank)
-            self._attempt_step(lambda: save(self._parts.gradients(), path))
+            self._write(layout.gradients_file(place.rank), self._parts.gradients, is_own=True)
         # The step is in this file because Accelerate keeps it there.
         states = {"step": step, **rng.capture_rng_states(place)}
-        self._attempt_step(
-            lambda: save(states, self._folder / layout.random_states_file(place.rank))
-        )
+        self._write(layout.random_states_file(place.rank), lambda: states, is_own=True)
         if self._met_errors:
             raise self._met_errors[0]
 
@@ -335,7 +332,7 @@ class _StateWriter:
             file_name = layout.numbered_name(
                 layout.SAFE_WEIGHTS if safetensors else layout.PICKLED_WEIGHTS, model_number
             )
-            self._write_file(model_state, file_name, safetensors)
+            self._write(file_name, lambda: model_state, safetensors=safetensors)  # noqa: B023 - at once
 
     def _on_writers(self, whole_state: Any) -> Any:
         """A state that was gathered on process 0, on all processes that write it."""
@@ -351,17 +348,17 @@ class _StateWriter:
         if self._writes_shared and any(self._left_out.values()):
             left_out_path = self._folder / layout.LEFT_OUT_FILE
             self._attempt_step(
-                lambda: atomic.write_text(left_out_path, left_out_text(self._left_out))
+                lambda: atomic.write_text(left_out_path, layout.left_out_text(self._left_out))
             )
 
     def _write_optimizers(self) -> None:
         for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
             name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
             if model is None:
-                self._write_file(optimizer.state_dict(), name)
+                self._write(name, optimizer.state_dict)
             elif self._sharder is None:
-                state = self._parts.strategy.optimizer_state(model, optimizer)
-                self._write_file(self._on_writers(state), name)
+                state = self._on_writers(self._parts.strategy.optimizer_state(model, optimizer))
+                self._write(name, lambda: state)  # noqa: B023 - called at once
             # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
                 folder = self._folder / layout.OPTIMIZER_SHARDS.format(number)
@@ -378,28 +375,31 @@ class _StateWriter:
             is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
             # Each process has workers, random numbers and a part of the data of its own.
             name = layout.loader_file(number, stateful=is_stateful, rank=place.rank)
-            self._attempt_step(partial(self._save_state_of, loader, name))
+            self._write(name, loader.state_dict, is_own=True)
 
     def _write_small_states(self) -> None:
         for number, scheduler in enumerate(self._parts.schedulers):
-            self._write_state_of(scheduler, layout.numbered_name(layout.SCHEDULER_FILE, number))
+            name = layout.numbered_name(layout.SCHEDULER_FILE, number)
+            self._write(name, scheduler.state_dict)
         if self._parts.scaler is not None:
-            self._write_state_of(self._parts.scaler, layout.SCALER_FILE)
+            self._write(layout.SCALER_FILE, self._parts.scaler.state_dict)
         if state := self._parts.precision_state.state_dict():
-            self._write_file(state, layout.PRECISION_FILE)
+            self._write(layout.PRECISION_FILE, lambda: state)
         for number, custom_object in enumerate(self._parts.custom):
-            self._write_state_of(custom_object, layout.CUSTOM_OBJECT_FILE.format(number))
+            self._write(layout.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
 
-    def _write_state_of(self, stateful_object: Any, file_name: str) -> None:
-        if self._writes_shared:
-            self._attempt_step(partial(self._save_state_of, stateful_object, file_name))
-
-    def _save_state_of(self, stateful_object: Any, file_name: str) -> None:
-        save(stateful_object.state_dict(), self._folder / file_name)
-
-    def _write_file(self, state_dict: Any, file_name: str, safetensors: bool = False) -> None:
-        if self._writes_shared:
-            self._attempt_step(lambda: save(state_dict, self._folder / file_name, safetensors))
+    def _write(
+        self,
+        file_name: str,
+        get_state: Callable[[], Any],
+        *,
+        safetensors: bool = False,
+        is_own: bool = False,
+    ) -> None:
+        """Write a file, one of every process or one that is there once in a folder."""
+        if is_own or self._writes_shared:
+            path = self._folder / file_name
+            self._attempt_step(lambda: save(get_state(), path, safetensors))
 
     def _attempt_step(self, step: Callable[[], None]) -> None:
         if self._met_errors:

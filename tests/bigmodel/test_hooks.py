@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.bigmodel.model_hooks import (
+from nbaccel.big_modeling import attach_layerwise_casting_hooks
+from nbaccel.errors import ConfigError
+from nbaccel.hooks import (
     CpuOffload,
     LayerwiseCastingHook,
     ModelHook,
     SequentialHook,
     UserCpuOffloadHook,
     add_hook_to_module,
-    attach_layerwise_casting_hooks,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from nbaccel.errors import ConfigError
 
 
 class Scaled(nn.Module):
