@@ -65,12 +65,10 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from nbaccel.deepspeed.weights.converting import (
-        load_fp32_state_dict as load_fp32_state_dict,
-        zero_to_fp32 as zero_to_fp32,
-    )
-    from nbaccel.deepspeed.weights.live_weights import (
         fp32_state_dict as fp32_state_dict,
+        load_fp32_state_dict as load_fp32_state_dict,
         save_16bit_weights as save_16bit_weights,
+        zero_to_fp32 as zero_to_fp32,
     )
     from nbaccel.deepspeed.zero_memory import estimate_memory as estimate_memory
     from nbaccel.inference import prepare_pippy as prepare_pippy

@@ -206,13 +206,9 @@ class NothingFits(_PlainlyShownError, RuntimeError):
 
 
 class _WatchedRunEnd(BaseException):
-    """A run that was watched has not come to its end.
+    """A run that was watched has not come to its end."""
 
-    Attributes:
-        make_report: Makes its report; None where nothing was watched.
-    """
-
-    make_report: Callable[[], Any] | None = None
+    make_report: Callable[[], Any] | None = None  # makes its report; None where nothing was watched
 
     def report(self) -> Any:
         """What the run can tell of itself up to here, as `results.report()` does of a whole one.

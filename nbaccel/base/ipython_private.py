@@ -23,24 +23,16 @@ _SENDING_S = 10.0  # for ipykernel's thread to send what it has; its own limit f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrivateName:
-    """A private name that some versions of a package have.
+    """A private name that some versions of a package have."""
 
-    Attributes:
-        module: The module with the class.
-        holder: The class.
-        name: The attribute.
-        first: The first version that has it.
-        last: The last version whose private name is used; None where later ones are expected to
-            have it, too.
-        loss: What does not work without it.
-    """
-
-    module: str
+    module: str  # the module with the class
     holder: str
-    name: str
-    first: tuple[int, int]
+    name: str  # the attribute
+    first: tuple[int, int]  # the first version that has it
+    # The last version whose private name is used; None where later ones are expected to have it,
+    # too.
     last: tuple[int, int] | None = None
-    loss: str
+    loss: str  # what does not work without it
 
     def is_missing(self) -> bool:
         """Whether the loaded version should have it and lacks it; False where nothing is loaded."""

@@ -15,17 +15,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class LeftoverFolders:
-    """Folders of one process.
+    """Folders of one process."""
 
-    Attributes:
-        base: The folder that holds them.
-        pattern: Which of the folders below it, as `Path.glob` reads it.
-        whole: Whether the base itself goes, too, once nothing is in it.
-    """
-
-    base: Path
-    pattern: str
-    whole: bool = False
+    base: Path  # the folder that holds them
+    pattern: str  # which of the folders below it, as `Path.glob` reads it
+    whole: bool = False  # whether the base itself goes, too, once nothing is in it
 
     def remove(self) -> None:
         """Remove them, and the folders above them in which nothing is left."""

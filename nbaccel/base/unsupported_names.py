@@ -15,15 +15,10 @@ from nbaccel.base.errors import PlatformUnsupported, UserMistake
 
 @dataclass(frozen=True, slots=True)
 class LaterPart:
-    """A part of Accelerate that this version lacks.
+    """A part of Accelerate that this version lacks."""
 
-    Attributes:
-        what: What it is, after "belongs to".
-        instead: What to do without it, as an instruction.
-    """
-
-    what: str
-    instead: str
+    what: str  # what it is, after "belongs to"
+    instead: str  # what to do without it, as an instruction
 
 
 PIPELINE_PARALLELISM = LaterPart(

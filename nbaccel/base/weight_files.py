@@ -133,15 +133,10 @@ _LOCAL_HEADER_BYTES = 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """What was noted of a file when it was saved.
+    """What was noted of a file when it was saved."""
 
-    Attributes:
-        num_bytes: Its size.
-        xxh3: Checksum of its content; empty where the file has checksums of its own.
-    """
-
-    num_bytes: int
-    xxh3: str = ""
+    num_bytes: int  # its size
+    xxh3: str = ""  # checksum of its content; empty where the file has checksums of its own
 
 
 def is_archive(path: Path) -> bool:

@@ -90,16 +90,12 @@ class _YesOrNo(Confirm):
 
 
 class _Questions:
-    """Asks, and collects the answers.
-
-    Attributes:
-        settings: Settings of `RunConfig` answered so far.
-    """
+    """Asks, and collects the answers."""
 
     def __init__(self, console: Console, inventory: Inventory) -> None:
         self._console = console
         self._inventory = inventory
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}  # settings of `RunConfig` answered so far
 
     # ---------------------------------------------------------------------- the groups
     def ask_nodes(self) -> None:

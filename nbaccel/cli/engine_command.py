@@ -50,19 +50,13 @@ _NOT_DEEPSPEED = (*_NOT_TORCHRUN, "monitor_interval", "max_restarts", "log_line_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCommand:
-    """A command that starts a script on several machines.
+    """A command that starts a script on several machines."""
 
-    Attributes:
-        words: The program and its arguments.
-        variables: What it gets beside this process's environment.
-        dropped: Variables of this process that it must not get.
-        notes: Settings that it has no way to follow.
-    """
-
-    words: Sequence[str]
+    words: Sequence[str]  # the program and its arguments
+    # What it gets beside this process's environment.
     variables: Mapping[str, str] = field(default_factory=dict)
-    dropped: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    dropped: Sequence[str] = ()  # variables of this process that it must not get
+    notes: Sequence[str] = ()  # settings that it has no way to follow
 
     def __str__(self) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]

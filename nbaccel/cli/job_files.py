@@ -34,19 +34,12 @@ _DEEPSPEED_FILE = "ds_config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedFile:
-    """A file to be written.
-
-    Attributes:
-        name: Its name.
-        text: Its text.
-        submit: The command that starts what is in it; empty for a file that others read.
-        notes: What the reader should know.
-    """
+    """A file to be written."""
 
     name: str
     text: str
-    submit: str = ""
-    notes: tuple[str, ...] = field(default=())
+    submit: str = ""  # the command that starts what is in it; empty for a file that others read
+    notes: tuple[str, ...] = field(default=())  # what the reader should know
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

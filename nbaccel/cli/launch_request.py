@@ -46,20 +46,14 @@ _STREAMS_TEXT = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingsFile:
-    """The settings of ``--config-file``: nbaccel's file or Accelerate's.
+    """The settings of ``--config-file``: nbaccel's file or Accelerate's."""
 
-    Attributes:
-        config: The file's settings; values may be anything where the file alone is wrong.
-        name: What to call their source.
-        path: The file; None for the default one.
-        is_judged: Whether the file alone is right.
-        counts_all: Whether it counts the processes of all machines, as Accelerate's files do.
-    """
-
+    # The file's settings; values may be anything where the file alone is wrong.
     config: RunConfig = field(default_factory=RunConfig)
-    name: str = ""
-    path: str | None = None
-    is_judged: bool = True
+    name: str = ""  # what to call their source
+    path: str | None = None  # the file; None for the default one
+    is_judged: bool = True  # whether the file alone is right
+    # Whether it counts the processes of all machines, as Accelerate's files do.
     counts_all: bool = False
 
     def merge(self, changes: Mapping[str, Any]) -> RunConfig:
@@ -88,21 +82,16 @@ def read_settings_file(file_path: str | None) -> SettingsFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """What was asked for.
-
-    Attributes:
-        config: The settings.
-        sources: Setting → the flag or file that gives it; settings left out have their defaults.
-        variables: Environment variables for workers, by name.
-        variable_sources: Variable → the flag that gives it.
-        notes: What was given and has no effect, with the reason.
-    """
+    """What was asked for."""
 
     config: RunConfig
+    # Setting → the flag or file that gives it; settings left out have their defaults.
     sources: Mapping[str, str]
+    # Environment variables for workers, by name.
     variables: Mapping[str, str] = field(default_factory=dict)
+    # Variable → the flag that gives it.
     variable_sources: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what was given and has no effect, with the reason
 
     def source_of(self, setting_name: str) -> str:
         """Where a setting's value is from."""

@@ -39,23 +39,14 @@ _KNOWN_LIBRARY = "transformers"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What an estimate needs of a model.
+    """What an estimate needs of a model."""
 
-    Attributes:
-        source: Where it was found.
-        origin: How it was read, for people.
-        shape: Parameters in all, in the largest module, and of each tensor.
-        largest_layer: Numbers in the largest layer that is kept together.
-        module: The model on ``meta``; None where only headers were read.
-        notes: Notes about these sizes.
-    """
-
-    source: Path
-    origin: str
-    shape: Shape
-    largest_layer: int
-    module: Any = None
-    notes: tuple[str, ...] = ()
+    source: Path  # where it was found
+    origin: str  # how it was read, for people
+    shape: Shape  # parameters in all, in the largest module, and of each tensor
+    largest_layer: int  # numbers in the largest layer that is kept together
+    module: Any = None  # the model on ``meta``; None where only headers were read
+    notes: tuple[str, ...] = ()  # notes about these sizes
 
 
 def read_model(

@@ -19,25 +19,15 @@ Effect = Literal["setting", "variable", "fp8-setting", "computed", "none", "refu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerOption:
-    """One option of another command.
+    """One option of another command."""
 
-    Attributes:
-        flags: How it is written, with dashes; underscores are understood, too.
-        peer: Whose it is: ``accelerate launch``, ``torchrun`` or ``deepspeed``.
-        effect: What becomes of it.
-        target: The setting, the variable, or the setting of FP8.
-        constant: The value that a switch gives; empty where the option takes one.
-        reason: Why it has no effect or is refused, and what to do instead.
-        needs: The strategy without which it has no effect.
-    """
-
-    flags: tuple[str, ...]
-    peer: str
-    effect: Effect
-    target: str = ""
-    constant: str = ""
-    reason: str = ""
-    needs: str = ""
+    flags: tuple[str, ...]  # how it is written, with dashes; underscores are understood, too
+    peer: str  # whose it is: ``accelerate launch``, ``torchrun`` or ``deepspeed``
+    effect: Effect  # what becomes of it
+    target: str = ""  # the setting, the variable, or the setting of FP8
+    constant: str = ""  # the value that a switch gives; empty where the option takes one
+    reason: str = ""  # why it has no effect or is refused, and what to do instead
+    needs: str = ""  # the strategy without which it has no effect
     is_switch: bool = False
 
     @property

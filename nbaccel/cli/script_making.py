@@ -33,40 +33,24 @@ _MAGIC_LINE = re.compile(r"^(?P<indent>\s*)(?P<magic>[%!?].*|[\w.]+\?{1,2}\s*|\w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotebookCell:
-    """A cell with code.
+    """A cell with code."""
 
-    Attributes:
-        number: Its place among the cells with code, from 1.
-        source: As it stands in the notebook.
-        code: As plain Python.
-        tags: Its tags.
-        num_magics: How many lines became comments.
-    """
-
-    number: int
-    source: str
-    code: str
+    number: int  # its place among the cells with code, from 1
+    source: str  # as it stands in the notebook
+    code: str  # as plain Python
     tags: frozenset[str]
-    num_magics: int
+    num_magics: int  # how many lines became comments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statement:
-    """A statement at the top level of a cell.
-
-    Attributes:
-        cell_number: The cell.
-        node: Its syntax tree.
-        text: Its lines, with the comments above it.
-        binds: The names that it binds or changes.
-        reads: The names that it reads, inside of functions, too.
-    """
+    """A statement at the top level of a cell."""
 
     cell_number: int
     node: ast.stmt
-    text: str
-    binds: frozenset[str]
-    reads: frozenset[str]
+    text: str  # its lines, with the comments above it
+    binds: frozenset[str]  # the names that it binds or changes
+    reads: frozenset[str]  # the names that it reads, inside of functions, too
 
     @property
     def is_definition(self) -> bool:
@@ -224,38 +208,24 @@ _CONFIG_CLASSES: Mapping[str, type[RunConfig | Fp8Config]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchCall:
-    """A call of a launcher in the notebook.
+    """A call of a launcher in the notebook."""
 
-    Attributes:
-        function: What it launches, as written.
-        args: Its arguments, as written.
-        settings: Its settings, as far as they can be read without running the notebook.
-        unread: Settings that cannot.
-        statement: Where it stands.
-    """
-
-    function: str
-    args: tuple[str, ...]
+    function: str  # what it launches, as written
+    args: tuple[str, ...]  # its arguments, as written
+    # Its settings, as far as they can be read without running the notebook.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
-    statement: Statement
+    unread: tuple[str, ...] = ()  # settings that cannot
+    statement: Statement  # where it stands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MadeScript:
-    """A script.
-
-    Attributes:
-        text: Its text.
-        cell_numbers: The cells that are in it.
-        launch: The call that it stands for; None where cells were tagged.
-        num_magics: How many lines of magics became comments.
-    """
+    """A script."""
 
     text: str
     cell_numbers: tuple[int, ...]
-    launch: LaunchCall | None = None
-    num_magics: int = 0
+    launch: LaunchCall | None = None  # the call that it stands for; None where cells were tagged
+    num_magics: int = 0  # how many lines of magics became comments
 
 
 def make_script(

@@ -26,19 +26,12 @@ _TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappedKey:
-    """One key of a file.
+    """One key of a file."""
 
-    Attributes:
-        key: With dots, where it is in a section.
-        value: What the file says.
-        outcome: The setting that it became, or why it has no effect.
-        is_used: Whether it became one.
-    """
-
-    key: str
-    value: Any
-    outcome: str
-    is_used: bool
+    key: str  # with dots, where it is in a section
+    value: Any  # what the file says
+    outcome: str  # the setting that it became, or why it has no effect
+    is_used: bool  # whether it became one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -352,9 +352,9 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         shards="nbaccel.deepspeed.strategy.restore",
         enter="nbaccel.deepspeed.in_worker:enter_worker",
         explain_signal="nbaccel.deepspeed.in_worker:explain_signal",
-        observe="nbaccel.deepspeed.teardown:observe",
-        form="nbaccel.deepspeed.form.zero_form:DeepSpeedForm",
-        advisor="nbaccel.deepspeed.advisor.advise:advise",
+        observe="nbaccel.deepspeed.environment:observe",
+        form="nbaccel.deepspeed.form:DeepSpeedForm",
+        advisor="nbaccel.deepspeed.advise:advise",
         command="nbaccel.deepspeed.to_fp32_command:add_to",
     ),
 )

@@ -45,15 +45,11 @@ _CHECK_KEY = "nbaccel.check"
 
 
 class FieldMistake(str):
-    """A message about one setting, with the path of that setting.
-
-    Attributes:
-        path: Dotted path of the setting; empty where the message is about the whole.
-    """
+    """A message about one setting, with the path of that setting."""
 
     # A `str`, so that `ConfigError` takes it as any other message.
     __slots__ = ("path",)
-    path: str
+    path: str  # dotted path of the setting; empty where the message is about the whole
 
     def __new__(cls, text: str, path: str = "") -> Self:  # noqa: D102
         new_mistake = super().__new__(cls, text)

@@ -12,6 +12,7 @@ from nbaccel.base.lazy_names import lazy_names, names_handed_on
 if TYPE_CHECKING:
     from nbaccel.deepspeed.auto_values import (
         Resolved as Resolved,
+        TrainingFacts as TrainingFacts,
         resolve_auto as resolve_auto,
     )
     from nbaccel.deepspeed.checking import (
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     )
     from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-    from nbaccel.deepspeed.training_facts import TrainingFacts as TrainingFacts
     from nbaccel.deepspeed.zero_config import ZeroConfig as ZeroConfig
     from nbaccel.deepspeed.zero_memory import estimate_memory as estimate_memory
 

@@ -19,6 +19,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -26,8 +27,10 @@ from nbaccel.base import env
 from nbaccel.base.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.base.log import get_logger
 from nbaccel.base.optional_packages import install_line, is_installed, require
-from nbaccel.deepspeed import build_notice, library
-from nbaccel.deepspeed.zero_config import ZeroConfig
+from nbaccel.deepspeed import library
+
+if TYPE_CHECKING:
+    from nbaccel.deepspeed.zero_config import ZeroConfig
 
 _log = get_logger(__name__)
 _CPU_OPERATION = "deepspeed_shm_comm"
@@ -105,7 +108,7 @@ def _compiler_words(environ: Mapping[str, str]) -> list[str]:
 def check_compiler() -> None:
     """Refuse to go on where the operation that every engine on a CPU needs cannot be built."""
     environ = env.snapshot()
-    if compiler_of(environ) is None and not build_notice.is_built(_CPU_OPERATION):
+    if compiler_of(environ) is None and not library.is_built(_CPU_OPERATION):
         raise PlatformUnsupported(no_compiler(environ, [_CPU_OPERATION]))
 
 
@@ -115,7 +118,7 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
     A process that builds keeps the lock open until it has finished; any other waits until the file
     is gone, silently and without a time limit.
     """
-    locks = sorted(build_notice.folder().glob("*/lock"))
+    locks = sorted(library.folder().glob("*/lock"))
     forgotten = tuple(path for path in locks if is_forgotten(path))
     for path in forgotten:
         # A warning, since it changes a folder that other environments of this user share.
@@ -194,24 +197,29 @@ def offloads_optimizer(zero_config: ZeroConfig) -> bool:
     return zero_config.zero_stage > 0 and section is not None and section.device in ("cpu", "nvme")
 
 
+def own_operation(optimizer_type: str, params: Mapping[str, Any], *, is_offloaded: bool) -> str:
+    """The operation of DeepSpeed's own optimizer: ``cpu_adam``; empty where it has none."""
+    # DeepSpeed compares names of optimizers in lower case.
+    kind = {"adamw": "adam"}.get(optimizer_type.lower(), optimizer_type.lower())
+    is_own = kind in ("adam", "lion", "lamb") or (kind == "adagrad" and is_offloaded)
+    if not is_own or (kind == "adam" and params.get("torch_adam")):
+        return ""
+    return f"{'cpu' if is_offloaded and kind != 'lamb' else 'fused'}_{kind}"
+
+
 def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
     """The C++ parts that a run of this configuration loads."""
-    section = zero_config.optimizer
-    # DeepSpeed compares names of optimizers in lower case.
-    name = ((section and section.type) or "").lower()
-    is_torchs = bool(((section and section.params) or {}).get("torch_adam"))
-    where = "cpu" if offloads_optimizer(zero_config) else "fused"
     operations = [_CPU_OPERATION] if device == "cpu" else []
-    if name in ("adam", "adamw") and not is_torchs:
-        operations.append(f"{where}_adam")
-    elif name == "lion" or (name == "adagrad" and where == "cpu"):
-        operations.append(f"{where}_{name}")
-    elif name == "lamb":
-        operations.append("fused_lamb")
+    section = zero_config.optimizer
+    if section is not None and section.type is not None:
+        is_offloaded = offloads_optimizer(zero_config)
+        operations.append(
+            own_operation(section.type, section.params or {}, is_offloaded=is_offloaded)
+        )
     offloads = (zero_config.offload_optimizer, zero_config.offload_param)
     if any(offload is not None and offload.device == "nvme" for offload in offloads):
         operations.append("async_io")
-    return tuple(operations)
+    return tuple(filter(None, operations))
 
 
 def missing_tools(

@@ -20,7 +20,7 @@ from typing import Any
 
 from nbaccel.base import env, training_libraries
 from nbaccel.base.training_libraries import patch_module
-from nbaccel.deepspeed import build_notice
+from nbaccel.deepspeed import library
 
 _USE_CPU = "ACCELERATE_USE_CPU"
 
@@ -39,7 +39,7 @@ def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str
 
 def enter_worker(device: str) -> None:
     """Prepare a worker for DeepSpeed and Accelerate; cheap where neither is ever imported."""
-    patch_module(build_notice.BUILDER, build_notice.change_builder)
+    patch_module(library.BUILDER, library.change_builder)
     if device == "cpu":
         patch_module("accelerate.state", _change_state)
         patch_module("accelerate.utils.dataclasses", _change_plugin)

@@ -1,19 +1,27 @@
-"""DeepSpeed itself, imported when first needed, without its greeting to machines without a GPU."""
+"""DeepSpeed itself, imported when first needed, and where its C++ operations are built.
+
+Its greeting to machines without a GPU is left out. It compiles an operation when it is first used,
+silently, for a minute or two, which is said.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from nbaccel.base import env
 from nbaccel.base.errors import MissingBackend
+from nbaccel.base.log import write_notice
 from nbaccel.base.optional_packages import require
-from nbaccel.deepspeed import build_notice
 
 OLDEST = "0.18.5"
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
@@ -44,7 +52,8 @@ def load_module(module: str, *, why: str) -> Any:
     logging.getLogger("DeepSpeed").addFilter(_is_no_greeting)
     loaded_module = require(module, extra="deepspeed", why=why)
     # Only after the import, when the module that compiles operations may have been loaded.
-    build_notice.announce()
+    if BUILDER in sys.modules:
+        change_builder(sys.modules[BUILDER])
     return loaded_module
 
 
@@ -77,3 +86,52 @@ def _installed_version() -> str | None:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
         return None
+
+
+# ------------------------------------------------------------------------------ building
+
+BUILDER = "deepspeed.ops.op_builder.builder"
+"""The module whose class compiles every operation, however it is used."""
+
+
+def folder() -> Path:
+    """Where torch builds operations, a folder each, by torch's rule (Python and CUDA versions)."""
+    if chosen_folder := env.read("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen_folder)
+    extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+    version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
+    device_kind = "cpu"
+    if version.hip is not None:
+        device_kind = f"rocm{version.hip.replace('.', '')}"
+    elif version.cuda is not None:
+        device_kind = f"cu{version.cuda.replace('.', '')}"
+    python_tag = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(extension.get_default_build_root()) / f"{python_tag}_{device_kind}"
+
+
+def is_built(operation_name: str) -> bool:
+    """Whether an operation is there, from an earlier use or from DeepSpeed's installation."""
+    # Not imported for it: without DeepSpeed loaded only the file tells.
+    version_module = sys.modules.get("deepspeed.git_version_info")
+    installed_operations = getattr(version_module, "installed_ops", {})
+    built_operation = folder() / operation_name / f"{operation_name}.so"
+    return bool(installed_operations.get(operation_name)) or built_operation.exists()
+
+
+def change_builder(builder_module: Any) -> None:
+    """Let DeepSpeed's builder print a line before it compiles; changing it again does nothing."""
+    builder_class = builder_module.OpBuilder
+    operation = builder_class.jit_load
+    # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.
+    if hasattr(operation, "__wrapped__"):
+        return
+
+    @functools.wraps(operation)
+    def built(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_built(self.name):
+            # Flushed at once, since compiling prints nothing for minutes.
+            write_notice(f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n")
+            sys.stderr.flush()
+        return operation(self, *args, **kwargs)
+
+    builder_class.jit_load = built

@@ -9,8 +9,9 @@ an error with its class name. Nothing here lists a key that DeepSpeed reads.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from nbaccel.base.optional_packages import require
+from nbaccel.config.field_rules import FieldMistake
+from nbaccel.config.given_values import closest, shown
 from nbaccel.deepspeed import library, private_api
+from nbaccel.deepspeed.cpp_operations import own_operation
+from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, config_fields
 
 # DeepSpeed reads these only where processes are connected, or in other places than its reader.
 _UNASKED_KEYS = ("sequence_parallel_size",)
@@ -260,21 +265,158 @@ def optimizer_arguments(
         half_keys = private_api.muon_argument_names(engine.DeepSpeedEngine)
         names = ("muon_lr", "adam_lr", *_ADAM_ALSO)
         return Arguments(owner="Muon", known=half_keys | frozenset(names)) if half_keys else None
-    own_classes = {
-        "adam": ("adam", "DeepSpeedCPUAdam" if is_offloaded else "FusedAdam"),
-        "lion": ("lion", "DeepSpeedCPULion" if is_offloaded else "FusedLion"),
-        "lamb": ("lamb", "FusedLamb"),
-    }
-    if is_offloaded:
-        own_classes["adagrad"] = ("adagrad", "DeepSpeedCPUAdagrad")
-    if name in ("adam", "adamw"):
-        name = "adam"
-        if params.get("torch_adam"):
-            return Arguments.of(optim_module.AdamW, *_ADAM_ALSO)
-    if name in own_classes:
-        module_name, class_name = own_classes[name]
-        module = library.load_module(f"deepspeed.ops.{module_name}", why=reason)
-        return Arguments.of(getattr(module, class_name), *(_ADAM_ALSO if name == "adam" else ()))
-    class_name = "Adagrad" if name == "adagrad" else optimizer_type
+    also = _ADAM_ALSO if name in ("adam", "adamw") else ()
+    if operation := own_operation(optimizer_type, params, is_offloaded=is_offloaded):
+        place, _, kind = operation.partition("_")
+        class_name = {"cpu": "DeepSpeedCPU", "fused": "Fused"}[place] + kind.capitalize()
+        module = library.load_module(f"deepspeed.ops.{kind}", why=reason)
+        return Arguments.of(getattr(module, class_name), *also)
+    class_name = "AdamW" if also else {"adagrad": "Adagrad"}.get(name, optimizer_type)
     made_class = vars(optim_module).get(class_name)
-    return None if made_class is None else Arguments.of(made_class)
+    return None if made_class is None else Arguments.of(made_class, *also)
+
+
+_COMMENT_STARTS = ("_", "//", "#", "$")
+# What people write at the top level, and what they mean by it.
+_MEANT_KEYS = {
+    "batch_size": "train_micro_batch_size_per_gpu",
+    "clip_grad_norm": "gradient_clipping",
+    "max_grad_norm": "gradient_clipping",
+    "lr_scheduler": "scheduler",
+    "mixed_precision": "bf16",
+    "precision": "bf16",
+}
+_OF_OPTIMIZERS = ("lr", "learning_rate", "betas", "eps", "weight_decay", "momentum")
+_OF_ZERO = ("zero", "offload", "stage3")
+_NEAR_ENOUGH = 0.75
+_NEAR_A_FIELD = 0.83
+"""`devise` is 0.833 like `device`; keys of DeepSpeed without a field are up to 0.828 like one."""
+
+
+def key_findings(
+    settings: Mapping[str, Any], schema: Schema, section_path: str = ""
+) -> Iterator[str]:
+    """What is wrong with each key, section by section; plain text where that is only advice."""
+    known_keys = schema.sections.get(section_path)
+    prefix = f"{section_path}." if section_path else ""
+    for key, value in settings.items():
+        path = f"{prefix}{key}"
+        if path in schema.removed:
+            yield FieldMistake(schema.removed_text(path, shown(value)), path)
+            continue
+        meant_key = key
+        if known_keys is not None and key not in known_keys:
+            if _is_comment(key):
+                if section_path in schema.models:
+                    text = (
+                        f"{path} is a comment, and DeepSpeed {schema.version} refuses every key "
+                        f"that it does not know in {section_path}: got {shown(value)}. Move it to "
+                        "the top level."
+                    )
+                    yield FieldMistake(text, path)
+                continue
+            meant_key, advice = _advice(key, section_path, settings, schema)
+            yield _unknown_key(path, value, section_path, advice, schema)
+        inner_path = f"{prefix}{meant_key}"
+        if isinstance(value, Mapping) and inner_path in schema.sections:
+            # Keys inside a misspelt section are compared with the section that was meant, so that
+            # their mistakes are reported at once, too.
+            yield from key_findings(value, schema, inner_path)
+
+
+def _is_comment(key: str) -> bool:
+    return key.startswith(_COMMENT_STARTS) or key.lower() in ("comment", "comments")
+
+
+def _unknown_key(path: str, value: Any, section_path: str, advice: str, schema: Schema) -> str:
+    head = f"{path} is no key of DeepSpeed {schema.version}"
+    got = f"got {path}={shown(value)}"
+    # Published configurations have such keys, so they are not refused.
+    if not advice and not section_path:
+        return f"{head}, which ignores it: {got}."
+    fate = "refuse it" if section_path in schema.models else "silently ignore it"
+    advice = advice or f"The keys there are: {', '.join(sorted(schema.sections[section_path]))}."
+    return FieldMistake(f"{head}: {got}. It would {fate}. {advice}", path)
+
+
+def _advice(
+    key: str, section_path: str, settings: Mapping[str, Any], schema: Schema
+) -> tuple[str, str]:
+    """The key that was probably meant, and the sentence that says so; empty where none is near."""
+    places = [path for path, keys in schema.sections.items() if key in keys]
+    # A key that many sections have, such as "enabled", does not tell where it belongs.
+    if 0 < len(places) <= 3:
+        return key, f"It belongs in {' or '.join(place or 'the top level' for place in places)}."
+    maker = "" if section_path else _maker_of(key, schema)
+    if maker:
+        return key, f"It belongs in {maker}.params."
+    keys = schema.sections[section_path]
+    # Keys that are not there yet first: one that stands in the file already was hardly meant twice.
+    for candidates in ([known for known in keys if known not in settings], keys):
+        near = _meant_at_the_top(key, candidates)
+        if section_path:
+            near = closest(key, candidates).partition("'")[2].partition("'")[0]
+        if near:
+            return near, f"Did you mean {near!r}?"
+    for place, known_keys in schema.sections.items():
+        near_keys = difflib.get_close_matches(key.lower(), known_keys, n=1, cutoff=0.8)
+        if near_keys:
+            return key, f"Did you mean {near_keys[0]!r} in {place or 'the top level'}?"
+    if not section_path and key.lower().startswith(_OF_ZERO):
+        zero_keys = ", ".join(sorted(schema.sections.get(ZERO, ())))
+        return key, f"ZeRO is configured in {ZERO}: its keys are {zero_keys}."
+    return key, ""
+
+
+def _maker_of(key: str, schema: Schema) -> str:
+    """The section whose ``params`` a key at the top level was meant for."""
+    if key in _OF_OPTIMIZERS:
+        return "optimizer"
+    schedules = (schema.schedulers[name] for name in schema.own_schedulers)
+    return "scheduler" if any(key in schedule.known for schedule in schedules) else ""
+
+
+def _meant_at_the_top(key: str, known_keys: Iterable[str]) -> str:
+    """As `closest`, for keys that are ignored: only what is near, or a known word, is a mistake."""
+    word = key.strip().lower()
+    names = {known.lower(): known for known in known_keys}
+    if _MEANT_KEYS.get(word) in names.values():
+        return _MEANT_KEYS[word]
+    # A name that shares whole words is nearer than one that only has similar letters:
+    # `batch_size` of `train_batch_size`, `zero_opt` of `zero_optimization`.
+    parts = [part for part in word.split("_") if part]
+    sharing = [
+        name
+        for name in names
+        if parts and all(any(w.startswith(part) for w in name.split("_")) for part in parts)
+    ]
+    cutoff = 0.0 if sharing else _NEAR_ENOUGH
+    near_keys = difflib.get_close_matches(word, sharing or names, n=1, cutoff=cutoff)
+    return names[near_keys[0]] if near_keys else ""
+
+
+def misspelt_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterator[FieldMistake]:
+    """Keys that are nearly one that has a field here, for where DeepSpeed is not installed."""
+    fields = {name for place, name, _ in config_fields() if place == section_path}
+    if not fields:
+        return  # its keys are DeepSpeed's, or the user's own
+    if not section_path:
+        fields.add(ZERO)
+    prefix = f"{section_path}." if section_path else ""
+    for key, value in settings.items():
+        near = difflib.get_close_matches(key.strip().lower(), fields, n=1, cutoff=_NEAR_A_FIELD)
+        meant_key, advice = key, ""
+        if not section_path and key in ZERO_KEYS:
+            advice = f"It belongs in {ZERO}."
+        elif key not in fields and near:
+            meant_key, advice = near[0], f"Did you mean {near[0]!r}?"
+        if advice:
+            path = f"{prefix}{key}"
+            yield FieldMistake(
+                f"{path} is no key that nbaccel knows of DeepSpeed: got {path}={shown(value)}. It "
+                f"would have no effect. {advice}",
+                path,
+            )
+        # Inside a misspelt section, too, so that its mistakes are reported at once.
+        if isinstance(value, Mapping):
+            yield from misspelt_keys(value, f"{prefix}{meant_key}")

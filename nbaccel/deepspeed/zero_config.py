@@ -1,10 +1,10 @@
 """``ZeroConfig``: a DeepSpeed configuration as an immutable object, read from and written as JSON.
 
-A key has a field where it means something to a person or nbaccel computes with it. All others are
-kept as they stand, in ``extra``: what they are is known to the installed DeepSpeed, and the check
-asks its models. Names are those of DeepSpeed's JSON; what ``zero_optimization`` holds there are
-settings like any other here. ``None`` leaves a key to DeepSpeed, and ``"auto"`` is allowed
-everywhere, because a file may hold it until it is resolved.
+A key has a field where it means something to a person, nbaccel computes with it, or DeepSpeed takes
+whatever stands there. All others are kept as they stand, in ``extra``: what they are is known to
+the installed DeepSpeed, and the check asks its models. Names are those of DeepSpeed's JSON; what
+``zero_optimization`` holds there are settings like any other here. ``None`` leaves a key to
+DeepSpeed, and ``"auto"`` is allowed everywhere, because a file may hold it until it is resolved.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, Strict, ValidationError
@@ -30,7 +31,14 @@ from nbaccel.config.field_rules import (
     mistakes_in,
     rule_of,
 )
-from nbaccel.config.given_values import numbers_read, plain_value, read_number, read_whole, shown
+from nbaccel.config.given_values import (
+    numbers_read,
+    plain_value,
+    read_number,
+    read_whole,
+    shown,
+    value_at,
+)
 from nbaccel.config.text_forms import (
     Plain,
     json_like,
@@ -129,16 +137,6 @@ DeviceField = Annotated[
         words={"gpu": "none", "cuda": "none", "disk": "nvme", "ssd": "nvme"},
     ),
 ]
-FloatFormat = Annotated[
-    Literal["fp32", "fp16", "bf16", "auto"] | None,
-    FieldRule(
-        read=_read_word,
-        must="one of fp32, fp16, bf16",
-        do="Leave it out and DeepSpeed follows the precision of training",
-        allowed=("fp32", "fp16", "bf16"),
-        words={"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
-    ),
-]
 Stage = Annotated[
     Literal[0, 1, 2, 3, "auto"] | None,
     FieldRule(read=read_whole, must="one of 0, 1, 2, 3", do="Give 0 to shard nothing"),
@@ -160,8 +158,7 @@ def _holds(section: type[Section], short_key: str = "") -> _SectionRule:
             return section.model_validate({short_key: value})
         return section(**value) if isinstance(value, Mapping) else value
 
-    keys = ", ".join(key for key in section.model_fields if key != _EXTRA_FIELD)
-    do = f"Give a mapping with some of its keys: {keys}"
+    do = f"Give a mapping with some of its keys: {', '.join(section.model_fields)}"
     return _SectionRule(read=read, must="a section", do=do, section=section)
 
 
@@ -175,19 +172,13 @@ def section_of(model_field: FieldInfo) -> type[Section] | None:
 
 
 class Section(Plain):
-    """A part of a configuration: what nbaccel names, and in ``extra`` what it does not.
+    """A part of a configuration, as far as nbaccel names its keys.
 
     All settings are keyword-only; ``None`` leaves one to DeepSpeed. Wrong ones raise
     :class:`~nbaccel.base.errors.ConfigError`, which lists every mistake at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    extra: Annotated[
-        dict[str, Any],
-        Field(description="Further keys of this section, given to DeepSpeed as they are."),
-        replace(_TABLE_RULE, do="Leave it out, or give a dictionary"),
-    ] = Field(default_factory=dict)
 
     if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
 
@@ -199,81 +190,12 @@ class Section(Plain):
                 mistakes = explain_mistakes(type(self), error, settings, unknown_remedy=remedy)
                 raise ConfigError(*mistakes) from error
 
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Read a section of a DeepSpeed configuration; keys without a field go to ``extra``.
-
-        Args:
-            settings: Keys and values, as in JSON.
-
-        Returns:
-            The section.
-
-        Raises:
-            ConfigError: Values are wrong, all of them listed.
-        """
-        named: dict[str, Any] = {}
-        extra: dict[str, Any] = dict(settings.get(_EXTRA_FIELD) or {})
-        mistakes: list[FieldMistake] = []
-        for key, value in settings.items():
-            if value is None:
-                continue  # it is left to DeepSpeed, as one that is not there
-            if key not in cls.model_fields:
-                extra[key] = value
-                continue
-            section = section_of(cls.model_fields[key])
-            if section is None or not isinstance(value, Mapping):
-                named[key] = value
-                continue
-            # Mistakes of inner sections are collected with those of this one.
-            try:
-                named[key] = section.from_dict(value)
-            except ConfigError as error:
-                mistakes += [mistake.under(key) for mistake in mistakes_in(error)]
-        try:
-            made = cls(**{**named, _EXTRA_FIELD: extra})
-        except ConfigError as error:
-            raise ConfigError(*error.args, *mistakes) from error
-        if mistakes:
-            raise ConfigError(*mistakes)
-        return made
-
-    def to_dict(self) -> dict[str, Any]:
-        """The section as DeepSpeed reads it, without the keys that are left to DeepSpeed.
-
-        Returns:
-            Plain values; changing them changes nothing here.
-        """
-        return _merged(self._given(), self.extra)
-
-    def to_json(self) -> str:
-        """The section as a JSON object.
-
-        Returns:
-            Text that :meth:`from_json` reads.
-        """
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote, or any DeepSpeed configuration.
-
-        Args:
-            text: A JSON object.
-
-        Returns:
-            The section.
-
-        Raises:
-            ConfigError: The text is no JSON object, names a key twice, or values are wrong.
-        """
-        return cls.from_dict(read_object(text, cls.__name__))
-
-    def _given(self) -> dict[str, Any]:
-        given = {key: value for key, value in self if value is not None and key != _EXTRA_FIELD}
+    def named(self) -> dict[str, Any]:
+        """The keys that are not left to DeepSpeed, as plain values."""
         return {
-            key: value.to_dict() if isinstance(value, Section) else copy.deepcopy(value)
-            for key, value in given.items()
+            key: value.named() if isinstance(value, Section) else copy.deepcopy(value)
+            for key, value in self
+            if value is not None and key != _EXTRA_FIELD
         }
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
@@ -281,7 +203,28 @@ class Section(Plain):
 
     def __hash__(self) -> int:
         # Sections hold lists and dictionaries, by which pydantic's own hash would fail.
-        return hash(json.dumps(self.to_dict(), sort_keys=True))
+        return hash(json.dumps(self.named(), sort_keys=True))
+
+
+def _split(
+    settings: Mapping[str, Any], section: type[Section]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys that a section names, and all others, which are kept as they stand."""
+    named: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in settings.items():
+        field = section.model_fields.get(key)
+        inner = section_of(field) if field is not None else None
+        if value is None:
+            continue  # it is left to DeepSpeed, as one that is not there
+        if field is None:
+            others[key] = value
+        elif inner is not None and isinstance(value, Mapping):
+            named[key], rest = _split(value, inner)
+            others |= {key: rest} if rest else {}
+        else:
+            named[key] = value
+    return named, others
 
 
 def _merged(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,7 +247,6 @@ class OffloadOptimizer(Section):
 
     device: DeviceField = _meant("Where optimizer state is kept; nvme needs stage 3.")
     nvme_path: Text = _meant("Folder for optimizer state on the fast disk.")
-    pin_memory: Truth = _meant("Page-locked host memory: faster, not swappable.")
     buffer_count: Whole = _meant("Buffers for swapping, one per state at least.")
 
 
@@ -313,58 +255,37 @@ class OffloadParam(Section):
 
     device: DeviceField = _meant("Where parameters are kept; needs stage 3.")
     nvme_path: Text = _meant("Folder for parameters on the fast disk.")
-    pin_memory: Truth = _meant("Page-locked host memory: faster, not swappable.")
     buffer_count: Whole = _meant("Buffers for swapping parameters.")
     buffer_size: Whole = _meant("Size of each of those buffers, in elements.")
 
 
-class Fp16Section(Section):
-    """Training in float16, with a scaled loss."""
+class HalfPrecision(Section):
+    """Training in a format of 16 bits."""
 
-    enabled: Truth = _meant("Whether to train in float16.")
-    loss_scale: Number = _meant("Fixed scale of the loss; 0 adapts it.")
-    initial_scale_power: Whole = _meant("The first scale, as a power of two.")
-    loss_scale_window: Whole = _meant("Steps after which the scale doubles.")
-    hysteresis: Whole = _meant("Overflows before the scale is lowered.")
-    min_loss_scale: Whole = _meant("The scale's floor.")
-    fp16_master_weights_and_grads: Truth = _meant("Master weights in float16 too.")
+    enabled: Truth = _meant("Whether to train in it.")
 
 
-class Bf16Section(Section):
-    """Training in bfloat16."""
+class Maker(Section):
+    """The optimizer, or the schedule, that DeepSpeed makes."""
 
-    enabled: Truth = _meant("Whether to train in bfloat16.")
-    bf16_master_weights_and_grads: Truth = _meant("Master weights in bfloat16 too.")
-
-
-class OptimizerSection(Section):
-    """The optimizer that DeepSpeed makes."""
-
-    type: Text = _meant("Its name: AdamW, Adam, Lion, Muon, Adagrad, Lamb, ...")
-    params: Params = _meant("Its constructor's arguments: lr, betas, ...")
+    type: Text = _meant("The name of its class: AdamW, WarmupLR, ...")
+    params: Params = _meant("Its constructor's arguments: lr, betas, ...; counts are in steps.")
 
 
-class SchedulerSection(Section):
-    """The schedule that DeepSpeed makes."""
-
-    type: Text = _meant("Its name: WarmupLR, WarmupDecayLR, OneCycle, LRRangeTest, ...")
-    params: Params = _meant("Its constructor's arguments; counts are in steps.")
-
-
-AnyOffloadOptimizer = Annotated[OffloadOptimizer | None, _holds(OffloadOptimizer, "device")]
-AnyOffloadParam = Annotated[OffloadParam | None, _holds(OffloadParam, "device")]
-AnyOptimizer = Annotated[OptimizerSection | None, _holds(OptimizerSection, "type")]
-AnyScheduler = Annotated[SchedulerSection | None, _holds(SchedulerSection, "type")]
-AnyFp16 = Annotated[Fp16Section | None, _holds(Fp16Section)]
-AnyBf16 = Annotated[Bf16Section | None, _holds(Bf16Section)]
+AnyMaker = Annotated[Maker | None, _holds(Maker, "type")]
+AnyHalf = Annotated[HalfPrecision | None, _holds(HalfPrecision)]
 
 
 class _ZeroSection(Section):
     """What JSON holds under ``zero_optimization``."""
 
     stage: Stage = _meant("ZeRO stage; 1 shards the optimizer, 2 gradients, 3 weights too.")
-    offload_optimizer: AnyOffloadOptimizer = _meant("Where optimizer state lives (stages 1 to 3).")
-    offload_param: AnyOffloadParam = _meant("Where parameters live (stage 3).")
+    offload_optimizer: Annotated[OffloadOptimizer | None, _holds(OffloadOptimizer, "device")] = (
+        _meant("Where optimizer state lives (stages 1 to 3).")
+    )
+    offload_param: Annotated[OffloadParam | None, _holds(OffloadParam, "device")] = _meant(
+        "Where parameters live (stage 3)."
+    )
     overlap_comm: Truth = _meant("Reduce gradients while others are computed.")
     contiguous_gradients: Truth = _meant("Gradients in one buffer.")
     reduce_bucket_size: WholeFromOne = _meant("Elements of gradients reduced at a time.")
@@ -375,15 +296,16 @@ class _ZeroSection(Section):
     stage3_param_persistence_threshold: Whole = _meant("Smaller ones, in elements, stay whole.")
     stage3_model_persistence_threshold: Whole = _meant("Elements that may stay unsharded in all.")
     stage3_gather_16bit_weights_on_model_save: Truth = _meant("Let save_16bit_model write.")
-    zero_hpz_partition_size: Whole = _meant("Ranks that hold a second copy of the shards (ZeRO++).")
 
 
 # A class beside `ZeroConfig`, so that its fields are the keys that JSON has under that section.
-ZERO_KEYS = tuple(name for name in _ZeroSection.model_fields if name != _EXTRA_FIELD)
+ZERO_KEYS = tuple(_ZeroSection.model_fields)
 
 
 class ZeroConfig(_ZeroSection):
-    """A DeepSpeed configuration.
+    """A DeepSpeed configuration: what nbaccel names, and in ``extra`` what it does not.
+
+    All settings are keyword-only; ``None`` leaves one to DeepSpeed.
 
     Examples:
         >>> ZeroConfig(stage=2, offload_optimizer="cpu", train_batch_size=8).to_json()
@@ -394,17 +316,19 @@ class ZeroConfig(_ZeroSection):
     train_micro_batch_size_per_gpu: WholeFromOne = _meant("Samples per process and forward pass.")
     gradient_accumulation_steps: WholeFromOne = _meant("Forward passes per optimizer step.")
     gradient_clipping: Number = _meant("Largest norm of the gradients; 0 does not clip.")
-    optimizer: AnyOptimizer = _meant("The optimizer that DeepSpeed makes.")
-    scheduler: AnyScheduler = _meant("The schedule that DeepSpeed makes.")
-    fp16: AnyFp16 = _meant("Training in float16.")
-    bf16: AnyBf16 = _meant("Training in bfloat16.")
-    communication_data_type: FloatFormat = _meant("Format gradients travel in.")
-    gradient_allreduce_op: Text = _meant("mean, or sum (below stage 3).")
+    optimizer: AnyMaker = _meant("The optimizer that DeepSpeed makes.")
+    scheduler: AnyMaker = _meant("The schedule that DeepSpeed makes.")
+    fp16: AnyHalf = _meant("Training in float16.")
+    bf16: AnyHalf = _meant("Training in bfloat16.")
     sequence_parallel_size: WholeFromOne = _meant("Ranks that share a sequence.")
     zero_allow_untested_optimizer: Truth = _meant("ZeRO with any optimizer.")
     zero_force_ds_cpu_optimizer: Truth = _meant("Offload DeepSpeed's optimizers only.")
     steps_per_print: Steps = _meant("Steps between two lines of progress.")
-    log_level: Text = _meant("DeepSpeed's log level: debug, info, warning, ...")
+    extra: Annotated[
+        dict[str, Any],
+        Field(description="Further keys, at any depth, given to DeepSpeed as they are."),
+        replace(_TABLE_RULE, do="Leave it out, or give a dictionary"),
+    ] = Field(default_factory=dict)
 
     @property
     def zero_stage(self) -> int:
@@ -413,8 +337,11 @@ class ZeroConfig(_ZeroSection):
 
     def is_on(self, section_name: str) -> bool:
         """Whether a section is there and turned on."""
-        section = self.to_dict().get(section_name)
-        return isinstance(section, dict) and section.get("enabled") is True
+        return self.get(f"{section_name}.enabled") is True
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key of DeepSpeed's JSON; None where there is none."""
+        return value_at(self.to_dict(), key)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
@@ -432,21 +359,20 @@ class ZeroConfig(_ZeroSection):
             ConfigError: Values are wrong, all of them listed.
         """
         given, _ = old_forms(plain_object(settings, "A ZeroConfig"))
-        extra: dict[str, Any] = dict(given.pop(_EXTRA_FIELD, None) or {})
+        extra: dict[str, Any] = given.pop(_EXTRA_FIELD, None) or {}
         # A key of `zero_optimization` at the top level is not a setting: DeepSpeed ignores it
         # there, so it is kept as it stands, for the check to find.
         extra |= {key: given.pop(key) for key in ZERO_KEYS if key in given}
         zero = given.pop(ZERO, None)
-        if isinstance(zero, dict):
-            given |= {key: zero[key] for key in ZERO_KEYS if key in zero}
-            others = {key: value for key, value in zero.items() if key not in ZERO_KEYS}
-            # An empty section is kept, too, so that a round trip loses nothing.
-            if others or not zero:
-                extra[ZERO] = numbers_read(others)
-        elif zero is not None:
+        if not isinstance(zero, (dict, NoneType)):
             raise ConfigError(FieldMistake(SECTION_RULES[ZERO].refusal(ZERO, zero), ZERO))
+        named, others = _split(given, cls)
+        zero_named, zero_others = _split(zero or {}, _ZeroSection)
+        # An empty section is kept, too, so that a round trip loses nothing.
+        if zero_others or zero == {}:
+            others = {ZERO: numbers_read(zero_others), **others}
         try:
-            return super().from_dict({**given, _EXTRA_FIELD: extra})
+            return cls(**named, **zero_named, extra=_merged(others, extra))
         except ConfigError as error:
             mistakes = (
                 mistake.under(ZERO) if mistake.path.partition(".")[0] in ZERO_KEYS else mistake
@@ -475,9 +401,32 @@ class ZeroConfig(_ZeroSection):
         Returns:
             What ``deepspeed.initialize(config=...)`` takes; changing it changes nothing here.
         """
-        settings = self._given()
+        settings = self.named()
         zero = {key: settings.pop(key) for key in ZERO_KEYS if key in settings}
         return _merged({**({ZERO: zero} if zero else {}), **settings}, self.extra)
+
+    def to_json(self) -> str:
+        """The configuration as a JSON object.
+
+        Returns:
+            Text that :meth:`from_json` reads.
+        """
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote, or any DeepSpeed configuration.
+
+        Args:
+            text: A JSON object.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: The text is no JSON object, names a key twice, or values are wrong.
+        """
+        return cls.from_dict(read_object(text, cls.__name__))
 
     def to_file(self, path: str | Path) -> None:
         """Write the configuration as a JSON file.

@@ -7,17 +7,18 @@ them with real engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nbaccel.base.atomic import free_bytes
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.given_values import has_key, put_at, value_at
-from nbaccel.deepspeed.auto_values import resolve_decided
-from nbaccel.deepspeed.training_facts import TrainingFacts
+from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, load_settings, old_forms
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes, replicated
 from nbaccel.memory.model_size import Shape, refuse_unsized, shape_of
@@ -444,3 +445,56 @@ def _check_arguments(
         )
     if mistakes:
         raise ConfigError(*mistakes)
+
+
+# ------------------------------------------------------------------------------ is there room
+
+
+def host_bytes(need: MemoryEstimate, device: str) -> int:
+    """What the processes of this node will take of its memory."""
+    # On a CPU the weights are there already, one copy for all until they are written to.
+    on_device = need.device.total * need.num_processes if device == "cpu" else 0
+    return need.host.total + on_device
+
+
+def check_host_memory(need: MemoryEstimate, device: str, machine: Inventory) -> None:
+    """Say before it happens that the system will kill processes for want of memory."""
+    needed_bytes = host_bytes(need, device)
+    text = (
+        f"DeepSpeed will need about {format_bytes(needed_bytes)} of host memory for "
+        f"{need.num_processes} process(es), and {format_bytes(machine.host_available_bytes)} of "
+        f"{format_bytes(machine.host_total_bytes)} are free"
+    )
+    advice = (
+        "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
+        "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
+        "fits."
+    )
+    # What is free may grow until it is needed, so only a machine that is too small is refused.
+    if needed_bytes > machine.host_total_bytes:
+        raise ConfigError(f"{text}: the system would kill it at the start. {advice}")
+    if needed_bytes > machine.host_available_bytes:
+        warnings.warn(f"{text}: the system may kill it at the start. {advice}", stacklevel=2)
+
+
+def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
+    """Refuse to swap to a disk that is too small."""
+    needed_bytes = need.nvme.total
+    if not needed_bytes:
+        return
+    # Both folders may be on one disk: the whole need must fit on the fuller of the two.
+    free_room, folder = min((_free_room(folder, in_use), folder) for folder in need.nvme_folders)
+    if needed_bytes > free_room:
+        raise ConfigError(
+            f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
+            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. A full disk "
+            "ends the processes in the middle of the training. "
+            'Make room, give another folder, or set the device to "cpu".'
+        )
+
+
+def _free_room(folder: Path, in_use: Collection[Path]) -> int:
+    """What is free, and what an earlier run has left there, which will be overwritten."""
+    overwritten = () if folder in in_use else folder.glob("zero_stage_3/*/rank*/*.swp")
+    return free_bytes(folder) + sum(path.stat().st_size for path in overwritten)

@@ -46,7 +46,6 @@ class CudaDevice(Device):
         }
 
     def units(self, inventory: Inventory) -> tuple[Gpu, ...]:
-        """See :meth:`Device.units`."""
         return inventory.gpus
 
     def refusal(self, inventory: Inventory) -> str:
@@ -67,7 +66,6 @@ class CudaDevice(Device):
         )
 
     def idle_reason(self, inventory: Inventory) -> str:
-        """See :meth:`Device.idle_reason`."""
         # Read from the version, because asking `torch.cuda` would need torch imported in the
         # notebook.
         if not inventory.torch_version.endswith("+cpu"):
@@ -78,7 +76,6 @@ class CudaDevice(Device):
         )
 
     def hazards(self) -> tuple[str, ...]:
-        """See :meth:`Device.hazards`."""
         # A torch that is still being imported has no `cuda` yet.
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized():
@@ -98,13 +95,11 @@ class CudaDevice(Device):
         return nvml.Meter.open()
 
     def is_available(self) -> bool:
-        """See :meth:`DeviceRuntime.is_available`."""
         import torch
 
         return torch.cuda.is_available()
 
     def capability(self, device: torch.device) -> tuple[int, int]:
-        """See :meth:`DeviceRuntime.capability`."""
         import torch
 
         return torch.cuda.get_device_capability(device)

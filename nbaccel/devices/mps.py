@@ -26,7 +26,6 @@ class MpsDevice(Device):
         return {"accelerators": (Gpu(index=0, name="Apple GPU", kind=self.name),)}
 
     def is_available(self) -> bool:
-        """See :meth:`DeviceRuntime.is_available`."""
         import torch
 
         return torch.backends.mps.is_available()
@@ -40,9 +39,7 @@ class MpsDevice(Device):
         return super().random_state()
 
     def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
-        """See :meth:`DeviceRuntime.set_random_state`."""
         super().set_random_state(state)
 
     def reserved_bytes(self, device: torch.device) -> int:
-        """See :meth:`DeviceRuntime.reserved_bytes`."""
         return int(self._module().driver_allocated_memory())

@@ -89,17 +89,11 @@ _LEADING_NUMBER = re.compile(r"\s*([+-]?\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """A physical card.
+    """A physical card."""
 
-    Attributes:
-        gpu: The card as a whole; its index is that of NVML.
-        partitioned: Whether it is in MIG mode, in which only its parts can be used.
-        parts: Its MIG devices.
-    """
-
-    gpu: Gpu
-    partitioned: bool = False
-    parts: tuple[Gpu, ...] = ()
+    gpu: Gpu  # the card as a whole; its index is that of NVML
+    partitioned: bool = False  # whether it is in MIG mode, in which only its parts can be used
+    parts: tuple[Gpu, ...] = ()  # its MIG devices
 
 
 def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:

@@ -32,7 +32,6 @@ class XpuDevice(Device):
         return {"accelerators": tuple(gpus)}
 
     def hazards(self) -> tuple[str, ...]:
-        """See :meth:`Device.hazards`."""
         xpu = getattr(sys.modules.get("torch"), "xpu", None)
         if xpu is not None and xpu.is_initialized():
             return ("torch has an XPU context in this process",)

@@ -9,11 +9,16 @@ from typing import Any
 
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row
-from nbaccel.memory.estimate import Bytes, MemoryEstimate, replicated
-from nbaccel.memory.fsdp_memory import WrappedSizes, fsdp_estimate, wrapped_sizes
-from nbaccel.memory.memory_bars import MemoryNeed, bars_of
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, MemoryNeed, bars_of, replicated
 from nbaccel.memory.model_size import Shape, measure
-from nbaccel.memory.model_states import ShortFormats, model_states, short_formats
+from nbaccel.memory.model_states import (
+    ShortFormats,
+    WrappedSizes,
+    fsdp_estimate,
+    model_states,
+    short_formats,
+    wrapped_sizes,
+)
 from nbaccel.memory.settings_form import SettingsForm
 from nbaccel.plan import Gpu, Inventory, Plan, registry
 

@@ -14,7 +14,7 @@ from nbaccel.launchers import notebook_launcher
 from nbaccel.plan import Inventory, registry
 
 if TYPE_CHECKING:
-    from nbaccel.deepspeed.advisor.advice import Advice
+    from nbaccel.deepspeed.advise import Advice
 
 
 def advise(
@@ -57,8 +57,8 @@ def advise(
         optimizer: DeepSpeed's optimizer, where `config` has none.
         precision: ``"auto"`` as the hardware allows, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         try_it: Whether to prove the choice: one real step in worker processes that end with it,
-            way after way until one works, and then the largest batch that does. On a CPU a
-            worker is held to its share of memory, so that nothing else is harmed.
+            way after way until one works. On a CPU a worker is held to its share of memory, so
+            that nothing else is harmed.
         max_trials: How many launches that may take.
         timeout: Seconds that one launch may take.
         inventory: What the machine has; None looks at this one.

@@ -35,16 +35,11 @@ _NO_LIMIT_BYTES = 1 << 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The tightest limits on this process; None where there is none.
+    """The tightest limits on this process; None where there is none."""
 
-    Attributes:
-        cpu_cores: Cores' worth of CPU time (1.5 is one and a half).
-        memory_bytes: Memory that may be used in all.
-        memory_free_bytes: Bytes of it that are left. File cache that can be dropped counts as free.
-    """
-
-    cpu_cores: float | None = None
-    memory_bytes: int | None = None
+    cpu_cores: float | None = None  # cores' worth of CPU time (1.5 is one and a half)
+    memory_bytes: int | None = None  # memory that may be used in all
+    # Bytes of it that are left. File cache that can be dropped counts as free.
     memory_free_bytes: int | None = None
 
 

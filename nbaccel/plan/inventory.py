@@ -14,26 +14,17 @@ from nbaccel.base.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU or another accelerator, or a part of one, that a process can use.
+    """A GPU or another accelerator, or a part of one, that a process can use."""
 
-    Attributes:
-        kind: The row of its kind among the devices.
-        index: Its number in this process, from 0: ``cuda:<index>``.
-        name: The product's name.
-        total_bytes: Its memory; 0 where the driver does not say.
-        free_bytes: Memory that is not in use now; 0 where the driver does not say.
-        compute_capability: Version of its architecture: (8, 9) for Ada, (9, 0) for Hopper; (0, 0)
-            where its kind has no such number.
-        uuid: Its identity, which does not depend on what is visible.
-    """
-
-    index: int
-    name: str
-    total_bytes: int = 0
-    free_bytes: int = 0
+    index: int  # its number in this process, from 0: ``cuda:<index>``
+    name: str  # the product's name
+    total_bytes: int = 0  # its memory; 0 where the driver does not say
+    free_bytes: int = 0  # memory that is not in use now; 0 where the driver does not say
+    # Version of its architecture: (8, 9) for Ada, (9, 0) for Hopper; (0, 0) where its kind has no
+    # such number.
     compute_capability: tuple[int, int] = (0, 0)
-    uuid: str = ""
-    kind: str = "cuda"
+    uuid: str = ""  # its identity, which does not depend on what is visible
+    kind: str = "cuda"  # the row of its kind among the devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

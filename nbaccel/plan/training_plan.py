@@ -217,26 +217,17 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessFacts:
-    """Facts about this process.
+    """Facts about this process."""
 
-    Attributes:
-        device: The row of its device: ``cpu`` or ``cuda``, for example.
-        device_name: The device as torch writes it.
-        world_size: Processes in total.
-        rank: Number of this one.
-        backend: Process group backend; empty where there is no group.
-        can_join: Whether a process group exists or can be made: one process without a launcher
-            has nothing to make it from.
-        compute_capability: Of the GPU, if it is one.
-    """
-
-    device: str
-    device_name: str
-    world_size: int = 1
-    rank: int = 0
-    backend: str = ""
+    device: str  # the row of its device: ``cpu`` or ``cuda``, for example
+    device_name: str  # the device as torch writes it
+    world_size: int = 1  # processes in total
+    rank: int = 0  # number of this one
+    backend: str = ""  # process group backend; empty where there is no group
+    # Whether a process group exists or can be made: one process without a launcher has nothing to
+    # make it from.
     can_join: bool = True
-    compute_capability: tuple[int, int] | None = None
+    compute_capability: tuple[int, int] | None = None  # of the GPU, if it is one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,15 +26,11 @@ from nbaccel.precision.native import Bf16
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSelection:
-    """The linear layers of a model.
+    """The linear layers of a model."""
 
-    Attributes:
-        chosen: Those that compute in 8 bits, by name.
-        left: Why the others do not, by name.
-    """
-
+    # Those that compute in 8 bits, by name.
     chosen: Mapping[str, nn.Linear] = field(default_factory=dict)
-    left: Mapping[str, str] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)  # why the others do not, by name
 
     def describe(self) -> str:
         """How many there are, and which stay as they are, in one clause."""
@@ -143,7 +139,6 @@ class MasterReader(ShardReader):
     """
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
-        """See :meth:`ShardReader.is_cut`."""
         return isinstance(tensor, ScaledTensor) and tensor.owner is not None
 
     def local_pieces(self, tensor: Any, held: object = None) -> list[Piece]:
@@ -151,13 +146,11 @@ class MasterReader(ShardReader):
         return [] if tensor.master is None else [(0, tensor.master.dequantize().reshape(-1))]
 
     def assign(self, tensor: Any, whole: torch.Tensor) -> None:
-        """See :meth:`ShardReader.assign`."""
         tensor.store(whole)
         if tensor.master is not None:
             tensor.master.store(whole)
 
     def take_back(self, module: nn.Module, remembered: Remembered) -> bool:
-        """See :meth:`ShardReader.take_back`."""
         return bool(restore_layers(module))
 
 
@@ -165,11 +158,7 @@ MASTER_READER = MasterReader()
 
 
 class Fp8Precision(Bf16):
-    """A precision whose linear layers compute in 8 bits.
-
-    Attributes:
-        choices: What was decided while preparing.
-    """
+    """A precision whose linear layers compute in 8 bits."""
 
     name: ClassVar[str] = "fp8"
     converts_layers: ClassVar[bool] = True
@@ -178,11 +167,10 @@ class Fp8Precision(Bf16):
         super().__init__(settings.device, settings.autocast, settings.scaler)
         self.settings = settings
         self.fp8 = settings.fp8 or Fp8Config()
-        self.choices: tuple[Choice, ...] = ()
+        self.choices: tuple[Choice, ...] = ()  # what was decided while preparing
 
     @classmethod
     def build(cls, settings: PrecisionSettings) -> Fp8Precision:
-        """See :meth:`Precision.build`."""
         return cls(settings)
 
     def unwrap_forward(self, model: nn.Module) -> None:

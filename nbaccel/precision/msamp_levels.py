@@ -46,18 +46,15 @@ class MsAmpFp8(NativeFp8):
         self._averaging: WeakKeyDictionary[nn.Module, ScaledGradients] = WeakKeyDictionary()
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Precision.convert`."""
         if self._uses_package:
             return self._by_package(bundle)
         bundle = super().convert(bundle)
         return replace(bundle, optimizers=tuple(map(self._scaled_optimizer, bundle.optimizers)))
 
     def own_gradients(self, model: nn.Module) -> list[str]:
-        """See :meth:`Precision.own_gradients`."""
         return [name for name, weight in _scaled_weights(model) if weight.requires_grad]
 
     def average_gradients(self, model: nn.Module, is_synced: Callable[[], bool]) -> None:
-        """See :meth:`Precision.average_gradients`."""
         if model in self._averaging:
             self._averaging[model].detach()
         scaling = AutomaticScaling() if self.fp8.gradient_reduction == "sum" else None

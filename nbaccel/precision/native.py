@@ -150,7 +150,6 @@ class _AutocastPrecision(Precision):
 
     @classmethod
     def build(cls, settings: PrecisionSettings) -> Self:
-        """See :meth:`Precision.build`."""
         return cls(settings.device, settings.autocast, settings.scaler)
 
     def wrap_forward(self, model: nn.Module) -> None:
@@ -187,7 +186,6 @@ class _AutocastPrecision(Precision):
             model.__dict__["forward"] = wrapper.forward
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """See :meth:`Precision.autocast`."""
         if self.dtype is None:
             return super().autocast(settings)
         autocast_settings = settings or self._settings

@@ -36,7 +36,6 @@ class NativeFp8(Fp8Precision):
         self._is_delayed = self.fp8.recipe == "delayed"
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Precision.convert`."""
         selections = [(model, self._select(model)) for model in bundle.models]
         require_layers(selections)
         for model, selection in selections:
@@ -60,7 +59,6 @@ class NativeFp8(Fp8Precision):
         }
 
     def load_state_dict(self, models: Iterable[nn.Module], state: Mapping[str, Any]) -> None:
-        """See :meth:`Precision.load_state_dict`."""
         for number, model in enumerate(models):
             if model in self._histories and str(number) in state:
                 self._histories[model].load_state_dict(state[str(number)])

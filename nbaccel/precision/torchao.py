@@ -45,7 +45,6 @@ class TorchaoFp8(Fp8Precision):
         self._became = WeakTensorKeyDictionary()
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Precision.convert`."""
         float8 = load_torchao()
         handler = self._handler()
         configuration = handler.config or self._configuration(float8)

@@ -55,7 +55,6 @@ class TransformerEngineFp8(Fp8Precision):
             write_notice(f"nbaccel: {_ignored_text(ignored)}\n")
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Precision.convert`."""
         selections = [
             (model, select_layers(model, skip_first_and_last=self.skips_ends(False)))
             for model in bundle.models
@@ -67,7 +66,6 @@ class TransformerEngineFp8(Fp8Precision):
         return bundle
 
     def wrap_forward(self, model: nn.Module) -> None:
-        """See :meth:`Precision.wrap_forward`."""
         super().wrap_forward(model)
         # Outside of torch's autocast, so that the class above takes its own off alone.
         model.__dict__["forward"] = TransformerEngineForward(

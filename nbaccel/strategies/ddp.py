@@ -65,7 +65,6 @@ class DdpStrategy(Strategy):
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
-        """See :meth:`Strategy.build`."""
         return cls(place, settings, precision)
 
     def wrap(self, bundle: Bundle) -> Bundle:
@@ -77,7 +76,6 @@ class DdpStrategy(Strategy):
         return dataclasses.replace(bundle, models=tuple(map(self._wrapped, bundle.models)))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """See :meth:`Strategy.unwrap`."""
         if isinstance(model, DistributedDataParallel):
             inner: nn.Module = model.module
             return inner
@@ -105,7 +103,6 @@ class DdpStrategy(Strategy):
             self._synced[model] = synced_before
 
     def join(self, models: Iterable[nn.Module], **options: Any) -> AbstractContextManager[None]:
-        """See :meth:`Strategy.join`."""
         joinable: list[Joinable] = [model for model in models if isinstance(model, Joinable)]
         return Join(joinable, **options) if joinable else nullcontext()
 

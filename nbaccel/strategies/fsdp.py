@@ -99,7 +99,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
-        """See :meth:`Strategy.build`."""
         if place.device.type == "xla":
             raise ConfigError(
                 f"{settings!r} was given on {place.device}: fully_shard needs a process group that "
@@ -111,7 +110,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
 
     @classmethod
     def said_by(cls, settings: FullyShardedDataParallelPlugin) -> SaidBySettings:
-        """See :meth:`Strategy.said_by`."""
         return SaidBySettings(writes_shards=settings.writes_shards)
 
     # ---------------------------------------------------------------- preparing
@@ -196,7 +194,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         return self._syncing(model, False)
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """See :meth:`Strategy.sync_in_backward`."""
         return self._syncing(model, True)
 
     def join(self, models: Iterable[nn.Module], **options: Any) -> None:
@@ -259,7 +256,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         return {tensor_name: whole_by_id[id(value)] for tensor_name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        """See :meth:`Strategy.load_model_state`."""
         state_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
         set_model_state_dict(
             model, dict(state) if self.place.is_main else {}, options=state_options

@@ -68,7 +68,6 @@ class ReplicasStrategy(Strategy):
         return bundle
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
-        """See :meth:`Strategy.backward`."""
         super().backward(loss, sync=sync, **options)
         if sync:
             self.average_gradients()
@@ -76,7 +75,6 @@ class ReplicasStrategy(Strategy):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """See :meth:`Strategy.clip_grad_norm`."""
         self.average_gradients()
         return super().clip_grad_norm(parameters, max_norm, norm_type)
 

@@ -457,7 +457,6 @@ class OwnPartCheckpoints:
         *,
         left_out: Collection[str] = (),
     ) -> None:
-        """See :meth:`ShardedCheckpoints.load_sharded`."""
         folder = Path(folder)
         metadata = read_metadata(folder)
         content: dict[str, Any] = {"model": _model_slots(model, left_out)}

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 from nbaccel import Accelerator, DeepSpeedPlugin, deepspeed_environment
-from nbaccel.deepspeed.weights.live_weights import fp32_state_dict
+from nbaccel.deepspeed.weights.converting import fp32_state_dict
 from nbaccel.errors import NbaccelError
 from tests.deepspeed import operations
 from tests.deepspeed.engines import changes, world

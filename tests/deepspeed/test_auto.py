@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.auto_values import AUTO_KEYS, resolve_auto
+from nbaccel.deepspeed.auto_values import AUTO_KEYS, TrainingFacts, resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.library import quiet_logger
-from nbaccel.deepspeed.training_facts import TrainingFacts
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, auto_keys
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory

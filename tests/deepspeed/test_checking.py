@@ -15,14 +15,14 @@ import pytest
 from nbaccel.base.optional_packages import install_line
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed import cpp_operations
-from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.combinations import device_mistakes, doubts
+from nbaccel.deepspeed.checking import check_config, device_mistakes, doubts, value_mistakes
 from nbaccel.deepspeed.cpp_operations import missing_tools, needed_ops
 from nbaccel.deepspeed.library import quiet_logger
 from nbaccel.deepspeed.schema import deepspeed_schema
-from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, section_of
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, config_fields
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory
+from tests.deepspeed import needs
 from tests.house.source import ROOT
 
 CPU = Inventory(cpu_cores=2, host_total_bytes=8 << 30, host_available_bytes=8 << 30)
@@ -144,19 +144,8 @@ def test_every_key_that_deepspeed_removed_is_refused_with_its_own_sentence():
 
 def test_every_named_key_is_one_that_deepspeed_knows():
     schema = deepspeed_schema()
-
-    def compare(model, path):
-        for name, entry in model.model_fields.items():
-            if name == "extra":
-                continue
-            place = path
-            if model is ZeroConfig:
-                place = ZERO if name in schema.sections[ZERO] else ""
-            assert name in schema.sections[place], f"{place}.{name}"
-            if section := section_of(entry):
-                compare(section, f"{place}.{name}".lstrip("."))
-
-    compare(ZeroConfig, "")
+    for place, name, _ in config_fields():
+        assert name in schema.sections[place], f"{place}.{name}"
 
 
 def test_the_schema_holds_what_no_documentation_lists_together():
@@ -235,7 +224,7 @@ IMPOSSIBLE = {
     "no nvme_path": ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, "needs zero_optimization.offload_param.nvme_path", {}),
     "Lion": ({"optimizer": {"type": "Lion"}}, "'Lion' cannot be made on the CPU", {}),
     "Lamb": ({"optimizer": {"type": "Lamb"}}, "'Lamb' cannot be made on the CPU", {}),
-    "1-bit": ({"optimizer": {"type": "OneBitAdam"}}, "removed from DeepSpeed: [0-9.]+ cannot make it. Use 'AdamW'", {}),
+    "1-bit": ({"optimizer": {"type": "OneBitAdam"}}, "is no optimizer of DeepSpeed [0-9.]+ or torch.*Adam", {}),
     "unknown optimizer": ({"optimizer": {"type": "AdmW"}}, "Did you mean 'adamw'|Did you mean 'AdamW'", {}),
     "untested": ({ZERO: {"stage": 2}, "optimizer": {"type": "SGD"}}, '"zero_allow_untested_optimizer": true', {}),
     "max_grad_norm": ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "Set gradient_clipping", {}),
@@ -322,7 +311,7 @@ def fp16_on_the_cpu():
     half = ZeroConfig(fp16={"enabled": True})
     disk = ZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"})
     said = [
-        *device_mistakes(half, deepspeed_schema(), device="cpu"),
+        *device_mistakes(half, device="cpu"),
         *doubts(disk, device="cpu"),
     ]
     return [text for text in said if "float16" in text]
@@ -449,3 +438,79 @@ def test_a_zero_config_is_not_read_again(monkeypatch):
     assert check_config(config, check_tools=False).config is config
     with pytest.raises(ConfigError, match="stage3_prefetch"):
         check_config(ZeroConfig(train_batch_size=4, extra={"stage3_prefetch": 1}))
+
+
+WRONG = [
+    ("optimizer", "lr", "fast", "Give for example 3e-5"),
+    ("optimizer", "lr", -1, "a number of at least 0: got -1"),
+    ("optimizer", "lr", True, "got True"),
+    ("optimizer", "lr", float("inf"), "got inf"),
+    ("optimizer", "betas", 0.9, "two numbers from 0 to below 1: got 0.9"),
+    ("optimizer", "betas", [0.9, 0.99, 0.999], "two numbers"),
+    ("optimizer", "betas", [0.9, 1.5], "below 1"),
+    ("optimizer", "weight_decay", -0.1, "at least 0"),
+    ("scheduler", "warmup_num_steps", "ten", "a whole number above 0: got 'ten'"),
+    ("scheduler", "warmup_num_steps", 0.5, "above 0: got 0.5"),
+    ("scheduler", "total_num_steps", 0, "above 0: got 0"),
+    ("scheduler", "warmup_type", "cosine", "one of log, linear: got 'cosine'"),
+    ("scheduler", "warmup_type", "liner", "Did you mean 'linear'?"),
+]
+
+
+@pytest.mark.parametrize(("section", "name", "value", "says"), WRONG)
+def test_a_wrong_value_is_told_with_what_to_write(section, name, value, says):
+    (told,) = value_mistakes(section, {name: value})
+    assert told.startswith(f"{section}.params.{name} must be ")
+    assert says in told
+
+
+def test_right_values_are_left_alone():
+    optimizer = {"lr": 3e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "momentum": 0.9}
+    assert not list(value_mistakes("optimizer", optimizer))
+    assert not list(value_mistakes("optimizer", dict.fromkeys(optimizer, "auto")))
+    schedule = {"warmup_min_lr": 0, "warmup_max_lr": [1e-3, 1e-4], "warmup_num_steps": 1e3}
+    assert not list(value_mistakes("scheduler", {**schedule, "warmup_type": "log"}))
+
+
+@needs.DEEPSPEED
+def test_a_check_tells_them():
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": "fast", "betas": [0.9]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        check_config(settings, check_tools=False)
+    assert [text.partition(" ")[0] for text in caught.value.mistakes] == [
+        "optimizer.params.lr",
+        "optimizer.params.betas",
+        "scheduler.params.warmup_type",
+    ]
+
+
+@needs.DEEPSPEED
+def test_numbers_written_as_text_are_read_as_numbers():
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "3e-5", "betas": ["0.9", "0.999"], "eps": "1e-8"},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": "3e-5", "warmup_num_steps": "10", "warmup_type": "linear"},
+        },
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"},
+    }
+    made = check_config(settings, check_tools=False).config.to_dict()
+    assert made["optimizer"]["params"] == {"lr": 3e-5, "betas": [0.9, 0.999], "eps": 1e-8}
+    assert made["scheduler"]["params"] == {
+        "warmup_max_lr": 3e-5,
+        "warmup_num_steps": 10,
+        "warmup_type": "linear",
+    }
+    assert made["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    # What Accelerate and the Trainer read in workers is the run's own copy.
+    kept = RunConfig(num_processes=2, deepspeed=settings).deepspeed
+    assert kept is not None
+    assert kept["optimizer"]["params"] == made["optimizer"]["params"]

@@ -11,39 +11,29 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nbaccel.config.field_rules import rule_of
+from nbaccel.config.given_values import put_at
 from nbaccel.deepspeed.schema import deepspeed_schema
 from nbaccel.deepspeed.zero_config import (
     ZERO,
-    ZERO_KEYS,
-    Fp16Section,
     OffloadOptimizer,
     OffloadParam,
-    Section,
     ZeroConfig,
+    config_fields,
     section_of,
 )
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 
-
-def sections(model=ZeroConfig, path=""):
-    yield path, model
-    for name, entry in model.model_fields.items():
-        if section := section_of(entry):
-            yield from sections(section, f"{path}{name}.")
-
-
-SECTIONS = [pytest.param(model, id=path or "top") for path, model in sections()]
+KEYS = [
+    pytest.param(place, name, entry, id=f"{place}.{name}")
+    for place, name, entry in config_fields()
+    if section_of(entry) is None
+]
 
 
-def keys_of(model):
-    fields = model.model_fields.items()
-    return [name for name, entry in fields if name != "extra" and section_of(entry) is None]
-
-
-def good_value(model: type[Section], name: str):
+def good_value(name: str, entry):
     """A value of the right kind, told from the kind alone."""
-    kind = rule_of(model.model_fields[name])
+    kind = rule_of(entry)
     if kind.allowed:
         return kind.allowed[-1]
     if name == "stage":
@@ -61,25 +51,17 @@ def good_value(model: type[Section], name: str):
     raise AssertionError(f"no example for {kind.must!r}")
 
 
-@pytest.mark.parametrize("model", SECTIONS)
-def test_every_key_round_trips_through_json(model):
-    for name in keys_of(model):
-        settings = {name: good_value(model, name)}
-        if model is ZeroConfig and name in ZERO_KEYS:
-            settings = {ZERO: settings}
-        made = model.from_dict(settings)
-        assert made.to_dict() == settings
-        assert made.extra == {}, "a named key belongs in its field"
-        assert model.from_json(made.to_json()) == made
-
-
-@pytest.mark.parametrize("model", SECTIONS)
-def test_every_key_says_what_it_means_and_refuses_what_is_no_value(model):
-    for name in keys_of(model):
-        entry = model.model_fields[name]
-        assert len(entry.description) > 8
-        with pytest.raises(ConfigError, match=f"^{name} must be {rule_of(entry).must}: got"):
-            model(**{name: object()})
+@pytest.mark.parametrize(("place", "name", "entry"), KEYS)
+def test_every_key_round_trips_says_what_it_means_and_refuses_what_is_no_value(place, name, entry):
+    path = [*filter(None, place.split(".")), name]
+    settings = nested(path, good_value(name, entry))
+    made = ZeroConfig.from_dict(settings)
+    assert made.to_dict() == settings
+    assert made.extra == {}, "a named key belongs in its field"
+    assert ZeroConfig.from_json(made.to_json()) == made
+    assert len(entry.description) > 8
+    with pytest.raises(ConfigError, match=f"^{'.'.join(path)} must be {rule_of(entry).must}: got"):
+        ZeroConfig.from_dict(nested(path, []))
 
 
 # ------------------------------------------------------------- every key of DeepSpeed itself
@@ -151,24 +133,15 @@ strange = st.dictionaries(
 )
 
 
-def values_of(model: type[Section]):
-    """Any section: some of its keys with good values, its sections, and keys nobody knows."""
-    keys = {
-        name: values_of(section_of(entry))
-        if section_of(entry)
-        else st.just(good_value(model, name))
-        for name, entry in model.model_fields.items()
-        if name != "extra"
-    }
-    known = st.fixed_dictionaries({}, optional=keys)
-    return st.builds(lambda a, b: {**a, **b}, known, strange)
-
-
 @st.composite
 def configurations(draw):
-    flat = draw(values_of(ZeroConfig))
-    zero = {key: flat.pop(key) for key in ZERO_KEYS if key in flat} | draw(strange)
-    return flat | ({ZERO: zero} if zero or draw(st.booleans()) else {})
+    """Some of the keys with good values, and keys nobody knows."""
+    drawn = draw(strange)
+    for place, name, entry in draw(st.lists(st.sampled_from([one.values for one in KEYS]))):
+        put_at(drawn, f"{place}.{name}".lstrip("."), good_value(name, entry))
+    if draw(st.booleans()):
+        drawn.setdefault(ZERO, {}).update(draw(strange))
+    return drawn
 
 
 @pytest.mark.slow
@@ -265,8 +238,8 @@ def test_a_typo_by_hand_is_refused_wherever_it_stands():
         "offload_param.devise", "fp16.enable", "stge",
     ]  # fmt: skip
     assert str(caught.value).count("Did you mean") == 3
-    with pytest.raises(ConfigError, match="Did you mean 'loss_scale'"):
-        Fp16Section(loss_scal=1)
+    with pytest.raises(ConfigError, match="Did you mean 'device'"):
+        OffloadParam(devise="cpu")
 
 
 def test_files_are_read_and_written(tmp_path):

@@ -36,7 +36,7 @@ MACHINE = Inventory(
     cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=64 * GIB, gpus=(H100,)
 )
 # DeepSpeedConfig takes them, and the engine that is made from it does not.
-REFUSED_BY_THE_ENGINE = ("has been removed from DeepSpeed", "optimizer.params.max_grad_norm=")
+REFUSED_BY_THE_ENGINE = ("is no optimizer of DeepSpeed", "optimizer.params.max_grad_norm=")
 
 
 def files() -> list[Path]:

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from nbaccel import notebook_launcher
-from nbaccel.deepspeed import room
-from nbaccel.deepspeed.strategy import nvme_swapping
+from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.zero_config import ZeroConfig
-from nbaccel.deepspeed.zero_memory import estimate_memory
+from nbaccel.deepspeed.zero_memory import check_host_memory, estimate_memory
 from nbaccel.errors import ConfigError
 from nbaccel.memory.model_size import measure
 from nbaccel.plan.inventory import Inventory
@@ -120,11 +119,11 @@ def test_parts_of_more_processes_fit_into_smaller_buffers(tmp_path: Path):
     settings, model = config("nvme", tmp_path), torch.nn.Linear(WIDTH, INNER)
     section = settings["zero_optimization"]["offload_param"]
     section["buffer_size"] = WIDTH * INNER // 4
-    nvme_swapping.check_buffers(model, ZeroConfig.from_dict(settings), 4)
+    local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 4)
     with pytest.raises(ConfigError, match=r"reads 524288 numbers of weight"):
-        nvme_swapping.check_buffers(model, ZeroConfig.from_dict(settings), 2)
+        local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 2)
     section["device"] = "cpu"
-    nvme_swapping.check_buffers(model, ZeroConfig.from_dict(settings), 2)
+    local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 2)
 
 
 def test_a_model_that_is_only_used_needs_no_memory_for_training():
@@ -133,7 +132,7 @@ def test_a_model_that_is_only_used_needs_no_memory_for_training():
     machine = Inventory(cpu_cores=2, host_available_bytes=9 << 30, host_total_bytes=9 << 30)
     used = ZeroConfig.from_dict(config("cpu"))
     need = estimate_memory(measure(model, trains=False), used, inventory=machine)
-    room.check_host_memory(need, "cpu", machine)
+    check_host_memory(need, "cpu", machine)
     need = estimate_memory(model, used, inventory=machine)
     with pytest.raises(ConfigError, match="would kill it at the start"):
-        room.check_host_memory(need, "cpu", machine)
+        check_host_memory(need, "cpu", machine)

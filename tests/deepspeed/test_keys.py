@@ -7,8 +7,7 @@ import pytest
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.auto_values import resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.config_keys import misspelt_keys
-from nbaccel.deepspeed.schema import deepspeed_schema
+from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
 from nbaccel.deepspeed.zero_config import old_forms
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs

@@ -10,9 +10,9 @@ import textwrap
 
 import pytest
 
+import nbaccel.deepspeed
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.combinations import device_mistakes
-from nbaccel.deepspeed.schema import deepspeed_schema
+from nbaccel.deepspeed.checking import device_mistakes
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import MissingBackend
 from tests.deepspeed import needs
@@ -59,9 +59,7 @@ def test_a_version_that_would_abort_is_refused_where_it_does(
 ):
     """Without a GPU an optimizer swapped to disk ends the process before 0.19.6."""
     monkeypatch.setattr(library, "_installed_version", lambda: version)
-    told = "\n".join(
-        device_mistakes(ZeroConfig.from_dict(ON_DISK), deepspeed_schema(), device=device)
-    )
+    told = "\n".join(device_mistakes(ZeroConfig.from_dict(ON_DISK), device=device))
     assert ("needs DeepSpeed 0.19.6" in told) == is_refused
     assert (version in told) == is_refused
 
@@ -109,3 +107,16 @@ def test_every_way_in_refuses_it_without_importing_it(tmp_path):
     names = ("plugin", "check", "environment", "launch", "file")
     expected = [f"{name} refused True" for name in names]
     assert done.stdout.splitlines() == [*expected, "imported False"], done.stderr
+
+
+@needs.DEEPSPEED
+def test_every_name_is_where_it_says():
+    for name in nbaccel.deepspeed.__all__:
+        assert getattr(nbaccel.deepspeed, name).__name__ == name
+        assert name in dir(nbaccel.deepspeed)
+
+
+def test_the_package_alone_wakes_nothing():
+    code = "import sys, nbaccel.deepspeed; print({'torch', 'deepspeed'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nbaccel import Pool, notebook_launcher
-from nbaccel.deepspeed.room import shortage
+from nbaccel.deepspeed.checking import shortage
 from nbaccel.errors import WorkerDied
 from nbaccel.plan import topology
 from nbaccel.plan.topology import Topology

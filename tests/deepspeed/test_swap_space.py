@@ -12,9 +12,9 @@ from torch import nn
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.room import check_disk, folder_mistakes
+from nbaccel.deepspeed.checking import folder_mistakes
 from nbaccel.deepspeed.zero_config import ZeroConfig
-from nbaccel.deepspeed.zero_memory import estimate_memory
+from nbaccel.deepspeed.zero_memory import check_disk, estimate_memory
 from tests.deepspeed import needs
 
 FULL = 12 << 20

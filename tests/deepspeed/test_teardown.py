@@ -5,8 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from nbaccel.deepspeed import teardown
+from nbaccel.deepspeed import deepspeed_environment, environment
+from nbaccel.deepspeed.environment import Lease
 from tests.deepspeed import needs
 
 pytestmark = needs.DEEPSPEED
@@ -21,7 +24,7 @@ def test_groups_of_which_torch_knows_nothing_more_are_forgotten(monkeypatch, ver
     monkeypatch.setattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "gone")
     monkeypatch.setattr(groups, "expert_tensor_parallel_world_size", 4)
     monkeypatch.setitem(groups._EXPERT_PARALLEL_GROUP, "ep_size_2", "gone")
-    teardown.forget_groups()
+    environment.forget_groups()
     assert groups._WORLD_GROUP is None
     assert groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is None
     assert groups.expert_tensor_parallel_world_size == 1
@@ -39,6 +42,39 @@ def test_an_engine_that_is_collected_late_is_not_destroyed_again():
             self.destroy()
 
     engine = Engine()
-    teardown.destroy(engine)
+    environment.destroy(engine)
     del engine
     assert Engine.count == 1
+
+
+# The environment that engines of one process share ends with its last user, and not before.
+
+
+@pytest.fixture
+def leases():
+    made = [Lease(torch.device("cpu")) for _ in range(2)]
+    yield made
+    for lease in made:
+        lease.give_up()
+
+
+def test_it_ends_with_its_last_user(leases):
+    first, second = leases
+    first.take()
+    second.take()
+    first.give_up()
+    first.give_up()
+    assert dist.is_initialized()
+    second.give_up()
+    assert not dist.is_initialized()
+
+
+def test_a_user_of_one_that_was_closed_does_not_end_the_next(leases):
+    first, second = leases
+    first.take()
+    deepspeed_environment().close()
+    second.take()
+    first.give_up()
+    assert dist.is_initialized()
+    second.give_up()
+    assert not dist.is_initialized()

@@ -11,7 +11,7 @@ import pytest
 from tests import selection
 
 FILES = [
-    *("nbaccel/base/units.py", "nbaccel/calls/launch.py", "nbaccel/deepspeed/advisor/advise.py"),
+    *("nbaccel/base/units.py", "nbaccel/calls/launch.py", "nbaccel/deepspeed/advise.py"),
     *("nbaccel/state.py", "tests/test_state.py"),
     *("tests/base/test_units.py", "tests/calls/test_run.py", "tests/calls/sources.py"),
     *("tests/deepspeed/advisor/test_advise.py", "tests/conftest.py", "notebooks/01.ipynb"),
@@ -21,7 +21,7 @@ MIRRORED = {
     "nbaccel/base/units.py": "tests/base",
     "nbaccel/state.py": "tests/test_state.py",
     "nbaccel/calls/launch.py": "tests/calls",
-    "nbaccel/deepspeed/advisor/advise.py": "tests/deepspeed",
+    "nbaccel/deepspeed/advise.py": "tests/deepspeed",
     "tests/calls/test_run.py": "tests/calls/test_run.py",
     "tests/calls/sources.py": "tests/calls",
     "tests/conftest.py": None,

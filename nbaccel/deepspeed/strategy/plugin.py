@@ -197,12 +197,12 @@ class DeepSpeedPlugin(Settings):
         Args:
             enable: What it is in the block.
         """
-        from nbaccel.deepspeed.strategy import zero_init
+        from nbaccel.deepspeed.strategy import engines
 
         # Below stage 3 there is nothing to build in shards, whatever is passed.
         flag_before = self.zero3_init_flag
         self.zero3_init_flag = enable and self.zero_stage == 3
-        with zero_init.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
+        with engines.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
             try:
                 yield
             finally:
@@ -345,7 +345,7 @@ class DeepSpeedPlugin(Settings):
         Raises:
             ConfigError: It has none of such a name.
         """
-        from nbaccel.deepspeed.strategy.zero_init import fetch_together
+        from nbaccel.deepspeed.strategy.engines import fetch_together
 
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = env.read(_VARIABLES["transformer_moe_cls_names"][0])

@@ -26,19 +26,25 @@ from torch import nn
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.deepspeed.private_api import ZERO3_MODULE_ATTRIBUTES
-from nbaccel.deepspeed.strategy import local_shards
-from nbaccel.deepspeed.strategy.local_shards import assign, hold, is_cut, local_pieces, whole_shape
-from nbaccel.deepspeed.strategy.nvme_swapping import leave
-from nbaccel.deepspeed.strategy.zero_init import building_whole
-from nbaccel.deepspeed.teardown import (
+from nbaccel.deepspeed.environment import (
     destroy,
     forget_groups,
     forget_modules,
     live_engines,
     tear_down,
 )
-from nbaccel.deepspeed.weights.placeholders import check_whole
+from nbaccel.deepspeed.private_api import ZERO3_MODULE_ATTRIBUTES
+from nbaccel.deepspeed.strategy import local_shards
+from nbaccel.deepspeed.strategy.engines import building_whole
+from nbaccel.deepspeed.strategy.local_shards import (
+    assign,
+    hold,
+    is_cut,
+    leave,
+    local_pieces,
+    whole_shape,
+)
+from nbaccel.deepspeed.weights.state_files import check_whole
 from nbaccel.plan.contracts import training
 from nbaccel.plan.contracts.training import Piece, Remembered
 

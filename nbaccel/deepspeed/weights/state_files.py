@@ -8,21 +8,24 @@ run, and DeepSpeed is not imported.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.units import first_few
 from nbaccel.base.weight_files import OLD_TORCH_FORMAT
 
 if TYPE_CHECKING:
@@ -205,8 +208,13 @@ class Weight:
                 yield chunk.to(self.dtype)
 
 
-def check_bits(weights: Iterable[Weight]) -> None:
-    """Compare what is to be read with the checksums that `torch.save` wrote beside it."""
+@contextlib.contextmanager
+def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
+    """A block that reads weights; it ends with an error where their bits are not those saved.
+
+    Meanwhile they are compared with the checksums that `torch.save` wrote beside them: in threads,
+    since checksums cover whole records, of which the block may read the parts in any order.
+    """
     checksums_of = functools.cache(_checksums_in)
     # By address: a record may have several weights.
     records = {
@@ -216,17 +224,20 @@ def check_bits(weights: Iterable[Weight]) -> None:
         if checksums_of(piece.file.path)
     }
     # zlib lets other threads run. Few, because each has a piece in memory.
-    with ThreadPoolExecutor(max_workers=4) as threads:
+    threads = ThreadPoolExecutor(max_workers=4)
+    try:
         sums = threads.map(_sum_of_record, (piece for _, piece in records.values()))
+        yield
         for (name, piece), record in zip(records.values(), sums, strict=True):
             if record not in checksums_of(piece.file.path):
-                threads.shutdown(cancel_futures=True)
                 raise CheckpointDamaged(
                     f"{piece.file.path} has flipped bits: the checksum of the record with {name} "
                     f"({record[0]:,} bytes) is wrong. Weights would be converted that are not "
                     "those that were trained. Copy it again, or convert another checkpoint "
                     "(tag=...)."
                 )
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def _sum_of_record(piece: FileTensor) -> tuple[int, int]:
@@ -247,3 +258,47 @@ def _checksums_in(path: Path) -> set[tuple[int, int]]:
         records = archive.infolist()
     has_checksums = any(record.CRC for record in records)
     return {(record.file_size, record.CRC) for record in records if has_checksums}
+
+
+# ------------------------------------------------------------------------------ placeholders
+# A partitioned parameter of ZeRO-3 is a tensor of shape ``(0,)`` while no layer uses it.
+# ``model.state_dict()`` and ``torch.save`` take it as it is.
+
+
+def is_placeholder(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO-3 keeps this parameter's numbers elsewhere at the moment."""
+    whole_shape = getattr(parameter, "ds_shape", None)
+    return whole_shape is not None and tuple(parameter.shape) != tuple(whole_shape)
+
+
+def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
+    """Names of the parameters that are placeholders of ZeRO-3.
+
+    Parameters of a module have DeepSpeed's attributes; a state dict has only shapes, unless it was
+    taken with `keep_vars`.
+    """
+    if isinstance(module_or_state, nn.Module):
+        # With duplicates: a tied parameter is named twice in the state dict, too.
+        named = module_or_state.named_parameters(remove_duplicate=False)
+        return [name for name, parameter in named if is_placeholder(parameter)]
+    return [
+        name
+        for name, value in module_or_state.items()
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and (is_placeholder(value) or tuple(value.shape) == (0,))
+    ]
+
+
+def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> None:
+    """Refuse weights that are placeholders of ZeRO-3, before they are saved or loaded."""
+    names = placeholders(module_or_state)
+    if names:
+        raise ConfigError(
+            f"{thing}: {len(names)} of the weights are ZeRO-3 placeholders "
+            f"({first_few(names, 3)}), tensors of shape (0,) in the place of parameters that are "
+            "spread over the ranks. A file of them is worthless. To save whole weights call "
+            "nbaccel.fp32_state_dict(engine) or nbaccel.save_16bit_weights(engine, folder) on "
+            "every rank, or use accelerator.save_model(model, folder). From a checkpoint of "
+            "engine.save_checkpoint, nbaccel.zero_to_fp32(...) makes them."
+        )

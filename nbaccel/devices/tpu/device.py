@@ -72,7 +72,6 @@ class TpuDevice(Device):
         return {"tpu_chips": 0 if host is None else host.chips, "tpu": host}
 
     def units(self, inventory: Inventory) -> tuple[Gpu, ...]:
-        """See :meth:`Device.units`."""
         host = inventory.tpu or TpuHost(chips=inventory.tpu_chips)
         name = f"TPU {host.generation}" if host.generation else self.row.noun
         return tuple(
@@ -119,7 +118,6 @@ class TpuDevice(Device):
         )
 
     def plan_warnings(self, inventory: Inventory, config: RunConfig) -> tuple[str, ...]:
-        """See :meth:`Device.plan_warnings`."""
         host = inventory.tpu
         if host is None:
             return ()
@@ -212,7 +210,6 @@ class TpuDevice(Device):
             _DRIVERS[choice.name]().load()
 
     def explain_signal(self, signal_name: str) -> tuple[str, str] | None:
-        """See :meth:`Device.explain_signal`."""
         if signal_name != "SIGSEGV" or not chips.count_chips(env.snapshot()):
             return None
         return (
@@ -221,7 +218,6 @@ class TpuDevice(Device):
         )
 
     def expects_launches(self) -> bool:
-        """See :meth:`Device.expects_launches`."""
         host = chips.inspect_host(env.snapshot())
         return (
             host is not None
@@ -263,7 +259,6 @@ class TpuDevice(Device):
         return driver.is_loaded()
 
     def is_awake(self) -> bool:
-        """See :meth:`DeviceRuntime.is_awake`."""
         return any(driver.is_awake() for driver in _all_drivers())
 
     def count(self) -> int:
@@ -286,7 +281,6 @@ class TpuDevice(Device):
             driver.bind(local_rank)
 
     def process_group_backend(self, num_local: int) -> str:
-        """See :meth:`Device.process_group_backend`."""
         driver = _current_driver()
         is_bound = driver.is_loaded()
         return driver.process_group_backend() if is_bound else self.row.shared_group_backend
@@ -299,39 +293,31 @@ class TpuDevice(Device):
             self.synchronize()
 
     def downcast_floats(self) -> str:
-        """See :meth:`StepHooks.downcast_floats`."""
         return _current_driver().downcast_floats() or ""
 
     def mark_step(self) -> None:
-        """See :meth:`DeviceRuntime.mark_step`."""
         _current_driver().mark_step()
 
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """See :meth:`DeviceRuntime.average_gradients`."""
         return _current_driver().average_gradients(gradients, world_size)
 
     def compile_counts(self) -> CompileCounts | None:
-        """See :meth:`DeviceRuntime.compile_counts`."""
         driver = _current_driver()
         return driver.compile_counts() if driver.is_awake() else None
 
     def random_state(self, index: int | None = None) -> torch.Tensor:
-        """See :meth:`DeviceRuntime.random_state`."""
         return _current_driver().random_state()
 
     def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
-        """See :meth:`DeviceRuntime.set_random_state`."""
         _current_driver().set_random_state(state.cpu())
 
     def reserved_bytes(self, device: torch.device) -> int | None:
-        """See :meth:`DeviceRuntime.reserved_bytes`."""
         return _current_driver().memory_used()
 
     def empty_cache(self) -> None:
         """See :meth:`DeviceRuntime.empty_cache`; the runtime frees what nobody uses by itself."""
 
     def synchronize(self) -> None:
-        """See :meth:`DeviceRuntime.synchronize`."""
         _current_driver().synchronize()
 
 

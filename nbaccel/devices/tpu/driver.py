@@ -24,14 +24,10 @@ class TpuDriver(ABC):
     """One library that drives TPUs.
 
     An implementation has no state beyond that of its library, and imports it inside of methods.
-
-    Attributes:
-        name: As in ``RunConfig.tpu_driver``.
-        torch_type: What torch calls its devices.
     """
 
-    name: ClassVar[str]
-    torch_type: ClassVar[str]
+    name: ClassVar[str]  # as in ``RunConfig.tpu_driver``
+    torch_type: ClassVar[str]  # what torch calls its devices
 
     @abstractmethod
     def is_loaded(self) -> bool:
@@ -78,7 +74,6 @@ class TpuDriver(ABC):
         """See :meth:`~nbaccel.plan.contracts.device.DeviceRuntime.average_gradients`."""
 
     def downcast_floats(self) -> str:
-        """See :meth:`~nbaccel.plan.contracts.device.StepHooks.downcast_floats`."""
         return (
             f"{self.name} has no such mode. Autocast computes in bfloat16, and weights and doubles "
             "stay as they are"

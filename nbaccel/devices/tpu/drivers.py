@@ -29,21 +29,13 @@ _LIBRARY_VARIABLES = ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverPackages:
-    """What is installed.
+    """What is installed."""
 
-    Attributes:
-        torch: Version of torch; this and all others are empty where it is not installed.
-        torch_tpu: Version of Google's torch_tpu.
-        foreign_torch_tpu: Version of another package of that name.
-        torch_xla: Version of torch_xla.
-        libtpu: Version of libtpu, or the path of the one that is loaded instead of it.
-    """
-
-    torch: str = ""
-    torch_tpu: str = ""
-    foreign_torch_tpu: str = ""
-    torch_xla: str = ""
-    libtpu: str = ""
+    torch: str = ""  # version of torch; this and all others are empty where it is not installed
+    torch_tpu: str = ""  # version of Google's torch_tpu
+    foreign_torch_tpu: str = ""  # version of another package of that name
+    torch_xla: str = ""  # version of torch_xla
+    libtpu: str = ""  # version of libtpu, or the path of the one that is loaded instead of it
 
 
 def find_packages(
@@ -106,19 +98,12 @@ _OTHER_DRIVER_TEXT = 'Give tpu_driver="torch_xla"'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverChoice:
-    """The driver of a launch.
+    """The driver of a launch."""
 
-    Attributes:
-        name: ``torch_tpu`` or ``torch_xla``; empty where there is none.
-        version: Its version.
-        reason: Why it is this one: a clause.
-        refusal: Why there is none: a whole message; empty where there is one.
-    """
-
-    name: str = ""
+    name: str = ""  # ``torch_tpu`` or ``torch_xla``; empty where there is none
     version: str = ""
-    reason: str = ""
-    refusal: str = ""
+    reason: str = ""  # why it is this one: a clause
+    refusal: str = ""  # why there is none: a whole message; empty where there is one
 
 
 def choose_driver(asked: str, host: TpuHost | None, torch_version: str) -> DriverChoice:

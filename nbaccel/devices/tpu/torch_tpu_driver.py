@@ -62,7 +62,6 @@ class TorchTpuDriver(TpuDriver):
     torch_type: ClassVar[str] = "tpu"
 
     def is_loaded(self) -> bool:
-        """See :meth:`TpuDriver.is_loaded`."""
         # `torch.tpu` is there without a device, too; only the renamed backend shows that there is
         # one, and the module of that name may be another maker's.
         torch_core: Any = getattr(sys.modules.get("torch"), "_C", None)
@@ -79,7 +78,6 @@ class TorchTpuDriver(TpuDriver):
         return bool(name() == self.torch_type)
 
     def load(self) -> None:
-        """See :meth:`TpuDriver.load`."""
         if env.read(_LOG_VARIABLE) is None:
             env.update({_LOG_VARIABLE: _LOG_LEVEL})
         with warnings.catch_warnings():
@@ -89,14 +87,12 @@ class TorchTpuDriver(TpuDriver):
             importlib.import_module("torch_tpu._loader").load()
 
     def is_awake(self) -> bool:
-        """See :meth:`TpuDriver.is_awake`."""
         if not self.is_loaded():
             return False
         with _without_notice("is_initialized"):
             return bool(_tpu_module().is_initialized())
 
     def bind(self, local_rank: int) -> None:
-        """See :meth:`TpuDriver.bind`."""
         import torch
 
         if not self.is_loaded():
@@ -118,7 +114,6 @@ class TorchTpuDriver(TpuDriver):
         return (torch_tpu_variables(host.generation, num_workers, ports),) * num_workers
 
     def process_group_backend(self) -> str:
-        """See :meth:`TpuDriver.process_group_backend`."""
         return "gloo" if _goes_by_host() else "cpu:gloo,tpu:tpu_dist"
 
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
@@ -137,7 +132,6 @@ class TorchTpuDriver(TpuDriver):
         return True
 
     def synchronize(self) -> None:
-        """See :meth:`TpuDriver.synchronize`."""
         # Without a runtime it aborts the process instead of raising.
         if self.is_awake():
             import torch
@@ -145,7 +139,6 @@ class TorchTpuDriver(TpuDriver):
             torch.accelerator.synchronize()
 
     def compile_counts(self) -> CompileCounts:
-        """See :meth:`TpuDriver.compile_counts`."""
         # There is no public name for it.
         read_stats = getattr(_tpu_module(), "_get_cache_stats", None)
         if read_stats is None:
@@ -166,11 +159,9 @@ class TorchTpuDriver(TpuDriver):
         return _FIGURES.counts
 
     def random_state(self) -> torch.Tensor:
-        """See :meth:`TpuDriver.random_state`."""
         return self._generator().get_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """See :meth:`TpuDriver.set_random_state`."""
         self._generator().set_state(state)
 
     def _generator(self) -> torch.Generator:
@@ -179,7 +170,6 @@ class TorchTpuDriver(TpuDriver):
         return generator
 
     def memory_used(self) -> int | None:
-        """See :meth:`TpuDriver.memory_used`."""
         if not self.is_awake() or _FIGURES.empty_answers >= _MOST_EMPTY_ANSWERS:
             return None
         import torch

@@ -44,11 +44,9 @@ class TorchXlaDriver(TpuDriver):
     torch_type: ClassVar[str] = "xla"
 
     def is_loaded(self) -> bool:
-        """See :meth:`TpuDriver.is_loaded`."""
         return hasattr(sys.modules.get("torch_xla"), "_XLAC")
 
     def load(self) -> None:
-        """See :meth:`TpuDriver.load`."""
         before = env.snapshot()
         importlib.import_module("torch_xla")
         after = env.snapshot()
@@ -57,7 +55,6 @@ class TorchXlaDriver(TpuDriver):
         )
 
     def is_awake(self) -> bool:
-        """See :meth:`TpuDriver.is_awake`."""
         is_initialized = _runtime_question()
         return is_initialized is not None and bool(is_initialized())
 
@@ -80,7 +77,6 @@ class TorchXlaDriver(TpuDriver):
         return "" if _trial_backward() else "a backward pass has run in the notebook, on the CPU"
 
     def bind(self, local_rank: int) -> None:
-        """See :meth:`TpuDriver.bind`."""
         if not self.is_loaded():
             self.load()
         env.update(
@@ -100,7 +96,6 @@ class TorchXlaDriver(TpuDriver):
     def launch_variables(
         self, host: TpuHost, num_workers: int, ports: Sequence[int]
     ) -> tuple[Mapping[str, str], ...]:
-        """See :meth:`TpuDriver.launch_variables`."""
         if not self._computes_on_chips():
             return ({RUNTIME_VARIABLE: "CPU", "CPU_NUM_DEVICES": "1"},) * num_workers
         return tuple(
@@ -140,17 +135,14 @@ class TorchXlaDriver(TpuDriver):
         )
 
     def mark_step(self) -> None:
-        """See :meth:`TpuDriver.mark_step`."""
         if self.is_awake():
             importlib.import_module("torch_xla").sync()
 
     def synchronize(self) -> None:
-        """See :meth:`TpuDriver.synchronize`."""
         if self.is_awake():
             importlib.import_module("torch_xla").sync(wait=True)
 
     def compile_counts(self) -> CompileCounts:
-        """See :meth:`TpuDriver.compile_counts`."""
         metrics = importlib.import_module("torch_xla.debug.metrics")
         said = metrics.metric_data("CompileTime")
         if said is None:  # nothing has been compiled
@@ -165,12 +157,10 @@ class TorchXlaDriver(TpuDriver):
         return torch.frombuffer(bytearray(struct.pack("<Q", seed)), dtype=torch.uint8)
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """See :meth:`TpuDriver.set_random_state`."""
         (seed,) = struct.unpack("<Q", state.numpy().tobytes())
         importlib.import_module("torch_xla.core.xla_model").set_rng_state(seed)
 
     def memory_used(self) -> int | None:
-        """See :meth:`TpuDriver.memory_used`."""
         # The runtime of the processor has no figures, and raises.
         if not (self.is_awake() and self._computes_on_chips()):
             return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config.capabilities import device_row
-from nbaccel.memory.memory_bars import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
+from nbaccel.memory.estimate import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
 from nbaccel.notebook.picker.choices import (
     groups_of_ways,
     is_shown_once,
@@ -26,10 +26,9 @@ from nbaccel.notebook.picker.choices import (
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
-    from nbaccel.memory.memory_bars import BarSegment
+    from nbaccel.memory.estimate import BarSegment
     from nbaccel.memory.settings_form import StatePlacement
-    from nbaccel.memory.suggesting import Proposal
-    from nbaccel.memory.ways import Candidate
+    from nbaccel.memory.ways import Candidate, Proposal
     from nbaccel.notebook.picker.model import PickerModel
     from nbaccel.notebook.picker.text_mistakes import TextMistake
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.config.given_values import closest
-from nbaccel.memory.estimate import MemoryEstimate
-from nbaccel.memory.memory_bars import MemoryBar, MemoryNeed
+from nbaccel.memory.estimate import MemoryBar, MemoryEstimate, MemoryNeed
 from nbaccel.memory.memory_model import MemoryModel
 from nbaccel.memory.settings_form import (
     ChoiceOption,
@@ -27,8 +26,7 @@ from nbaccel.memory.settings_form import (
     SettingsForm,
     settings_forms,
 )
-from nbaccel.memory.suggesting import Proposal, proposals, remedy
-from nbaccel.memory.ways import Candidate, CandidateFinder
+from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
 from nbaccel.notebook.picker import availability
 from nbaccel.notebook.picker.availability import (
     MachinePart,

@@ -29,8 +29,7 @@ from nbaccel.notebook.picker.form_html import (
 
 if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
-    from nbaccel.memory.suggesting import Proposal
-    from nbaccel.memory.ways import Candidate
+    from nbaccel.memory.ways import Candidate, Proposal
     from nbaccel.notebook.picker.model import PickerModel
 
 

@@ -27,21 +27,13 @@ _MOST_FP8_ADDITIONS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberFormat:
-    """A number format of 8 or 16 bits.
+    """A number format of 8 or 16 bits."""
 
-    Attributes:
-        name: As in papers.
-        dtype: Torch's name of it.
-        maximum: The largest finite value.
-        smallest_exponent: Of normal numbers, as a power of two.
-        mantissa_bits: Stored bits of the mantissa.
-    """
-
-    name: str
-    dtype: torch.dtype
-    maximum: float
-    smallest_exponent: int
-    mantissa_bits: int
+    name: str  # as in papers
+    dtype: torch.dtype  # torch's name of it
+    maximum: float  # the largest finite value
+    smallest_exponent: int  # of normal numbers, as a power of two
+    mantissa_bits: int  # stored bits of the mantissa
 
     def cast(self, values: torch.Tensor) -> torch.Tensor:
         """Round values that are in range."""

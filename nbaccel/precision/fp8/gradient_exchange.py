@@ -100,14 +100,10 @@ def _sendable(message: torch.Tensor, group: Any) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class AutomaticScaling:
-    """The factor μ of FP8-LM's sum for each tensor or bucket; see [Note: a sum in 8 bits].
+    """The factor μ of FP8-LM's sum for each tensor or bucket; see [Note: a sum in 8 bits]."""
 
-    Attributes:
-        group: The process group; None takes the default one.
-        factors: μ by number of the bucket; 1 at the start.
-    """
-
-    group: Any = None
+    group: Any = None  # the process group; None takes the default one
+    # μ by number of the bucket; 1 at the start.
     factors: dict[int, float] = field(default_factory=dict)
 
     def adapt(self, number: int, share: float) -> None:

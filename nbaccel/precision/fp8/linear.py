@@ -166,31 +166,20 @@ def _padded(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRecipe:
-    """How a layer computes.
+    """How a layer computes."""
 
-    Attributes:
-        emulate: Whether there is no kernel for 8 bits.
-        forward_format: Of inputs and weights.
-        gradient_format: Of output gradients.
-        margin: Headroom of scales, in powers of two.
-        exact_passes: Whether forward, input gradient and weight gradient are computed in higher
-            precision.
-        in_evaluation: Whether 8 bits are used in evaluation, too.
-        weight_gradients: The format that weight gradients are kept in, where the weight is a
-            `ScaledTensor`.
-        history: Where delayed scales come from; None: each tensor's own magnitude decides.
-        layer_index: The layer's column in it.
-    """
-
-    emulate: bool
-    forward_format: NumberFormat = E4M3
-    gradient_format: NumberFormat = E5M2
-    margin: int = 0
+    emulate: bool  # whether there is no kernel for 8 bits
+    forward_format: NumberFormat = E4M3  # of inputs and weights
+    gradient_format: NumberFormat = E5M2  # of output gradients
+    margin: int = 0  # headroom of scales, in powers of two
+    # Whether forward, input gradient and weight gradient are computed in higher precision.
     exact_passes: tuple[bool, bool, bool] = (False, False, False)
-    in_evaluation: bool = False
+    in_evaluation: bool = False  # whether 8 bits are used in evaluation, too
+    # The format that weight gradients are kept in, where the weight is a `ScaledTensor`.
     weight_gradients: NumberFormat = E4M3
+    # Where delayed scales come from; None: each tensor's own magnitude decides.
     history: AmaxHistory | None = None
-    layer_index: int = 0
+    layer_index: int = 0  # the layer's column in it
 
     def stored(self, values: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Payload and inverse scale of a tensor."""

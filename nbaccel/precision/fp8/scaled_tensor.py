@@ -38,18 +38,13 @@ _FORMATS = {number_format.dtype: number_format for number_format in (E4M3, E5M2,
 
 
 class ScaledTensor(torch.Tensor):
-    """A float32 tensor that is stored in a short format under one scale.
-
-    Attributes:
-        payload: As given.
-        inverse_scale: As given.
-        owner: The process that has the master of a weight; None where there is none.
-        master: That master, if it is here: the same values with more digits.
-    """
+    """A float32 tensor that is stored in a short format under one scale."""
 
     payload: torch.Tensor
     inverse_scale: torch.Tensor
+    # The process that has the master of a weight; None where there is none.
     owner: int | None = None
+    # That master, if it is here: the same values with more digits.
     master: ScaledTensor | None = None
 
     @staticmethod

@@ -11,7 +11,9 @@ import torch
 
 from nbaccel.base import env
 from nbaccel.deepspeed import cpp_operations
-from nbaccel.deepspeed.advisor.proving import training_step
+from nbaccel.deepspeed.proving import training_step
+from nbaccel.deepspeed.strategy.engines import make_engine
+from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.strategies.model_blocks import enable_gradient_checkpointing
 from tests.deepspeed.advisor.models import WIDTH, Blocks
 
@@ -30,7 +32,8 @@ def step_through(configs: list[tuple[dict[str, Any], bool]]) -> list[tuple[int, 
         before = sum(p.double().sum().item() for p in model.parameters())
         if again:
             enable_gradient_checkpointing(model)
-        engine, *_ = deepspeed.initialize(model=model, config=config)
+        made = ZeroConfig.from_dict(config)
+        engine = make_engine(model, None, None, made, moe_layers=None, has_several=False)
         training_step(engine, torch.randn(config["train_micro_batch_size_per_gpu"], WIDTH))
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             after = sum(p.double().sum().item() for p in engine.module.parameters())

@@ -10,7 +10,7 @@ from torch import nn
 
 from nbaccel import advise
 from nbaccel.errors import ConfigError
-from nbaccel.memory import precision_choice
+from nbaccel.memory import ways
 from tests.deepspeed import needs
 from tests.deepspeed.advisor.models import machine
 
@@ -38,7 +38,7 @@ def test_a_model_pretrained_in_bf16_is_warned_of_fp16():
 
 @pytest.mark.parametrize(("has_bf16", "name"), [(True, "bf16"), (False, "fp32")])
 def test_a_cpu_trains_in_bf16_where_it_has_instructions(monkeypatch, has_bf16, name):
-    monkeypatch.setattr(precision_choice, "computes_in_bf16", lambda: has_bf16)
+    monkeypatch.setattr(ways, "computes_in_bf16", lambda: has_bf16)
     assert chosen(inventory=NO_GPU).precision == name
     assert chosen(model=nn.Linear(8, 8).half(), inventory=NO_GPU).precision == "bf16"
 

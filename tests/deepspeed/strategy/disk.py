@@ -12,7 +12,7 @@ import sys
 import torch
 
 from nbaccel import Accelerator, ConfigError, DeepSpeedPlugin
-from nbaccel.deepspeed.strategy import nvme_swapping
+from nbaccel.deepspeed.strategy import local_shards
 from tests.deepspeed.strategy.test_disk import net, swapped_to
 
 
@@ -25,7 +25,7 @@ def main(folder: str, layers: str) -> None:
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     except ConfigError as error:
         refused = str(error)
-    print(json.dumps({"refused": refused, "claims": len(nvme_swapping._OPEN_CLAIMS)}))
+    print(json.dumps({"refused": refused, "claims": len(local_shards._OPEN_CLAIMS)}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nbaccel import Accelerator, DeepSpeedPlugin, notebook_launcher, zero_to_fp32
-from nbaccel.deepspeed.strategy import nvme_swapping
+from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from tests.deepspeed import needs
 from tests.deepspeed.programs import told_by
@@ -116,14 +116,14 @@ def settings(path: Path, device: str = "nvme") -> ZeroConfig:
 
 def test_a_claim_leaves_what_others_have_in_the_folder(tmp_path):
     given = settings(tmp_path)
-    found, claimed = nvme_swapping.claim(given, rank=0)
+    found, claimed = local_shards.claim(given, rank=0)
     assert found == given
     for rank in (0, 1):
         place = tmp_path / "zero_stage_3" / "optimizer" / f"rank{rank}"
         place.mkdir(parents=True)
         (place / "1.tensor.swp").touch()
     (tmp_path / "mine.txt").touch()
-    second, other = nvme_swapping.claim(given, rank=0)
+    second, other = local_shards.claim(given, rank=0)
     assert second.offload_param.nvme_path == str(tmp_path / "engine_1")
     claimed.release()
     claimed.release()
@@ -131,8 +131,8 @@ def test_a_claim_leaves_what_others_have_in_the_folder(tmp_path):
         "1.tensor.swp",
         "mine.txt",
     ]
-    nvme_swapping.leave()
-    again, third = nvme_swapping.claim(given, rank=1)
+    local_shards.leave()
+    again, third = local_shards.claim(given, rank=1)
     assert again == given
     third.release()
     other.release()
@@ -140,14 +140,14 @@ def test_a_claim_leaves_what_others_have_in_the_folder(tmp_path):
 
 
 def test_a_forked_process_leaves_the_files_of_its_parent(tmp_path):
-    _, claimed = nvme_swapping.claim(settings(tmp_path), rank=0)
+    _, claimed = local_shards.claim(settings(tmp_path), rank=0)
     mine = tmp_path / "zero_stage_3" / "bfloat16params" / "rank0" / "0.swp"
     mine.parent.mkdir(parents=True)
     mine.touch()
     pid = os.fork()
     if pid == 0:
         try:
-            nvme_swapping.leave()
+            local_shards.leave()
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
@@ -172,7 +172,7 @@ class TestWithoutLauncher:
 
 def test_what_does_not_swap_claims_nothing(tmp_path):
     given = settings(tmp_path, "cpu")
-    found, claimed = nvme_swapping.claim(given, rank=0)
+    found, claimed = local_shards.claim(given, rank=0)
     assert found == given
     assert not claimed.folders
     claimed.release()

@@ -16,9 +16,8 @@ from torch import nn
 
 from nbaccel import Accelerator, DeepSpeedPlugin, RunConfig
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
-from nbaccel.deepspeed import room
 from nbaccel.deepspeed.zero_config import ZeroConfig
-from nbaccel.deepspeed.zero_memory import estimate_memory
+from nbaccel.deepspeed.zero_memory import check_host_memory, estimate_memory
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan import inspect_machine
 from tests.deepspeed import needs
@@ -240,7 +239,7 @@ def test_too_little_host_memory_is_said_before_the_system_kills_anybody():
     def check(total: int, available: int) -> None:
         here = machine(total, available)
         need = estimate_memory(model, config, num_processes=2, inventory=here)
-        room.check_host_memory(need, "cuda", here)
+        check_host_memory(need, "cuda", here)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

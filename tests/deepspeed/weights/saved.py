@@ -20,8 +20,8 @@ from torch import nn
 from nbaccel import notebook_launcher
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.environment import deepspeed_environment
-from nbaccel.deepspeed.weights.live_weights import fp32_state_dict, save_16bit_weights
-from nbaccel.deepspeed.weights.placeholders import placeholders
+from nbaccel.deepspeed.weights.converting import fp32_state_dict, save_16bit_weights
+from nbaccel.deepspeed.weights.state_files import placeholders
 from nbaccel.errors import NbaccelError
 from nbaccel.train.checkpoint import save_model
 from tests.deepspeed.needs import ABORTS_ON_DISK

@@ -15,8 +15,13 @@ from safetensors.torch import load_file
 import nbaccel
 from nbaccel.base.weight_files import SAFE_DTYPE_NAMES
 from nbaccel.deepspeed.weights.converting import plan, publishing, write_shard
-from nbaccel.deepspeed.weights.placeholders import check_whole, placeholders
-from nbaccel.deepspeed.weights.state_files import Unknown, Weight, read_states
+from nbaccel.deepspeed.weights.state_files import (
+    Unknown,
+    Weight,
+    check_whole,
+    placeholders,
+    read_states,
+)
 from nbaccel.errors import CheckpointFailed, ConfigError
 from tests.isolation import isolated
 
@@ -289,14 +294,10 @@ def test_a_source_that_gives_too_little_is_noticed(tmp_path):
 # ------------------------------------------------------------------------- placeholders
 
 
-def test_a_single_one_is_a_weight_and_many_are_placeholders():
+def test_empty_floating_point_tensors_are_placeholders():
     assert placeholders({"scale": torch.ones(1), "w": torch.rand(3)}) == []
-    assert placeholders({"scale": torch.ones(1)}) == []
-    assert placeholders({"a": torch.ones(1), "b": torch.ones(1), "w": torch.rand(3)}) == ["a", "b"]
     assert placeholders({"a": torch.empty(0), "n": torch.empty(0, dtype=torch.long)}) == ["a"]
-    assert (
-        placeholders({"a": torch.empty(0, 3), "step": 3, "m": torch.ones(1, device="meta")}) == []
-    )
+    assert placeholders({"a": torch.empty(0, 3), "step": 3}) == []
 
 
 def test_the_refusal_says_how_to_get_whole_weights():

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from nbaccel.config import RunConfig
-from nbaccel.memory.memory_bars import SEGMENT_KINDS, BarSegment, MemoryBar, MemoryNeed
-from nbaccel.memory.suggesting import Proposal
-from nbaccel.memory.ways import Candidate
+from nbaccel.memory.estimate import SEGMENT_KINDS, BarSegment, MemoryBar, MemoryNeed
+from nbaccel.memory.ways import Candidate, Proposal
 from nbaccel.notebook.picker import form_html
 from nbaccel.notebook.picker.choices import hint_of
 from nbaccel.notebook.picker.form_text import picker_text

@@ -531,9 +531,9 @@ def test_suggest_takes_the_fastest_that_fits_as_one_change():
 
 @needs.DEEPSPEED_ROW
 def test_what_is_not_installed_is_shown_with_what_to_install_and_not_suggested(monkeypatch):
-    from nbaccel.deepspeed.form import training_ways
+    from nbaccel.deepspeed import form
 
-    monkeypatch.setattr(training_ways, "is_installed", lambda name: False)
+    monkeypatch.setattr(form, "is_installed", lambda name: False)
     picker = PickerModel(RunConfig(num_processes=2), model=big(), inventory=with_gpus(2))
     zero = next(found for found in picker.candidates() if found.name == "ZeRO-3")
     assert "pip install" in zero.refusal

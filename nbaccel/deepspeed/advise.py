@@ -1,35 +1,216 @@
-"""The advisor: the ways to train with DeepSpeed, by estimates and, with `try_it`, by real steps."""
+"""``advise``: the ways to train with DeepSpeed, by estimates and, with `try_it`, by a real step.
+
+What it gives is an ``Advice``: the configuration that was chosen, and all that were looked at.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbaccel.base.errors import ConfigError, NbaccelError
-from nbaccel.base.units import parse_bytes
+from nbaccel.base.units import count_noun, format_bytes, parse_bytes
 from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import device_row
 from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
 from nbaccel.config.given_values import put_at, value_at
-from nbaccel.deepspeed.advisor.advice import Advice, Rung
-from nbaccel.deepspeed.auto_values import resolve_auto
+from nbaccel.deepspeed.auto_values import TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.form.training_ways import LOWERED_KEYS, training_ways
-from nbaccel.deepspeed.training_facts import TrainingFacts, made_in
-from nbaccel.deepspeed.zero_config import ZERO, load_settings
+from nbaccel.deepspeed.form import LOWERED_KEYS, training_ways
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
+from nbaccel.memory.estimate import MemoryEstimate, paragraphs, table_html, table_lines
 from nbaccel.memory.memory_model import MemoryLimits, MemoryModel
 from nbaccel.memory.model_size import refuse_unsized
-from nbaccel.memory.precision_choice import best_precision
 from nbaccel.memory.settings_form import SettingsForm, TrainingWay
-from nbaccel.memory.suggesting import halvings
-from nbaccel.memory.ways import FASTEST_FIRST, Candidate, CandidateFinder
+from nbaccel.memory.ways import FASTEST_FIRST, Candidate, CandidateFinder, best_precision, halvings
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.strategies.model_blocks import checkpoints_gradients
 
-if TYPE_CHECKING:
-    from nbaccel.deepspeed.advisor.proving import Prover
+_LINE_CHARS = 100
+_HEAD = ("way", "batch", "device", "host", "NVMe", "measured", "verdict")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """One way to train with one batch, and its verdict.
+
+    Attributes:
+        candidate: The way, with its memory.
+        batch_size: Samples of a process in one forward pass.
+        accumulation_steps: Forward passes of one optimizer step.
+        verdict: ``fits`` or ``does not fit``, by estimate; ``works``, ``out of memory``, by a real
+            step; ``not tried``; ``not available``.
+        reason: Why, in one sentence.
+        config: DeepSpeed's configuration; None where the way is not available.
+        measured: The most bytes of tensors that a real step took where it computes.
+    """
+
+    candidate: Candidate
+    batch_size: int
+    accumulation_steps: int
+    verdict: str
+    reason: str
+    config: dict[str, Any] | None
+    measured: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name: ``ZeRO-2, optimizer on the CPU``."""
+        return self.candidate.name
+
+    @property
+    def estimate(self) -> MemoryEstimate | None:
+        """What it needs, beside what there is; None where the way is not available."""
+        return None if self.candidate.need is None else self.candidate.need.estimate
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether activations are computed again."""
+        return self.candidate.config.activation_checkpointing
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether it fits, as far as is known."""
+        return self.verdict in ("fits", "works")
+
+    def cells(self) -> tuple[str, ...]:
+        """Its line of the table."""
+        batch = str(self.batch_size)
+        if self.accumulation_steps > 1:
+            batch += f" x {self.accumulation_steps}"
+        sizes = ["", "", ""]
+        if self.estimate is not None:
+            # Without a GPU there is no memory of devices: what they need comes out of the host's.
+            on_host = self.estimate.device_free is None
+            host = self.estimate.host_needed if on_host else self.estimate.host.peak
+            needs = (self.estimate.device.peak, host, self.estimate.nvme.total)
+            sizes = [format_bytes(size) if size else "-" for size in needs]
+        measured = "" if self.measured is None else format_bytes(self.measured)
+        return (self.name, batch, *sizes, measured, self.verdict)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Advice:
+    """Which DeepSpeed configuration to train with.
+
+    Attributes:
+        rungs: All ways that were looked at, in order.
+        chosen: The one to take; None where none fits.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        num_processes: Processes on each machine.
+        warnings: What may not work as expected, and what the numbers leave out.
+    """
+
+    rungs: tuple[Rung, ...]
+    chosen: Rung | None
+    precision: str
+    num_processes: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """What ``deepspeed.initialize(config=...)`` takes; None where nothing fits."""
+        return None if self.zero is None else self.zero.to_dict()
+
+    @property
+    def zero(self) -> ZeroConfig | None:
+        """The same as a `ZeroConfig`."""
+        if self.chosen is None or self.chosen.config is None:
+            return None
+        return ZeroConfig.from_dict(self.chosen.config)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a process in one forward pass."""
+        return None if self.chosen is None else self.chosen.batch_size
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Forward passes of one optimizer step."""
+        return None if self.chosen is None else self.chosen.accumulation_steps
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether to turn gradient checkpointing on: that is the model's setting."""
+        return self.chosen is not None and self.chosen.gradient_checkpointing
+
+    @property
+    def nearest(self) -> Rung | None:
+        """Where nothing fits: the way that lacks least."""
+        lacking = [
+            (sum(rung.estimate.lacking.values()), number)
+            for number, rung in enumerate(self.rungs)
+            if rung.estimate is not None
+        ]
+        return self.rungs[min(lacking)[1]] if lacking and self.chosen is None else None
+
+    def headline(self) -> str:
+        """The advice in one line."""
+        rung = self.chosen or self.nearest
+        if rung is None or rung.estimate is None:
+            return f"Nothing fits: none of {count_noun(len(self.rungs), 'way')} is available here"
+        if self.chosen is None:
+            way = f"{rung.name} with a batch of {rung.batch_size}"
+            # A real step may fail although the estimate says that it fits.
+            if not rung.estimate.lacking:
+                return f"Nothing fits: {way} should by estimate, and did not"
+            return f"Nothing fits: {way} comes nearest, and lacks {rung.estimate.lacking_text}"
+        checkpointing = "gradient checkpointing"
+        adds_checkpointing = rung.gradient_checkpointing and checkpointing not in rung.name
+        batch = f"batch {rung.batch_size}"
+        if rung.accumulation_steps > 1:
+            batch += f" x {rung.accumulation_steps} accumulated"
+        processes = count_noun(self.num_processes, "process")
+        parts = [rung.name, *([checkpointing] if adds_checkpointing else []), self.precision, batch]
+        proof = "a real step" if rung.verdict == "works" else "estimate"
+        return f"{', '.join(parts)}, {processes}: fits by {proof}"
+
+    def explain(self) -> str:
+        """All ways with what they need, the verdict and the reason; remarks below the table."""
+        head, *lines = table_lines(self._rows())
+        text = [self.headline(), "", f"   {head}"]
+        for line, rung in zip(lines, self.rungs, strict=True):
+            text.append(f"{self._mark(rung):<2} {line}")
+            # A reason is a sentence, too long for a column of text of fixed width.
+            indent = " " * 6
+            text += textwrap.wrap(
+                rung.reason, _LINE_CHARS, initial_indent=indent, subsequent_indent=indent
+            )
+        return "\n".join([*text, "", *self.warnings])
+
+    def _mark(self, rung: Rung) -> str:
+        return "→" if rung is self.chosen else ""
+
+    def _rows(self) -> list[list[str]]:
+        """The table without columns that have no value, such as that of NVMe."""
+        rows = [_HEAD, *(rung.cells() for rung in self.rungs)]
+        columns = [column for column in zip(*rows, strict=True) if {*column[1:]} - {"", "-"}]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        return f"<Advice: {self.headline()}>"
+
+    # Without it IPython would take `__repr__`, which is one line, as the text form.
+    def _repr_mimebundle_(
+        self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+    ) -> dict[str, str]:
+        return {"text/plain": self.explain(), "text/html": self._repr_html_()}
+
+    def _repr_html_(self) -> str:
+        head, *lines = self._rows()
+        rows = [["", head[0], "why", *head[1:]]]
+        for line, rung in zip(lines, self.rungs, strict=True):
+            rows.append([self._mark(rung), line[0], rung.reason, *line[1:]])
+        table = table_html(rows, num_left=3)
+        return f"{paragraphs([self.headline()])}{table}{paragraphs(self.warnings)}"
+
 
 _BATCH_KEY = "train_micro_batch_size_per_gpu"
 _PRECISIONS = {
@@ -80,8 +261,7 @@ def advise(
     )
     world_size = plan.num_processes * num_nodes
     batch = _batch_of(settings, samples=memory_model.num_samples, world_size=world_size)
-    # Checked once before, so that mistakes of the user's file are reported as such, and not as the
-    # reason why a way is not available.
+    # Before the ways, so that mistakes of the user's file are reported as such.
     check_config(
         {**settings, _BATCH_KEY: batch[0]},
         world_size=world_size,
@@ -89,40 +269,17 @@ def advise(
         allow_auto=True,
         check_tools=False,
     )
-    # Without its batch sizes, which the walk decides.
-    base = {key: one for key, one in copy.deepcopy(settings).items() if key not in BATCH_SIZES}
-    base.setdefault("optimizer", {"type": optimizer})
-    for section in ("offload_optimizer", "offload_param") if nvme_path is not None else ():
-        put_at(base, f"{ZERO}.{section}.nvme_path", str(nvme_path))
+    base = _begun(settings, optimizer, nvme_path)
     run = _in_precision(precision, base, model, plan, machine)
     finder = _Finder(memory_model=memory_model, settings=settings)
     finder.completed(_with_batch(run, *batch), plan)  # raises for an "auto" that nothing decides
-    prover = None
-    if try_it:
-        # Imported here, because it brings the modules that train, which an estimate does not need.
-        from nbaccel.deepspeed.advisor.proving import Prover
-
-        prover = Prover(memory_model, plan, max_trials, timeout, launch)
-    return _advice(finder, run, batch, plan, prover)
-
-
-def _advice(
-    finder: _Finder, run: RunConfig, batch: tuple[int, int], plan: Plan, prover: Prover | None
-) -> Advice:
+    prover = _Prover(finder, plan, max_trials, timeout, launch) if try_it else None
     rungs, chosen = _walked(finder, run, batch, prover)
-    largest, is_largest = None, True
-    if prover is not None and chosen is not None:
-        largest, is_largest = prover.largest_batch(chosen)
-        wider = _widened(chosen, largest)
-        rungs = tuple(wider if rung is chosen else rung for rung in rungs)
-        chosen = wider
     return Advice(
         rungs=rungs,
         chosen=chosen,
         precision=_word_of(run),
         num_processes=plan.num_processes,
-        largest_batch_size=largest,
-        is_largest=is_largest,
         warnings=tuple(_warnings(finder, _word_of(run), chosen)),
     )
 
@@ -227,7 +384,7 @@ def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> Run
 
 # ----------------------------------------------------------------------- the walk
 def _walked(
-    finder: _Finder, run: RunConfig, batch: tuple[int, int], prover: Prover | None
+    finder: _Finder, run: RunConfig, batch: tuple[int, int], prover: _Prover | None
 ) -> tuple[tuple[Rung, ...], Rung | None]:
     """The first rung that fits, or works: of all ways, then again with half the batch, and so on.
 
@@ -255,6 +412,45 @@ def _walked(
         # A smaller batch lowers activations and nothing else.
         hopeless = {one.name for one in candidates if not _fits_without_activations(one)}
     return tuple(seen), None
+
+
+@dataclass(slots=True)
+class _Prover:
+    """Tries ways with real steps, in at most `trials_left` launches."""
+
+    finder: _Finder
+    plan: Plan
+    trials_left: int
+    timeout_s: float
+    launch: Callable[..., Any]
+
+    def proved(self, rung: Rung) -> Rung:
+        """Try a way with one launch."""
+        # Imported here, because it brings the modules that train, which an estimate does not need.
+        from nbaccel.deepspeed.proving import try_once
+
+        if self.trials_left < 1:
+            reason = f"{rung.reason} It was not tried: no launch of max_trials was left."
+            return replace(rung, verdict="not tried", reason=reason)
+        self.trials_left -= 1
+        memory_model = self.finder.memory_model
+        host_bytes = memory_model.limits.host
+        if host_bytes is None and device_row(self.plan.device).in_host_memory and rung.estimate:
+            host_bytes = rung.estimate.host_free
+        measured, failure = try_once(
+            memory_model,
+            self.plan,
+            rung.config or {},
+            recomputes=rung.gradient_checkpointing and self.finder.can_checkpoint,
+            host_bytes=host_bytes,
+            timeout_s=self.timeout_s,
+            launch=self.launch,
+        )
+        if failure:
+            reason = f"Memory ran out in a real step: {failure}. {rung.reason}"
+            return replace(rung, verdict="out of memory", reason=reason)
+        reason = f"A real step worked. {rung.reason}"
+        return replace(rung, verdict="works", reason=reason, measured=measured)
 
 
 def _fits_without_activations(candidate: Candidate) -> bool:
@@ -289,20 +485,6 @@ def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:
     )
 
 
-def _widened(rung: Rung, works: int) -> Rung:
-    """The rung with the largest batch that works and makes the same step."""
-    size = rung.batch_size
-    steps = rung.accumulation_steps
-    while steps % 2 == 0 and 2 * size <= works:
-        size = 2 * size
-        steps = steps // 2
-    if size == rung.batch_size:
-        return rung
-    config = {**(rung.config or {}), _BATCH_KEY: size, "gradient_accumulation_steps": steps}
-    reason = f"{rung.reason} Batches of {size} worked, too."
-    return replace(rung, batch_size=size, accumulation_steps=steps, config=config, reason=reason)
-
-
 # ----------------------------------------------------------------------- what is told
 def _warnings(finder: _Finder, precision: str, chosen: Rung | None) -> Iterator[str]:
     model = finder.memory_model.model
@@ -330,7 +512,18 @@ def _warnings(finder: _Finder, precision: str, chosen: Rung | None) -> Iterator[
     yield from check_config(chosen.config, inventory=finder.memory_model.inventory).warnings
 
 
-# ----------------------------------------------------------------------- precision and batch
+# ----------------------------------------------------------------------- what it begins with
+def _begun(
+    settings: Mapping[str, Any], optimizer: str, nvme_path: str | Path | None
+) -> dict[str, Any]:
+    """What every way begins with: all but the batch sizes, which the walk decides."""
+    base = {key: one for key, one in copy.deepcopy(settings).items() if key not in BATCH_SIZES}
+    base.setdefault("optimizer", {"type": optimizer})
+    for section in ("offload_optimizer", "offload_param") if nvme_path is not None else ():
+        put_at(base, f"{ZERO}.{section}.nvme_path", str(nvme_path))
+    return base
+
+
 def _in_precision(
     asked: str, base: dict[str, Any], model: Any, plan: Plan, machine: Inventory
 ) -> RunConfig:

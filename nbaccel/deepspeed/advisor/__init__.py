@@ -1,1 +1,0 @@
-"""Which DeepSpeed configuration fits: the published ladder, walked by estimate."""

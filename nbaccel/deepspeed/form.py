@@ -1,0 +1,597 @@
+"""``DeepSpeedForm``: what pickers offer of DeepSpeed: keys as choices, ways to train, their memory.
+
+Keys and their descriptions come from `ZeroConfig`. Here are the order of the first ones, and their
+labels.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.optional_packages import install_line, is_installed
+from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits, strategy_row
+from nbaccel.config.deepspeed_document import engine_config
+from nbaccel.config.field_rules import rule_of
+from nbaccel.config.given_values import drop_at, put_at, value_at
+from nbaccel.deepspeed.auto_values import AUTO_KEYS, TrainingFacts, resolve_decided
+from nbaccel.deepspeed.checking import check_config, combination_mistakes
+from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
+from nbaccel.deepspeed.zero_config import (
+    ZERO,
+    ZeroConfig,
+    auto_keys,
+    config_fields,
+    old_forms,
+    section_of,
+)
+from nbaccel.deepspeed.zero_memory import (
+    DEFAULTS,
+    OPTIMIZER_PLACE,
+    PARAM_PLACE,
+    estimate_memory,
+    largest_parameter,
+    nvme_folders,
+    place_at_stage,
+)
+from nbaccel.memory.estimate import MemoryEstimate
+from nbaccel.memory.model_size import Shape
+from nbaccel.memory.settings_form import (
+    ChoiceOption,
+    Edit,
+    FilledConfig,
+    Setting,
+    SettingsForm,
+    StatePlacement,
+    TrainingWay,
+)
+from nbaccel.plan import Inventory, Plan
+from nbaccel.plan.launch_plan import Choice
+
+# ------------------------------------------------------------------------------ keys as choices
+
+OVERLAP = f"{ZERO}.overlap_comm"
+_LABELS = {
+    "zero_stage": "ZeRO stage",
+    OPTIMIZER_PLACE: "Optimizer state on",
+    f"{ZERO}.offload_optimizer.nvme_path": "Folder for optimizer state",
+    PARAM_PLACE: "Parameters on",
+    f"{ZERO}.offload_param.nvme_path": "Folder for parameters",
+    "train_micro_batch_size_per_gpu": "Batch per process",
+    "gradient_accumulation_steps": "",  # a setting of the run, which has its own label
+    "gradient_clipping": "Gradient clipping",
+    "activation_checkpointing": "",
+    OVERLAP: "Overlap communication",
+    f"{ZERO}.reduce_bucket_size": "Reduce bucket",
+    f"{ZERO}.allgather_bucket_size": "All-gather bucket",
+    f"{ZERO}.stage3_prefetch_bucket_size": "Prefetch bucket",
+    "optimizer.type": "Optimizer",
+    "scheduler.type": "Scheduler",
+}
+COMMON = tuple(_LABELS)
+EVERYDAY = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "activation_checkpointing",
+    f"{ZERO}.offload_optimizer.nvme_path",
+    f"{ZERO}.offload_param.nvme_path",
+)
+# For descriptions that say how to write the value, while a form has the values to choose from.
+_MEANINGS = {
+    "zero_stage": "What each process holds only a shard of.",
+    "optimizer.type": "Which optimizer, and whether DeepSpeed makes it.",
+    "scheduler.type": "Which learning rate schedule, and whether DeepSpeed makes it.",
+}
+_SECTIONS = {
+    "": "Engine",
+    ZERO: "ZeRO",
+    f"{ZERO}.offload_optimizer": "Optimizer offload",
+    f"{ZERO}.offload_param": "Parameter offload",
+    "optimizer": "Optimizer",
+    "scheduler": "Scheduler",
+}
+_UNITS = ("elements", "samples", "steps", "buffers", "ranks", "norm", "power of two")
+"""A number's unit is the first of them that its description names."""
+# Beside those on which memory depends; DeepSpeed's, and a test compares them with the library.
+_DEFAULTS = {**DEFAULTS, f"{ZERO}.allgather_bucket_size": 500_000_000, "gradient_clipping": 1.0}
+_STAGES = (
+    ChoiceOption(None, "off", "Every process holds the whole model: plain data-parallel training."),
+    ChoiceOption(0, "0", "DeepSpeed's engine, nothing in shards."),
+    ChoiceOption(1, "1", "Shards the optimizer."),
+    ChoiceOption(2, "2", "Shards optimizer and gradients."),
+    ChoiceOption(3, "3", "Shards optimizer, gradients and weights."),
+)
+_PLACES = (
+    ChoiceOption(None, "device", "On the device that computes."),
+    ChoiceOption("cpu", "CPU", "In host memory: slower, and room on the device."),
+    ChoiceOption("nvme", "NVMe", "In files on a fast disk: slowest, and the most room (stage 3)."),
+)
+_FROM_CODE = ChoiceOption(None, "in the code", "The training code makes it.")
+_OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "Muon", "SGD")
+_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+_OPTIONS = {
+    OPTIMIZER_PLACE: _PLACES,
+    PARAM_PLACE: _PLACES,
+    "optimizer.type": (_FROM_CODE, *(ChoiceOption(name, name) for name in _OPTIMIZERS)),
+    "scheduler.type": (_FROM_CODE, *(ChoiceOption(name, name) for name in _SCHEDULES)),
+}
+_DOCS_PAGE = "https://www.deepspeed.ai/docs/config-json/"
+
+
+def key_settings() -> Iterator[Setting]:
+    """The stage, then every key of a DeepSpeed configuration."""
+    yield Setting(
+        name="zero_stage",
+        label=_LABELS["zero_stage"],
+        meaning=_MEANINGS["zero_stage"],
+        panel="zero",
+        kind="one-of",
+        options=_STAGES,
+        run_field="zero_stage",
+        strategy_key=f"{ZERO}.stage",
+        docs_link=_DOCS_PAGE,
+    )
+    # Settings of the run, which has choices for them elsewhere in the form.
+    run_keys = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
+    for place, name, field in config_fields():
+        key = f"{place}.{name}".lstrip(".")
+        if section_of(field) is None and key not in run_keys:
+            yield _of_key(key, place, field)
+
+
+def _of_key(key: str, place: str, field: FieldInfo) -> Setting:
+    rule = rule_of(field)
+    words = [ChoiceOption(word, word) for word in rule.allowed]
+    options = _OPTIONS.get(key, (ChoiceOption(None, "default"), *words) if words else ())
+    description = field.description or ""
+    is_number = rule.value_kind in ("whole", "number")
+    named_units = [unit for unit in _UNITS if is_number and unit in description.lower()]
+    return Setting(
+        name=key,
+        label=_LABELS.get(key, key.rpartition(".")[2].replace("_", " ").capitalize()),
+        meaning=_MEANINGS.get(key, description),
+        unit=next(iter(named_units), ""),
+        panel="zero",
+        section="" if key in COMMON else _SECTIONS.get(place, place),
+        kind="one-of" if options else rule.value_kind,
+        options=options,
+        run_field="deepspeed",
+        strategy_key=key,
+        default=_DEFAULTS.get(key),
+        takes_auto=key in AUTO_KEYS,
+        may_be_open=True,
+        docs_link=_DOCS_PAGE,
+    )
+
+
+# ------------------------------------------------------------------------------ ways to train
+
+FORM_PLACEMENTS = (
+    StatePlacement(1),
+    StatePlacement(2),
+    StatePlacement(2, "cpu"),
+    StatePlacement(3),
+    StatePlacement(3, "cpu"),
+    StatePlacement(3, "cpu", "cpu"),
+    StatePlacement(3, "nvme", "nvme"),
+)
+"""Those that a form shows."""
+_PLACE_WORDS = {"cpu": "the CPU", "nvme": "disk"}
+_LOWERED = (10**8, 10**7)
+"""What `LOWERED_KEYS` are set to, one after the other, where DeepSpeed's 1e9 needs too much."""
+LOWERED_KEYS = ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+_USUAL_BUCKET = 5 * 10**8
+"""DeepSpeed's default, in elements; it is reserved on a GPU however small the model is."""
+_LEAST_BUCKET = 2**16
+"""A smaller one would mean a collective for few gradients."""
+_BUCKETS = {
+    1: ("reduce_bucket_size", "allgather_bucket_size"),
+    2: ("reduce_bucket_size", "allgather_bucket_size"),
+    3: ("reduce_bucket_size", "stage3_prefetch_bucket_size"),
+}
+_ALIGNED_ELEMENTS = 2**20  # swap buffers are a multiple of it
+
+
+def missing_library() -> str:
+    """What to install for DeepSpeed to train; empty where nothing is missing."""
+    if is_installed("deepspeed"):
+        return ""
+    return f"DeepSpeed is not installed: {install_line('deepspeed')}"
+
+
+def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str = "") -> bool:
+    """Say where something is kept, with the folder that only a disk has; whether it is new."""
+    section = key.rpartition(".")[0]
+    path_key = f"{section}.nvme_path"
+    if place in (None, "", "none") or isinstance(value_at(settings, section), str):
+        drop_at(settings, section)
+    if place in (None, "", "none"):
+        return False
+    put_at(settings, key, place)
+    if place != "nvme":
+        drop_at(settings, path_key)
+    elif not value_at(settings, path_key):
+        put_at(settings, path_key, folder)
+        return True
+    return False
+
+
+def engine_refusal(config: RunConfig) -> str:
+    """Why DeepSpeed's engine cannot train a run: a clause; empty where it can."""
+    row = strategy_row("deepspeed")
+    if missing := missing_library():
+        return missing
+    if precision_row(config.mixed_precision).has_backends:
+        backend = fp8_backend("" if config.fp8 is None else config.fp8.backend).row
+        if backend is None or not strategy_fits(row, backend):
+            name = "" if backend is None else f" by the backend {backend.name}"
+            return f"DeepSpeed's engine does not train in fp8{name}"
+    elif config.mixed_precision not in row.precisions:
+        return f"DeepSpeed's engine does not train in {config.mixed_precision}"
+    return ""
+
+
+def training_ways(
+    config: RunConfig,
+    shape: Shape,
+    *,
+    on_host: bool,
+    can_checkpoint: bool,
+    placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
+) -> Iterator[TrainingWay]:
+    """See :meth:`SettingsForm.ways`."""
+    refusal = engine_refusal(config)
+    folder = next(map(str, nvme_folders(config.deepspeed)), None)
+    for placement in placements:
+        # Where processes compute on the CPU, everything is in host memory anyway.
+        if on_host and placement.leaves_device and not (placement.uses_disk and folder):
+            continue
+        way_refusal = refusal
+        if placement.uses_disk and folder is None and not way_refusal:
+            way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
+        yield TrainingWay(
+            name=name_of(placement),
+            configs=_variants(config, placement, shape, folder, can_checkpoint=can_checkpoint),
+            placement=placement,
+            refusal=way_refusal,
+        )
+
+
+def name_of(placement: StatePlacement) -> str:
+    """The name of a way to train: ``ZeRO-2, optimizer on the CPU``."""
+    stage_name = f"ZeRO-{placement.divided}"
+    if not placement.leaves_device:
+        return stage_name
+    if placement.optimizer == placement.parameters:
+        return f"{stage_name}, all on {_PLACE_WORDS[placement.optimizer]}"
+    places = (("optimizer", placement.optimizer), ("parameters", placement.parameters))
+    left = [f"{part} on {_PLACE_WORDS[place]}" for part, place in places if place != "none"]
+    return f"{stage_name}, {', '.join(left)}"
+
+
+def _variants(
+    config: RunConfig,
+    placement: StatePlacement,
+    shape: Shape,
+    folder: str | None,
+    *,
+    can_checkpoint: bool,
+) -> Iterator[RunConfig]:
+    """As it is, then with activations computed again, then with less gathered at once."""
+    first_config = _placed(config, placement, shape, folder, at_once=None)
+    yield first_config
+    recomputes = {"activation_checkpointing": True} if can_checkpoint else {}
+    if recomputes and not config.activation_checkpointing:
+        yield first_config.changed(**recomputes)
+    # Working on fewer elements at once costs little, and DeepSpeed's 1e9 much memory.
+    for at_once in _LOWERED if placement.divided == 3 else ():
+        if at_once < shape.total:
+            lowered_config = _placed(config, placement, shape, folder, at_once=at_once)
+            yield lowered_config.changed(**recomputes)
+
+
+def _placed(
+    config: RunConfig,
+    placement: StatePlacement,
+    shape: Shape,
+    folder: str | None,
+    *,
+    at_once: int | None,
+) -> RunConfig:
+    """The run with that placement; what the user has written for it is kept."""
+    settings: dict[str, Any] = copy.deepcopy(dict(config.deepspeed or {}))
+    put_place(settings, OPTIMIZER_PLACE, placement.optimizer, folder or "")
+    put_place(settings, PARAM_PLACE, placement.parameters, folder or "")
+    zero_section = settings.setdefault(ZERO, {})
+    zero_section.pop("stage", None)
+    largest = largest_parameter(shape)
+    if placement.parameters == "nvme":  # each buffer must hold the largest parameter
+        aligned = -(-largest // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+        zero_section["offload_param"].setdefault("buffer_size", aligned)
+    bucket = max(_LEAST_BUCKET, min(shape.largest_layer, _USUAL_BUCKET))
+    for key in _BUCKETS.get(placement.divided, ()):
+        zero_section.setdefault(key, bucket)
+    for key in LOWERED_KEYS if at_once is not None else ():
+        # A group has at least one parameter.
+        zero_section.setdefault(key, max(at_once or 0, largest))
+    return config.changed(
+        strategy="auto", fsdp=None, zero_stage=placement.divided, deepspeed=settings
+    )
+
+
+# ------------------------------------------------------------------------------ the form
+
+_FEW_KEYS = 4  # enough to recognise a file
+_STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
+_PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
+_STAND_INS = {"optimizer.type": "DummyOptim", "scheduler.type": "DummyScheduler"}
+_NO_STAGE = "choose a ZeRO stage first"
+_KEY_OF_RUN_FIELD = {
+    "mixed_precision": "bf16.enabled, fp16.enabled",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+_FILLED_LATER = dict.fromkeys(
+    ("train_micro_batch_size_per_gpu", "train_batch_size"),
+    "filled in by prepare, from your data loader",
+)
+
+
+class DeepSpeedForm(SettingsForm):
+    """The ZeRO stage, offloading, and every key that `ZeroConfig` names."""
+
+    title = "ZeRO and DeepSpeed"
+    file_name = "DeepSpeed JSON"
+    not_chosen = "needs a ZeRO stage: without one DeepSpeed does not train"
+    common = COMMON
+    everyday = EVERYDAY
+
+    def settings(self) -> Iterator[Setting]:
+        """See :meth:`SettingsForm.settings`."""
+        return key_settings()
+
+    def key_of(self, field: str) -> str:
+        """See :meth:`SettingsForm.key_of`."""
+        return _KEY_OF_RUN_FIELD.get(field, "")
+
+    def is_chosen(self, config: RunConfig) -> bool:
+        """See :meth:`SettingsForm.is_chosen`."""
+        return config.uses_deepspeed
+
+    def document(self, config: RunConfig) -> dict[str, Any] | None:
+        """See :meth:`SettingsForm.document`."""
+        return engine_config(config)
+
+    def value_of(self, config: RunConfig, setting: Setting) -> Any:
+        """See :meth:`SettingsForm.value_of`."""
+        if setting.name == "zero_stage":
+            return config.zero_stage if config.uses_deepspeed else None
+        # "none" and no key are one choice: on the device.
+        if setting.name in _PLACE_CONTENTS:
+            return _place_of(config, setting.name)
+        return value_at(config.deepspeed, setting.strategy_key)
+
+    def default_of(self, config: RunConfig, setting: Setting) -> Any:
+        """See :meth:`SettingsForm.default_of`."""
+        if setting.name == OVERLAP:
+            return (config.zero_stage or 0) >= _STAGE_OF_PARAMETERS
+        return setting.default
+
+    def edited(
+        self, config: RunConfig, setting: Setting, value: Any, *, before: RunConfig | None
+    ) -> Edit:
+        """See :meth:`SettingsForm.edited`."""
+        if setting.name == "zero_stage":
+            return _with_stage(config, value, (before and before.deepspeed) or {})
+        if not config.uses_deepspeed:
+            raise ConfigError(
+                f"{setting.name}={value!r} is for DeepSpeed, which is off, and would have no "
+                "effect. Choose a ZeRO stage first."
+            )
+        return _with_key(config, setting.name, value)
+
+    def check(self, config: RunConfig, device: str) -> None:
+        """See :meth:`SettingsForm.check`."""
+        settings = ZeroConfig.from_dict(engine_config(config) or {})
+        # What the device cannot do is asked of DeepSpeed, which takes seconds to import: that is
+        # checked when the run is launched.
+        if texts := [*combination_mistakes(settings)]:
+            raise ConfigError(*texts)
+
+    def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
+        """See :meth:`SettingsForm.option_refusal`."""
+        stage = config.zero_stage
+        if value is None:
+            return ""
+        if setting.name == "zero_stage":
+            return engine_refusal(config)
+        if setting.name not in _PLACE_CONTENTS:
+            return ""
+        if not config.uses_deepspeed or stage is None:
+            return _NO_STAGE
+        # DeepSpeed would ignore the setting below that stage.
+        needed = 3 if setting.name == PARAM_PLACE or value == "nvme" else 1
+        words = "stage 1 or higher" if needed == 1 else "stage 3"
+        return f"needs ZeRO {words}: the stage is {stage}" if stage < needed else ""
+
+    def setting_refusal(self, config: RunConfig, setting: Setting) -> str:
+        """See :meth:`SettingsForm.setting_refusal`."""
+        key = setting.name
+        if key == "zero_stage":
+            return ""
+        if not config.uses_deepspeed or config.zero_stage is None:
+            return _NO_STAGE
+        # A place can be chosen at any stage: its options say what they need.
+        if key in _PLACE_CONTENTS:
+            return ""
+        for_stage_3 = (f"{ZERO}.stage3_", f"{ZERO}.offload_param.")
+        if key.startswith(for_stage_3) and config.zero_stage < _STAGE_OF_PARAMETERS:
+            return f"for stage 3 only: the stage is {config.zero_stage}"
+        if key.startswith(f"{ZERO}.offload_optimizer."):
+            return "" if _place_of(config, OPTIMIZER_PLACE) else "optimizer state is on the device"
+        if key.startswith(f"{ZERO}.offload_param."):
+            return "" if _place_of(config, PARAM_PLACE) else "parameters are on the device"
+        return ""
+
+    def is_shown(self, config: RunConfig, setting: Setting) -> bool:
+        """See :meth:`SettingsForm.is_shown`: folders mean something where something is on disk."""
+        section, _, name = setting.name.rpartition(".")
+        return name != "nvme_path" or _place_of(config, f"{section}.device") == "nvme"
+
+    def filled_in(
+        self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
+    ) -> FilledConfig:
+        """See :meth:`SettingsForm.filled_in`."""
+        document = engine_config(config)
+        if document is None:
+            return FilledConfig(None)
+        samples = None
+        if sample_batch is not None and self.batch_size(document) is None:
+            # Not at the top: it imports torch, which a form without a batch does not need.
+            from nbaccel.memory.activations import num_samples
+
+            samples = num_samples(sample_batch)
+        facts = TrainingFacts(
+            world_size=1 if plan is None else plan.world_size,
+            micro_batch_size=samples,
+            accumulation_steps=config.gradient_accumulation_steps,
+        )
+        try:
+            resolved, reasons = resolve_decided(document, facts=facts, run=config, model=module)
+        except ConfigError as error:
+            return FilledConfig(document, (Choice("DeepSpeed", "refused", error.mistakes[0]),))
+        # Written into the document itself, which keeps the order and form that the user wrote.
+        filled = copy.deepcopy(document)
+        decided = resolved.config.to_dict()
+        for key in auto_keys(document):
+            if key not in reasons:
+                put_at(filled, key, value_at(decided, key))
+        later = [Choice(key, "auto", _FILLED_LATER.get(key, why)) for key, why in reasons.items()]
+        return FilledConfig(filled, (*resolved.choices, *later))
+
+    def batch_size(self, document: Mapping[str, Any]) -> int | None:
+        """See :meth:`SettingsForm.batch_size`."""
+        size = document.get("train_micro_batch_size_per_gpu")
+        return size if isinstance(size, int) else None
+
+    def estimate(self, shape: Shape, document: Mapping[str, Any], **inputs: Any) -> MemoryEstimate:
+        """See :meth:`SettingsForm.estimate`."""
+        return estimate_memory(shape, document, **inputs)
+
+    @property
+    def missing_library(self) -> str:
+        """See :meth:`SettingsForm.missing_library`."""
+        return missing_library()
+
+    def ways(
+        self, config: RunConfig, shape: Shape, *, on_host: bool, can_checkpoint: bool
+    ) -> Iterator[TrainingWay]:
+        """See :meth:`SettingsForm.ways`."""
+        return training_ways(config, shape, on_host=on_host, can_checkpoint=can_checkpoint)
+
+    def way_of(self, config: RunConfig) -> str:
+        """See :meth:`SettingsForm.way_of`."""
+        places = (
+            value_at(config.deepspeed, place_key) or "none"
+            for place_key in (OPTIMIZER_PLACE, PARAM_PLACE)
+        )
+        return name_of(StatePlacement(config.zero_stage or 0, *places))
+
+    def read(
+        self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
+    ) -> tuple[RunConfig, tuple[str, ...]]:
+        """See :meth:`SettingsForm.read`."""
+        if self.missing_library:
+            note = (
+                "DeepSpeed is not installed: keys were compared with those that nbaccel knows, "
+                "which are not all."
+            )
+            mistakes = [*misspelt_keys(old_forms(settings)[0])]
+            try:
+                document = ZeroConfig.from_dict(settings).to_dict()
+            except ConfigError as error:
+                raise ConfigError(*mistakes, *error.args) from error
+            if mistakes:
+                raise ConfigError(*mistakes)
+            return config.changed(deepspeed=document), (note,)
+        checked = check_config(
+            settings, inventory=inventory, allow_auto=True, check_tools=False, run=config
+        )
+        _refuse_other_files(settings)
+        return config.changed(deepspeed=checked.config.to_dict()), checked.warnings
+
+    def is_document(self, settings: Mapping[str, Any]) -> bool:
+        """See :meth:`SettingsForm.is_document`."""
+        return set(settings) == {"gradient_accumulation_steps"}
+
+
+def _with_stage(
+    run_config: RunConfig, stage: int | None, earlier_settings: Mapping[str, Any]
+) -> Edit:
+    """A run with another ZeRO stage."""
+    if stage is None:
+        return Edit(run_config.changed(zero_stage=None, deepspeed=None))
+    # Turning DeepSpeed off and on again must not lose what was set before.
+    settings = copy.deepcopy(
+        dict((run_config.deepspeed or {}) if run_config.uses_deepspeed else earlier_settings)
+    )
+    remarks: tuple[str, ...] = ()
+    for key, content in _PLACE_CONTENTS.items():
+        place = value_at(settings, key) or "none"
+        possible = place_at_stage(key, place, stage)
+        if possible != place:
+            put_place(settings, key, possible)
+            target = "the CPU" if possible == "cpu" else "the device"
+            remarks += (f"Place of {content}: {target}, as stage {stage} cannot use {place}.",)
+    return Edit(run_config.changed(zero_stage=stage, deepspeed=settings), remarks)
+
+
+def _with_key(config: RunConfig, key: str, value: Any) -> Edit:
+    """A run with another value for a key of DeepSpeed."""
+    settings = copy.deepcopy(dict(config.deepspeed or {}))
+    remarks: tuple[str, ...] = ()
+    part = key.partition(".")[0]
+    if key in _PLACE_CONTENTS:
+        # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
+        folder = str(Path.cwd() / "nvme_offload")
+        if put_place(settings, key, value, folder):
+            remarks = (
+                f"Files of {_PLACE_CONTENTS[key]} go to {folder}: change it to a fast disk.",
+            )
+    elif value in (None, ""):
+        drop_at(settings, key)
+        if key in _STAND_INS:  # without a type its parameters have no meaning
+            settings.pop(part, None)
+    else:
+        put_at(settings, key, value)
+        if key in _STAND_INS:
+            remarks = (
+                f"DeepSpeed makes the {part}: give prepare a {_STAND_INS[key]} in its place.",
+            )
+    return Edit(config.changed(deepspeed=settings), remarks)
+
+
+def _place_of(config: RunConfig, place_key: str) -> str | None:
+    """Where something is offloaded to; None where it is not."""
+    place: str | None = value_at(config.deepspeed, place_key)
+    return None if place == "none" else place
+
+
+def _refuse_other_files(settings: Mapping[str, Any]) -> None:
+    """Refuse a file of which DeepSpeed would ignore everything: a model's, for example."""
+    key_schema = deepspeed_schema()
+    if settings and not key_schema.sections[""] & {str(key) for key in settings}:
+        first_keys = ", ".join(itertools.islice(map(str, settings), _FEW_KEYS))
+        raise ConfigError(
+            f"DeepSpeed {key_schema.version} has none of these keys, and RunConfig has none of "
+            f"these settings: {first_keys}{', …' if len(settings) > _FEW_KEYS else ''}. They would "
+            'be ignored. Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for '
+            "example, or a RunConfig."
+        )
