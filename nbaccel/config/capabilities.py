@@ -10,7 +10,7 @@ them. To add a backend is to add a row: here, or from another package by an entr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -491,29 +491,22 @@ ENTRY_POINT_PROBLEMS: tuple[str, ...] = (
 """Entry points of other packages that cannot be used, and why. Plans report them."""
 
 
-def device_row(row_name: str) -> DeviceRow:
-    """The row of a device; raises InternalError where none has that name."""
-    return _row_named(DEVICES, row_name)
+def _row_named(rows: tuple[_AnyRow, ...], name: str) -> _AnyRow:
+    for row in rows:
+        if row.name == name:
+            return row
+    raise InternalError(
+        f"nbaccel has no capability row named {name!r}. "
+        "Nothing can be decided about it. Please report this as a bug."
+    )
 
 
-def precision_row(row_name: str) -> PrecisionRow:
-    """The row of a precision; raises InternalError where none has that name."""
-    return _row_named(PRECISIONS, row_name)
-
-
-def strategy_row(row_name: str) -> StrategyRow:
-    """The row of a strategy; raises InternalError where none has that name."""
-    return _row_named(STRATEGIES, row_name)
-
-
-def start_method_row(row_name: str) -> StartMethodRow:
-    """The row of a start method; raises InternalError where none has that name."""
-    return _row_named(START_METHODS, row_name)
-
-
-def engine_row(row_name: str) -> EngineRow:
-    """The row of an engine; raises InternalError where none has that name."""
-    return _row_named(ENGINES, row_name)
+device_row = partial(_row_named, DEVICES)
+"""The row of a device; this and the following raise InternalError where none has that name."""
+precision_row = partial(_row_named, PRECISIONS)
+strategy_row = partial(_row_named, STRATEGIES)
+start_method_row = partial(_row_named, START_METHODS)
+engine_row = partial(_row_named, ENGINES)
 
 
 def words_of_rows(
@@ -588,13 +581,3 @@ def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
     """The process group backend for the workers of one node."""
     # NCCL refuses two ranks on one GPU ("Duplicate GPU detected").
     return row.group_backend if num_local <= num_devices else row.shared_group_backend
-
-
-def _row_named(rows: tuple[_AnyRow, ...], name: str) -> _AnyRow:
-    for row in rows:
-        if row.name == name:
-            return row
-    raise InternalError(
-        f"nbaccel has no capability row named {name!r}. "
-        "Nothing can be decided about it. Please report this as a bug."
-    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import FieldMistake, FieldRule
@@ -41,22 +41,6 @@ _ENABLED_RULE = FieldRule(
 )
 _AUTO_STAGE = 2
 """Accelerate's stage for ``"auto"``."""
-
-
-class _RunSettings(Protocol):
-    """The settings of a `RunConfig` that are read here."""
-
-    @property
-    def deepspeed(self) -> dict[str, Any] | None: ...
-
-    @property
-    def zero_stage(self) -> int | None: ...
-
-    @property
-    def mixed_precision(self) -> str: ...
-
-    @property
-    def gradient_accumulation_steps(self) -> int | None: ...
 
 
 class Document(dict[str, Any]):
@@ -226,7 +210,8 @@ def disagreements(
     return config_mistakes
 
 
-def engine_config(run_config: _RunSettings) -> dict[str, Any] | None:
+# `Any` is a `RunConfig` here, whose module imports this one.
+def engine_config(run_config: Any) -> dict[str, Any] | None:
     """The DeepSpeed configuration of a run, complete with the run's settings."""
     if run_config.deepspeed is None and not run_config.zero_stage:
         return None

@@ -65,31 +65,25 @@ class FieldMistake(str):
 
 @dataclass(frozen=True, kw_only=True)
 class FieldRule:
-    """What a setting must be: stands in ``Annotated`` beside its type.
+    """What a setting must be: stands in ``Annotated`` beside its type."""
 
-    Attributes:
-        do: The remedy, as an instruction without a full stop.
-        must: What the value must be, after "must be". Where it is empty, the type says it, and how
-            a value is read, and which words are allowed: see :meth:`completed`.
-        why: What the setting does, or what a wrong value would do: one clause. Where it is empty,
-            the description of the field says it.
-        read: Converts a given value to the one that the type checks; raises ValueError for a value
-            that the type would accept and that is wrong.
-        allowed: The words, where only some are allowed.
-        words: Words that people write for one of the allowed ones.
-        problems: Sentences added to a refusal: backends of other packages that are missing, and
-            why.
-        value_kind: The form's kind of input: ``whole``, ``number``, ``truth``, ``text``,
-            ``words`` or ``table``; empty where the form has none.
-    """
-
-    do: str
+    do: str  # the remedy, as an instruction without a full stop
+    # What the value must be, after "must be". Where it is empty, the type says it, and how a value
+    # is read, and which words are allowed: see :meth:`completed`.
     must: str = ""
+    # What the setting does, or what a wrong value would do: one clause. Where it is empty, the
+    # description of the field says it.
     why: str = ""
+    # Converts a given value to the one that the type checks; raises ValueError for a value that the
+    # type would accept and that is wrong.
     read: Callable[[Any], Any] | None = None
-    allowed: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()  # the words, where only some are allowed
+    # Words that people write for one of the allowed ones.
     words: Mapping[str, str] = field(default_factory=dict)
+    # Sentences added to a refusal: backends of other packages that are missing, and why.
     problems: tuple[str, ...] = ()
+    # The form's kind of input: ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``;
+    # empty where the form has none.
     value_kind: str = ""
 
     def __get_pydantic_core_schema__(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Far deeper than any configuration, and far from Python's limit for recursion.
 _MAX_JSON_DEPTH = 64
+_TOO_DEEP = f"it is nested more than {_MAX_JSON_DEPTH} levels deep"
 _MAX_YAML_NODES = 10_000
 """The largest configuration of DeepSpeed has some hundred."""
 _MAX_CHARS = 1_000_000
@@ -53,13 +54,13 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
             source_text, object_pairs_hook=each_once(source_name), parse_constant=_read_constant
         )
     except json.JSONDecodeError as error:
-        raise _unreadable_json(source_name, str(error), likely_reason(error)[1]) from error
+        raise unreadable(source_name, "JSON", error, likely_reason(error)[1]) from error
     except RecursionError as error:
-        raise _unreadable_json(source_name, "it is nested too deeply") from error
+        raise unreadable(source_name, "JSON", "it is nested too deeply") from error
     except ConfigError:
         raise  # from `each_once`; it is a `ValueError`, too
     except ValueError as error:  # too long, NaN, or a number of thousands of digits
-        raise _unreadable_json(source_name, f"{error}{_line_of('NaN', source_text)}") from error
+        raise unreadable(source_name, "JSON", f"{error}{_line_of('NaN', source_text)}") from error
     if not isinstance(read_values, dict):
         type_name = "null" if read_values is None else type(read_values).__name__
         raise ConfigError(
@@ -76,7 +77,7 @@ def json_like(given_value: Any, value_path: str = "", depth: int = 0) -> Any:
     text = f" at {value_path}" if value_path else ""
     # A dictionary that contains itself ends here, too.
     if depth > _MAX_JSON_DEPTH:
-        raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep{text[:60]}")
+        raise ValueError(f"{_TOO_DEEP}{text[:60]}")
     if isinstance(given_value, Mapping):
         # `json.dumps` would silently make text of numbers and truth values.
         wrong_keys = [entry_key for entry_key in given_value if not isinstance(entry_key, str)]
@@ -141,13 +142,6 @@ def _line_of(searched_word: str, source_text: str) -> str:
     return f": line {line_number}" if matched_word else ""
 
 
-def _unreadable_json(source_name: str, message: str, cause: str = "") -> ConfigError:
-    return ConfigError(
-        f"{source_name} cannot be read from JSON: {message.rstrip('.')}. {cause}"
-        "A setting half read would train something else. Correct the text there."
-    )
-
-
 def likely_reason(error: json.JSONDecodeError) -> tuple[int, str]:
     """The line that is wrong, and the probable cause; empty where the reader does not show it."""
     text_after = error.doc[error.pos :].lstrip()
@@ -176,10 +170,12 @@ _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)
 """Numbers of YAML 1.2 that are text in YAML 1.1: ``3e-5``, ``1e6``."""
 
 
-def unreadable(source_name: str, language: str, error: Exception) -> ConfigError:
+def unreadable(
+    source_name: str, language: str, error: Exception | str, cause: str = ""
+) -> ConfigError:
     """The error about a text that is no JSON, or no YAML."""
     return ConfigError(
-        f"{source_name} cannot be read from {language}: {error}. "
+        f"{source_name} cannot be read from {language}: {str(error).rstrip('.')}. {cause}"
         "A setting half read would train something else. Correct the text there."
     )
 
@@ -208,12 +204,20 @@ def read_yaml(text: str) -> Any:
     yaml = require("yaml", extra="", why="Reading a configuration file")
     _check_length(text)
 
-    class Loader(_BoundedNodes, yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
         """With the numbers of YAML 1.2; a separate class, because resolvers change their class."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))
+    loader = Loader(text)
     try:
-        return yaml.load(text, Loader=Loader)
+        # Counted before objects are made of them: a few lines can stand for billions of values,
+        # over which everything that walks or shows them would take hours.
+        if (node := loader.get_single_node()) is None:
+            return None
+        _count_values(node, {})
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
@@ -223,52 +227,27 @@ def _check_length(text: str) -> None:
         raise ValueError(f"it has {len(text):,} characters, and no configuration has so many")
 
 
-class _BoundedNodes:
-    """Refuses YAML that would be huge once its aliases stand for what they name.
-
-    A few lines can stand for billions of values, over which everything that walks or shows them
-    would take hours.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)  # type: ignore[call-arg]  # the loader's
-        self._nesting_depth = 0
-        self._num_nodes: dict[int, int] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """A value, and all that is in it."""
-        self._nesting_depth += 1
-        if self._nesting_depth > _MAX_JSON_DEPTH:
-            raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep")
-        is_alias = type(self.peek_event()).__name__ == "AliasEvent"  # type: ignore[attr-defined]
-        node = super().compose_node(parent, index)  # type: ignore[misc]  # the loader's
-        self._nesting_depth -= 1
-        if id(node) not in self._num_nodes:
-            # What it names is not at its end yet.
-            if is_alias:
-                line_number = node.start_mark.line + 1
-                raise ValueError(f"the value of line {line_number} contains itself")
-            self._num_nodes[id(node)] = self._count(node)
-            self._check(len(self._num_nodes))
-        return node
-
-    def _check(self, num_nodes: int) -> None:
-        if num_nodes > _MAX_YAML_NODES:
+def _count_values(node: Any, counts: dict[int, int], depth: int = 0) -> int:
+    """How many values a node of YAML stands for, each alias counted as all that it names."""
+    if depth > _MAX_JSON_DEPTH:
+        raise ValueError(_TOO_DEEP)
+    if counts.get(id(node)) == 0:  # it is being counted
+        raise ValueError(f"the value of line {node.start_mark.line + 1} contains itself")
+    if id(node) not in counts:
+        counts[id(node)] = 0
+        inner_values = node.value if isinstance(node.value, list) else []
+        num_values = 1 + sum(
+            _count_values(inner_node, counts, depth + 1)
+            for inner_value in inner_values
+            for inner_node in (inner_value if isinstance(inner_value, tuple) else (inner_value,))
+        )
+        if num_values > _MAX_YAML_NODES:
             raise ValueError(
                 f"it holds more than {_MAX_YAML_NODES:,} values where each alias counts as all "
                 "that it stands for"
             )
-
-    def _count(self, node: Any) -> int:
-        inner_values = node.value if isinstance(node.value, list) else []
-        inner_nodes = [
-            inner_node
-            for inner_value in inner_values
-            for inner_node in (inner_value if isinstance(inner_value, tuple) else (inner_value,))
-        ]
-        num_nodes = 1 + sum(self._num_nodes[id(inner_node)] for inner_node in inner_nodes)
-        self._check(num_nodes)
-        return num_nodes
+        counts[id(node)] = num_values
+    return counts[id(node)]
 
 
 class Plain(BaseModel):

@@ -29,50 +29,36 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TpuHost:
-    """A machine with TPU chips, or one whose environment speaks of them.
+    """A machine with TPU chips, or one whose environment speaks of them."""
 
-    Attributes:
-        generation: ``v2``, ``v3``, ``v4``, ``v5e``, ``v5p``, ``v6e`` or ``7x``; empty where it is
-            not known.
-        chips: Chips that this process could open.
-        chips_on_bus: Chips on the PCI bus, whether or not this process could open them; 0 where
-            the bus is hidden.
-        torch_tpu_chips: Chips that torch_tpu counts: those on the bus, of a generation that it
-            knows, whose IOMMU group is below ``/dev/vfio``.
-        device_files: What a process opens to use them: ``/dev/vfio/3``, ``/dev/accel0``.
-        bytes_per_chip: Memory of one chip; 0 where the generation is not known.
-        process_counts: How many workers can share the chips, ascending: 1, 4 and 8 for 8 of v5e.
-        threads_per_process: Replicas of a worker, a thread each: 2 on v2 and v3, else 1.
-        num_hosts: Machines of the slice that this one belongs to.
-        worker_id: This machine's number among them, from 0.
-        environment: ``colab``, ``kaggle``, ``gke`` or ``tpu_vm``; empty where nothing tells.
-        libtpu: Version of the installed libtpu, or the path of the one that will be loaded
-            instead; empty where there is none.
-        torch_tpu: Version of Google's torch_tpu; empty where it is not installed.
-        torch_xla: Version of torch_xla; empty where it is not installed.
-        pjrt_device: What ``PJRT_DEVICE`` says, in capital letters; empty where it is not set.
-        holders: Processes that have a device file of the chips open, as far as this user may see;
-            this process may be one of them.
-        notes: What is odd about all this: the value, why it matters, what to do.
-    """
-
+    # ``v2``, ``v3``, ``v4``, ``v5e``, ``v5p``, ``v6e`` or ``7x``; empty where it is not known.
     generation: str = ""
-    chips: int = 0
+    chips: int = 0  # chips that this process could open
+    # Chips on the PCI bus, whether or not this process could open them; 0 where the bus is hidden.
     chips_on_bus: int = 0
+    # Chips that torch_tpu counts: those on the bus, of a generation that it knows, whose IOMMU
+    # group is below ``/dev/vfio``.
     torch_tpu_chips: int = 0
+    # What a process opens to use them: ``/dev/vfio/3``, ``/dev/accel0``.
     device_files: tuple[str, ...] = ()
-    bytes_per_chip: int = 0
+    bytes_per_chip: int = 0  # memory of one chip; 0 where the generation is not known
+    # How many workers can share the chips, ascending: 1, 4 and 8 for 8 of v5e.
     process_counts: tuple[int, ...] = ()
-    threads_per_process: int = 1
-    num_hosts: int = 1
-    worker_id: int = 0
-    environment: str = ""
+    threads_per_process: int = 1  # replicas of a worker, a thread each: 2 on v2 and v3, else 1
+    num_hosts: int = 1  # machines of the slice that this one belongs to
+    worker_id: int = 0  # this machine's number among them, from 0
+    environment: str = ""  # ``colab``, ``kaggle``, ``gke`` or ``tpu_vm``; empty where nothing tells
+    # Version of the installed libtpu, or the path of the one that will be loaded instead; empty
+    # where there is none.
     libtpu: str = ""
-    torch_tpu: str = ""
-    torch_xla: str = ""
+    torch_tpu: str = ""  # version of Google's torch_tpu; empty where it is not installed
+    torch_xla: str = ""  # version of torch_xla; empty where it is not installed
+    # What ``PJRT_DEVICE`` says, in capital letters; empty where it is not set.
     pjrt_device: str = ""
+    # Processes that have a device file of the chips open, as far as this user may see; this process
+    # may be one of them.
     holders: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is odd about all this: the value, why it matters, what to do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
