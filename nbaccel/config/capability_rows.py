@@ -6,7 +6,7 @@ tables are being put together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "DeviceRow",
@@ -297,6 +297,7 @@ class EngineRow:
         starts_scripts_only: Whether it is for scripts, which `nbaccel launch` hands to it, and not
             for notebooks.
         extra: The extra of nbaccel that installs what it needs; empty where nothing is needed.
+        runs_on_hosts: Whether this notebook's workers run on other hosts.
     """
 
     name: str
@@ -307,8 +308,7 @@ class EngineRow:
     setting: str = ""
     starts_scripts_only: bool = False
     extra: str = ""
+    runs_on_hosts: bool = field(init=False)
 
-    @property
-    def runs_on_hosts(self) -> bool:
-        """Whether this notebook's workers run on other hosts."""
-        return bool(self.path)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs_on_hosts", bool(self.path))

@@ -155,7 +155,7 @@ def resolve(
             start_method,
             threads,
             precision,
-            *fp8_choices(config.fp8, fp8),
+            *(fp8_choices(config.fp8, fp8) if fp8.row is not None else ()),
             *strategy_choices,
             group_backend_choice,
             port,

@@ -211,8 +211,10 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
         config_json = json.dumps(engine_config(run_config))
         encoded_config = base64.urlsafe_b64encode(config_json.encode()).decode()
         launch_variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = encoded_config
-    launch_variables |= setting_variables(run_config.fsdp, FSDP_VARIABLES)
-    launch_variables |= setting_variables(run_config.dynamo, DYNAMO_VARIABLES)
+    if run_config.fsdp is not None:
+        launch_variables |= setting_variables(run_config.fsdp, FSDP_VARIABLES)
+    if run_config.dynamo is not None:
+        launch_variables |= setting_variables(run_config.dynamo, DYNAMO_VARIABLES)
     # Last: who names a variable means that one.
     return launch_variables | (run_config.variables or {})
 
