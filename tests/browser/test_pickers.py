@@ -342,7 +342,7 @@ def test_all_settings_are_in_one_list_and_what_is_changed_there_is_in_the_config
         headings.nth(number).click()
         expect(headings.nth(number)).to_have_attribute("aria-expanded", "true")
     of_zero = settings("zero")
-    assert len(of_zero) > 40
+    assert len(of_zero) > 25
     expect(picker.find("panel-zero").locator(".nbaccel-setting")).to_have_count(len(of_zero))
     for setting in of_zero:
         expect(

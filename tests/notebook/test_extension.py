@@ -109,7 +109,7 @@ def test_what_starts_workers_is_imported_once_the_notebook_has_torch() -> None:
         )
         # That of the extension, which waited for torch, has had its turn.
         assert fresh.run(ours).stdout.split() == [
-            *("changed_packages._after_cell", "hints.hint_after_cells.<locals>.on_cell_end"),
+            *("changed_packages._after_cell", "extension.hint_after_cells.<locals>.on_cell_end"),
             "template._after_cell",
         ]
     finally:
