@@ -78,7 +78,7 @@ class Collectives:
 
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
         # The result has no gradient, so a copy needs none either.
-        local_rows = _as_sent((tensor if tensor.dim() else tensor[None]).detach())
+        local_rows = _as_sent(_without_gradient(tensor if tensor.dim() else tensor[None]))
         all_rows = local_rows.new_empty(
             (self.place.world_size * local_rows.shape[0], *local_rows.shape[1:])
         )
@@ -139,7 +139,7 @@ class Collectives:
             return tree
         self._compare_calls("broadcast", _tensor_signature(tree, "broadcast"))
         for tensor in leaves(tree):
-            target = tensor.detach()
+            target = _without_gradient(tensor)
             sent = _as_sent(target)
             dist.broadcast(_copyable(sent), from_process)
             if sent is not target:
@@ -208,6 +208,14 @@ class Collectives:
 
 def _is_nested(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_nested
+
+
+def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where it has none.
+
+    A new object of it may be freed last by a thread of gloo, which waits for Python's lock then.
+    """
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,16 @@ def test_the_scale_of_a_reduction_holds_on_every_device() -> None:
     assert list(found) == [[0.5, 0.5]] * 2
 
 
+def test_parameters_are_sent_and_stay_trainable() -> None:
+    def body(c: Collectives) -> Any:
+        weight = torch.nn.Parameter(torch.tensor([float(c.place.rank)]))
+        c.broadcast(weight, from_process=1)
+        joined = c.gather(weight * 2)
+        return weight.item(), weight.requires_grad, joined.tolist(), joined.requires_grad
+
+    assert together(body, check="off") == [(1.0, True, [2.0, 2.0], False)] * 2
+
+
 @EACH_CHECK
 def test_a_broadcast_fills_everybodys_tensors_in_place(check: str) -> None:
     def body(c: Collectives) -> Any:
