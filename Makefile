@@ -45,7 +45,7 @@ PYTEST   = $(BIN)/python -m pytest $(PLUGINS) --numprocesses $(JOBS) --dist load
 NBVAL    = --nbval-lax --nbval-current-env
 # Tests of modules that start nothing, and one launch, one cell, one prepared step.
 QUICK_TESTS := tests/config tests/plan tests/calls/test_shutdown.py tests/workers/test_causes.py tests/workers/test_failure.py \
-               tests/output/test_lines.py tests/output/test_chart.py tests/output/test_bars.py \
+               tests/output/test_lines.py tests/output/test_chart.py \
                tests/output/panel/test_facts.py tests/output/panel/test_rank_times.py \
                tests/transfer/test_free_names.py tests/transfer/test_code_lines.py tests/transfer/test_find_modules.py \
                tests/notebook/test_line.py tests/notebook/test_options.py \

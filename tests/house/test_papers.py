@@ -99,6 +99,12 @@ def test_what_is_installed_is_this_version():
     assert installed == declared_version()
 
 
+def test_the_tests_that_make_quick_names_are_there():
+    named = re.findall(r"\btests/[\w/]+(?:\.py)?", (ROOT / "Makefile").read_text())
+    assert len(named) > 20
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 # The brackets keep this line from being its own finding.
 MACHINE_PATH = re.compile(r"(?<![\w.$}~])/(?:[w]ork|[r]oot|opt/[w]heels)(?=/|\b)")
 
