@@ -52,7 +52,7 @@ class Collectives:
         return default_group_check().announce(what, detail, timeout_s=self._timeout_s)
 
     def _compare_calls(self, what: str, detail: Hashable = None) -> None:
-        default_group_check().compare(what, detail, timeout_s=self._timeout_s)
+        default_group_check().compare(what, detail, self._timeout_s)
 
     def barrier(self, what: str = "wait_for_everyone") -> None:
         """Wait until every process is here."""
@@ -139,7 +139,7 @@ class Collectives:
             return tree
         self._compare_calls("broadcast", _tensor_signature(tree, "broadcast"))
         for tensor in leaves(tree):
-            target = _without_gradient(tensor)
+            target = tensor.detach() if tensor.requires_grad else tensor
             sent = _as_sent(target)
             dist.broadcast(_copyable(sent), from_process)
             if sent is not target:
@@ -260,7 +260,7 @@ def _pad_tensor(
 def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple[int, ...]], ...]:
     if isinstance(tree, torch.Tensor):
         return ((tree.dtype, tree.shape),)
-    tree_leaves = list(leaves(tree))
+    tree_leaves = leaves(tree)
     other_types = {
         type(leaf).__name__ for leaf in tree_leaves if not isinstance(leaf, torch.Tensor)
     }

@@ -277,7 +277,7 @@ def _uneven_batch_error(num_rows: int, num_processes: int) -> ConfigError:
 
 def _check_divisible_leaves(batches: list[Any]) -> None:
     """Refuse leaves that cannot be cut into rows: every process would get all of them."""
-    first_leaves, *other_leaves = [list(leaves(batch)) for batch in batches]
+    first_leaves, *other_leaves = [leaves(batch) for batch in batches]
     constant_types = (bool, int, float, type(None))
     indivisible = [
         leaf

@@ -5,7 +5,7 @@ Containers keep their type, a `BatchEncoding` or a `ModelOutput` included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,18 +31,15 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> list[Any]:
     """Everything that is no container, in the order of :func:`map_leaves`."""
     if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    else:
-        yield tree
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return [tree]
+    return [leaf for item in tree for leaf in leaves(item)]
 
 
 def send_to_device(

@@ -59,18 +59,17 @@ DistributedOperationException = CollectiveMismatch
 # --------------------------------------------------------------------------- collectives
 
 
-# By group, because it may be left and joined anew; finding the place takes longer than a broadcast.
-_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
+_LATEST: list[tuple[weakref.ref[dist.ProcessGroup], Collectives]] = []
+"""The default group, which may be left and joined anew, and what its processes do together: finding
+their place takes longer than a broadcast."""
 
 
 def _together() -> Collectives:
+    if _LATEST and _LATEST[0][0]() is dist.group.WORLD:
+        return _LATEST[0][1]
+    collectives = Collectives(distributed.init_process())
     group: Any = dist.group.WORLD
-    collectives = None if group is None else _BY_GROUP.get(group)
-    if collectives is None:
-        collectives = Collectives(distributed.init_process())
-        group = dist.group.WORLD
-        if group is not None:
-            _BY_GROUP[group] = collectives
+    _LATEST[:] = [] if group is None else [(weakref.ref(group), collectives)]
     return collectives
 
 

@@ -226,7 +226,7 @@ def test_a_process_that_does_not_come_is_named_with_the_line_it_was_last_seen_at
         return "came"
 
     text, _ = together(body, timeout_s=0.6, check=check)
-    assert re.search(r"process 0 has waited 6\d\d ms in gather, test_collectives.py:\d+", text)
+    assert re.search(r"process 0 has waited [\d.]+ m?s in gather, test_collectives.py:\d+", text)
     assert "1 of 2 processes did not come:" in text
     assert "process 1: last seen in warm up, test_collectives.py:" in text
 
