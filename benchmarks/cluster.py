@@ -172,8 +172,8 @@ def measure(results: Results, repeats: int) -> None:
                         samples.values.append(subject.run(machines, part))
                     except (RuntimeError, subprocess.TimeoutExpired) as error:
                         samples.errors.append(str(error)[-400:])
-    results.note("cluster", repeats=repeats)
-    results.save()
+        results.note("cluster", repeats=repeat + 1)
+        results.save()
 
 
 def render(results: Results) -> tuple[str, bool]:

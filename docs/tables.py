@@ -9,11 +9,14 @@ Tests compare the pages with the data. The tables of measurements are written by
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from docs import drawing
 from docs.matrix import MATRIX_BEGIN, MATRIX_END, compatibility_tables, markdown_table
-from nbaccel.config import RunConfig
+from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.notebook.options import kinds_of, words_of
 from nbaccel.notebook.picker.choices import Setting, by_name
 from tests.house import public_names, row
@@ -24,14 +27,15 @@ REFERENCE = ROOT / "docs" / "pages" / "reference"
 GUIDES = ROOT / "docs" / "pages" / "guides"
 CHOICES_BEGIN, CHOICES_END = "<!-- choices:begin -->", "<!-- choices:end -->"
 FIELDS_BEGIN, FIELDS_END = "<!-- run_config:begin -->", "<!-- run_config:end -->"
+FP8_BEGIN, FP8_END = "<!-- fp8_config:begin -->", "<!-- fp8_config:end -->"
 PUBLIC_BEGIN, PUBLIC_END = "<!-- public:begin -->", "<!-- public:end -->"
 INSTALL_BEGIN, INSTALL_END = "<!-- install:begin -->", "<!-- install:end -->"
 
 
-def run_config_table() -> str:
-    """The fields of `RunConfig`: values, default, meaning."""
+def fields_table(model: type[BaseModel]) -> str:
+    """The fields of a model: values, default, meaning."""
     rows = []
-    for name, field in RunConfig.model_fields.items():
+    for name, field in model.model_fields.items():
         kinds = [getattr(kind, "__name__", str(kind)) for kind in kinds_of(field.annotation)]
         values = words_of(field.annotation)
         told = ", ".join(f"`{value!r}`" for value in values) if values else ", ".join(kinds)
@@ -106,7 +110,8 @@ TABLES = (
     (GUIDES / "install.md", install_line, INSTALL_BEGIN, INSTALL_END),
     (REFERENCE / "compatibility.md", compatibility_tables, MATRIX_BEGIN, MATRIX_END),
     (REFERENCE / "choices.md", choices_tables, CHOICES_BEGIN, CHOICES_END),
-    (REFERENCE / "settings.md", run_config_table, FIELDS_BEGIN, FIELDS_END),
+    (REFERENCE / "settings.md", partial(fields_table, RunConfig), FIELDS_BEGIN, FIELDS_END),
+    (REFERENCE / "settings.md", partial(fields_table, Fp8Config), FP8_BEGIN, FP8_END),
     (REFERENCE / "public.md", public_table, PUBLIC_BEGIN, PUBLIC_END),
     (ROOT / "ARCHITECTURE.md", row.table, row.BEGIN, row.END),
     (drawing.PAGE, drawing.drawing, drawing.BEGIN, drawing.END),

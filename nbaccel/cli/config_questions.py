@@ -6,7 +6,7 @@ Each answer is checked by the rules of `RunConfig` before the next question.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -296,8 +296,9 @@ class _Questions:
 
 # ------------------------------------------------------------------------------ readers
 def _checked(setting_name: str, answer: Any) -> Any:
-    annotation = get_type_hints(RunConfig, include_extras=True)[setting_name]
-    return FieldCheck(annotation).read(setting_name, answer)
+    field = RunConfig.model_fields[setting_name]
+    annotated: Any = Annotated  # a type checker would want a type that is written out
+    return FieldCheck(annotated[(field.annotation, *field.metadata)]).read(setting_name, answer)
 
 
 def _word_of(words: Sequence[str]) -> _Reader:

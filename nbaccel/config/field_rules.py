@@ -143,6 +143,18 @@ class FieldRule:
         )
 
 
+_LIMITS = ("ge", "gt", "le", "min_length", "pattern")
+
+
+def setting(default: Any, description: str, **limits_and_rule: Any) -> Any:
+    """A field of a model: its default and meaning, pydantic's limits, and what a rule says."""
+    limits = {name: limits_and_rule.pop(name) for name in _LIMITS if name in limits_and_rule}
+    field_info: FieldInfo = Field(default, description=description, **limits)
+    # pydantic treats it as what stands beside the type in `Annotated`.
+    field_info.metadata.append(FieldRule(**limits_and_rule))
+    return field_info
+
+
 OptionalCount = Annotated[
     int | None,
     Field(ge=1),

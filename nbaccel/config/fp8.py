@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.capabilities import ENTRY_POINT_PROBLEMS, FP8_BACKENDS, words_of_rows
-from nbaccel.config.field_rules import FieldRule, Handler, explain_mistakes
+from nbaccel.config.field_rules import Handler, explain_mistakes, setting
 from nbaccel.config.given_values import plain_value, read_truth
 from nbaccel.config.text_forms import Plain
 
@@ -63,145 +63,97 @@ class Fp8Config(Plain):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
-    backend: Annotated[
-        BackendName,
-        Field(description="Library that computes in FP8; auto takes what is installed."),
-        FieldRule(
-            read=_lower_case,
-            why="That library replaces the linear layers",
-            do='Leave it at "auto" to take what is installed',
-            words=words_of_rows(FP8_BACKENDS),
-            problems=ENTRY_POINT_PROBLEMS,
-        ),
-    ] = "auto"
-    recipe: Annotated[
-        Literal[_RECIPE_NAMES],  # type: ignore[valid-type]  # the words stand once, in the tuple
-        Field(
-            description="How scales are found: delayed from earlier steps, current from the tensor "
-            "itself, rowwise or by blocks; auto takes the backend's default."
-        ),
-        FieldRule(
-            read=_lower_case,
-            why="Values are multiplied with that scale to fit into 8 bits",
-            do='Leave it at "auto"',
-        ),
-    ] = "auto"
-    opt_level: Annotated[
-        Literal["O1", "O2", "O3"],
-        Field(
-            description="MS-AMP level: O1 has weights in FP16 and gradients in FP8, O2 also "
-            "moments in FP8 and FP16, O3 weights in FP8 and moments divided over processes."
-        ),
-        FieldRule(
-            read=_upper_case,
-            why="It decides what MS-AMP keeps in 8 bits",
-            do="Give O2, its default",
-        ),
-    ] = "O2"
-    gradient_reduction: Annotated[
-        Literal["two_shot", "sum"],
-        Field(
-            description="How MS-AMP's levels average gradients in FP8: two_shot adds in float32, "
-            "sum in FP8 with automatic scaling, as in the FP8-LM paper."
-        ),
-        FieldRule(
-            read=_lower_case,
-            why="The error of a sum in FP8 grows with the number of processes",
-            do="Give two_shot, the default",
-        ),
-    ] = "two_shot"
-    fp8_format: Annotated[
-        Literal["HYBRID", "E4M3", "E5M2"],
-        Field(description="8-bit format: HYBRID is E4M3 forward and E5M2 for gradients."),
-        FieldRule(
-            read=_upper_case,
-            why="It divides the bits into exponent and mantissa",
-            do="Give HYBRID for training",
-        ),
-    ] = "HYBRID"
-    margin: Annotated[
-        int,
-        Field(ge=0, description="Headroom of the scaling factor, in powers of two."),
-        FieldRule(
-            why="Scales are that many powers of two below the largest that fits",
-            do="Give 0, the default",
-        ),
-    ] = 0
-    interval: Annotated[
-        int,
-        Field(ge=1, description="Steps between two computations of the scaling factor."),
-        FieldRule(
-            why="So many steps go by before scales are computed anew",
-            do="Give 1, the default",
-        ),
-    ] = 1
-    amax_history_len: Annotated[
-        int,
-        Field(ge=1, description="Steps whose largest magnitudes are remembered for the scale."),
-        FieldRule(
-            why="Scales follow from the largest magnitudes of so many steps",
-            do="Give 1024, the default",
-        ),
-    ] = 1024
-    amax_compute_algo: Annotated[
-        Literal["max", "most_recent"],
-        Field(description="Which of them decides: the largest, or the latest."),
-        FieldRule(
-            read=_lower_case,
-            why="It picks the magnitude that the scale follows",
-            do="Give max, the default",
-        ),
-    ] = "max"
-    override_linear_precision: Annotated[
-        tuple[bool, bool, bool],
-        Field(
-            description="Whether the products of forward, input gradient and weight gradient are "
-            "computed in higher precision."
-        ),
-        FieldRule(
-            read=_three_values,
-            must="three truth values",
-            why="They stand for forward, input gradient and weight gradient",
-            do="Give (False, False, False), the default",
-        ),
-    ] = (False, False, False)
-    skip_first_and_last: Annotated[
-        bool | None,
-        Field(
-            description="Whether the first and the last linear layer stay in bfloat16; None: as is "
-            "usual with the backend (ao and native leave them)."
-        ),
-        FieldRule(
-            read=_truth_or_none,
-            must="True, False or None",
-            why="These two layers lose most in 8 bits",
-            do="Leave it out",
-        ),
-    ] = None
-    pad_inner_dim: Annotated[
-        bool,
-        Field(description="Whether torchao pads matrices whose sizes 16 does not divide."),
-        FieldRule(
-            why="GPUs multiply 8-bit matrices only in multiples of 16",
-            do="Leave it at True",
-        ),
-    ] = True
-    enable_fsdp_float8_all_gather: Annotated[
-        bool,
-        Field(description="Whether FSDP gathers weights in FP8, with torchao."),
-        FieldRule(
-            why="It halves what FSDP sends of weights",
-            do="Leave it at True",
-        ),
-    ] = True
-    use_autocast_during_eval: Annotated[
-        bool,
-        Field(description="Whether evaluation computes in FP8, too."),
-        FieldRule(
-            why="Metrics are usually better without",
-            do="Leave it at False",
-        ),
-    ] = False
+    backend: BackendName = setting(
+        "auto",
+        "Library that computes in FP8; auto takes what is installed.",
+        read=_lower_case,
+        do='Leave it at "auto" to take what is installed',
+        words=words_of_rows(FP8_BACKENDS),
+        problems=ENTRY_POINT_PROBLEMS,
+    )
+    recipe: Literal[_RECIPE_NAMES] = setting(  # type: ignore[valid-type]  # the words stand once
+        "auto",
+        "How scales are found: delayed from earlier steps, current from the tensor "
+        "itself, rowwise or by blocks; auto takes the backend's default.",
+        read=_lower_case,
+        do='Leave it at "auto"',
+    )
+    opt_level: Literal["O1", "O2", "O3"] = setting(
+        "O2",
+        "MS-AMP level: O1 has weights in FP16 and gradients in FP8, O2 also "
+        "moments in FP8 and FP16, O3 weights in FP8 and moments divided over processes.",
+        read=_upper_case,
+        why="It decides what MS-AMP keeps in 8 bits",
+        do="Give O2, its default",
+    )
+    gradient_reduction: Literal["two_shot", "sum"] = setting(
+        "two_shot",
+        "How MS-AMP's levels average gradients in FP8: two_shot adds in float32, "
+        "sum in FP8 with automatic scaling, as in the FP8-LM paper.",
+        read=_lower_case,
+        why="The error of a sum in FP8 grows with the number of processes",
+        do="Give two_shot, the default",
+    )
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = setting(
+        "HYBRID",
+        "8-bit format: HYBRID is E4M3 forward and E5M2 for gradients.",
+        read=_upper_case,
+        do="Give HYBRID for training",
+    )
+    margin: int = setting(
+        0, "Headroom of the scaling factor, in powers of two.", do="Give 0, the default", ge=0
+    )
+    interval: int = setting(
+        1, "Steps between two computations of the scaling factor.", do="Give 1, the default", ge=1
+    )
+    amax_history_len: int = setting(
+        1024,
+        "Steps whose largest magnitudes are remembered for the scale.",
+        do="Give 1024, the default",
+        ge=1,
+    )
+    amax_compute_algo: Literal["max", "most_recent"] = setting(
+        "max",
+        "Which of them decides: the largest, or the latest.",
+        read=_lower_case,
+        do="Give max, the default",
+    )
+    override_linear_precision: tuple[bool, bool, bool] = setting(
+        (False, False, False),
+        "Whether the products of forward, input gradient and weight gradient are "
+        "computed in higher precision.",
+        read=_three_values,
+        must="three truth values",
+        why="They stand for forward, input gradient and weight gradient",
+        do="Give (False, False, False), the default",
+    )
+    skip_first_and_last: bool | None = setting(
+        None,
+        "Whether the first and the last linear layer stay in bfloat16; None: as is "
+        "usual with the backend (ao and native leave them).",
+        read=_truth_or_none,
+        must="True, False or None",
+        why="These two layers lose most in 8 bits",
+        do="Leave it out",
+    )
+    pad_inner_dim: bool = setting(
+        True,
+        "Whether torchao pads matrices whose sizes 16 does not divide.",
+        why="GPUs multiply 8-bit matrices only in multiples of 16",
+        do="Leave it at True",
+    )
+    enable_fsdp_float8_all_gather: bool = setting(
+        True,
+        "Whether FSDP gathers weights in FP8, with torchao.",
+        why="It halves what FSDP sends of weights",
+        do="Leave it at True",
+    )
+    use_autocast_during_eval: bool = setting(
+        False,
+        "Whether evaluation computes in FP8, too.",
+        why="Metrics are usually better without",
+        do="Leave it at False",
+    )
 
     if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
-
-from pydantic import Field, JsonValue
+from typing import Any
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.field_rules import FieldMistake, FieldRule
+from nbaccel.config.field_rules import FieldMistake
 from nbaccel.config.given_values import closest, shown
 from nbaccel.config.handlers import (
     FSDP_VARIABLES,
@@ -42,7 +40,8 @@ _PLACE_VARIABLES = frozenset(
 )
 
 
-def _read_fsdp(value: Any) -> Any:
+def read_fsdp_settings(value: Any) -> Any:
+    """Settings of `FullyShardedDataParallelPlugin`, as JSON holds them."""
     if not isinstance(value, Mapping):
         return value
     settings = _checked_names(value, FSDP_VARIABLES)
@@ -58,7 +57,8 @@ def _read_fsdp(value: Any) -> Any:
     return settings
 
 
-def _read_dynamo(value: Any) -> Any:
+def read_dynamo_settings(value: Any) -> Any:
+    """Settings of `TorchDynamoPlugin`, also from a backend's name alone."""
     if isinstance(value, str):
         value = {"backend": value}
     if not isinstance(value, Mapping):
@@ -100,7 +100,8 @@ def _built_from(plugin_class: Callable[..., Any], settings: Mapping[str, Any]) -
         raise ValueError(str(error)) from error
 
 
-def _read_variables(given_value: Any) -> Any:
+def read_worker_variables(given_value: Any) -> Any:
+    """Environment variables as text."""
     if not isinstance(given_value, Mapping):
         return given_value
     placed_names = sorted(_PLACE_VARIABLES & {str(name) for name in given_value})
@@ -119,43 +120,6 @@ def _read_variables(given_value: Any) -> Any:
 
 def _listed(names: Sequence[str] | Mapping[str, str]) -> str:
     return ", ".join(names)
-
-
-FsdpSettings = Annotated[
-    dict[str, JsonValue] | None,
-    Field(
-        description='Settings of FSDP, with strategy="fsdp": those of '
-        "FullyShardedDataParallelPlugin that can be text."
-    ),
-    FieldRule(
-        read=_read_fsdp,
-        must="a dictionary of settings of FullyShardedDataParallelPlugin, or None",
-        why="It decides how FSDP divides the model",
-        do='Give for example {"cpu_offload": true}, or leave it out',
-    ),
-]
-DynamoSettings = Annotated[
-    dict[str, JsonValue] | None,
-    Field(
-        description="Settings of torch.compile: a backend's name, or those of TorchDynamoPlugin."
-    ),
-    FieldRule(
-        read=_read_dynamo,
-        must="a backend of torch.compile, a dictionary of settings of TorchDynamoPlugin, or None",
-        why="It decides how prepared models are compiled",
-        do='Give for example {"backend": "inductor"}, or leave it out',
-    ),
-]
-WorkerVariables = Annotated[
-    dict[str, str] | None,
-    Field(description="Further environment variables of the workers."),
-    FieldRule(
-        read=_read_variables,
-        must="a dictionary of names and texts, or None",
-        why="Workers start with these environment variables",
-        do='Give for example {"NCCL_DEBUG": "INFO"}, or leave it out',
-    ),
-]
 
 
 def setting_variables(

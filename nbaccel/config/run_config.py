@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter, Signature
 from typing import (
     TYPE_CHECKING,
-    Annotated,
     Any,
     Literal,
     Protocol,
@@ -22,7 +21,7 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import ConfigDict, Field, JsonValue, ValidationError
+from pydantic import ConfigDict, JsonValue, ValidationError
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import deepspeed_document as zero_engine
@@ -36,7 +35,7 @@ from nbaccel.config.capabilities import (
     engine_row,
     words_of_rows,
 )
-from nbaccel.config.field_rules import FieldRule, explain_mistakes
+from nbaccel.config.field_rules import explain_mistakes, setting
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import (
     plain_value,
@@ -47,7 +46,11 @@ from nbaccel.config.given_values import (
     shown,
 )
 from nbaccel.config.host_filter import HOST_FILTER_CONTRADICTIONS, read_host_filter
-from nbaccel.config.plugin_settings import DynamoSettings, FsdpSettings, WorkerVariables
+from nbaccel.config.plugin_settings import (
+    read_dynamo_settings,
+    read_fsdp_settings,
+    read_worker_variables,
+)
 from nbaccel.config.text_forms import Exchangeable
 
 if TYPE_CHECKING:
@@ -306,362 +309,269 @@ class RunConfig(Exchangeable):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=False
     )
 
-    num_processes: Annotated[
-        int | None,
-        Field(ge=1, description="Workers on this node; None lets the plan choose."),
-        FieldRule(
-            why="It counts the workers on this node",
-            do="Give for example 2, or leave it out and the plan chooses",
-        ),
-    ] = None
-    device: Annotated[
-        DeviceName,
-        Field(
-            description="What the workers compute on; auto takes GPUs or TPUs where there are some."
-        ),
-        FieldRule(
-            why="The workers compute on it",
-            do='Leave it at "auto" to take what this machine has',
-            words=words_of_rows(DEVICES),
-            problems=ENTRY_POINT_PROBLEMS,
-        ),
-    ] = "auto"
-    mixed_precision: Annotated[
-        PrecisionName,
-        Field(description="Number format of the forward and backward pass; no keeps float32."),
-        FieldRule(
-            why="It decides in which number format the forward and backward pass compute",
-            do='"no" keeps float32',
-            words=words_of_rows(PRECISIONS),
-            problems=ENTRY_POINT_PROBLEMS,
-        ),
-    ] = "no"
-    strategy: Annotated[
-        StrategyName,
-        Field(
-            description="How workers train one model together; auto goes by the other settings, "
-            "and by the plugins that training code gives."
-        ),
-        FieldRule(
-            why="It decides what each worker holds of the model",
-            do='Leave it at "auto" to go by the other settings',
-            words=words_of_rows(STRATEGIES),
-            problems=ENTRY_POINT_PROBLEMS,
-        ),
-    ] = "auto"
-    start_method: Annotated[
-        StartMethodName,
-        Field(description="How workers come to be: forked from a clean template or this process."),
-        FieldRule(
-            why="It decides how workers come to be",
-            do='Leave it at "auto": it takes the safest that works',
-            words={"spawn": "template", "forkserver": "template", "none": "inline"},
-        ),
-    ] = "auto"
-    engine: Annotated[
-        EngineName,
-        Field(
-            description="What brings workers on several machines together; auto goes by the other "
-            "settings."
-        ),
-        FieldRule(
-            why="It decides on which machines the workers run",
-            do='Leave it at "auto" to go by the other settings',
-            words=words_of_rows(ENGINES),
-            problems=ENTRY_POINT_PROBLEMS,
-        ),
-    ] = "auto"
-    hostfile: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="File of hosts for engine deepspeed, one `name slots=N` a line.",
-        ),
-        FieldRule(
-            read=read_path,
-            must="the path of a file with lines such as `worker-1 slots=4`, or None",
-            why="The workers run on the hosts in it",
-            do="Leave it out to use this machine alone",
-        ),
-    ] = None
-    include: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Hosts and slots of the hostfile to use alone: worker-1:0,1@worker-2.",
-        ),
-        FieldRule(
-            read=read_host_filter,
-            must="text such as worker-1:0,1@worker-2, or None",
-            why="Only the hosts and slots in it are used",
-            do="Leave it out to use all of the hostfile",
-        ),
-    ] = None
-    exclude: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Hosts and slots of the hostfile to leave out: worker-1:0,1@worker-2.",
-        ),
-        FieldRule(
-            read=read_host_filter,
-            must="text such as worker-1:0,1@worker-2, or None",
-            why="The hosts and slots in it are left out",
-            do="Leave it out to use all of the hostfile",
-        ),
-    ] = None
-    use_port: Annotated[
-        int | None,
-        Field(ge=1, le=65535, description="TCP port where workers meet; None takes a free one."),
-        FieldRule(
-            read=read_port,
-            must="a TCP port from 1 to 65535, or None or 0",
-            why="Workers meet at it",
-            do="Leave it out and a free port is taken",
-        ),
-    ] = None
-    master_addr: Annotated[
-        str,
-        Field(min_length=1, description="Host name or address of the first node."),
-        FieldRule(
-            must="a host name or an address",
-            why="Workers meet there",
-            do='Leave it at "127.0.0.1" on one machine',
-        ),
-    ] = "127.0.0.1"
-    node_rank: Annotated[
-        int,
-        Field(ge=0, description="Number of this node among all nodes, from 0."),
-        FieldRule(
-            why="It numbers this node among all nodes, from 0",
-            do="Give 0 on the first node",
-        ),
-    ] = 0
-    num_nodes: Annotated[
-        int,
-        Field(ge=1, description="Nodes (machines) that take part."),
-        FieldRule(
-            why="It counts the machines that take part",
-            do="Give 1 for this machine alone",
-        ),
-    ] = 1
-    rdzv_backend: Annotated[
-        str,
-        Field(min_length=1, description="How nodes find each other: static, c10d, etcd, ..."),
-        FieldRule(
-            must="the name of a rendezvous backend of torch elastic",
-            why="Nodes find each other by it",
-            do='Leave it at "static" in a notebook; "c10d" is for nbaccel launch',
-        ),
-    ] = "static"
-    rdzv_endpoint: Annotated[
-        str,
-        Field(description="host:port of the rendezvous; empty takes master_addr and use_port."),
-        FieldRule(
-            must='text of the form "host:port", or empty',
-            why="Nodes meet there",
-            do="Leave it out to use master_addr and use_port",
-        ),
-    ] = ""
-    rdzv_conf: Annotated[
-        dict[str, JsonValue] | None,
-        Field(description="Further settings of the rendezvous backend."),
-        FieldRule(
-            must="a dictionary of JSON values, or None",
-            why="It is handed to the rendezvous backend and stored as JSON",
-            do='Give for example {"timeout": 60}',
-        ),
-    ] = None
-    rdzv_id: Annotated[
-        str,
-        Field(min_length=1, description="Name of this job; equal on all its nodes."),
-        FieldRule(
-            must="a name that is not empty",
-            why="Nodes of one job recognise each other by it",
-            do='Leave it at "none" if no other job shares the rendezvous',
-        ),
-    ] = "none"
-    max_restarts: Annotated[
-        int,
-        Field(ge=0, description="How often failed workers are started again, all together."),
-        FieldRule(
-            why="It counts how often all workers are started again after a failure",
-            do="Give 0 to report the first failure",
-        ),
-    ] = 0
-    monitor_interval: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="Seconds; taken for compatibility, workers are watched without polling.",
-        ),
-        FieldRule(
-            read=read_number,
-            must="a number of seconds above 0",
-            why="It is taken for compatibility alone",
-            do="Leave it at 0.1",
-        ),
-    ] = 0.1
-    log_line_prefix_template: Annotated[
-        str | None,
-        Field(description="Prefix of a worker's output lines, with ${rank} and the like."),
-        FieldRule(
-            must="text or None",
-            why="It stands before every line that a worker prints",
-            do='Give for example "[${rank}] "',
-        ),
-    ] = None
-    log_dir: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Folder for files with what each rank prints, complete and without "
-            "prefix; None writes none.",
-        ),
-        FieldRule(
-            must="the path of a folder, or None",
-            why="What each rank prints is written to files there",
-            do='Give for example "logs", or leave it out to write none',
-        ),
-    ] = None
-    shown_output: Annotated[
-        str | None,
-        Field(
-            pattern=_SHOWN_OUTPUT,
-            description="What is shown of workers' output: 3 both streams, 1 stdout, 2 stderr, "
-            '0 nothing, or by local rank: "0:3,1:2"; None shows all.',
-        ),
-        FieldRule(
-            must='0, 1, 2 or 3, or pairs such as "0:3,1:2", or None',
-            why="It decides which lines of workers are shown; log_dir has all",
-            do='Give for example "0:3" to see rank 0 alone, or leave it out to see all',
-        ),
-    ] = None
-    timeout: Annotated[
-        float | None,
-        Field(gt=0, description="Seconds after which a launch is ended; None never ends it."),
-        FieldRule(
-            read=read_number,
-            must="a number of seconds above 0, or None",
-            why="A launch that takes longer is ended",
-            do="Leave it out for no limit",
-        ),
-    ] = None
-    share_back: Annotated[
-        bool,
-        Field(description="Whether trained weights come back into the notebook's own model."),
-        FieldRule(
-            why="It decides whether the notebook's own model is trained afterwards",
-            do="Leave it at True to find the trained weights in the notebook",
-        ),
-    ] = True
-    on_stop: Annotated[
-        OnStop,
-        Field(
-            description="What Stop does to a launch that trains: keep ends it where the step under "
-            "way ends, with the weights in the notebook; discard ends it at once, without them."
-        ),
-        FieldRule(
-            why="It decides whether the notebook's model has the trained weights after a Stop",
-            do='Leave it at "keep" to go on with what was learned',
-        ),
-    ] = "keep"
-    resume: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Whether a launch goes on where a Stop has ended the last one of the same "
-            "function: here, for as long as this process lives, or the folder that keeps it.",
-        ),
-        FieldRule(
-            read=read_resume,
-            must="True, False, or the path of a folder",
-            why="A launch that is stopped keeps there what the next one goes on with",
-            do="Give True to keep it as long as the notebook lives",
-        ),
-    ] = None
-    compare: Annotated[
-        int | None,
-        Field(
-            ge=10,
-            description="Steps that one worker takes first, so that it can be told what more "
-            "workers are worth; None for none.",
-        ),
-        FieldRule(
-            why="The speed of one worker is measured over so many steps",
-            do="Give for example 30, or leave it out to compare with earlier runs alone",
-        ),
-    ] = None
-    threads_per_process: Annotated[
-        int | None,
-        Field(ge=1, description="CPU threads of each worker; None shares the cores out."),
-        FieldRule(
-            why="Each worker computes on the CPU with that many threads",
-            do="Leave it out to share the cores out",
-        ),
-    ] = None
-    tpu_driver: Annotated[
-        TpuDriverName,
-        Field(description="What drives TPU chips; auto takes torch_tpu where it can be used."),
-        FieldRule(
-            why="It decides which package computes on TPU chips",
-            do='Leave it at "auto" to take what is installed',
-            words={"torchtpu": "torch_tpu", "xla": "torch_xla", "torchxla": "torch_xla"},
-        ),
-    ] = "auto"
-    zero_stage: Annotated[
-        ZeroStage | None,
-        Field(
-            description="ZeRO stage: 1 shards the optimizer, 2 also gradients, 3 also weights; "
-            "0 or None shards nothing."
-        ),
-        FieldRule(
-            why="It decides what each worker holds only a shard of",
-            do="Leave it out and every worker holds the whole model",
-        ),
-    ] = None
-    deepspeed: Annotated[
-        dict[str, JsonValue] | None,
-        Field(description="DeepSpeed's configuration: a mapping, JSON text or a file."),
-        FieldRule(
-            read=zero_engine.read_document,
-            must="a DeepSpeed configuration, as a dictionary, JSON text or the path of a JSON file",
-            why="The engine of each worker is made by it",
-            do='Give for example {"gradient_clipping": 1.0}, or leave it out',
-        ),
-    ] = None
-    gradient_accumulation_steps: Annotated[
-        int | None,
-        Field(ge=1, description="Batches that make one optimizer step; None leaves it open."),
-        FieldRule(
-            why="So many batches make one optimizer step",
-            do="Give 1 to step after every batch",
-        ),
-    ] = None
-    activation_checkpointing: Annotated[
-        bool,
-        Field(
-            description="Compute activations again in the backward pass: less memory, about a "
-            "third more time. For models with gradient_checkpointing_enable()."
-        ),
-        FieldRule(
-            why="It decides whether activations are kept or computed again",
-            do="Leave it at False where memory suffices",
-        ),
-    ] = False
-    fp8: Annotated[
-        Fp8Config | None,
-        Field(description="Backend and recipe of FP8; None takes the defaults."),
-        FieldRule(
-            read=Fp8Config.read,
-            must="an Fp8Config, a dictionary of its settings, or the name of a backend",
-            why="It decides which library computes in 8 bits, and how it scales",
-            do='Give for example {"backend": "te"}, or leave it out',
-        ),
-    ] = None
-    fsdp: FsdpSettings = None
-    dynamo: DynamoSettings = None
-    variables: WorkerVariables = None
+    num_processes: int | None = setting(
+        None,
+        "Workers on this node; None lets the plan choose.",
+        do="Give for example 2, or leave it out and the plan chooses",
+        ge=1,
+    )
+    device: DeviceName = setting(
+        "auto",
+        "What the workers compute on; auto takes GPUs or TPUs where there are some.",
+        do='Leave it at "auto" to take what this machine has',
+        words=words_of_rows(DEVICES),
+        problems=ENTRY_POINT_PROBLEMS,
+    )
+    mixed_precision: PrecisionName = setting(
+        "no",
+        "Number format of the forward and backward pass; no keeps float32.",
+        do='"no" keeps float32',
+        words=words_of_rows(PRECISIONS),
+        problems=ENTRY_POINT_PROBLEMS,
+    )
+    strategy: StrategyName = setting(
+        "auto",
+        "How workers train one model together; auto goes by the other settings, "
+        "and by the plugins that training code gives.",
+        why="It decides what each worker holds of the model",
+        do='Leave it at "auto" to go by the other settings',
+        words=words_of_rows(STRATEGIES),
+        problems=ENTRY_POINT_PROBLEMS,
+    )
+    start_method: StartMethodName = setting(
+        "auto",
+        "How workers come to be: forked from a clean template or this process.",
+        do='Leave it at "auto": it takes the safest that works',
+        words={"spawn": "template", "forkserver": "template", "none": "inline"},
+    )
+    engine: EngineName = setting(
+        "auto",
+        "What brings workers on several machines together; auto goes by the other settings.",
+        why="It decides on which machines the workers run",
+        do='Leave it at "auto" to go by the other settings',
+        words=words_of_rows(ENGINES),
+        problems=ENTRY_POINT_PROBLEMS,
+    )
+    hostfile: str | None = setting(
+        None,
+        "File of hosts for engine deepspeed, one `name slots=N` a line.",
+        read=read_path,
+        must="the path of a file with lines such as `worker-1 slots=4`, or None",
+        why="The workers run on the hosts in it",
+        do="Leave it out to use this machine alone",
+        min_length=1,
+    )
+    include: str | None = setting(
+        None,
+        "Hosts and slots of the hostfile to use alone: worker-1:0,1@worker-2.",
+        read=read_host_filter,
+        must="text such as worker-1:0,1@worker-2, or None",
+        do="Leave it out to use all of the hostfile",
+        min_length=1,
+    )
+    exclude: str | None = setting(
+        None,
+        "Hosts and slots of the hostfile to leave out: worker-1:0,1@worker-2.",
+        read=read_host_filter,
+        must="text such as worker-1:0,1@worker-2, or None",
+        do="Leave it out to use all of the hostfile",
+        min_length=1,
+    )
+    use_port: int | None = setting(
+        None,
+        "TCP port where workers meet; None takes a free one.",
+        read=read_port,
+        must="a TCP port from 1 to 65535, or None or 0",
+        do="Leave it out and a free port is taken",
+        ge=1,
+        le=65535,
+    )
+    master_addr: str = setting(
+        "127.0.0.1",
+        "Host name or address of the first node.",
+        must="a host name or an address",
+        do='Leave it at "127.0.0.1" on one machine',
+        min_length=1,
+    )
+    node_rank: int = setting(
+        0, "Number of this node among all nodes, from 0.", do="Give 0 on the first node", ge=0
+    )
+    num_nodes: int = setting(
+        1, "Nodes (machines) that take part.", do="Give 1 for this machine alone", ge=1
+    )
+    rdzv_backend: str = setting(
+        "static",
+        "How nodes find each other: static, c10d, etcd, ...",
+        must="the name of a rendezvous backend of torch elastic",
+        do='Leave it at "static" in a notebook; "c10d" is for nbaccel launch',
+        min_length=1,
+    )
+    rdzv_endpoint: str = setting(
+        "",
+        "host:port of the rendezvous; empty takes master_addr and use_port.",
+        must='text of the form "host:port", or empty',
+        do="Leave it out to use master_addr and use_port",
+    )
+    rdzv_conf: dict[str, JsonValue] | None = setting(
+        None,
+        "Further settings of the rendezvous backend.",
+        must="a dictionary of JSON values, or None",
+        why="It is handed to the rendezvous backend and stored as JSON",
+        do='Give for example {"timeout": 60}',
+    )
+    rdzv_id: str = setting(
+        "none",
+        "Name of this job; equal on all its nodes.",
+        must="a name that is not empty",
+        why="Nodes of one job recognise each other by it",
+        do='Leave it at "none" if no other job shares the rendezvous',
+        min_length=1,
+    )
+    max_restarts: int = setting(
+        0,
+        "How often failed workers are started again, all together.",
+        do="Give 0 to report the first failure",
+        ge=0,
+    )
+    monitor_interval: float = setting(
+        0.1,
+        "Seconds; taken for compatibility, workers are watched without polling.",
+        read=read_number,
+        must="a number of seconds above 0",
+        why="It is taken for compatibility alone",
+        do="Leave it at 0.1",
+        gt=0,
+    )
+    log_line_prefix_template: str | None = setting(
+        None,
+        "Prefix of a worker's output lines, with ${rank} and the like.",
+        must="text or None",
+        do='Give for example "[${rank}] "',
+    )
+    log_dir: str | None = setting(
+        None,
+        "Folder for files with what each rank prints, complete and without "
+        "prefix; None writes none.",
+        must="the path of a folder, or None",
+        why="What each rank prints is written to files there",
+        do='Give for example "logs", or leave it out to write none',
+        min_length=1,
+    )
+    shown_output: str | None = setting(
+        None,
+        "What is shown of workers' output: 3 both streams, 1 stdout, 2 stderr, "
+        '0 nothing, or by local rank: "0:3,1:2"; None shows all.',
+        must='0, 1, 2 or 3, or pairs such as "0:3,1:2", or None',
+        why="It decides which lines of workers are shown; log_dir has all",
+        do='Give for example "0:3" to see rank 0 alone, or leave it out to see all',
+        pattern=_SHOWN_OUTPUT,
+    )
+    timeout: float | None = setting(
+        None,
+        "Seconds after which a launch is ended; None never ends it.",
+        read=read_number,
+        must="a number of seconds above 0, or None",
+        do="Leave it out for no limit",
+        gt=0,
+    )
+    share_back: bool = setting(
+        True,
+        "Whether trained weights come back into the notebook's own model.",
+        do="Leave it at True to find the trained weights in the notebook",
+    )
+    on_stop: OnStop = setting(
+        "keep",
+        "What Stop does to a launch that trains: keep ends it where the step under "
+        "way ends, with the weights in the notebook; discard ends it at once, without them.",
+        why="It decides whether the notebook's model has the trained weights after a Stop",
+        do='Leave it at "keep" to go on with what was learned',
+    )
+    resume: str | None = setting(
+        None,
+        "Whether a launch goes on where a Stop has ended the last one of the same "
+        "function: here, for as long as this process lives, or the folder that keeps it.",
+        read=read_resume,
+        must="True, False, or the path of a folder",
+        why="A launch that is stopped keeps there what the next one goes on with",
+        do="Give True to keep it as long as the notebook lives",
+        min_length=1,
+    )
+    compare: int | None = setting(
+        None,
+        "Steps that one worker takes first, so that it can be told what more "
+        "workers are worth; None for none.",
+        do="Give for example 30, or leave it out to compare with earlier runs alone",
+        ge=10,
+    )
+    threads_per_process: int | None = setting(
+        None,
+        "CPU threads of each worker; None shares the cores out.",
+        do="Leave it out to share the cores out",
+        ge=1,
+    )
+    tpu_driver: TpuDriverName = setting(
+        "auto",
+        "What drives TPU chips; auto takes torch_tpu where it can be used.",
+        do='Leave it at "auto" to take what is installed',
+        words={"torchtpu": "torch_tpu", "xla": "torch_xla", "torchxla": "torch_xla"},
+    )
+    zero_stage: ZeroStage | None = setting(
+        None,
+        "ZeRO stage: 1 shards the optimizer, 2 also gradients, 3 also weights; "
+        "0 or None shards nothing.",
+        why="It decides what each worker holds only a shard of",
+        do="Leave it out and every worker holds the whole model",
+    )
+    deepspeed: dict[str, JsonValue] | None = setting(
+        None,
+        "DeepSpeed's configuration: a mapping, JSON text or a file.",
+        read=zero_engine.read_document,
+        must="a DeepSpeed configuration, as a dictionary, JSON text or the path of a JSON file",
+        why="The engine of each worker is made by it",
+        do='Give for example {"gradient_clipping": 1.0}, or leave it out',
+    )
+    gradient_accumulation_steps: int | None = setting(
+        None,
+        "Batches that make one optimizer step; None leaves it open.",
+        do="Give 1 to step after every batch",
+        ge=1,
+    )
+    activation_checkpointing: bool = setting(
+        False,
+        "Compute activations again in the backward pass: less memory, about a "
+        "third more time. For models with gradient_checkpointing_enable().",
+        do="Leave it at False where memory suffices",
+    )
+    fp8: Fp8Config | None = setting(
+        None,
+        "Backend and recipe of FP8; None takes the defaults.",
+        read=Fp8Config.read,
+        must="an Fp8Config, a dictionary of its settings, or the name of a backend",
+        why="It decides which library computes in 8 bits, and how it scales",
+        do='Give for example {"backend": "te"}, or leave it out',
+    )
+    fsdp: dict[str, JsonValue] | None = setting(
+        None,
+        'Settings of FSDP, with strategy="fsdp": those of FullyShardedDataParallelPlugin that can '
+        "be text.",
+        read=read_fsdp_settings,
+        must="a dictionary of settings of FullyShardedDataParallelPlugin, or None",
+        do='Give for example {"cpu_offload": true}, or leave it out',
+    )
+    dynamo: dict[str, JsonValue] | None = setting(
+        None,
+        "Settings of torch.compile: a backend's name, or those of TorchDynamoPlugin.",
+        read=read_dynamo_settings,
+        must="a backend of torch.compile, a dictionary of settings of TorchDynamoPlugin, or None",
+        do='Give for example {"backend": "inductor"}, or leave it out',
+    )
+    variables: dict[str, str] | None = setting(
+        None,
+        "Further environment variables of the workers.",
+        read=read_worker_variables,
+        must="a dictionary of names and texts, or None",
+        do='Give for example {"NCCL_DEBUG": "INFO"}, or leave it out',
+    )
 
     if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
 

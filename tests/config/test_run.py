@@ -295,7 +295,8 @@ def test_every_setting_has_a_hint_in_house_form():
     for name in RunConfig.model_fields:
         hint = rule_of(RunConfig.model_fields[name])
         assert hint.must
-        for text in (hint.why, hint.do):
+        assert RunConfig.model_fields[name].description
+        for text in filter(None, (hint.why, hint.do)):
             assert text[0].isupper() or text[0] == '"'
             assert not text.endswith(".")
 
