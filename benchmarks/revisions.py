@@ -25,7 +25,7 @@ from harness.revision import REPOSITORY, checkout_of
 
 LAUNCHES, CALLS = 4, 300
 REST_S = 12.0
-"""After the first launch, while the template is made: the time in which a user reads and writes on."""
+"""After the first launch: the template is made while a user reads and writes on."""
 BLOCKS, STEPS = 15, 100
 """Steps are timed in blocks, of which the median counts: what else the machine does hits a few."""
 
