@@ -488,9 +488,8 @@ def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
         raise ConfigError(
             f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
             f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
-            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. A full disk "
-            "ends the processes in the middle of the training. "
-            'Make room, give another folder, or set the device to "cpu".'
+            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. Training "
+            'would end half-way. Make room, give another folder, or set the device to "cpu".'
         )
 
 

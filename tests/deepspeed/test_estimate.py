@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from nbaccel.config import RunConfig
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
 from nbaccel.memory.model_size import measure
-from nbaccel.plan.inventory import Gpu, Inventory
+from nbaccel.plan.inventory import Inventory
+from nbaccel.strategies.model_blocks import checkpoints_gradients
+from tests.deepspeed.advisor.models import machine
 
 GIB = 2**30
 HOST = Inventory(cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=32 * GIB)
@@ -25,20 +28,7 @@ SHAPE = (1_000_000, 100_000)
 
 
 def gpus(number, free=16 * GIB):
-    cards = tuple(
-        Gpu(
-            index=index,
-            name="a GPU",
-            total_bytes=2 * free,
-            free_bytes=free - index,
-            compute_capability=(8, 0),
-            uuid=f"GPU-{index}",
-        )
-        for index in range(number)
-    )
-    return Inventory(
-        cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=32 * GIB, gpus=cards
-    )
+    return replace(HOST, gpus=machine(number, free_bytes=free).gpus)
 
 
 def zero(stage, *, optimizer="none", param="none", bf16=True, **more):
@@ -324,3 +314,57 @@ def test_a_class_and_a_model_without_shapes_have_no_size(estimate: Any) -> None:
         ConfigError, match=r"weights without a shape \(weight, bias\).*Call it once"
     ):
         estimate(nn.LazyLinear(3))
+
+
+# ---------------------------------------------------------------- with a batch
+@pytest.fixture(scope="module")
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def tokens():
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def test_a_model_of_transformers_on_meta_is_measured_with_and_without(llama, tokens):
+    plain, again = (
+        estimate_memory(llama, sample_batch=tokens, gradient_checkpointing=on).device.activations
+        for on in (False, True)
+    )
+    assert 0 < again < plain / 2
+    assert not checkpoints_gradients(llama)
+    assert all(p.is_meta for p in llama.parameters())
+
+
+def test_the_configurations_batch_size_counts(llama, tokens):
+    two, eight = (
+        estimate_memory(
+            llama, {"train_micro_batch_size_per_gpu": rows}, sample_batch=tokens
+        ).device.activations
+        for rows in (2, 8)
+    )
+    assert eight == pytest.approx(4 * two, rel=0.1)
+
+
+def test_auto_is_filled_in_from_the_model(llama):
+    zero = {"stage": 2, "reduce_bucket_size": "auto"}
+    found = estimate_memory(llama, {"zero_optimization": zero, "train_batch_size": "auto"})
+    assert found.settings.zero["reduce_bucket_size"] == 64 * 64
+    assert found.settings.unknown == ()
+    assert "auto" not in str(found)
+
+
+def test_a_batch_needs_a_model_and_no_second_number(tokens):
+    with pytest.raises(ConfigError, match=r"(?s)sample_batch needs the model.*both given"):
+        estimate_memory((100, 10), sample_batch=tokens, activation_bytes=5)

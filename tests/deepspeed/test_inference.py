@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nbaccel import notebook_launcher
-from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.deepspeed.zero_memory import check_host_memory, estimate_memory
 from nbaccel.errors import ConfigError
@@ -100,12 +98,10 @@ def test_the_guides_script_runs_in_a_cell(alone):
 
 # ------------------------------------------------------------------------ said before it fails
 @ON_DISK
-def test_float16_and_small_buffers_are_refused_before_an_engine_is_made(alone):
-    told = alone["refusals"]
-    assert told["fp16"].startswith("ConfigError: fp16.enabled cannot be true on this CPU")
-    assert "Use bf16" in told["fp16"]
-    assert "buffer_size=1048575 is too small" in told["buffers"]
-    assert "Set it to 1048576 or more" in told["buffers"]
+def test_float16_is_refused_before_an_engine_is_made(alone):
+    told = alone["refused"]
+    assert told.startswith("ConfigError: fp16.enabled cannot be true on this CPU")
+    assert "Use bf16" in told
 
 
 @ON_DISK
@@ -113,17 +109,6 @@ def test_files_that_are_gone_are_named(alone):
     assert alone["lost"].startswith("ConfigError: ")
     assert "_param.tensor.swp is gone" in alone["lost"]
     assert "until accelerator.free_memory()" in alone["lost"]
-
-
-def test_parts_of_more_processes_fit_into_smaller_buffers(tmp_path: Path):
-    settings, model = config("nvme", tmp_path), torch.nn.Linear(WIDTH, INNER)
-    section = settings["zero_optimization"]["offload_param"]
-    section["buffer_size"] = WIDTH * INNER // 4
-    local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 4)
-    with pytest.raises(ConfigError, match=r"reads 524288 numbers of weight"):
-        local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 2)
-    section["device"] = "cpu"
-    local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 2)
 
 
 def test_a_model_that_is_only_used_needs_no_memory_for_training():
