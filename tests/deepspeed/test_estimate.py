@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -105,10 +106,28 @@ def timed(model):
 
 
 # ---------------------------------------------------------------- where it goes
-def test_without_a_configuration_everything_is_on_each_device_in_fp32():
-    found = estimate(num_processes=4)
-    assert found.device.model_states == 16_000_000
-    assert found.host.total == found.nvme.total == 0
+ALL_ON_DISK = zero(3, optimizer="nvme", param="nvme")
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "expected"),
+    [
+        (None, "device.model_states", 16_000_000),
+        (None, "host.total", 0),
+        (ALL_ON_DISK, "nvme.parameters", 2_000_000),
+        (ALL_ON_DISK, "nvme.optimizer", 12_000_000),
+        (ALL_ON_DISK, "nvme.gradients", 4_000_000),  # in the optimizer's format
+        (ALL_ON_DISK, "host.buckets", 2 * 5 * 10**8 + 4 * 4 * 10**6),  # room to read them
+        (zero(2, optimizer="nvme"), "nvme.total", 0),  # DeepSpeed takes it as cpu
+        (zero(2, optimizer="nvme"), "host.optimizer", 12_000_000),
+        (zero(2, param="cpu"), "host.total", 0),  # ignored below stage 3
+        ({"optimizer": {"type": "AdamW"}}, "device.optimizer", 8_000_000),
+        ({"optimizer": {"type": "Lion"}}, "device.optimizer", 4_000_000),
+        ({"optimizer": {"type": "SGD"}}, "device.optimizer", 0),
+    ],
+)
+def test_what_is_where(config, where, expected):
+    assert attrgetter(where)(estimate(config, num_processes=1)) == expected
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -131,24 +150,6 @@ def test_what_is_offloaded_moves_and_nothing_is_lost():
     assert moves.host.model_states == stays.device.model_states
 
 
-def test_nvme_takes_states_and_leaves_room_to_read_them():
-    found = estimate(zero(3, optimizer="nvme", param="nvme"))
-    assert (found.nvme.parameters, found.nvme.optimizer) == (2_000_000, 12_000_000)
-    assert found.nvme.gradients == 4_000_000, "in the optimizer's format"
-    assert found.host.buckets == 2 * 5 * 10**8 + 4 * 4 * 10**6
-
-
-def test_nvme_below_stage_3_is_host_memory():
-    """DeepSpeed takes it as cpu and writes no file."""
-    found = estimate(zero(2, optimizer="nvme"))
-    assert found.nvme.total == 0
-    assert found.host.optimizer == 12_000_000
-
-
-def test_parameters_cannot_be_offloaded_below_stage_3():
-    assert estimate(zero(2, param="cpu")).host.total == 0
-
-
 def test_overlap_doubles_the_buckets():
     once, twice = (
         estimate(
@@ -157,14 +158,6 @@ def test_overlap_doubles_the_buckets():
         for overlap in (False, True)
     )
     assert (once, twice) == (2_000, 4_000)
-
-
-def test_optimizers_have_states_of_their_own_number():
-    adam, lion, sgd = (
-        estimate({"optimizer": {"type": name}}).device.optimizer
-        for name in ("AdamW", "Lion", "SGD")
-    )
-    assert (adam, lion, sgd) == (8_000_000, 4_000_000, 0)
 
 
 # ---------------------------------------------------------------- how it is told
