@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nbaccel import notebook_launcher
+from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.deepspeed.zero_memory import check_host_memory, estimate_memory
 from nbaccel.errors import ConfigError
@@ -109,6 +111,17 @@ def test_files_that_are_gone_are_named(alone):
     assert alone["lost"].startswith("ConfigError: ")
     assert "_param.tensor.swp is gone" in alone["lost"]
     assert "until accelerator.free_memory()" in alone["lost"]
+
+
+def test_parts_of_more_processes_fit_into_smaller_buffers(tmp_path: Path):
+    settings, model = config("nvme", tmp_path), torch.nn.Linear(WIDTH, INNER)
+    section = settings["zero_optimization"]["offload_param"]
+    section["buffer_size"] = WIDTH * INNER // 4
+    local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 4)
+    with pytest.raises(ConfigError, match=r"reads 524288 numbers of weight"):
+        local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 2)
+    section["device"] = "cpu"
+    local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 2)
 
 
 def test_a_model_that_is_only_used_needs_no_memory_for_training():

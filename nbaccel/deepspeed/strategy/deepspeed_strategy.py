@@ -241,6 +241,7 @@ class DeepSpeedStrategy(Strategy):
         """Warn of, or refuse, what is known before an engine is made."""
         for text in config.warnings:
             warnings.warn(text, stacklevel=2)
+        local_shards.check_buffers(model, config.config, self.place.world_size)
         machine = inspect_machine()
         # What the processes of this node will need, without activations.
         need = estimate_memory(

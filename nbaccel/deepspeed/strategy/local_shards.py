@@ -38,7 +38,7 @@ from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.leftovers import LeftoverFolders, announce_leftover
 from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.units import first_few
+from nbaccel.base.units import first_few, format_bytes
 from nbaccel.config.given_values import drop_at
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.environment import (
@@ -48,7 +48,8 @@ from nbaccel.deepspeed.environment import (
     live_engines,
     tear_down,  # noqa: F401
 )
-from nbaccel.deepspeed.zero_config import ZeroConfig, auto_keys
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys
+from nbaccel.deepspeed.zero_memory import DEFAULTS
 from nbaccel.plan.contracts import training
 from nbaccel.plan.contracts.training import Piece, Remembered
 
@@ -411,6 +412,36 @@ def skip_repeated_reads(module: nn.Module) -> None:
     # The parameters of an engine share one swapper, which must be wrapped once.
     for swapper in {id(swapper): swapper for swapper in swappers if swapper is not None}.values():
         swapper.swap_in = functools.partial(read_once, swapper.swap_in)
+
+
+def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) -> None:
+    """Refuse buffers into which the largest parameter does not go."""
+    section = zero_config.offload_param
+    if section is None or section.device != "nvme":
+        return
+    size, count = (
+        int(DEFAULTS[f"{ZERO}.offload_param.{name}"] if given is None else given)
+        for name, given in (
+            ("buffer_size", section.buffer_size),
+            ("buffer_count", section.buffer_count),
+        )
+    )
+    # A model built in shards has placeholders: `ds_numel` is the size of the whole parameter.
+    sizes = {
+        name: int(getattr(parameter, "ds_numel", parameter.numel()))
+        for name, parameter in model.named_parameters()
+    }
+    name = max(sizes, key=lambda name: sizes[name])
+    part = -(-sizes[name] // world_size)
+    if part > size:
+        number_bytes = 2 if zero_config.is_on("bf16") or zero_config.is_on("fp16") else 4
+        raise ConfigError(
+            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {part} "
+            f"numbers of {name} from disk, into one buffer. DeepSpeed would stop with 'More "
+            f"elements than buffer size'. Set it to {part} or more; the {count} buffers "
+            f"(buffer_count) then take {format_bytes(part * count * number_bytes)} of host "
+            "memory in each process."
+        )
 
 
 # ------------------------------------------------------------------------------ placeholders
