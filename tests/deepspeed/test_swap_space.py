@@ -54,18 +54,6 @@ def test_a_launch_is_refused_before_a_process_starts(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@needs.DEEPSPEED
-def test_a_library_for_the_disk_that_is_missing_refuses_a_launch(tmp_path, monkeypatch):
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    config = RunConfig(num_processes=2, device="cpu", deepspeed=swapped_to(tmp_path))
-    with pytest.raises(ConfigError, match="apt-get install libaio-dev"):
-        notebook_launcher(print, config=config)
-
-
 def test_too_little_room_is_told_with_both_numbers(small_disk):
     model = nn.Linear(1024, 1024)  # 12 MiB of weights and states in float32, and gradients
     settings = swapped_to(small_disk / "swap")

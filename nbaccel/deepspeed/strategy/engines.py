@@ -24,7 +24,7 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -254,23 +254,20 @@ def return_all() -> None:
 
     These are 4 bytes for each parameter, in every process.
     """
-    trim_heap = _of_glibc("malloc_trim")
-    if trim_heap is not None:
-        # The parameter is a `size_t`; ctypes passes a Python integer as an `int`.
-        trim_heap(ctypes.c_size_t(0))
+    # The parameter is a `size_t`; ctypes passes a Python integer as an `int`.
+    _call_glibc("malloc_trim", ctypes.c_size_t(0))
 
 
 def return_at_once() -> None:
     """From now on return large blocks when they are freed, for the rest of this process."""
-    option = _of_glibc("mallopt")
-    if option is not None:
-        option(ctypes.c_int(_M_MMAP_THRESHOLD), ctypes.c_int(_RETURNED_FROM))
+    _call_glibc("mallopt", ctypes.c_int(_M_MMAP_THRESHOLD), ctypes.c_int(_RETURNED_FROM))
 
 
-def _of_glibc(name: str) -> Callable[..., Any] | None:
+def _call_glibc(name: str, *arguments: Any) -> None:
     # Without a name, `dlopen` gives the running program, with whichever C library it has.
-    function = ctypes.CDLL(None)
-    return getattr(function, name, None) if hasattr(function, "gnu_get_libc_version") else None
+    program = ctypes.CDLL(None)
+    if hasattr(program, "gnu_get_libc_version"):
+        getattr(program, name)(*arguments)
 
 
 # ------------------------------------------------------------------------------ which engine

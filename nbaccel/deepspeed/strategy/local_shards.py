@@ -465,13 +465,12 @@ def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
         # With duplicates: a tied parameter is named twice in the state dict, too.
         named = module_or_state.named_parameters(remove_duplicate=False)
         return [name for name, parameter in named if is_placeholder(parameter)]
-    return [
-        name
+    floats = (
+        (name, value)
         for name, value in module_or_state.items()
-        if isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and (is_placeholder(value) or tuple(value.shape) == (0,))
-    ]
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    )
+    return [name for name, value in floats if is_placeholder(value) or value.shape == (0,)]
 
 
 def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> None:
