@@ -253,8 +253,8 @@ def _offload_mistakes(config: ZeroConfig) -> Iterator[str]:
         key = f'{ZERO}.{name}.device="{section.device}"'
         if name == "offload_param" and stage < 3:
             yield (
-                f"{key} needs stage 3: got stage {stage}. DeepSpeed would silently ignore it. Give "
-                f"stage 3, or leave {name} out."
+                f"{key} needs stage 3: got stage {stage}. DeepSpeed would silently ignore it, and "
+                f"parameters would stay where they are. Give stage 3, or leave {name} out."
             )
         elif stage == 0:
             yield (
