@@ -28,12 +28,15 @@ def net(seed: int) -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, bias=False)
 
 
-def load_and_go_on(model: nn.Module, has_all: bool, folder: Path) -> dict[str, Any]:
-    """Train, load whole weights from elsewhere, look at them, and train on."""
+def load_and_go_on(model: nn.Module, in_memory: int | None, folder: Path) -> dict[str, Any]:
+    """Train, load whole weights from elsewhere, look at them, and train on.
+
+    Beyond `in_memory` elements parameters are on disk, too; None keeps all of them in memory.
+    """
     disk = {"device": "nvme", "nvme_path": str(folder)}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": disk}
-    if has_all:
-        zero["offload_param"] = dict(disk)
+    if in_memory is not None:
+        zero["offload_param"] = {**disk, "max_in_cpu": in_memory}
     config = {"zero_optimization": zero, "bf16": {"enabled": True}}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
     engine, optimizer = accelerator.prepare(
@@ -51,9 +54,12 @@ def load_and_go_on(model: nn.Module, has_all: bool, folder: Path) -> dict[str, A
     return {"loaded": loaded, "files": len([*folder.rglob("*.swp")])}
 
 
-def test_loaded_weights_are_on_disk_and_the_next_step_begins_with_them(tmp_path: Path):
+@pytest.mark.parametrize("in_memory", [None, 10**9])
+def test_loaded_weights_are_on_disk_and_the_next_step_begins_with_them(
+    tmp_path: Path, in_memory: int | None
+):
     model = net(0)
-    found = notebook_launcher(load_and_go_on, (model, False, tmp_path), num_processes=2)[0]
+    found = notebook_launcher(load_and_go_on, (model, in_memory, tmp_path), num_processes=2)[0]
     assert found["files"] > 0
     expected = net(1).weight.detach()
     assert torch.equal(found["loaded"]["weight"], expected)
@@ -63,4 +69,4 @@ def test_loaded_weights_are_on_disk_and_the_next_step_begins_with_them(tmp_path:
 
 def test_parameters_on_disk_take_no_loaded_weights(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"shape \(1024, 1024\) is on disk.*before `prepare`"):
-        notebook_launcher(load_and_go_on, (net(0), True, tmp_path), num_processes=2)
+        notebook_launcher(load_and_go_on, (net(0), 0, tmp_path), num_processes=2)
