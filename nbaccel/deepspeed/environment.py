@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
@@ -443,14 +442,26 @@ def forget_modules() -> None:
         offload_module.FWD_MODULE_STACK.clear()
     coordinator_module = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
     if coordinator_module is not None:
-        # A cache on a method, under a decorator that hides it: its keys are the coordinator and
-        # the submodules.
-        for cached in gc.get_objects():
-            if type(cached) is _CACHED and cached.__module__ == coordinator_module.__name__:
-                cached.cache_clear()
+        # A cache on a method: its keys are the coordinator and the submodules.
+        for attribute in vars(coordinator_module.PartitionedParameterCoordinator).values():
+            for function in _cached_inside(attribute):
+                function.cache_clear()
 
 
-_CACHED = type(functools.lru_cache(print))
+def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
+    """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`.
+
+    They are not among the garbage collector's objects in a process that has frozen those.
+    """
+    if hasattr(function, "cache_clear"):
+        yield function
+    # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.
+    if hasattr(function, "cache_clear") or not depth:
+        return
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            if callable(cell.cell_contents):
+                yield from _cached_inside(cell.cell_contents, depth - 1)
 
 
 def _end_groups() -> None:
