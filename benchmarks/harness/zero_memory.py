@@ -63,10 +63,10 @@ def _train(config: dict[str, Any]) -> dict[str, int]:
     import deepspeed  # noqa: F401 - what it makes when it is imported is not the engine's
 
     from nbaccel.base import env
-    from nbaccel.deepspeed import cpp_operations
+    from nbaccel.deepspeed import library
     from nbaccel.memory.activations import LiveBytes
 
-    env.update({"PATH": cpp_operations.path_with_ninja()})
+    env.update({"PATH": library.path_with_ninja()})
     network = engines.model()
     _, at_step = engines.train(config, network)
     network = engines.model()

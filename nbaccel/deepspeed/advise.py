@@ -6,6 +6,7 @@ What it gives is an ``Advice``: the configuration that was chosen, and all that 
 from __future__ import annotations
 
 import copy
+import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
 from nbaccel.config.given_values import put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.form import LOWERED_KEYS, training_ways
+from nbaccel.deepspeed.form import LOWERED_KEYS, DeepSpeedForm
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
 from nbaccel.memory.estimate import MemoryEstimate, paragraphs, table_html, table_lines
 from nbaccel.memory.memory_model import MemoryLimits, MemoryModel
@@ -36,26 +37,20 @@ _HEAD = ("way", "batch", "device", "host", "NVMe", "measured", "verdict")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
-    """One way to train with one batch, and its verdict.
-
-    Attributes:
-        candidate: The way, with its memory.
-        batch_size: Samples of a process in one forward pass.
-        accumulation_steps: Forward passes of one optimizer step.
-        verdict: ``fits`` or ``does not fit``, by estimate; ``works``, ``out of memory``, by a real
-            step; ``not tried``; ``not available``.
-        reason: Why, in one sentence.
-        config: DeepSpeed's configuration; None where the way is not available.
-        measured: The most bytes of tensors that a real step took where it computes.
-    """
+    """One way to train with one batch of a process, and its verdict."""
 
     candidate: Candidate
     batch_size: int
     accumulation_steps: int
     verdict: str
+    """``fits``, ``does not fit``, by estimate; ``works``, ``out of memory``, by a real step; ``not
+    tried``; ``not available``."""
     reason: str
+    """Why, in one sentence."""
     config: dict[str, Any] | None
+    """DeepSpeed's configuration; None where the way is not available."""
     measured: int | None = None
+    """The most bytes of tensors that a real step took where it computes."""
 
     @property
     def name(self) -> str:
@@ -174,16 +169,13 @@ class Advice:
         head, *lines = table_lines(self._rows())
         text = [self.headline(), "", f"   {head}"]
         for line, rung in zip(lines, self.rungs, strict=True):
-            text.append(f"{self._mark(rung):<2} {line}")
+            text.append(f"{'→' if rung is self.chosen else '':<2} {line}")
             # A reason is a sentence, too long for a column of text of fixed width.
             indent = " " * 6
             text += textwrap.wrap(
                 rung.reason, _LINE_CHARS, initial_indent=indent, subsequent_indent=indent
             )
         return "\n".join([*text, "", *self.warnings])
-
-    def _mark(self, rung: Rung) -> str:
-        return "→" if rung is self.chosen else ""
 
     def _rows(self) -> list[list[str]]:
         """The table without columns that have no value, such as that of NVMe."""
@@ -207,18 +199,15 @@ class Advice:
         head, *lines = self._rows()
         rows = [["", head[0], "why", *head[1:]]]
         for line, rung in zip(lines, self.rungs, strict=True):
-            rows.append([self._mark(rung), line[0], rung.reason, *line[1:]])
+            mark = "→" if rung is self.chosen else ""
+            rows.append([mark, line[0], rung.reason, *line[1:]])
         table = table_html(rows, num_left=3)
         return f"{paragraphs([self.headline()])}{table}{paragraphs(self.warnings)}"
 
 
 _BATCH_KEY = "train_micro_batch_size_per_gpu"
-_PRECISIONS = {
-    **dict.fromkeys(("no", "fp32", "float32"), "no"),
-    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
-    **dict.fromkeys(("fp16", "float16"), "fp16"),
-}
-"""Words for a precision → that of a `RunConfig`."""
+_PRECISIONS = {"fp32": "no", "float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+"""Other words for a precision → that of a `RunConfig`."""
 
 
 def advise(
@@ -273,8 +262,8 @@ def advise(
     run = _in_precision(precision, base, model, plan, machine)
     finder = _Finder(memory_model=memory_model, settings=settings)
     finder.completed(_with_batch(run, *batch), plan)  # raises for an "auto" that nothing decides
-    prover = _Prover(finder, plan, max_trials, timeout, launch) if try_it else None
-    rungs, chosen = _walked(finder, run, batch, prover)
+    prove = _prover(finder, plan, max_trials, timeout, launch) if try_it else None
+    rungs, chosen = _walked(finder, run, batch, prove)
     return Advice(
         rungs=rungs,
         chosen=chosen,
@@ -307,7 +296,7 @@ class _Finder(CandidateFinder):
         yield from others
 
     def _zero_ways(self, config: RunConfig) -> Iterator[TrainingWay]:
-        return training_ways(
+        return DeepSpeedForm().ways(
             config,
             self.memory_model.shape,
             on_host=False,
@@ -384,7 +373,7 @@ def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> Run
 
 # ----------------------------------------------------------------------- the walk
 def _walked(
-    finder: _Finder, run: RunConfig, batch: tuple[int, int], prover: _Prover | None
+    finder: _Finder, run: RunConfig, batch: tuple[int, int], prove: Callable[[Rung], Rung] | None
 ) -> tuple[tuple[Rung, ...], Rung | None]:
     """The first rung that fits, or works: of all ways, then again with half the batch, and so on.
 
@@ -403,7 +392,7 @@ def _walked(
                 reason = f"{rung.reason} Usually slower than what was chosen."
                 rung = replace(rung, reason=reason)
             elif rung.is_accepted:
-                rung = rung if prover is None else prover.proved(rung)
+                rung = rung if prove is None else prove(rung)
                 chosen = rung if rung.is_accepted else None
             seen.append(rung)
         # Without activations every batch needs the same.
@@ -414,43 +403,38 @@ def _walked(
     return tuple(seen), None
 
 
-@dataclass(slots=True)
-class _Prover:
-    """Tries ways with real steps, in at most `trials_left` launches."""
+def _prover(
+    finder: _Finder, plan: Plan, max_trials: int, timeout_s: float, launch: Callable[..., Any]
+) -> Callable[[Rung], Rung]:
+    """What tries a way with one launch, of `max_trials`."""
+    # Imported here, because it brings the modules that train, which an estimate does not need.
+    from nbaccel.deepspeed.proving import try_once
 
-    finder: _Finder
-    plan: Plan
-    trials_left: int
-    timeout_s: float
-    launch: Callable[..., Any]
+    trials = itertools.count(1)
 
-    def proved(self, rung: Rung) -> Rung:
-        """Try a way with one launch."""
-        # Imported here, because it brings the modules that train, which an estimate does not need.
-        from nbaccel.deepspeed.proving import try_once
-
-        if self.trials_left < 1:
+    def prove(rung: Rung) -> Rung:
+        if next(trials) > max_trials:
             reason = f"{rung.reason} It was not tried: no launch of max_trials was left."
             return replace(rung, verdict="not tried", reason=reason)
-        self.trials_left -= 1
-        memory_model = self.finder.memory_model
-        host_bytes = memory_model.limits.host
-        if host_bytes is None and device_row(self.plan.device).in_host_memory and rung.estimate:
+        host_bytes = finder.memory_model.limits.host
+        if host_bytes is None and device_row(plan.device).in_host_memory and rung.estimate:
             host_bytes = rung.estimate.host_free
         measured, failure = try_once(
-            memory_model,
-            self.plan,
+            finder.memory_model,
+            plan,
             rung.config or {},
-            recomputes=rung.gradient_checkpointing and self.finder.can_checkpoint,
+            recomputes=rung.gradient_checkpointing and finder.can_checkpoint,
             host_bytes=host_bytes,
-            timeout_s=self.timeout_s,
-            launch=self.launch,
+            timeout_s=timeout_s,
+            launch=launch,
         )
         if failure:
             reason = f"Memory ran out in a real step: {failure}. {rung.reason}"
             return replace(rung, verdict="out of memory", reason=reason)
         reason = f"A real step worked. {rung.reason}"
         return replace(rung, verdict="works", reason=reason, measured=measured)
+
+    return prove
 
 
 def _fits_without_activations(candidate: Candidate) -> bool:
@@ -528,13 +512,13 @@ def _in_precision(
     asked: str, base: dict[str, Any], model: Any, plan: Plan, machine: Inventory
 ) -> RunConfig:
     """A run in the number format that was asked for, is written, or that the hardware has."""
-    precision = _PRECISIONS.get(asked)
-    if precision is None and asked != "auto":
+    precision = _PRECISIONS.get(asked, asked)
+    if precision not in ("auto", "no", "bf16", "fp16"):
         raise ConfigError(
             f"precision={asked!r} is no precision that DeepSpeed trains in. Give one of auto, "
             "fp32, bf16, fp16."
         )
-    said: dict[str, Any] = {} if precision is None else {"mixed_precision": precision}
+    said: dict[str, Any] = {} if precision == "auto" else {"mixed_precision": precision}
     run = RunConfig(num_processes=plan.num_processes, deepspeed=base, **said)
     if "mixed_precision" in run.model_fields_set:
         return run
@@ -575,17 +559,16 @@ def _check_arguments(
             f"model={model!r} is no module: its parameters decide what fits. Give the model; it "
             "may be on meta."
         )
-    name = type(model).__name__
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
     problems = {
         f"num_nodes={num_nodes} means no machine. Use 1 or more.": num_nodes < 1,
         f"try_it={try_it} needs a batch for its real step: got sample_batch=None. Give what your "
         "loader gives one process.": try_it and sample_batch is None,
-        f"try_it=True cannot run {name}, which is on meta: it has no values. Leave try_it out, or "
-        "make the model with values.": try_it and any(one.is_meta for one in model.parameters()),
+        f"try_it=True cannot run {type(model).__name__}, which is on meta: it has no values. Leave "
+        "try_it out, or make the model with values.": try_it and is_meta,
         "try_it=True can start processes on this machine only: got "
         f"num_nodes={num_nodes}. Leave one of them out.": try_it and num_nodes > 1,
-        f"max_trials={max_trials} tries nothing. Use 1 or more, or try_it=False.": try_it
-        and max_trials < 1,
+        f"max_trials={max_trials} tries nothing. Use 1 or more.": try_it and max_trials < 1,
     }
     if any(problems.values()):
         raise ConfigError(*(text for text, is_there in problems.items() if is_there))

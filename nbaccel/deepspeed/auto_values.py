@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,34 +93,30 @@ def gathered(
         # Its default must not contradict a file that turns a precision on.
         if "mixed_precision" in run.model_fields_set:
             known["mixed_precision"] = run.mixed_precision
-    known |= _of_maker(optimizer) | _of_maker(scheduler)
+    for maker in (optimizer, scheduler):
+        # A torch optimizer has `defaults`; Accelerate's stand-ins keep arguments as attributes, and
+        # the rest in `kwargs`.
+        held = getattr(maker, "defaults", None)
+        if not isinstance(held, dict):
+            held = {**getattr(maker, "kwargs", {}), **getattr(maker, "__dict__", {})}
+        for name, fact in _FACT_OF_ARGUMENT.items():
+            if held.get(name) is not None:
+                known[fact] = plain_value(held[name])
     facts = facts or TrainingFacts()
     # A field's default cannot be told from the same value that was given.
     given = {one.name for one in fields(facts) if getattr(facts, one.name) != one.default}
     return replace(facts, **{name: value for name, value in known.items() if name not in given})
 
 
-def _of_maker(maker: object) -> dict[str, Any]:
-    # A torch optimizer has `defaults`; Accelerate's stand-ins keep arguments as attributes, and
-    # the rest in `kwargs`.
-    held = getattr(maker, "defaults", None)
-    if not isinstance(held, dict):
-        held = {**getattr(maker, "kwargs", {}), **getattr(maker, "__dict__", {})}
-    return {
-        fact: plain_value(held[name])
-        for name, fact in _FACT_OF_ARGUMENT.items()
-        if held.get(name) is not None
-    }
-
-
-def defaults_of(*stand_ins: object) -> frozenset[str]:
+def _only_defaults(facts: TrainingFacts | None, *stand_ins: object) -> frozenset[str]:
     """The facts that are only a stand-in's defaults: they fill in, and contradict nothing."""
     return frozenset(
         _FACT_OF_ARGUMENT[name]
         for stand_in in stand_ins
-        if hasattr(stand_in, "given")
         for name in ("lr", "weight_decay", "warmup_num_steps")
-        if hasattr(stand_in, name) and name not in stand_in.given
+        if name not in getattr(stand_in, "given", (name,))
+        and hasattr(stand_in, name)
+        and getattr(facts, _FACT_OF_ARGUMENT[name], None) is None
     )
 
 
@@ -143,10 +139,8 @@ def hidden_size(model: Any) -> tuple[int | None, str]:
     its smaller side, because the larger one may be a vocabulary.
     """
     config = getattr(model, "config", None)
-    for path, holder in (
-        ("config", config),
-        ("config.text_config", getattr(config, "text_config", None)),
-    ):
+    holders = {"config": config, "config.text_config": getattr(config, "text_config", None)}
+    for path, holder in holders.items():
         if isinstance(width := getattr(holder, "hidden_size", None), int):
             return width, f"{path}.hidden_size"
         if widths := getattr(holder, "hidden_sizes", None):
@@ -196,8 +190,8 @@ class _Known:
 
     facts: TrainingFacts
     model: object | None
-    settings: dict[str, Any] = field(default_factory=dict)
-    defaults: frozenset[str] = frozenset()
+    settings: dict[str, Any]
+    defaults: frozenset[str]
     """Facts that were not given: a stand-in for an optimizer has them as defaults."""
 
     def number(self, key: str) -> int | None:
@@ -250,8 +244,7 @@ def _micro_batch(known: _Known) -> _AutoAnswer:
 
 
 def _accumulation(known: _Known) -> _AutoAnswer:
-    steps = known.number("gradient_accumulation_steps")
-    if steps is not None:
+    if (steps := known.number("gradient_accumulation_steps")) is not None:
         return steps, "the file's value"
     if known.facts.accumulation_steps is not None:
         return known.facts.accumulation_steps, "the run's accumulation"
@@ -262,8 +255,8 @@ def _total_batch(known: _Known) -> _AutoAnswer:
     micro = known.number("train_micro_batch_size_per_gpu") or _micro_batch(known)[0]
     steps = _accumulation(known)[0]
     processes = known.facts.world_size
-    reason = f"{micro} per process * {steps} accumulated * {processes} processes"
-    return micro * steps * processes, reason
+    text = f"{micro} per process * {steps} accumulated * {processes} processes"
+    return micro * steps * processes, text
 
 
 def _precision(section_name: str) -> _Rule:
@@ -405,12 +398,12 @@ def _filled_in(
 ) -> Resolved:
     """See :func:`resolve_auto`; keys that nothing decides go to `left_out` where it is given."""
     settings, _ = old_forms(load_settings(config))
-    # What `facts` has was given, whatever the default of a stand-in is.
-    unsaid = {
-        name for name in defaults_of(optimizer, scheduler) if getattr(facts, name, None) is None
-    }
-    all_facts = gathered(facts, run, optimizer, scheduler)
-    known = _Known(all_facts, model, settings, frozenset(unsaid))
+    known = _Known(
+        gathered(facts, run, optimizer, scheduler),
+        model,
+        settings,
+        _only_defaults(facts, optimizer, scheduler),
+    )
     mistakes = list(_contradictions(known))
     choices: list[Choice] = []
     undecided: dict[str, str] = {}
@@ -425,17 +418,17 @@ def _filled_in(
             continue
         put_at(settings, key, value)
         choices.append(Choice(key, _plain_choice(value), reason))
+    schema = _installed_schema() if waiting - set(_RULES) else None
     for key in sorted(waiting - set(_RULES)):
-        schema = _installed_schema()
         section = key.partition(".")[0]
-        if defaults := schema.defaults(key) if schema else ():
-            # DeepSpeed's models replace "auto" by their default; so it is left out here.
-            choices.append(Choice(key, _plain_choice(defaults[0]), "DeepSpeed's own default"))
-        elif schema is not None and section in schema.removed:
+        if schema is not None and section in schema.removed:
             # A section that DeepSpeed has removed is the mistake, not its "auto".
             text = schema.removed_text(section, shown(settings[section]))
             mistakes.append(FieldMistake(text, section))
             continue
+        if defaults := schema.defaults(key) if schema else ():
+            # DeepSpeed's models replace "auto" by their default; so it is left out here.
+            choices.append(Choice(key, _plain_choice(defaults[0]), "DeepSpeed's own default"))
         else:
             undecided[key] = (
                 f'{key}="auto" is not filled in by any library: transformers and Accelerate do not '

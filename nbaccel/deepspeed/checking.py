@@ -10,26 +10,22 @@ says that it is to be run here.
 from __future__ import annotations
 
 import copy
-import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from nbaccel.base.atomic import nearest_folder
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
-from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.config.field_rules import FieldCheck, FieldMistake, FieldRule, mistakes_in
+from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
+from nbaccel.config.field_rules import FieldMistake, mistakes_in
 from nbaccel.config.given_values import closest, drop_at, has_key, shown, value_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto_values import AUTO_KEYS
-from nbaccel.deepspeed.cpp_operations import missing_tools, offloads_optimizer
+from nbaccel.deepspeed.library import missing_tools, offloads_optimizer
 from nbaccel.deepspeed.schema import (
     Arguments,
     Schema,
@@ -45,10 +41,7 @@ from nbaccel.deepspeed.zero_config import (
     load_settings,
     old_forms,
 )
-from nbaccel.plan import Inventory, inspect_machine, topology
-
-_MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""Section → the module that DeepSpeed imports for it, which is its package's name, too."""
+from nbaccel.plan import Inventory, inspect_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +80,7 @@ def check_config(
         device: What it will be run on, ``cpu`` or ``cuda``; taken from ``run`` where left out.
         inventory: The machine that it will be run on.
         allow_auto: Whether ``"auto"`` may stand where ``resolve_auto`` fills it in.
-        check_tools: Whether to look for what this machine needs to build its C++ parts, to write
-            where it swaps to, and to log.
+        check_tools: Whether to look for what this machine needs to build its C++ parts.
 
     Returns:
         The configuration with warnings.
@@ -127,8 +119,6 @@ def check_config(
     here = [*device_mistakes(checked, device=device)]
     if check_tools:
         here += missing_tools(checked, device=device)
-        here += folder_mistakes(checked)
-        here += _missing_monitors(checked)
     if runs_here:
         mistakes += here
     else:
@@ -146,9 +136,6 @@ def check_run(run: RunConfig, device: str) -> None:
     settings = engine_config(run)
     if run.deepspeed and settings is not None:
         check_config(settings, run=run, device=device, allow_auto=True)
-    if device == "cpu" and run.num_nodes == 1 and (text := shortage(run.num_processes or 1)):
-        # A warning only, since training works without the shared memory.
-        warnings.warn(text, stacklevel=2)
 
 
 # ------------------------------------------------------------------------------ values
@@ -220,9 +207,9 @@ def _model_mistakes(
 
 def _refused_by_deepspeed(config: ZeroConfig) -> Iterator[str]:
     """What DeepSpeed's reader refuses, which counts one process here."""
+    if config.stage == AUTO:
+        return  # what depends on it is judged when it is resolved
     settings = config.to_dict()
-    if config.stage == AUTO:  # what depends on it is judged when it is resolved
-        del settings[ZERO]
     # Sizes that are right for several processes do not multiply out for the one it counts.
     for key in (*auto_keys(settings), "train_batch_size", "gradient_accumulation_steps"):
         drop_at(settings, key)
@@ -242,31 +229,12 @@ def _refused_by_deepspeed(config: ZeroConfig) -> Iterator[str]:
 
 
 def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -> Iterator[str]:
-    """What cannot go together on any machine."""
-    stage = config.zero_stage
-    open_stage = config.stage == AUTO
+    """What cannot go together on any machine, and DeepSpeed's reader takes."""
     # `zero_stage` is 0 for "auto", for which offloading would be refused that may be right.
-    if not open_stage:
+    if config.stage != AUTO:
         yield from _offload_mistakes(config)
-    if config.is_on("fp16") and config.is_on("bf16"):
-        yield (
-            "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
-            "DeepSpeed refuses two. Turn one of them off."
-        )
-    if config.get("gradient_allreduce_op") == "sum" and stage == 3:
-        yield (
-            'gradient_allreduce_op cannot be "sum" at stage 3. DeepSpeed refuses it there. '
-            'Give "mean", or a stage below 3.'
-        )
-    for section_name in ("fp16", "bf16"):
-        key = f"{section_name}.{section_name}_master_weights_and_grads"
-        if config.get(key) is True and not (stage or open_stage):
-            yield (
-                f"{key} cannot be true at stage 0. Only ZeRO keeps master weights "
-                "of that kind. Give stage 1, 2 or 3."
-            )
     size = config.get(f"{ZERO}.zero_hpz_partition_size")
-    if world_size is not None and isinstance(size, int) and stage == 3:
+    if world_size is not None and isinstance(size, int) and config.zero_stage == 3:
         fitting = [n for n in range(2, world_size + 1) if world_size % n == 0]
         if 1 < size < world_size and size not in fitting:
             yield (
@@ -307,12 +275,9 @@ def _offload_mistakes(config: ZeroConfig) -> Iterator[str]:
 
 def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: bool) -> Iterator[str]:
     """Where the batch sizes do not multiply out."""
-    sizes = (
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
+    total, micro, steps = (
+        size if isinstance(size := getattr(config, key), int) else None for key in BATCH_SIZES
     )
-    total, micro, steps = (size if isinstance(size, int) else None for size in sizes)
     if total is None and micro is None and not open_ends:
         yield (
             "train_batch_size and train_micro_batch_size_per_gpu are both missing: got "
@@ -332,14 +297,12 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: boo
     is_exact = None not in (micro, steps, world_size)
     if total == product or (total % product == 0 and not is_exact):
         return
-    factors = [
-        f"train_micro_batch_size_per_gpu={micro}" if micro else "",
-        f"gradient_accumulation_steps={steps}" if steps else "",
-        f"{processes} processes" if world_size is not None else "",
-    ]
+    factors = [f"train_micro_batch_size_per_gpu={micro}"] if micro else []
+    factors += [f"gradient_accumulation_steps={steps}"] if steps else []
+    factors += [f"{processes} processes"] if world_size is not None else []
     yield (
         f"train_batch_size={total} {'is not' if is_exact else 'is no multiple of'} "
-        f"{' * '.join(filter(None, factors))} = {product}. "
+        f"{' * '.join(factors)} = {product}. "
         "Every step takes micro batch * accumulation * processes samples. Leave train_batch_size "
         f"out, or give {'' if is_exact else 'a multiple of '}{product}."
     )
@@ -434,66 +397,53 @@ def _constructor_mistakes(
         )
 
 
-def _check(annotated_type: Any, must: str, do: str, allowed: tuple[str, ...] = ()) -> FieldCheck:
-    why = "DeepSpeed passes it on unchecked, and training would fail or diverge"
-    return FieldCheck(
-        Annotated[annotated_type, FieldRule(must=must, do=do, why=why, allowed=allowed)]
-    )
+def _is_number(value: Any, least: float = 0, below: float = math.inf) -> bool:
+    return type(value) in (int, float) and least <= value < below
 
 
-_FiniteNumber = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-# One rate for all parameter groups, or one for each.
-_RATE = _check(
-    _FiniteNumber | Annotated[list[_FiniteNumber], Field(min_length=1)],
-    "a number of at least 0",
-    "Give for example 3e-5",
-)
-_SMALL = _check(_FiniteNumber, "a number of at least 0", "Give for example 1e-8")
-_STEPS = _check(
-    Annotated[_FiniteNumber, Field(gt=0, multiple_of=1)],
+def _is_rate(value: Any) -> bool:
+    """Whether it is a rate for all parameter groups, or one for each."""
+    rates = value if isinstance(value, list) else [value]
+    return bool(rates) and all(map(_is_number, rates))
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value, 1) and value == int(value)
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_is_number(x, 0, 1) for x in value)
+
+
+_SHAPES = ("log", "linear")
+_RATE = (_is_rate, "a number of at least 0", "Give for example 3e-5")
+_SMALL = (_is_number, "a number of at least 0", "Give for example 1e-8")
+_STEPS = (
+    _is_count,
     "a whole number above 0",
     "Give for example 1000 (1 where there is no warm-up)",
 )
-_BETAS = _check(
-    Annotated[
-        list[Annotated[float, Field(ge=0, lt=1, strict=True)]], Field(min_length=2, max_length=2)
-    ],
-    "two numbers from 0 to below 1",
-    "Give for example [0.9, 0.999]",
-)
-_SHAPE = _check(
-    Literal["log", "linear"], "one of log, linear", "Give one of them", ("log", "linear")
-)
-_PARAMETER_CHECKS: dict[str, dict[str, FieldCheck]] = {
-    "optimizer": {
-        "lr": _RATE,
-        "betas": _BETAS,
-        "eps": _SMALL,
-        "weight_decay": _SMALL,
-        "momentum": _SMALL,
-    },
-    "scheduler": {
-        "warmup_min_lr": _RATE,
-        "warmup_max_lr": _RATE,
-        "warmup_num_steps": _STEPS,
-        "total_num_steps": _STEPS,
-        "warmup_type": _SHAPE,
-        "cycle_min_lr": _RATE,
-        "cycle_max_lr": _RATE,
-        "lr_range_test_min_lr": _RATE,
-    },
+_PARAMETER_RULES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "lr": _RATE,
+    "betas": (_are_betas, "two numbers from 0 to below 1", "Give for example [0.9, 0.999]"),
+    **dict.fromkeys(("eps", "weight_decay", "momentum"), _SMALL),
+    **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"), _RATE),
+    "lr_range_test_min_lr": _RATE,
+    **dict.fromkeys(("warmup_num_steps", "total_num_steps"), _STEPS),
+    "warmup_type": (_SHAPES.__contains__, f"one of {', '.join(_SHAPES)}", "Give one of them"),
 }
+"""Parameter → what it must be, in code and in words, and what to write."""
 
 
 def value_mistakes(section_name: str, params: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the values of an optimizer's or a schedule's parameters."""
-    for name, check in _PARAMETER_CHECKS[section_name].items():
-        if params.get(name) in (None, AUTO):
-            continue
-        try:
-            check.read(f"{section_name}.params.{name}", params[name])
-        except ConfigError as error:
-            yield from mistakes_in(error)
+    for name, value in params.items():
+        fits, must, do = _PARAMETER_RULES.get(name, (None, "", ""))
+        if fits is not None and value not in (None, AUTO) and not fits(value):
+            yield (
+                f"{section_name}.params.{name} must be {must}: got {shown(value)}. DeepSpeed "
+                f"passes it on unchecked, and training would fail or diverge. {do}."
+            )
 
 
 # ------------------------------------------------------------------------------ on one device
@@ -528,61 +478,6 @@ def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
             f"optimizer.type={name!r} cannot be made on the CPU. DeepSpeed says 'This op had not "
             f"been implemented on CPU backend'. {remedy}"
         )
-
-
-def folder_mistakes(zero_config: ZeroConfig) -> Iterator[str]:
-    """Why a folder that is to be swapped to cannot be used, found by writing there."""
-    for section_name in ("offload_optimizer", "offload_param"):
-        section = getattr(zero_config, section_name)
-        file_path = section.nvme_path if section is not None and section.device == "nvme" else None
-        if not file_path or file_path == AUTO:
-            continue
-        folder_problem = _folder_problem(Path(file_path))
-        if folder_problem:
-            yield (
-                f"{ZERO}.{section_name}.nvme_path={file_path!r} cannot be used: {folder_problem}. "
-                "DeepSpeed would fail in every process when it makes its engine. Give a folder on "
-                "a local disk that you may write to."
-            )
-
-
-def _folder_problem(swap_folder: Path) -> str:
-    try:
-        parent = nearest_folder(swap_folder)
-        if not parent.is_dir():
-            return f"{str(parent)!r} is a file"
-        # By writing: permissions alone do not tell of a file system that is read-only or full.
-        with tempfile.TemporaryFile(dir=parent) as file:
-            file.write(b"nbaccel")
-            file.flush()
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return ""
-
-
-def _missing_monitors(config: ZeroConfig) -> Iterator[str]:
-    """The sections that are turned on without their package."""
-    for section, package in _MONITOR_PACKAGES.items():
-        if config.is_on(section) and not is_installed(package):
-            yield (
-                f"{section}.enabled cannot be true without the package {package}, which is not "
-                "installed. Every process would fail when DeepSpeed makes its engine. Install it: "
-                f"pip install {package}, or leave {section} out."
-            )
-
-
-def shortage(num_workers: int) -> str:
-    """What does not work because there is too little room; empty where there is enough."""
-    if num_workers == 1 or topology.has_room(num_workers):
-        return ""
-    needed_text = format_bytes(num_workers * topology.FILE_BYTES)
-    free_text = format_bytes(topology.free_shared_bytes())
-    return (
-        f"{topology.SHARED_MEMORY} is too small for DeepSpeed's shared memory: {num_workers} "
-        f"workers need {needed_text} and {free_text} are free. Training works without it; "
-        "deepspeed.comm.inference_all_reduce would crash the worker. Enlarge it (docker run "
-        "--shm-size=1g), or use fewer workers."
-    )
 
 
 def doubts(config: ZeroConfig, *, device: str) -> Iterator[str]:

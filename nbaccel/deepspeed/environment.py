@@ -20,19 +20,16 @@ import os
 import re
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
-
 from nbaccel.base import env, processes, training_libraries
 from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.base.log import get_logger
-from nbaccel.deepspeed import cpp_operations, library, private_api
+from nbaccel.deepspeed import library, private_api
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
@@ -41,12 +38,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_DEVICE_PATTERN = re.compile(r"(cpu|cuda)(?::(\d+))?")
-
-
 def _read_device(device: object) -> tuple[str | None, int]:
     """``cpu`` or ``cuda``, as DeepSpeed calls its accelerators, and a GPU's number."""
-    match = _DEVICE_PATTERN.fullmatch(str(device))
+    match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", str(device))
     if device is None:
         return None, 0
     if match is None:
@@ -58,25 +52,26 @@ def _read_device(device: object) -> tuple[str | None, int]:
 
 
 def _check_gpu(index: int, machine: Inventory) -> None:
-    """Refuse a GPU that is not there."""
-    if index >= len(machine.gpus):
-        listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
-        remedy = "one of these" if listed else "device='cpu'"
-        no_gpu = f"no GPU ({machine.gpu_note})" if machine.gpu_note else "no GPU"
-        raise ConfigError(
-            f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
-            f"DeepSpeed would fail at its first tensor. Use {remedy}."
-        )
+    """Refuse a GPU that is not there, with which DeepSpeed would fail at its first tensor."""
+    if index < len(machine.gpus):
+        return
+    listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
+    remedy = "one of these" if listed else "device='cpu'"
+    no_gpu = f"no GPU ({machine.gpu_note})" if machine.gpu_note else "no GPU"
+    raise ConfigError(
+        f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
+        f"DeepSpeed would fail. Use {remedy}."
+    )
 
 
 _LOOPBACK_ADDRESS = "127.0.0.1"
 _OLD_NAMES = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
-# What these variables hold in a process that is alone.
 _ALONE = {
     **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
     **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"), "1"),
 }
+"""What these variables hold in a process that is alone."""
 # With the first three, torch or Accelerate would look for a launcher that is not there; with the
 # last DeepSpeed would make shared memory of 66 MiB, and leave it: see `plan.topology`.
 _UNSET_VARIABLES = (
@@ -104,6 +99,7 @@ class DeepSpeedEnvironment:
         self._pid = os.getpid()
         self.is_block = False
         self.closed = False
+        self.users = 0  # strategies and builders for which it was made, see `Lease`
         # At exit, too: engines must be destroyed before `local_shards` removes their files.
         atexit.register(self.close)
 
@@ -202,12 +198,10 @@ def deepspeed_environment(
         stack.callback(tear_down, observe())
         deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
         kind = _chosen_device(deepspeed, wanted_kind)
-        if kind == "cpu":
-            cpp_operations.check_compiler()
         # One that was asked for has been looked at before DeepSpeed was imported.
-        elif kind == "cuda" and wanted_kind is None:
+        if kind == "cuda" and wanted_kind is None:
             _check_gpu(gpu_index, inspect_machine())
-        cpp_operations.remove_forgotten_locks()
+        library.ready_to_build(kind)
         backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
         # The store owns the descriptor from here on, so the socket must not close it.
         _begin_group(backend_name, socket.detach(), port_number, timeout_s)
@@ -238,23 +232,15 @@ def _environment_variables(
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": _LOOPBACK_ADDRESS,
         "MASTER_PORT": str(port),
-        "PATH": cpp_operations.path_with_ninja(),
+        "PATH": library.path_with_ninja(),
     }
     # Groups open further ports, on the interface of the machine's name unless these name another.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        variables[name] = env.read(name) or _loopback_interface()
+        variables[name] = env.read(name) or "lo"
     if wanted_kind is not None:
         # DeepSpeed reads it once, when it is imported.
         variables["DS_ACCELERATOR"] = wanted_kind
     return variables | dict.fromkeys(_UNSET_VARIABLES)
-
-
-def _loopback_interface() -> str | None:
-    """The interface that no other machine can reach: ``lo`` or ``lo0``."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == _LOOPBACK_ADDRESS for address in addresses):
-            return name
-    return None
 
 
 def _close_current() -> None:
@@ -279,10 +265,9 @@ def _check_launcher(environ: Mapping[str, str]) -> None:
     if found:
         raise UnsafeMoment(
             "A launcher's environment is here already: "
-            f"{', '.join(f'{name}={environ[name]}' for name in found)}. An environment of one "
-            "process would cut this one off from the others. In a launched process leave "
-            "deepspeed_environment() out: DeepSpeed reads these variables itself. In a notebook "
-            f"without a launcher they are left over: unset {', '.join(found)} first."
+            f"{', '.join(f'{name}={environ[name]}' for name in found)}. This process would be cut "
+            "off from the others. In a launched process leave deepspeed_environment() out; in a "
+            f"notebook they are left over: unset {', '.join(found)} first."
         )
 
 
@@ -335,9 +320,6 @@ def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
 
 # ------------------------------------------------------------------------------ shared by engines
 
-_USERS: Counter[DeepSpeedEnvironment] = Counter()
-"""How many engines and builders use an environment that was made for them: one at most is open."""
-
 
 class Lease:
     """One user's claim that engines can be made in this process.
@@ -358,35 +340,25 @@ class Lease:
 
         ignore_old_names()
         gc.collect()  # strategies of an earlier run of the cell, in cycles, still hold their lease
-        # Others, such as `deepspeed_environment()`, may have closed one while it had users.
-        shared = next((known for known in _USERS if not known.closed), None)
+        shared = next((known for known in _OPEN_ENVIRONMENTS if known.users), None)
         if shared is None and dist.is_initialized():
-            _prepare_launched(self._device)
+            variables = {"PATH": library.ready_to_build(self._device.type)}
+            if self._device.type == "cpu":
+                # DeepSpeed reads it once, when it is imported, and would compute on a GPU if it
+                # finds one.
+                variables["DS_ACCELERATOR"] = env.read("DS_ACCELERATOR") or "cpu"
+            env.update(variables)
             return
         self._environment = shared or deepspeed_environment(device=self._device)
-        _USERS[self._environment] += 1
+        self._environment.users += 1
 
     def give_up(self) -> None:
         """End the claim; without one this does nothing."""
-        environment = self._environment
-        self._environment = None
-        if environment is None:
-            return
-        _USERS[environment] -= 1
-        if not _USERS[environment]:
-            del _USERS[environment]
-            environment.close()
-
-
-def _prepare_launched(device: torch.device) -> None:
-    """Set the variables that DeepSpeed needs in a process that a launcher started."""
-    env.update({"PATH": cpp_operations.path_with_ninja()})
-    if device.type == "cpu":
-        cpp_operations.check_compiler()
-        # DeepSpeed reads it once, when it is imported, and would compute on a GPU if it finds
-        # one.
-        env.update({"DS_ACCELERATOR": env.read("DS_ACCELERATOR") or "cpu"})
-    cpp_operations.remove_forgotten_locks()
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            environment.users -= 1
+            if not environment.users:
+                environment.close()
 
 
 # ------------------------------------------------------------------------------ tearing down
@@ -477,7 +449,10 @@ def forget_modules() -> None:
 
 
 def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
-    """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`."""
+    """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`.
+
+    They are not among the garbage collector's objects in a process that has frozen those.
+    """
     if hasattr(function, "cache_clear"):
         yield function
     # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.

@@ -75,15 +75,6 @@ _LABELS = {
     "optimizer.type": "Optimizer",
     "scheduler.type": "Scheduler",
 }
-COMMON = tuple(_LABELS)
-EVERYDAY = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "activation_checkpointing",
-    f"{ZERO}.offload_optimizer.nvme_path",
-    f"{ZERO}.offload_param.nvme_path",
-)
 # For descriptions that say how to write the value, while a form has the values to choose from.
 _MEANINGS = {
     "zero_stage": "What each process holds only a shard of.",
@@ -126,27 +117,6 @@ _OPTIONS = {
 _DOCS_PAGE = "https://www.deepspeed.ai/docs/config-json/"
 
 
-def key_settings() -> Iterator[Setting]:
-    """The stage, then every key of a DeepSpeed configuration."""
-    yield Setting(
-        name="zero_stage",
-        label=_LABELS["zero_stage"],
-        meaning=_MEANINGS["zero_stage"],
-        panel="zero",
-        kind="one-of",
-        options=_STAGES,
-        run_field="zero_stage",
-        strategy_key=f"{ZERO}.stage",
-        docs_link=_DOCS_PAGE,
-    )
-    # Settings of the run, which has choices for them elsewhere in the form.
-    run_keys = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
-    for place, name, field in config_fields():
-        key = f"{place}.{name}".lstrip(".")
-        if section_of(field) is None and key not in run_keys:
-            yield _of_key(key, place, field)
-
-
 def _of_key(key: str, place: str, field: FieldInfo) -> Setting:
     rule = rule_of(field)
     words = [ChoiceOption(word, word) for word in rule.allowed]
@@ -160,7 +130,7 @@ def _of_key(key: str, place: str, field: FieldInfo) -> Setting:
         meaning=_MEANINGS.get(key, description),
         unit=next(iter(named_units), ""),
         panel="zero",
-        section="" if key in COMMON else _SECTIONS.get(place, place),
+        section="" if key in _LABELS else _SECTIONS.get(place, place),
         kind="one-of" if options else rule.value_kind,
         options=options,
         run_field="deepspeed",
@@ -237,32 +207,6 @@ def engine_refusal(config: RunConfig) -> str:
     elif config.mixed_precision not in row.precisions:
         return f"DeepSpeed's engine does not train in {config.mixed_precision}"
     return ""
-
-
-def training_ways(
-    config: RunConfig,
-    shape: Shape,
-    *,
-    on_host: bool,
-    can_checkpoint: bool,
-    placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
-) -> Iterator[TrainingWay]:
-    """See :meth:`SettingsForm.ways`."""
-    refusal = engine_refusal(config)
-    folder = next(map(str, nvme_folders(config.deepspeed)), None)
-    for placement in placements:
-        # Where processes compute on the CPU, everything is in host memory anyway.
-        if on_host and placement.leaves_device and not (placement.uses_disk and folder):
-            continue
-        way_refusal = refusal
-        if placement.uses_disk and folder is None and not way_refusal:
-            way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
-        yield TrainingWay(
-            name=name_of(placement),
-            configs=_variants(config, placement, shape, folder, can_checkpoint=can_checkpoint),
-            placement=placement,
-            refusal=way_refusal,
-        )
 
 
 def name_of(placement: StatePlacement) -> str:
@@ -350,12 +294,35 @@ class DeepSpeedForm(SettingsForm):
     title = "ZeRO and DeepSpeed"
     file_name = "DeepSpeed JSON"
     not_chosen = "needs a ZeRO stage: without one DeepSpeed does not train"
-    common = COMMON
-    everyday = EVERYDAY
+    common = tuple(_LABELS)
+    everyday = (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "activation_checkpointing",
+        f"{ZERO}.offload_optimizer.nvme_path",
+        f"{ZERO}.offload_param.nvme_path",
+    )
 
     def settings(self) -> Iterator[Setting]:
         """See :meth:`SettingsForm.settings`."""
-        return key_settings()
+        yield Setting(
+            name="zero_stage",
+            label=_LABELS["zero_stage"],
+            meaning=_MEANINGS["zero_stage"],
+            panel="zero",
+            kind="one-of",
+            options=_STAGES,
+            run_field="zero_stage",
+            strategy_key=f"{ZERO}.stage",
+            docs_link=_DOCS_PAGE,
+        )
+        # Settings of the run, which has choices for them elsewhere in the form.
+        run_keys = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
+        for place, name, field in config_fields():
+            key = f"{place}.{name}".lstrip(".")
+            if section_of(field) is None and key not in run_keys:
+                yield _of_key(key, place, field)
 
     def key_of(self, field: str) -> str:
         """See :meth:`SettingsForm.key_of`."""
@@ -491,10 +458,30 @@ class DeepSpeedForm(SettingsForm):
         return missing_library()
 
     def ways(
-        self, config: RunConfig, shape: Shape, *, on_host: bool, can_checkpoint: bool
+        self,
+        config: RunConfig,
+        shape: Shape,
+        *,
+        on_host: bool,
+        can_checkpoint: bool,
+        placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
     ) -> Iterator[TrainingWay]:
         """See :meth:`SettingsForm.ways`."""
-        return training_ways(config, shape, on_host=on_host, can_checkpoint=can_checkpoint)
+        refusal = engine_refusal(config)
+        folder = next(map(str, nvme_folders(config.deepspeed)), None)
+        for placement in placements:
+            # Where processes compute on the CPU, everything is in host memory anyway.
+            if on_host and placement.leaves_device and not (placement.uses_disk and folder):
+                continue
+            way_refusal = refusal
+            if placement.uses_disk and folder is None and not refusal:
+                way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
+            yield TrainingWay(
+                name=name_of(placement),
+                configs=_variants(config, placement, shape, folder, can_checkpoint=can_checkpoint),
+                placement=placement,
+                refusal=way_refusal,
+            )
 
     def way_of(self, config: RunConfig) -> str:
         """See :meth:`SettingsForm.way_of`."""

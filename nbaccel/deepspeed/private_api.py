@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from nbaccel.base.errors import MissingBackend
@@ -58,29 +58,6 @@ def fp32_fragment(tensor: Any) -> Any:
 def zero3_optimizer(tensor: Any) -> Any:
     """The ZeRO 3 optimizer that trains a parameter; None where there is only inference."""
     return getattr(tensor, _Z3_OPTIMIZER, None)
-
-
-def is_swapped_out(tensor: Any) -> bool:
-    """Whether the float32 copy of a ZeRO 3 parameter lies on disk between steps."""
-    optimizer = zero3_optimizer(tensor)
-    if optimizer is None or not tensor.requires_grad:
-        return False
-    # The optimizer swaps by sub-groups, each of which is in memory or on disk as a whole.
-    index = optimizer.grad_position[optimizer.get_param_id(tensor)][0]
-    return bool(optimizer._swappable_optimizer_subgroup(index))
-
-
-def write_swapped_fp32(tensor: Any, write: Callable[[Any], None]) -> None:
-    """Change this rank's part of a float32 copy that lies on disk.
-
-    ``deepspeed.utils.safe_set_local_fp32_param`` compares sizes with the 16-bit part, which is
-    empty where that lies on disk, too, and refuses every value then.
-    """
-    optimizer = zero3_optimizer(tensor)
-    # The buffers are kept from reading to writing, which releases them.
-    values, index = optimizer._get_fp32_opt_state_partition(tensor, release_swap_buffers=False)
-    write(values.detach().view(-1))
-    optimizer._optimizer_states_and_gradient_swap_out(index)
 
 
 # ------------------------------------------------------------------------------ modules, engines

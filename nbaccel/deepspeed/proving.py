@@ -29,7 +29,7 @@ from nbaccel.base.errors import WorkerFailed
 from nbaccel.base.units import format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.config.given_values import put_at, value_at
-from nbaccel.deepspeed import cpp_operations
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.strategy.engines import make_engine
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
 from nbaccel.memory.activations import LiveBytes, call, loss_of, mapped, resized, storage_key
@@ -140,8 +140,7 @@ def run_trial(
     zero_config = ZeroConfig.from_dict(config)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        env.update({"PATH": cpp_operations.path_with_ninja()})
-        cpp_operations.remove_forgotten_locks()
+        env.update({"PATH": library.ready_to_build(device_name)})
         if host_limit is not None:
             _limit_host_memory(host_limit, own_tensors)
         if not on_host and device_limit is not None:

@@ -22,7 +22,7 @@ from nbaccel.base.optional_packages import require
 from nbaccel.config.field_rules import FieldMistake
 from nbaccel.config.given_values import closest, shown
 from nbaccel.deepspeed import library, private_api
-from nbaccel.deepspeed.cpp_operations import own_operation
+from nbaccel.deepspeed.library import own_operation
 from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, config_fields
 
 # DeepSpeed reads these only where processes are connected, or in other places than its reader.

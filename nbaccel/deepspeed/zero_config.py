@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, Strict, ValidationError
 from pydantic.fields import FieldInfo
@@ -29,7 +28,6 @@ from nbaccel.config.field_rules import (
     FieldRule,
     explain_mistakes,
     mistakes_in,
-    rule_of,
 )
 from nbaccel.config.given_values import (
     numbers_read,
@@ -66,6 +64,11 @@ def _number_or_auto(value: Any) -> Any:
     return value if isinstance(value, str) and value == AUTO else numbers_read(read_number(value))
 
 
+def _read_word(value: Any) -> Any:
+    value = plain_value(value)
+    return value.strip().lower() if isinstance(value, str) else value
+
+
 def _read_truth(value: Any) -> Any:
     word = _read_word(value)
     return word == "true" if word in ("true", "false") else plain_value(value)
@@ -73,11 +76,6 @@ def _read_truth(value: Any) -> Any:
 
 def _read_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else plain_value(value)
-
-
-def _read_word(value: Any) -> Any:
-    value = plain_value(value)
-    return value.strip().lower() if isinstance(value, str) else value
 
 
 def _read_table(value: Any) -> Any:
@@ -95,9 +93,6 @@ def _whole(least: int) -> FieldRule:
 _Auto = Literal["auto"]
 Whole = Annotated[Annotated[int, Field(ge=0)] | _Auto | None, _whole(0)]
 WholeFromOne = Annotated[Annotated[int, Field(ge=1)] | _Auto | None, _whole(1)]
-Steps = Annotated[
-    Annotated[int, Field(ge=1)] | Annotated[float, Field(ge=math.inf)] | _Auto | None, _whole(1)
-]
 Number = Annotated[
     Annotated[float, Field(ge=0, allow_inf_nan=False)] | _Auto | None,
     FieldRule(
@@ -143,14 +138,7 @@ Stage = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SectionRule(FieldRule):
-    """The rule of a field that holds a section."""
-
-    section: type[Section]
-
-
-def _holds(section: type[Section], short_key: str = "") -> _SectionRule:
+def _holds(section: type[Section], short_key: str = "") -> FieldRule:
     """The rule of a field that holds a section, for which a word may be short."""
 
     def read(value: Any) -> Any:
@@ -159,13 +147,15 @@ def _holds(section: type[Section], short_key: str = "") -> _SectionRule:
         return section(**value) if isinstance(value, Mapping) else value
 
     do = f"Give a mapping with some of its keys: {', '.join(section.model_fields)}"
-    return _SectionRule(read=read, must="a section", do=do, section=section)
+    return FieldRule(read=read, must="a section", do=do)
 
 
 def section_of(model_field: FieldInfo) -> type[Section] | None:
     """The section that a field holds."""
-    rule = rule_of(model_field)
-    return rule.section if isinstance(rule, _SectionRule) else None
+    options = get_args(model_field.annotation)
+    return next(
+        (one for one in options if isinstance(one, type) and issubclass(one, Section)), None
+    )
 
 
 # ------------------------------------------------------------------------------ sections
@@ -323,7 +313,6 @@ class ZeroConfig(_ZeroSection):
     sequence_parallel_size: WholeFromOne = _meant("Ranks that share a sequence.")
     zero_allow_untested_optimizer: Truth = _meant("ZeRO with any optimizer.")
     zero_force_ds_cpu_optimizer: Truth = _meant("Offload DeepSpeed's optimizers only.")
-    steps_per_print: Steps = _meant("Steps between two lines of progress.")
     extra: Annotated[
         dict[str, Any],
         Field(description="Further keys, at any depth, given to DeepSpeed as they are."),

@@ -64,7 +64,7 @@ _REDUCED_AT_ONCE = 5 * 10**8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedSettings:
-    """What a configuration says of memory."""
+    """What a configuration says of memory; bytes are of one number."""
 
     zero: Mapping[str, Any]
     """Values by their keys in ``zero_optimization``: DeepSpeed's defaults where it has none."""
@@ -72,17 +72,12 @@ class CountedSettings:
     precision: str
     """What the model computes in: ``fp32``, ``fp16`` or ``bf16``."""
     parameter_bytes: int
-    gradient_bytes: int
-    """Bytes of one gradient while they are accumulated."""
-    master_bytes: int
-    """Bytes of one parameter as the optimizer keeps it."""
+    gradient_bytes: int  # while gradients are accumulated
+    master_bytes: int  # of a parameter as the optimizer keeps it
     state_bytes: int
-    num_states: int
-    """Numbers of `state_bytes` that the optimizer keeps of each parameter: two for Adam."""
-    torch_optimizer: bool
-    """Whether the optimizer is torch's, or the caller's, not DeepSpeed's own."""
-    optimizer_place: str
-    """Where the optimizer's states are: ``none`` (on the device), ``cpu``, ``nvme``."""
+    num_states: int  # that the optimizer keeps of each parameter: two for Adam
+    torch_optimizer: bool  # torch's, or the caller's, not DeepSpeed's own
+    optimizer_place: str  # "none" (on the device), "cpu" or "nvme"; so of the next one
     parameter_place: str
     unknown: tuple[str, ...]
     """Settings left to "auto", counted as DeepSpeed's defaults."""
@@ -488,9 +483,8 @@ def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
         raise ConfigError(
             f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
             f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
-            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. A full disk "
-            "ends the processes in the middle of the training. "
-            'Make room, give another folder, or set the device to "cpu".'
+            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. Training "
+            'would end half-way. Make room, give another folder, or set the device to "cpu".'
         )
 
 

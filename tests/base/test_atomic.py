@@ -73,8 +73,8 @@ def test_what_another_process_is_writing_stays(tmp_path):
 
 def convert(folder: Path) -> None:
     """The way of to-fp32, with weights from nowhere."""
+    from nbaccel.deepspeed.weights.checkpoint_layout import Weight
     from nbaccel.deepspeed.weights.converting import plan, publishing, write_shard
-    from nbaccel.deepspeed.weights.state_files import Weight
 
     weights = {f"w{n}": Weight(f"w{n}", (50_000,), torch.float32) for n in range(4)}
     shards = plan(weights, {}, "1MB")

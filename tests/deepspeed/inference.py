@@ -17,9 +17,9 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 from nbaccel import Accelerator, DeepSpeedPlugin, deepspeed_environment
 from nbaccel.deepspeed.weights.converting import fp32_state_dict
-from nbaccel.errors import NbaccelError
 from tests.deepspeed import operations
 from tests.deepspeed.engines import changes, world
+from tests.deepspeed.programs import refusal
 
 REVIEWS = (
     "Is this review positive or negative? Review: the best skillet you will ever buy",
@@ -130,23 +130,12 @@ def taken_back(place: str, folder: Path) -> dict[str, Any]:
     return {**found, "after": answer(model, 0), "whole": list(next(model.parameters()).shape)}
 
 
-def refusals(folder: Path) -> dict[str, str]:
+def refused() -> str:
     """The last thing in a process: its CPU answers DeepSpeed like one without float16 from here."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     CPU_Accelerator.is_fp16_supported = lambda _: False
-    small = config("nvme", folder)
-    small["zero_optimization"]["offload_param"]["buffer_size"] = WIDTH * INNER - 1
-    found = {}
-    for name, settings in {
-        "fp16": {**config("cpu"), "fp16": {"enabled": True}},
-        "buffers": small,
-    }.items():
-        try:
-            accelerator_for(settings).prepare(t5())
-        except NbaccelError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return refusal(accelerator_for({**config("cpu"), "fp16": {"enabled": True}}).prepare, t5())
 
 
 def lost(folder: Path) -> str:
@@ -155,11 +144,7 @@ def lost(folder: Path) -> str:
     engine = accelerator.prepare(t5(dtype=torch.bfloat16))
     for path in folder.rglob("*.swp"):
         path.unlink()
-    try:
-        accelerator.free_memory()
-    except NbaccelError as error:
-        return f"{type(error).__name__}: {error}"
-    return f"{type(engine).__name__} ended"
+    return refusal(accelerator.free_memory) or f"{type(engine).__name__} ended"
 
 
 def main() -> None:
@@ -173,7 +158,7 @@ def main() -> None:
         told["left"] = changes(before, world())
         if "nvme" in told:
             told["lost"] = lost(folder)
-            told["refusals"] = refusals(folder)
+            told["refused"] = refused()
     print(json.dumps(told))
 
 

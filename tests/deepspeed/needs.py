@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from nbaccel.deepspeed import library
 from tests.deepspeed import operations
 from tests.needs import DEEPSPEED
 
-__all__ = ["ABORTS_ON_DISK", "DEEPSPEED", "DISK", "ENGINE", "STATE_ON_DISK"]
+__all__ = ["ABORTS_ON_DISK", "DEEPSPEED", "DISK", "ENGINE", "STATE_ON_DISK", "marked", "on_disk"]
 
 
 def _built(names: tuple[str, ...]) -> pytest.MarkDecorator:
@@ -29,3 +31,15 @@ STATE_ON_DISK = [
         reason=f"DeepSpeed {ABORTS_ON_DISK} aborts when it swaps an optimizer without a GPU",
     ),
 ]
+
+
+def marked(test: Any, marks: Any = ENGINE) -> Any:
+    """A test of the real DeepSpeed; the warnings of its imports are not ours."""
+    for mark in (*marks, pytest.mark.filterwarnings("ignore")):
+        test = mark(test)
+    return test
+
+
+def on_disk(test: Any) -> Any:
+    """The same, with state in files."""
+    return marked(test, STATE_ON_DISK)

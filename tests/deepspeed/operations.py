@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.base.optional_packages import is_installed
-from nbaccel.deepspeed.cpp_operations import path_with_ninja
+from nbaccel.deepspeed.library import path_with_ninja
 from tests import apt
 from tests.deepspeed import compiler
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+from nbaccel.errors import NbaccelError
 from tests.isolation import ROOT
 
 
@@ -27,3 +28,12 @@ def told_by(module: str, *arguments: str, timeout_s: float) -> Any:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def refusal(call: Any, *args: Any, **options: Any) -> str:
+    """The error of ours that a call raises, as text; empty where it raises none."""
+    try:
+        call(*args, **options)
+    except NbaccelError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

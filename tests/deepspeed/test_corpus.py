@@ -18,23 +18,11 @@ from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.library import quiet_logger
 from nbaccel.deepspeed.zero_config import AUTO
 from nbaccel.errors import ConfigError
-from nbaccel.plan import Gpu, Inventory
+from tests.deepspeed.advisor.models import machine
 from tests.deepspeed.needs import DEEPSPEED
 
 pytestmark = DEEPSPEED
 WHERE = "DEEPSPEED_CONFIGS"
-GIB = 1 << 30
-H100 = Gpu(
-    index=0,
-    name="H100",
-    uuid="u",
-    total_bytes=80 * GIB,
-    free_bytes=79 * GIB,
-    compute_capability=(9, 0),
-)
-MACHINE = Inventory(
-    cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=64 * GIB, gpus=(H100,)
-)
 # DeepSpeedConfig takes them, and the engine that is made from it does not.
 REFUSED_BY_THE_ENGINE = ("is no optimizer of DeepSpeed", "optimizer.params.max_grad_norm=")
 
@@ -68,7 +56,7 @@ def without_auto(settings: dict[str, Any]) -> dict[str, Any]:
 
 def refusal_of_the_check(path: Path) -> tuple[str, ...]:
     try:
-        check_config(path, inventory=MACHINE, allow_auto=True, check_tools=False)
+        check_config(path, inventory=machine(1), allow_auto=True, check_tools=False)
     except ConfigError as error:
         return tuple(error.mistakes)
     return ()

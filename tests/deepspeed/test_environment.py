@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.deepspeed import cpp_operations, environment
+from nbaccel.deepspeed import environment, library
 from nbaccel.deepspeed.environment import deepspeed_environment
 from nbaccel.errors import (
     ConfigError,
@@ -21,21 +21,14 @@ from nbaccel.errors import (
     UnsafeMoment,
 )
 from nbaccel.plan import inspect_machine
-from nbaccel.plan.inventory import Gpu
-from tests.deepspeed import needs
+from tests.deepspeed.advisor.models import machine
 from tests.deepspeed.engines import SWAPPED_WIDTH, world
+from tests.deepspeed.needs import marked, on_disk
 from tests.deepspeed.programs import told_by
 
 pytestmark = pytest.mark.slow
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def marked(test):
-    """A test of the real DeepSpeed; the warnings of its imports are not ours."""
-    for mark in (*needs.ENGINE, pytest.mark.filterwarnings("ignore")):
-        test = mark(test)
-    return test
 
 
 # ---------------------------------------------------------------- refused before anything is done
@@ -81,16 +74,8 @@ def test_a_device_of_another_kind_is_refused(device):
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are():
-    card = Gpu(
-        index=0,
-        name="A100",
-        total_bytes=1,
-        free_bytes=1,
-        compute_capability=(8, 0),
-        uuid="GPU-0",
-    )
-    has_one = replace(inspect_machine(), gpus=(card,))
-    with pytest.raises(ConfigError, match=r'"cuda:1" is not there.*cuda:0 \(A100\).*one of these'):
+    has_one = replace(inspect_machine(), gpus=machine(1).gpus)
+    with pytest.raises(ConfigError, match=r'"cuda:1" is not there.*cuda:0 \(a GPU\).*one of these'):
         environment._check_gpu(1, has_one)
     has_none = replace(inspect_machine(), gpus=(), gpu_note="no driver")
     with pytest.raises(ConfigError, match=r"no GPU \(no driver\).*device='cpu'"):
@@ -103,56 +88,51 @@ def test_no_time_for_collectives_is_refused():
 
 
 # ---------------------------------------------------------------- what compiles
-def test_ninja_beside_python_is_found_by_a_kernel_without_it_on_path(monkeypatch, tmp_path):
-    ninja = tmp_path / "bin" / "ninja"
-    ninja.parent.mkdir()
-    ninja.write_text("#!/bin/sh\n")
-    ninja.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(ninja.with_name("python")))
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert cpp_operations.path_with_ninja() == f"{ninja.parent}{os.pathsep}/nowhere"
+def program(path: Path) -> Path:
+    path.parent.mkdir(parents=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
 
 
-def test_ninja_beside_python_goes_before_the_systems(monkeypatch, tmp_path):
-    for name in ("system", "bin"):
-        program = tmp_path / name / "ninja"
-        program.parent.mkdir()
-        program.write_text("#!/bin/sh\n")
-        program.chmod(0o755)
-    monkeypatch.setattr(cpp_operations.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path / "system"))
+def test_ninja_beside_python_is_found_and_goes_before_the_systems(monkeypatch, tmp_path):
+    system, own = (program(tmp_path / name / "ninja").parent for name in ("system", "bin"))
+    monkeypatch.setattr(library.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert cpp_operations.path_with_ninja() == str(tmp_path / "system")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    both = os.pathsep.join([str(tmp_path / "bin"), str(tmp_path / "system")])
-    assert cpp_operations.path_with_ninja() == both
-    monkeypatch.setenv("PATH", both)
-    assert cpp_operations.path_with_ninja() == both
+    monkeypatch.setenv("PATH", str(system))
+    assert library.path_with_ninja() == str(system)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    both = os.pathsep.join(map(str, (own, system)))
+    for given in (system, both):
+        monkeypatch.setenv("PATH", str(given))
+        assert library.path_with_ninja() == both
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert library.path_with_ninja() == f"{own}{os.pathsep}/nowhere"
 
 
 def test_a_missing_ninja_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(cpp_operations.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(library.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(MissingBackend, match=r"PATH \(/nowhere\).*pip install ninja"):
-        cpp_operations.path_with_ninja()
+        library.path_with_ninja()
 
 
 def test_a_missing_compiler_is_told_unless_the_operation_is_built(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(PlatformUnsupported, match=r"'no-such-compiler'.*apt-get install g\+\+"):
-        cpp_operations.check_compiler()
+        library.check_compiler()
     built = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
     built.parent.mkdir()
     built.touch()
-    cpp_operations.check_compiler()
+    library.check_compiler()
 
 
 def test_the_lock_of_a_killed_build_is_removed(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = locked(tmp_path)
-    assert cpp_operations.remove_forgotten_locks() == (lock,)
+    assert library.remove_forgotten_locks() == (lock,)
     assert not lock.exists()
 
 
@@ -164,7 +144,7 @@ def test_the_lock_of_a_build_that_goes_on_stays(monkeypatch, tmp_path):
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as builder:
         assert builder.stdout.readline() == b"held\n"
-        assert cpp_operations.remove_forgotten_locks() == ()
+        assert library.remove_forgotten_locks() == ()
         assert lock.exists()
         builder.communicate(b"\n")
 
@@ -309,12 +289,6 @@ def test_a_model_that_zero_3_took_apart_is_refused_by_stage_2_and_the_next_run_w
     """The error is DeepSpeed's own, and documented: make the model anew for each engine."""
     assert runs["zero_init"]["stage_2"] in ("KeyError", "IndexError", "RuntimeError")
     assert runs["trained"][-1]["losses"], "the runs came after it"
-
-
-def on_disk(test):
-    for mark in (*needs.STATE_ON_DISK, pytest.mark.filterwarnings("ignore")):
-        test = mark(test)
-    return test
 
 
 @on_disk

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ from nbaccel.config import RunConfig
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
 from nbaccel.memory.model_size import measure
-from nbaccel.plan.inventory import Gpu, Inventory
+from nbaccel.plan.inventory import Inventory
+from nbaccel.strategies.model_blocks import checkpoints_gradients
+from tests.deepspeed.advisor.models import machine
 
 GIB = 2**30
 HOST = Inventory(cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=32 * GIB)
@@ -25,20 +29,7 @@ SHAPE = (1_000_000, 100_000)
 
 
 def gpus(number, free=16 * GIB):
-    cards = tuple(
-        Gpu(
-            index=index,
-            name="a GPU",
-            total_bytes=2 * free,
-            free_bytes=free - index,
-            compute_capability=(8, 0),
-            uuid=f"GPU-{index}",
-        )
-        for index in range(number)
-    )
-    return Inventory(
-        cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=32 * GIB, gpus=cards
-    )
+    return replace(HOST, gpus=machine(number, free_bytes=free).gpus)
 
 
 def zero(stage, *, optimizer="none", param="none", bf16=True, **more):
@@ -115,10 +106,28 @@ def timed(model):
 
 
 # ---------------------------------------------------------------- where it goes
-def test_without_a_configuration_everything_is_on_each_device_in_fp32():
-    found = estimate(num_processes=4)
-    assert found.device.model_states == 16_000_000
-    assert found.host.total == found.nvme.total == 0
+ALL_ON_DISK = zero(3, optimizer="nvme", param="nvme")
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "expected"),
+    [
+        (None, "device.model_states", 16_000_000),
+        (None, "host.total", 0),
+        (ALL_ON_DISK, "nvme.parameters", 2_000_000),
+        (ALL_ON_DISK, "nvme.optimizer", 12_000_000),
+        (ALL_ON_DISK, "nvme.gradients", 4_000_000),  # in the optimizer's format
+        (ALL_ON_DISK, "host.buckets", 2 * 5 * 10**8 + 4 * 4 * 10**6),  # room to read them
+        (zero(2, optimizer="nvme"), "nvme.total", 0),  # DeepSpeed takes it as cpu
+        (zero(2, optimizer="nvme"), "host.optimizer", 12_000_000),
+        (zero(2, param="cpu"), "host.total", 0),  # ignored below stage 3
+        ({"optimizer": {"type": "AdamW"}}, "device.optimizer", 8_000_000),
+        ({"optimizer": {"type": "Lion"}}, "device.optimizer", 4_000_000),
+        ({"optimizer": {"type": "SGD"}}, "device.optimizer", 0),
+    ],
+)
+def test_what_is_where(config, where, expected):
+    assert attrgetter(where)(estimate(config, num_processes=1)) == expected
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -141,24 +150,6 @@ def test_what_is_offloaded_moves_and_nothing_is_lost():
     assert moves.host.model_states == stays.device.model_states
 
 
-def test_nvme_takes_states_and_leaves_room_to_read_them():
-    found = estimate(zero(3, optimizer="nvme", param="nvme"))
-    assert (found.nvme.parameters, found.nvme.optimizer) == (2_000_000, 12_000_000)
-    assert found.nvme.gradients == 4_000_000, "in the optimizer's format"
-    assert found.host.buckets == 2 * 5 * 10**8 + 4 * 4 * 10**6
-
-
-def test_nvme_below_stage_3_is_host_memory():
-    """DeepSpeed takes it as cpu and writes no file."""
-    found = estimate(zero(2, optimizer="nvme"))
-    assert found.nvme.total == 0
-    assert found.host.optimizer == 12_000_000
-
-
-def test_parameters_cannot_be_offloaded_below_stage_3():
-    assert estimate(zero(2, param="cpu")).host.total == 0
-
-
 def test_overlap_doubles_the_buckets():
     once, twice = (
         estimate(
@@ -167,14 +158,6 @@ def test_overlap_doubles_the_buckets():
         for overlap in (False, True)
     )
     assert (once, twice) == (2_000, 4_000)
-
-
-def test_optimizers_have_states_of_their_own_number():
-    adam, lion, sgd = (
-        estimate({"optimizer": {"type": name}}).device.optimizer
-        for name in ("AdamW", "Lion", "SGD")
-    )
-    assert (adam, lion, sgd) == (8_000_000, 4_000_000, 0)
 
 
 # ---------------------------------------------------------------- how it is told
@@ -324,3 +307,57 @@ def test_a_class_and_a_model_without_shapes_have_no_size(estimate: Any) -> None:
         ConfigError, match=r"weights without a shape \(weight, bias\).*Call it once"
     ):
         estimate(nn.LazyLinear(3))
+
+
+# ---------------------------------------------------------------- with a batch
+@pytest.fixture(scope="module")
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def tokens():
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def test_a_model_of_transformers_on_meta_is_measured_with_and_without(llama, tokens):
+    plain, again = (
+        estimate_memory(llama, sample_batch=tokens, gradient_checkpointing=on).device.activations
+        for on in (False, True)
+    )
+    assert 0 < again < plain / 2
+    assert not checkpoints_gradients(llama)
+    assert all(p.is_meta for p in llama.parameters())
+
+
+def test_the_configurations_batch_size_counts(llama, tokens):
+    two, eight = (
+        estimate_memory(
+            llama, {"train_micro_batch_size_per_gpu": rows}, sample_batch=tokens
+        ).device.activations
+        for rows in (2, 8)
+    )
+    assert eight == pytest.approx(4 * two, rel=0.1)
+
+
+def test_auto_is_filled_in_from_the_model(llama):
+    zero = {"stage": 2, "reduce_bucket_size": "auto"}
+    found = estimate_memory(llama, {"zero_optimization": zero, "train_batch_size": "auto"})
+    assert found.settings.zero["reduce_bucket_size"] == 64 * 64
+    assert found.settings.unknown == ()
+    assert "auto" not in str(found)
+
+
+def test_a_batch_needs_a_model_and_no_second_number(tokens):
+    with pytest.raises(ConfigError, match=r"(?s)sample_batch needs the model.*both given"):
+        estimate_memory((100, 10), sample_batch=tokens, activation_bytes=5)

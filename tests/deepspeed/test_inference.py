@@ -100,12 +100,10 @@ def test_the_guides_script_runs_in_a_cell(alone):
 
 # ------------------------------------------------------------------------ said before it fails
 @ON_DISK
-def test_float16_and_small_buffers_are_refused_before_an_engine_is_made(alone):
-    told = alone["refusals"]
-    assert told["fp16"].startswith("ConfigError: fp16.enabled cannot be true on this CPU")
-    assert "Use bf16" in told["fp16"]
-    assert "buffer_size=1048575 is too small" in told["buffers"]
-    assert "Set it to 1048576 or more" in told["buffers"]
+def test_float16_is_refused_before_an_engine_is_made(alone):
+    told = alone["refused"]
+    assert told.startswith("ConfigError: fp16.enabled cannot be true on this CPU")
+    assert "Use bf16" in told
 
 
 @ON_DISK

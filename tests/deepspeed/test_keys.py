@@ -122,16 +122,6 @@ def test_a_removed_section_is_told_at_once_whatever_stands_in_it():
     assert len(caught.value.mistakes) == 1
 
 
-@pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
-def test_a_monitor_without_its_package_is_refused_where_it_is_to_run_here(name, package):
-    settings = {**BATCH, name: {"enabled": True}}
-    with pytest.raises(ConfigError, match=f"pip install {package}"):
-        check_config(settings, device="cpu")
-    (warning,) = check_config(settings, check_tools=True).warnings
-    assert warning.startswith(f"On this machine: {name}.enabled cannot be true without")
-    check_config({**BATCH, name: {"enabled": False}})
-
-
 def test_second_shards_must_come_out_even():
     zero = {"stage": 3, "zero_hpz_partition_size": 4}
     settings = {**BATCH, ZERO: zero}

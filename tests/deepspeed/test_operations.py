@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from nbaccel.deepspeed import cpp_operations
+from nbaccel.deepspeed import library
 from tests.deepspeed import compiler, needs, operations
 
 HEADER = "struct Unguarded { int value; };\n"
@@ -48,7 +48,7 @@ def test_what_was_built_is_what_deepspeed_would_build(name, monkeypatch):
     """Else every test process would build it once more."""
     if operations.not_built((name,)):
         pytest.skip(f"{name} is not built here")
-    monkeypatch.setenv("PATH", cpp_operations.path_with_ninja() or "")
+    monkeypatch.setenv("PATH", library.path_with_ninja() or "")
     done = subprocess.run(
         ["ninja", "-n"], cwd=operations.folder() / name, capture_output=True, text=True, check=True
     )

@@ -19,14 +19,6 @@ PLACES = {
     "_hp_mapping": ("deepspeed.utils.tensor_fragment", "safe_get_full_fp32_param"),
     "_z3_optimizer": ("deepspeed.utils.tensor_fragment", "safe_get_full_fp32_param"),
     "_config": ("deepspeed.runtime.engine", "DeepSpeedEngine.gradient_clipping"),
-    **{
-        name: ("deepspeed.runtime.zero.stage3", f"DeepSpeedZeroOptimizer_Stage3.{name}")
-        for name in (
-            "_get_fp32_opt_state_partition",
-            "_swappable_optimizer_subgroup",
-            "_optimizer_states_and_gradient_swap_out",
-        )
-    },
 }
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,10 @@ import pytest
 import torch
 
 from nbaccel import Pool, notebook_launcher
-from nbaccel.deepspeed.checking import shortage
 from nbaccel.errors import WorkerDied
 from nbaccel.plan import topology
 from nbaccel.plan.topology import Topology
 from tests.deepspeed import needs
-from tests.house.source import ROOT
 
 
 def files(port: str) -> list[str]:
@@ -81,36 +76,6 @@ class TestInWorkers:
             assert len(files(told.read_text())) == 2, "they live as long as the workers"
         assert not files(told.read_text())
 
-    @pytest.mark.slow
-    def test_where_there_is_no_room_training_goes_on_and_it_is_said(self, tmp_path):
-        """In a mount namespace of its own, where /dev/shm is as small as Docker makes it."""
-        command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -c '{SMALL}'"
-        unshared = ["unshare", "--mount", "sh", "-c", command]
-        if subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
-            pytest.skip("a /dev/shm of its own needs the right to mount one")
-        done = subprocess.run(unshared, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout.splitlines()[-1]) == ["0", "0"]
-        assert "too small for DeepSpeed's shared memory: 2 workers need 132" in done.stderr
-        assert "inference_all_reduce" in done.stderr
-
-
-SMALL = """
-import json, os
-from nbaccel import RunConfig, notebook_launcher
-
-def train():
-    import torch
-    from nbaccel import Accelerator
-    model = torch.nn.Linear(4, 4)
-    engine, optimizer = Accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
-    engine(torch.ones(2, 4)).sum()
-    return os.environ["LOCAL_SIZE"]
-
-config = RunConfig(num_processes=2, device="cpu", deepspeed={"zero_optimization": {"stage": 2}})
-print(json.dumps(list(notebook_launcher(train, config=config))))
-"""
-
 
 # ------------------------------------------------------------------------------ files alone
 def places(port: int) -> tuple[Topology, ...]:
@@ -158,4 +123,3 @@ def test_the_variable_counts_workers_where_they_share_a_machine_with_room(monkey
     monkeypatch.setattr(topology, "SHARED_MEMORY", Path("/no/such/folder"))
     assert topology.shared_memory_variables(place, "cpu") == {"LOCAL_SIZE": "0"}
     assert topology.shared_memory_variables(place, "cuda") == {"LOCAL_SIZE": "2"}
-    assert shortage(1) == ""

@@ -12,7 +12,6 @@ from torch import nn
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.checking import folder_mistakes
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.deepspeed.zero_memory import check_disk, estimate_memory
 from tests.deepspeed import needs
@@ -43,45 +42,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path, why in (
-        ("/proc/x", "No such file"),
-        ("/sys/x", "ermi|Read-only"),
-        (tmp_path / "file" / "x", "is a file"),
-    ):
-        (told,) = folder_mistakes(ZeroConfig.from_dict(swapped_to(path)))
-        assert told.startswith("zero_optimization.offload_optimizer.nvme_path=")
-        assert any(word in told for word in why.split("|"))
-    usable = swapped_to(tmp_path / "not" / "yet")
-    assert not list(folder_mistakes(ZeroConfig.from_dict(usable)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"], "nothing is left"
-
-
 @needs.DEEPSPEED
 def test_a_launch_is_refused_before_a_process_starts(tmp_path):
     def train() -> None:
         (tmp_path / "ran").write_text("")
 
-    for settings, told in (
-        (swapped_to("/proc/x"), "nvme_path='/proc/x' cannot be used"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, "params.lr"),
-    ):
-        config = RunConfig(num_processes=2, device="cpu", deepspeed=settings)
-        with pytest.raises(ConfigError, match=told):
-            notebook_launcher(train, config=config)
+    settings = {"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}
+    config = RunConfig(num_processes=2, device="cpu", deepspeed=settings)
+    with pytest.raises(ConfigError, match=r"params\.lr"):
+        notebook_launcher(train, config=config)
     assert not (tmp_path / "ran").exists()
-
-
-@needs.DEEPSPEED
-def test_a_library_for_the_disk_that_is_missing_refuses_a_launch(tmp_path, monkeypatch):
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    config = RunConfig(num_processes=2, device="cpu", deepspeed=swapped_to(tmp_path))
-    with pytest.raises(ConfigError, match="apt-get install libaio-dev"):
-        notebook_launcher(print, config=config)
 
 
 def test_too_little_room_is_told_with_both_numbers(small_disk):

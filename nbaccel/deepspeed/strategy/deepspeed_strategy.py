@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import math
+import pickle
+import re
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from nbaccel.base.errors import ConfigError
+from nbaccel.base import env
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.given_values import value_at
 from nbaccel.deepspeed.auto_values import Resolved, TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.environment import Lease, forget_modules
-from nbaccel.deepspeed.strategy import engine_checkpoints, engine_driver, engines, local_shards
-from nbaccel.deepspeed.strategy.engine_driver import (
+from nbaccel.deepspeed.strategy import engines, local_shards
+from nbaccel.deepspeed.strategy.engines import (
     Drive,
     EngineOptimizer,
     EngineScheduler,
+    begin_comm,
     drive_of_loss,
     drive_of_parameters,
+    is_engines,
+    make_engine,
 )
-from nbaccel.deepspeed.strategy.engines import begin_comm, is_engines, make_engine
+from nbaccel.deepspeed.strategy.local_shards import remember, take_back_together
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
-from nbaccel.deepspeed.strategy.restore import remember, take_back_together
+from nbaccel.deepspeed.weights.checkpoint_layout import is_readable, read_states
 from nbaccel.deepspeed.zero_config import AUTO, ZERO
 from nbaccel.deepspeed.zero_memory import check_disk, check_host_memory, estimate_memory, host_bytes
 from nbaccel.memory.model_size import measure
@@ -58,6 +68,10 @@ In a live worker a cell that prepares is run again, perhaps with another model. 
 would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
 collector does not see that nothing else refers to them.
 """
+
+
+_PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
+"""Of a model that has no engine, or one that cannot write."""
 
 
 class DeepSpeedStrategy(Strategy):
@@ -92,7 +106,7 @@ class DeepSpeedStrategy(Strategy):
         if active_plugin.is_zero3_init_enabled():
             self._lease.take()  # DeepSpeed builds in shards with a process group alone
             # Kept: transformers has a weak reference to it.
-            self._announced = engines.announced_config(
+            self._announced = local_shards.announced_config(
                 active_plugin.deepspeed_config, place.world_size
             )
 
@@ -216,7 +230,7 @@ class DeepSpeedStrategy(Strategy):
             raise
         norm = given_settings.get("gradient_clipping")
         own_clipping = float(norm) if isinstance(norm, (int, float)) else None
-        troubles = engine_driver.Troubles(engine, made_as)
+        troubles = engines.Troubles(engine, made_as)
         engine_drive = Drive(engine, folders, troubles, own_clipping, states_before)
         self._drives[id(engine)] = engine_drive
         return engine_drive
@@ -356,19 +370,18 @@ class DeepSpeedStrategy(Strategy):
         writes_shared = self.place.rank in {ranks[0] for ranks in ranks_by_folder}
         if drive is not None:
             drive.step()
-            engine_checkpoints.save(
-                drive.engine, Path(folder), left_out=left_out, writes_shared=writes_shared
-            )
+            _save(drive.engine, Path(folder), left_out=left_out, writes_shared=writes_shared)
             return
         # A collective where an engine has cut the weights up.
         if id(model) in self._drives:
-            module = self.unwrap(model)
             keeps = self.place.is_main or writes_shared
-            model_state = local_shards.gather_weights(module, keep=keeps)
+            state = local_shards.gather_weights(self.unwrap(model), keep=keeps)
         else:
-            model_state = model.state_dict()
+            state = model.state_dict()
         if self.place.is_main or writes_shared:
-            engine_checkpoints.save_plain(model_state, Path(folder), left_out=left_out)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            kept = {name: value for name, value in state.items() if name not in left_out}
+            torch.save(kept, Path(folder) / _PLAIN_WEIGHTS_FILE)
 
     def _writing_drive(self, model: nn.Module) -> Drive | None:
         """What drives the engine of a model, if that engine can write checkpoints."""
@@ -390,9 +403,12 @@ class DeepSpeedStrategy(Strategy):
         """See :meth:`ShardedCheckpoints.check_sharded`."""
         drive = self._writing_drive(model)
         if drive is not None:
-            engine_checkpoints.check_checkpoint(drive.engine, Path(folder), ranks_there)
-        else:
-            engine_checkpoints.check_plain(model, Path(folder))
+            _check_checkpoint(drive.engine, Path(folder), ranks_there)
+        elif not (path := Path(folder) / _PLAIN_WEIGHTS_FILE).is_file():
+            raise CheckpointDamaged(
+                f"{path} is missing, which has the weights of the {type(model).__name__}. Nothing "
+                "has been loaded. Load another checkpoint, or copy it again."
+            )
 
     def load_sharded(
         self,
@@ -405,9 +421,10 @@ class DeepSpeedStrategy(Strategy):
         """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote."""
         drive = self._writing_drive(model)
         if drive is not None:
-            engine_checkpoints.load(drive.engine, Path(folder), left_out=left_out)
+            _load(drive.engine, Path(folder), left_out=left_out)
         else:
-            weights = engine_checkpoints.read_plain(Path(folder), self.place.device)
+            path = Path(folder) / _PLAIN_WEIGHTS_FILE
+            weights = torch.load(path, map_location=self.place.device, weights_only=True)
             self.load_model_state(model, weights, strict=not left_out)
 
 
@@ -482,75 +499,63 @@ def resolve_config(
     loaders: Iterable[Any],
 ) -> Resolved:
     """Fill in and check a configuration."""
-    micro_batch = _micro_batch(loaders, takes_smallest=plugin.is_train_batch_min)
+    # All prepared loaders count, since nothing says which of them is the training's. One with a
+    # batch sampler of the user's own may have None.
+    sizes = [loader.batch_size for loader in loaders if isinstance(loader.batch_size, int)]
+    micro_batch = None
+    if sizes:
+        micro_batch = min(sizes) if plugin.is_train_batch_min else max(sizes)
+    is_dummy = isinstance(scheduler, DummyScheduler)
+    steps = scheduler.total_num_steps if is_dummy else None
+    # The schedule's steps in one process: each takes its share of the batches.
+    processes = 1 if asked_settings.split_batches else place.world_size
+    # The rate to which the file's schedule warms up where the file leaves it to the optimizer.
+    is_open = value_at(given_config, "scheduler.params.warmup_max_lr") == AUTO
+    rate = getattr(optimizer, "defaults", {}).get("lr") if is_open else None
     facts = TrainingFacts(
         world_size=place.world_size,
         micro_batch_size=micro_batch,
         accumulation_steps=asked_settings.accumulation_steps,
         mixed_precision=asked_settings.mixed_precision,
-        total_steps=_total_steps(scheduler, place, asked_settings),
-        learning_rate=_schedule_peak_rate(given_config, optimizer),
+        total_steps=None if steps is None else math.ceil(steps / processes),
+        learning_rate=None if rate is None else float(rate),
     )
-    config_settings, choices = _with_a_batch_size(_with_gathering(given_config), micro_batch)
+    completed = _completed(given_config, micro_batch)
     resolved_config = resolve_auto(
-        config_settings,
+        completed,
         facts=facts,
         model=model,
         optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
-        scheduler=scheduler if isinstance(scheduler, DummyScheduler) else None,
+        scheduler=scheduler if is_dummy else None,
     )
     # The check needs the device alone: all else that a run decides has been filled in by now.
     checked = check_config(
         resolved_config.config, world_size=place.world_size, device=place.device.type
     )
-    return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
+    choices = resolved_config.choices
+    if completed.get(_MICRO_BATCH, AUTO) != given_config.get(_MICRO_BATCH, AUTO):
+        reason = "no loader was prepared before; DeepSpeed only counts samples by it"
+        choices = (Choice(_MICRO_BATCH, completed[_MICRO_BATCH], reason), *choices)
+    return Resolved(checked.config, choices, checked.warnings)
 
 
-def _micro_batch(data_loaders: Iterable[Any], *, takes_smallest: bool) -> int | None:
-    # All prepared loaders count, since nothing says which of them is the training's. One with a
-    # batch sampler of the user's own may have None.
-    sizes = [loader.batch_size for loader in data_loaders if isinstance(loader.batch_size, int)]
-    if not sizes:
-        return None
-    return min(sizes) if takes_smallest else max(sizes)
+_TOTAL_BATCH, _MICRO_BATCH, _ = BATCH_SIZES
 
 
-def _total_steps(scheduler: Any, place: Place, settings: TrainingRequest) -> int | None:
-    """The schedule's steps in one process: each takes its share of the batches."""
-    if not isinstance(scheduler, DummyScheduler) or scheduler.total_num_steps is None:
-        return None
-    processes = 1 if settings.split_batches else place.world_size
-    return math.ceil(scheduler.total_num_steps / processes)
-
-
-def _schedule_peak_rate(config: Mapping[str, Any], optimizer: Any) -> float | None:
-    """The rate to which the file's schedule warms up where the file leaves it to the optimizer."""
-    if value_at(config, "scheduler.params.warmup_max_lr") != AUTO:
-        return None
-    optimizer_defaults = getattr(optimizer, "defaults", {}).get("lr")
-    return None if optimizer_defaults is None else float(optimizer_defaults)
-
-
-def _with_gathering(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without this key DeepSpeed's `save_16bit_model` writes nothing at stage 3."""
-    section = settings.get(ZERO)
-    key = "stage3_gather_16bit_weights_on_model_save"
-    if not isinstance(section, dict) or section.get("stage") != 3 or key in section:
-        return settings
+def _completed(settings: dict[str, Any], micro_batch: int | None) -> dict[str, Any]:
+    """The settings with what DeepSpeed does not do without."""
     # A new dictionary: the given one is the plugin's, which keeps what the user wrote.
-    return {**settings, ZERO: {**section, key: True}}
-
-
-def _with_a_batch_size(
-    settings: dict[str, Any], micro_batch: int | None
-) -> tuple[dict[str, Any], tuple[Choice, ...]]:
-    """A batch size, which DeepSpeed requires, though only its counters and logs use it."""
-    key = "train_micro_batch_size_per_gpu"
-    total_batch = settings.get("train_batch_size", AUTO)
-    if micro_batch is not None or settings.get(key, AUTO) != AUTO or total_batch != AUTO:
-        return settings, ()
-    reason = "no loader was prepared before; DeepSpeed only counts samples by it"
-    return {**settings, key: 1}, (Choice(key, 1, reason),)
+    settings = copy.deepcopy(settings)
+    zero = settings.get(ZERO)
+    if isinstance(zero, dict) and zero.get("stage") == 3:
+        # Without it DeepSpeed's `save_16bit_model` writes nothing.
+        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+    if micro_batch is None and {settings.get(_MICRO_BATCH), settings.get(_TOTAL_BATCH)} <= {
+        AUTO,
+        None,
+    }:
+        settings[_MICRO_BATCH] = 1
+    return settings
 
 
 def check_parts(
@@ -560,43 +565,33 @@ def check_parts(
     schedulers: Sequence[Any],
 ) -> None:
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
-    part_mistakes = []
+    mistakes = []
     are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in optimizers]
+    in_file = _type_of(settings.get("optimizer"))
     if optimizers and not models:
-        part_mistakes.append(
+        mistakes.append(
             f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
             "one engine, and the optimizer alone would train nothing. Prepare them in one call."
         )
     if settings.get("optimizer") and not all(are_dummies):
-        part_mistakes.append(
-            "The DeepSpeed configuration has an optimizer "
-            f"({_type_of(settings['optimizer'])}), and prepare got one of torch. Only one "
-            "can train. Leave it out of the configuration, or prepare "
+        mistakes.append(
+            f"The DeepSpeed configuration has an optimizer ({in_file}), and prepare got one of "
+            "torch. Only one can train. Leave it out of the configuration, or prepare "
             "nbaccel.utils.DummyOptim(model.parameters())."
         )
     if any(are_dummies) and not settings.get("optimizer"):
-        part_mistakes.append(
+        mistakes.append(
             f"prepare got {sum(are_dummies)} DummyOptim, and the DeepSpeed configuration has no "
             "optimizer that it could stand for. Add one there, or prepare one of torch."
         )
-    part_mistakes += _schedule_mistakes(settings, schedulers, some_dummy=any(are_dummies))
-    if part_mistakes:
-        raise ConfigError(*part_mistakes)
-
-
-def _schedule_mistakes(
-    settings: dict[str, Any], schedulers: Sequence[Any], *, some_dummy: bool
-) -> list[str]:
-    mistakes = []
     for scheduler in schedulers:
         is_dummy = isinstance(scheduler, DummyScheduler)
         makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
         if settings.get("scheduler") and (not is_dummy or makes_schedule):
             mistakes.append(
-                "The DeepSpeed configuration has a schedule "
-                f"({_type_of(settings['scheduler'])}), and prepare got "
-                f"{type(scheduler).__name__}. Only one can set the learning rate. Leave it out "
-                "of the configuration, or prepare nbaccel.utils.DummyScheduler."
+                f"The DeepSpeed configuration has a schedule ({_type_of(settings['scheduler'])}), "
+                f"and prepare got {type(scheduler).__name__}. Only one can set the learning rate. "
+                "Leave it out of the configuration, or prepare nbaccel.utils.DummyScheduler."
             )
         elif is_dummy and not makes_schedule and not settings.get("scheduler"):
             mistakes.append(
@@ -605,14 +600,192 @@ def _schedule_mistakes(
                 "there, or give lr_scheduler_callable."
             )
         # The real optimizer is made inside `initialize`, from the file, after this schedule.
-        elif some_dummy and not is_dummy:
+        elif any(are_dummies) and not is_dummy:
             mistakes.append(
                 f"prepare got a {type(scheduler).__name__} of an optimizer that is a DummyOptim: "
                 "it would set the learning rate of nothing. Give "
                 "DummyScheduler(lr_scheduler_callable=...)."
             )
-    return mistakes
+    if mistakes:
+        raise ConfigError(*mistakes)
 
 
 def _type_of(section: Any) -> Any:
     return section.get("type") if isinstance(section, dict) else section
+
+
+# ------------------------------------------------------------------------------ its checkpoints
+# Every process writes its part into one folder. DeepSpeed asks torch for any pickle, which may run
+# code: here torch is told to read plain data all the same, and the few classes of DeepSpeed that
+# its files hold.
+
+
+def _save(
+    engine: Any,
+    checkpoint_folder: Path,
+    *,
+    left_out: Collection[str] = (),
+    writes_shared: bool = False,
+) -> None:
+    """Write weights and the optimizer's state; a collective."""
+    # Weights that all processes hold (stages 0 to 2), and the tag of the last save.
+    writes_before = engine.save_non_zero_checkpoint
+    engine.save_non_zero_checkpoint = writes_before or writes_shared
+    try:
+        engine.save_checkpoint(
+            str(checkpoint_folder.parent),
+            tag=checkpoint_folder.name,
+            exclude_frozen_parameters=bool(left_out),
+        )
+    finally:
+        engine.save_non_zero_checkpoint = writes_before
+    if writes_shared:
+        (checkpoint_folder.parent / "latest").write_text(checkpoint_folder.name, encoding="utf-8")
+
+
+def _load(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = ()) -> None:
+    """Read what :func:`_save` wrote; a collective."""
+    try:
+        with _plain_reading():
+            loaded_path, _ = engine.load_checkpoint(
+                str(checkpoint_folder.parent),
+                tag=checkpoint_folder.name,
+                load_module_strict=not left_out,
+            )
+    except pickle.UnpicklingError as error:
+        raise CheckpointDamaged(
+            f"{checkpoint_folder} was loaded in part: {str(error).partition(chr(10))[0]} "
+            f"{_PLAIN_REMEDY}"
+        ) from None
+    if loaded_path is None:
+        raise ConfigError(
+            f"The checkpoint {str(checkpoint_folder)!r} has files that DeepSpeed cannot read: it "
+            "loaded nothing. It holds "
+            f"{', '.join(sorted(tag_path.name for tag_path in checkpoint_folder.iterdir()))}. Load "
+            "another one."
+        )
+
+
+_OWN_CLASSES = {
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+"""What DeepSpeed puts into its files beside plain data; instances of them only hold numbers."""
+
+_PLAIN_REMEDY = (
+    "Only plain data is read, because a pickle of anything else can run any code. If you wrote "
+    "these files yourself and nobody could change them, torch.serialization.add_safe_globals "
+    "allows a class."
+)
+
+
+@contextmanager
+def _plain_reading() -> Iterator[None]:
+    """Have every `torch.load` read plain data, also those that ask for any pickle."""
+    classes = [
+        getattr(importlib.import_module(module_name), class_name, None)
+        for module_name, class_names in _OWN_CLASSES.items()
+        for class_name in class_names
+    ]
+    # Leaving the block takes its classes off the list, those too that the user had put there.
+    users_classes = torch.serialization.get_safe_globals()
+    own_classes = [found for found in classes if found and found not in users_classes]
+    forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
+    with env.applied(forced), torch.serialization.safe_globals(own_classes):
+        yield
+
+
+def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = ()) -> None:
+    """Refuse a checkpoint that :func:`_load` could not read; no collective, nothing is changed."""
+    if engine.load_universal_checkpoint():
+        return  # a universal checkpoint has files of another kind, which are not checked here
+    model_files = sorted(folder.glob("*mp_rank_00_model_states.pt"))
+    if not model_files:
+        raise CheckpointDamaged(
+            f"{folder} has no file *_model_states.pt: it is not whole. Nothing has been "
+            "loaded. Copy what is missing from where it was saved, or load another checkpoint."
+        )
+    # Each process reads what all share, and its own. Files in torch's format of before 2020 cannot
+    # be looked at without reading their numbers.
+    own_name = f"zero_pp_rank_{dist.get_rank()}_"
+    for path in filter(is_readable, folder.glob("*.pt")):
+        if "zero_pp_rank_" in path.name and own_name not in path.name:
+            continue
+        with _plain_reading():
+            other_names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        if other_names:
+            raise CheckpointDamaged(
+                f"{path} holds a {other_names[0]}. Nothing of it was run or loaded. {_PLAIN_REMEDY}"
+            )
+    first_readable = next(filter(is_readable, model_files), None)
+    if first_readable is None:
+        return
+    model_states = read_states(first_readable).states
+    if not isinstance(model_states, Mapping):
+        raise CheckpointDamaged(
+            f"{first_readable} holds no states of a model. Load another checkpoint."
+        )
+    _check_ranks(folder, engine, model_files, model_states.get("dp_world_size"), ranks_there)
+    _check_shapes(folder, engine, model_states)
+
+
+_ZERO_FILE = re.compile(r"(?:\w*_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+
+
+def _check_ranks(
+    folder: Path,
+    engine: Any,
+    model_files: Sequence[Path],
+    saved_by: Any,
+    ranks_there: Collection[int],
+) -> None:
+    """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
+    # Without `ranks_there` another program saved it: which files are on other nodes is not known.
+    if engine.use_node_local_storage() and not ranks_there:
+        return
+    matches = (_ZERO_FILE.fullmatch(path.name) for path in folder.iterdir())
+    saved_ranks = {int(match[1]) for match in matches if match}
+    # Only at stage 3 each rank has a file of model states, named after it.
+    is_cut = model_files[0].name.startswith("zero_pp_rank_")
+    if engine.zero_optimization_stage() == 0 or not (saved_ranks or is_cut):
+        return
+    # The model's file tells how many ranks saved it: counted by the files that are there, a missing
+    # file of the last rank would look like a checkpoint of fewer processes.
+    saved_count = saved_by if isinstance(saved_by, int) else max(saved_ranks, default=-1) + 1
+    needed = {*(ranks_there or range(saved_count))}
+    missing = [f"optimizer's states of rank {rank}" for rank in sorted(needed - saved_ranks)]
+    if is_cut:
+        present = {int(path.name.split("_")[3]) for path in model_files}
+        missing += [f"model's states of rank {rank}" for rank in sorted(needed - present)]
+    if missing:
+        raise CheckpointDamaged(
+            f"{folder} was saved by {saved_count} processes, and the {', '.join(missing)} are "
+            "missing: a part of every weight is in them. Nothing has been loaded. Copy them from "
+            "where it was saved, or load another checkpoint."
+        )
+    if saved_count != int(engine.dp_world_size):
+        raise ConfigError(
+            f"The checkpoint {str(folder)!r} is of {saved_count} processes, and this run has "
+            f"{int(engine.dp_world_size)}: DeepSpeed's parts fit only as many as wrote them. Run "
+            f"as many, or take the weights alone (nbaccel to-fp32 {folder.parent} OUT), or "
+            "convert it with python -m deepspeed.checkpoint.ds_to_universal."
+        )
+
+
+def _check_shapes(folder: Path, engine: Any, states: Mapping[str, Any]) -> None:
+    groups = [*(states.get("param_shapes") or ()), states.get("frozen_param_shapes") or {}]
+    saved = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    here = {
+        # At stage 3 the parameters are placeholders, whose own shape says nothing.
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in engine.module.named_parameters()
+    }
+    odd = [name for name in saved.keys() & here.keys() if saved[name] != here[name]]
+    odd += sorted(saved.keys() - here.keys())
+    if odd:
+        raise ConfigError(
+            f"{folder} is of another model than the {type(engine.module).__name__}: {odd[0]} has "
+            f"shape {list(saved[odd[0]])} there, and {list(here.get(odd[0], ())) or 'none'} here "
+            f"({len(odd)} of {len(saved)} differ). Nothing has been loaded. Load another one."
+        )

@@ -1,4 +1,4 @@
-"""Which elements of a parameter this process has under each ZeRO stage, and whole weights of them.
+"""Modules that DeepSpeed has in shards: their parts, their whole weights, what they were before.
 
     stage 3       a placeholder; this process's part of the weights, and of their float32 copy
     stages 1, 2   whole weights, and this process's part of their float32 copy
@@ -6,28 +6,52 @@
 
 The float32 copy is what was trained: it is what is copied back to the notebook, and no process ever
 holds all of it. Either part of stage 3 may be in a file (NVMe).
+
+DeepSpeed casts a module in place, moves its parameters into flat buffers, or, at stage 3, leaves
+placeholders in it, and hooks everywhere. In a script it does not matter; in a notebook the module
+is there after training, and is to be looked at, saved, or trained in another way.
+
+    take_back            this process has all of it: no communication
+    take_back_together   each process has a part: before another engine gets the module
+
+The capability row names this module as DeepSpeed's :class:`~nbaccel.abc.ShardReader`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import copy
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.leftovers import LeftoverFolders, announce_leftover
+from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import first_few, format_bytes
+from nbaccel.config.given_values import drop_at
 from nbaccel.deepspeed import private_api
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
+from nbaccel.deepspeed.environment import (
+    destroy,
+    forget_groups,  # noqa: F401 - of the reader, as the next but one
+    forget_modules,
+    live_engines,
+    tear_down,  # noqa: F401
+)
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys
 from nbaccel.deepspeed.zero_memory import DEFAULTS
-from nbaccel.plan.contracts.training import Piece
+from nbaccel.plan.contracts import training
+from nbaccel.plan.contracts.training import Piece, Remembered
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
@@ -72,26 +96,32 @@ def hold(tensor: torch.Tensor) -> object:
 
 
 def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """See :meth:`ShardReader.assign`; the float32 copy and the weights themselves."""
+    """See :meth:`ShardReader.assign`; of the float32 copy, too, which the next step goes by."""
     flat_values = whole.reshape(-1)
-    # The float32 copy, too: from it the next step makes the weights.
-    if private_api.is_swapped_out(tensor):
-        first, count = _local_span(tensor)
-        part = flat_values[first : first + count]
-        # The tensor that DeepSpeed's public function returns is a buffer, released by then.
-        private_api.write_swapped_fp32(tensor, lambda values: values[:count].copy_(part))
-    else:
+    if not is_partitioned(tensor):
         for first_element, part_values in local_pieces(tensor):
             part_values.copy_(flat_values[first_element : first_element + part_values.numel()])
-    if not is_partitioned(tensor):
         tensor.data.copy_(whole)
         return
     first, count = _local_span(tensor)
     part = flat_values[first : first + count]
+    master = _master_part(tensor)
+    if master is not None and is_on_disk(tensor):
+        raise ConfigError(
+            f"A parameter of shape {tuple(whole.shape)} is on disk (offload_param.device='nvme'), "
+            "and DeepSpeed changes what is trained there in its steps alone. Load weights before "
+            "`prepare`, or a checkpoint of accelerator.save_state."
+        )
+    if master is not None:
+        from deepspeed.utils import safe_set_local_fp32_param
+
+        # A copy: what was read from disk is in a buffer that is used again for writing.
+        safe_set_local_fp32_param(tensor, torch.cat([part.to(master), master[count:]]))
+    local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
     if is_on_disk(tensor):
-        write_part(tensor, part)
-    else:
-        local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
+        _mapped_part(tensor, is_shared=True)[:count].copy_(part)
+    # A part of a file that was read ahead is used from its buffer, where it is outdated by now.
+    if local_part.status.name == "AVAILABLE":
         local_part.data.view(-1)[:count].copy_(part)
     if tensor.data.numel() == tensor.ds_numel:  # type: ignore[attr-defined]
         tensor.data.copy_(whole)  # small parameters (or gathered ones) are whole here, besides
@@ -115,16 +145,24 @@ def _of_placeholder(tensor: Any) -> list[Piece]:
     # Of a parameter with fewer elements than there are ranks, the last ranks have only padding.
     if element_count == 0:
         return []
-    # A frozen parameter has no float32 copy, also where the engine trains others.
-    if private_api.zero3_optimizer(tensor) is not None and tensor.requires_grad:
-        from deepspeed.utils import safe_get_local_fp32_param
+    values = _master_part(tensor)
+    if values is None:
+        on_disk = is_on_disk(tensor)
+        # A copy: the engine overwrites the file in a later step, and a mapping would show that.
+        values = _mapped_part(tensor, is_shared=False).clone() if on_disk else tensor.ds_tensor
+        values = values.detach().reshape(-1)
+    return [(first_element, values[:element_count])]
 
-        values = safe_get_local_fp32_param(tensor)
-        if values is not None:
-            return [(first_element, values.detach().reshape(-1)[:element_count])]
-    on_disk = is_on_disk(tensor)
-    weights = read_part(tensor) if on_disk else tensor.ds_tensor
-    return [(first_element, weights.detach().reshape(-1)[:element_count])]
+
+def _master_part(tensor: Any) -> torch.Tensor | None:
+    """This process's part of the float32 copy at stage 3, with its padding."""
+    # A frozen parameter has none, also where the engine trains others.
+    if private_api.zero3_optimizer(tensor) is None or not tensor.requires_grad:
+        return None
+    from deepspeed.utils import safe_get_local_fp32_param
+
+    values = safe_get_local_fp32_param(tensor)
+    return None if values is None else values.detach().reshape(-1)
 
 
 def _local_span(tensor: Any) -> tuple[int, int]:
@@ -329,19 +367,21 @@ def is_on_disk(tensor: torch.Tensor) -> bool:
     return getattr(local_part, "final_location", None) == "nvme"
 
 
-def read_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a parameter, out of its file."""
-    # A copy: the engine overwrites the file in a later step, and a mapping would show that.
-    return _mapped_part(tensor, is_shared=False).clone()
-
-
-def write_part(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write this process's part of a parameter into its file."""
-    _mapped_part(tensor, is_shared=True)[: values.numel()].copy_(values)
-    local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
-    # A part that was read ahead is used from its buffer, where it is outdated by now.
-    if local_part.status.name == "AVAILABLE":
-        local_part.data.view(-1)[: values.numel()].copy_(values)
+def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
+    """This process's part of a parameter, in its file."""
+    param_swapper = tensor.nvme_swapper
+    # DeepSpeed may swap out asynchronously: the file need not have its bytes yet.
+    param_swapper.synchronize_writes()
+    path = Path(param_swapper.get_path(tensor))
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is gone: it held this process's part of a parameter of shape "
+            f"{tuple(tensor.ds_shape)}, of which there is no copy. Keep the folder "
+            "(offload_param.nvme_path) until accelerator.free_memory() has taken the weights "
+            "back."
+        )
+    part_size = int(tensor.ds_tensor.ds_numel)
+    return torch.from_file(str(path), shared=is_shared, size=part_size, dtype=tensor.dtype)
 
 
 def free_buffers(module: nn.Module) -> None:
@@ -362,10 +402,16 @@ def skip_repeated_reads(module: nn.Module) -> None:
     DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
     assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
     """
+
+    def read_once(swap_in: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        # By id, since tensors compare element by element.
+        unique = {id(parameter): parameter for parameter in parameters}
+        return swap_in(list(unique.values()), *args, **kwargs)
+
     swappers = (getattr(parameter, "nvme_swapper", None) for parameter in module.parameters())
     # The parameters of an engine share one swapper, which must be wrapped once.
     for swapper in {id(swapper): swapper for swapper in swappers if swapper is not None}.values():
-        swapper.swap_in = functools.partial(_read_once, swapper.swap_in)
+        swapper.swap_in = functools.partial(read_once, swapper.swap_in)
 
 
 def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) -> None:
@@ -373,45 +419,309 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
     section = zero_config.offload_param
     if section is None or section.device != "nvme":
         return
-    usual_size, usual_count = (
-        DEFAULTS[f"{ZERO}.offload_param.{name}"] for name in ("buffer_size", "buffer_count")
+    size, count = (
+        int(DEFAULTS[f"{ZERO}.offload_param.{name}"] if given is None else given)
+        for name, given in (
+            ("buffer_size", section.buffer_size),
+            ("buffer_count", section.buffer_count),
+        )
     )
-    size = usual_size if section.buffer_size is None else int(section.buffer_size)
-    count = usual_count if section.buffer_count is None else int(section.buffer_count)
-    parts = {
-        # A model built in shards has placeholders: `ds_numel` is the size of the whole parameter.
-        name: -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)
+    # A model built in shards has placeholders: `ds_numel` is the size of the whole parameter.
+    sizes = {
+        name: int(getattr(parameter, "ds_numel", parameter.numel()))
         for name, parameter in model.named_parameters()
     }
-    name = max(parts, key=lambda name: parts[name])
-    if parts[name] > size:
+    name = max(sizes, key=lambda name: sizes[name])
+    part = -(-sizes[name] // world_size)
+    if part > size:
         number_bytes = 2 if zero_config.is_on("bf16") or zero_config.is_on("fp16") else 4
         raise ConfigError(
-            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {parts[name]} "
+            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {part} "
             f"numbers of {name} from disk, into one buffer. DeepSpeed would stop with 'More "
-            f"elements than buffer size'. Set it to {parts[name]} or more; the {count} buffers "
-            f"(buffer_count) then take {format_bytes(parts[name] * count * number_bytes)} of host "
+            f"elements than buffer size'. Set it to {part} or more; the {count} buffers "
+            f"(buffer_count) then take {format_bytes(part * count * number_bytes)} of host "
             "memory in each process."
         )
 
 
-def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
-    param_swapper = tensor.nvme_swapper
-    # DeepSpeed may swap out asynchronously: the file need not have its bytes yet.
-    param_swapper.synchronize_writes()
-    path = Path(param_swapper.get_path(tensor))
-    if not path.is_file():
+# ------------------------------------------------------------------------------ placeholders
+# A partitioned parameter of ZeRO-3 is a tensor of shape ``(0,)`` while no layer uses it.
+# ``model.state_dict()`` and ``torch.save`` take it as it is.
+
+
+def is_placeholder(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO-3 keeps this parameter's numbers elsewhere at the moment."""
+    whole_shape = getattr(parameter, "ds_shape", None)
+    return whole_shape is not None and tuple(parameter.shape) != tuple(whole_shape)
+
+
+def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
+    """Names of the parameters that are placeholders of ZeRO-3.
+
+    Parameters of a module have DeepSpeed's attributes; a state dict has only shapes, unless it was
+    taken with `keep_vars`.
+    """
+    if isinstance(module_or_state, nn.Module):
+        # With duplicates: a tied parameter is named twice in the state dict, too.
+        named = module_or_state.named_parameters(remove_duplicate=False)
+        return [name for name, parameter in named if is_placeholder(parameter)]
+    floats = (
+        (name, value)
+        for name, value in module_or_state.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    )
+    return [name for name, value in floats if is_placeholder(value) or value.shape == (0,)]
+
+
+def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> None:
+    """Refuse weights that are placeholders of ZeRO-3, before they are saved or loaded."""
+    names = placeholders(module_or_state)
+    if names:
         raise ConfigError(
-            f"{path} is gone: it held this process's part of a parameter of shape "
-            f"{tuple(tensor.ds_shape)}, of which there is no copy. Keep the folder "
-            "(offload_param.nvme_path) until accelerator.free_memory() has taken the weights "
-            "back."
+            f"{thing}: {len(names)} of the weights are ZeRO-3 placeholders "
+            f"({first_few(names, 3)}), of shape (0,): a file of them is worthless. For whole "
+            "weights call nbaccel.fp32_state_dict(engine) or nbaccel.save_16bit_weights(engine, "
+            "folder) on every rank, or accelerator.save_model(model, folder); "
+            "nbaccel.zero_to_fp32(...) takes them out of a checkpoint."
         )
-    part_size = int(tensor.ds_tensor.ds_numel)
-    return torch.from_file(str(path), shared=is_shared, size=part_size, dtype=tensor.dtype)
 
 
-def _read_once(swap_in: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    # By id, since tensors compare element by element.
-    unique = {id(parameter): parameter for parameter in parameters}
-    return swap_in(list(unique.values()), *args, **kwargs)
+# ------------------------------------------------------------------------------ built in shards
+# transformers decides it by a weak reference in a module, to the last ``HfDeepSpeedConfig``. The
+# same reference makes ``generate`` keep ranks in step.
+
+
+def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:
+    """Let transformers build models in shards from here on."""
+    if not is_installed("transformers"):
+        return None
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    # As `Any`, since transformers' own constructor has no annotations.
+    config: Any = HfDeepSpeedConfig
+    return config(without_auto(zero_settings, world_size))
+
+
+@contextlib.contextmanager
+def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
+    """The same for a block; with None models are built whole in it."""
+    if not is_installed("transformers"):
+        yield
+        return
+    from transformers.integrations import deepspeed as integration
+
+    reference_before = private_api.hf_config_reference()
+    unset_config: Any = integration.unset_hf_deepspeed_config
+    unset_config()
+    # A variable, because transformers' reference is weak: without one it would be gone at once.
+    kept_config = announced_config(zero_settings) if zero_settings is not None else None
+    try:
+        yield
+    finally:
+        del kept_config
+        private_api.keep_hf_config_reference(reference_before)
+
+
+def building_whole() -> contextlib.AbstractContextManager[None]:
+    """See :meth:`ShardReader.building_whole`: transformers does not use ``zero.Init`` meanwhile."""
+    return applied_config(None)
+
+
+def without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """The settings for `zero.Init`, which reads batch sizes, has no use for them and no "auto"."""
+    concrete_settings = copy.deepcopy(dict(zero_settings))
+    for key in list(auto_keys(concrete_settings)):
+        drop_at(concrete_settings, key)
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & concrete_settings.keys():
+        concrete_settings["train_micro_batch_size_per_gpu"] = 1
+        concrete_settings["train_batch_size"] = world_size * concrete_settings.get(
+            "gradient_accumulation_steps", 1
+        )
+    return concrete_settings
+
+
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+# ------------------------------------------------------------------------------ as it was before
+
+
+def inner_module(module: nn.Module) -> nn.Module | None:
+    """See :meth:`ShardReader.inner_module`."""
+    _, _, submodules = torch_private.module_tables(module)
+    inner_engine = submodules.get("module")
+    return inner_engine if _is_deepspeeds(type(module)) else None
+
+
+def plain_state(module: nn.Module) -> dict[str, Any] | None:
+    """See :meth:`ShardReader.plain_state`."""
+    own = vars(module)
+    hooks = [hook for name in _HOOK_TABLES for hook in (own.get(name) or {}).values()]
+    parameters, _, _ = torch_private.module_tables(module)
+    if not _is_deepspeeds(type(parameters)) and not any(map(_is_deepspeeds, hooks)):
+        return None
+    # What is left of the instance's dictionary can be pickled; DeepSpeed's objects refer to engines
+    # and process groups, which cannot.
+    kept = {
+        name: value
+        for name, value in own.items()
+        if name not in private_api.ZERO3_MODULE_ATTRIBUTES
+        and not _is_deepspeeds(value)
+        and not _is_deepspeeds(type(value))
+    }
+    for name in _HOOK_TABLES:
+        table = own.get(name) or {}
+        kept[name] = OrderedDict(item for item in table.items() if not _is_deepspeeds(item[1]))
+    return kept | {"_parameters": _plain_table(parameters)}
+
+
+def _plain_table(parameter_table: Any) -> dict[str, Any]:
+    """A module's parameters by name, in a dictionary that is not DeepSpeed's."""
+    # Through `dict.items`, since DeepSpeed's dictionary gathers what its `__getitem__` looks up.
+    return dict(dict.items(parameter_table))
+
+
+def _is_deepspeeds(inspected_object: Any) -> bool:
+    """Whether a class, a function or a method was defined in DeepSpeed."""
+    # Some hooks are `functools.partial` objects, which name their function in `func`.
+    name = getattr(getattr(inspected_object, "func", inspected_object), "__module__", None)
+    return isinstance(name, str) and name.partition(".")[0] == "deepspeed"
+
+
+# What a module was before its first engine is a fact of this process: in a live worker it outlives
+# the Accelerator that prepared it, which the next run of the same cell drops.
+_REMEMBERED_STATES: WeakKeyDictionary[nn.Module, Remembered] = WeakKeyDictionary()
+
+
+def remember(module: nn.Module) -> Remembered:
+    """See :meth:`ShardReader.remember`; of a module that is taken apart, what it was before."""
+    # A module that is in parts looks like its engine's; only a whole one is looked at again.
+    if module not in _REMEMBERED_STATES or not any(map(is_cut, module.parameters())):
+        _REMEMBERED_STATES[module] = training.remember(module)
+    return _REMEMBERED_STATES[module]
+
+
+def take_back(module: nn.Module, remembered: Remembered) -> bool:
+    """See :meth:`ShardReader.take_back`; engines of this module are destroyed."""
+    engines = _engines_of(module)
+    if not engines and not any(map(is_cut, module.parameters())):
+        return False
+    _restore_module(module, remembered, _trained_weights(module), engines)
+    return True
+
+
+def take_back_together(module: nn.Module, device: torch.device) -> bool:
+    """Make a module whole that earlier engines of all processes have; a collective.
+
+    A cell that prepares a model is run again: without this, hooks of the engine before would run
+    beside those of the next one, over process groups that may be gone, and its weights would be
+    those in low precision.
+    """
+    state_before = _REMEMBERED_STATES.get(module)
+    is_taken_apart = state_before is not None and any(map(is_cut, module.parameters()))
+    built_in_shards = state_before is not None and any(
+        "ds_shape" in own_attributes for _, own_attributes in state_before.tensors.values()
+    )
+    is_engines = is_taken_apart and not built_in_shards
+    had_engine = torch.tensor(is_engines, dtype=torch.int32, device=device)
+    # The ranks must agree: if `prepare` failed on some of them, those have no engine, and still
+    # have to take part in the collectives below.
+    dist.all_reduce(had_engine, dist.ReduceOp.MAX)
+    if not had_engine:
+        return False
+    whole_values = _put_together(module, device)
+    _restore_module(module, state_before or remember(module), whole_values, _engines_of(module))
+    forget_modules()
+    return True
+
+
+@torch.no_grad()
+def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
+    """Whole weights by the identity of their parameters; a collective.
+
+    Where engines had no copy of higher precision, or have forgotten it, the weights stay.
+    """
+    found: dict[int, torch.Tensor] = {}
+    missing: list[str] = []
+    for name, parameter in module.named_parameters():
+        whole, num_own = _filled(parameter, device)
+        count = torch.tensor(num_own, dtype=torch.int64, device=device)
+        dist.all_reduce(count)
+        # The sum is the same on all ranks, so all take the same branch and none waits alone.
+        if count == whole.numel():
+            dist.all_reduce(whole)  # no element is in two parts: adding zeros changes none
+            found[id(parameter)] = whole.to(parameter.device)
+        elif is_partitioned(parameter) and parameter.numel() != whole.numel():
+            missing.append(name)
+    missing_count = torch.tensor(len(missing), device=device)
+    dist.all_reduce(missing_count)
+    if missing_count:
+        raise ConfigError(
+            f"{type(module).__name__} was taken apart by an engine that was not finished on "
+            f"all processes: {int(missing_count)} part(s) of weights are lost "
+            f"({', '.join(missing[:3]) or 'on other ranks'}). Build a new model, or "
+            "restart the workers (%accelerate restart), which get the notebook's."
+        )
+    return found
+
+
+def _filled(parameter: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
+    """A whole float32 tensor with this process's pieces, zero elsewhere; how many it has."""
+    whole = torch.zeros(shape_of(parameter), dtype=torch.float32, device=device)
+    count = 0
+    for first, values in local_pieces(parameter) if is_cut(parameter) else ():
+        whole.view(-1)[first : first + values.numel()].copy_(values)
+        count += values.numel()
+    return whole, count
+
+
+def _restore_module(
+    module: nn.Module,
+    state_before: Remembered,
+    whole_values: Mapping[int, torch.Tensor],
+    module_engines: list[Any],
+) -> None:
+    for engine in module_engines:
+        unhook(engine)
+        if dist.is_initialized():  # otherwise it was destroyed together with its process group
+            destroy(engine)
+    for inner_submodule in module.modules():
+        # DeepSpeed's dictionary gathers what is looked up, over a group that is gone by now.
+        parameter_table, _, _ = torch_private.module_tables(inner_submodule)
+        torch_private.replace_parameter_table(inner_submodule, _plain_table(parameter_table))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        whole = whole_values.get(id(tensor), tensor.detach())
+        as_it_was = (whole.dtype, frozenset(vars(tensor)))
+        dtype, attributes = state_before.tensors.get(name, as_it_was)
+        # In place: optimizers, tied layers and the notebook's variables refer to this very tensor.
+        tensor.data = whole.to(dtype)
+        tensor.grad = None
+        # DeepSpeed's attributes would make the parameter look partitioned to the next engine.
+        for attribute in vars(tensor).keys() - attributes:
+            delattr(tensor, attribute)
+    # It is the wrapper that keeps ranks in step, which hides the method of the class.
+    vars(module).pop("generate", None)
+
+
+def _engines_of(module: nn.Module) -> list[Any]:
+    return [engine for engine in live_engines() if vars(engine).get("module") is module]
+
+
+def unhook(engine: Any) -> None:
+    """Remove the hooks that an engine's `destroy` leaves on the module."""
+    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+        handle = getattr(engine, name, None)
+        if handle is not None:
+            handle.remove()
+
+
+@torch.no_grad()
+def _trained_weights(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Whole float32 weights by the identity of their parameters; none where no copy has them."""
+    found: dict[int, torch.Tensor] = {}
+    for parameter in filter(is_cut, module.parameters()):
+        whole, count = _filled(parameter, parameter.device)
+        # Where this process has only a part, the parameter keeps the weights that it has.
+        if count >= whole.numel():
+            found[id(parameter)] = whole
+    return found

@@ -42,28 +42,25 @@ _KEYS = {
 """Argument → where DeepSpeed's file has it."""
 
 
-def _read_steps(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
-def _read_number(text: str) -> float | str:
-    return text if text == AUTO else float(text)
-
-
-def _read_flag(text: str) -> bool:
-    return text.lower() in ("1", "true", "yes")
-
-
 _PREFIX = "ACCELERATE_DEEPSPEED_"
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _read_steps),
-    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", _read_number),
+    "gradient_accumulation_steps": (
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        lambda text: int(text) if text.isdecimal() else text,
+    ),
+    "gradient_clipping": (
+        "ACCELERATE_GRADIENT_CLIPPING",
+        lambda text: text if text == AUTO else float(text),
+    ),
     "zero_stage": (f"{_PREFIX}ZERO_STAGE", int),
     "offload_optimizer_device": (f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE", str),
     "offload_param_device": (f"{_PREFIX}OFFLOAD_PARAM_DEVICE", str),
     "offload_optimizer_nvme_path": (f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH", str),
     "offload_param_nvme_path": (f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH", str),
-    "zero3_save_16bit_model": (f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL", _read_flag),
+    "zero3_save_16bit_model": (
+        f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL",
+        lambda text: text.lower() in ("1", "true", "yes"),
+    ),
     "hf_ds_config": (f"{_PREFIX}CONFIG_FILE", str),
     "transformer_moe_cls_names": (f"{_PREFIX}MOE_LAYER_CLS_NAMES", str),
 }
@@ -197,12 +194,12 @@ class DeepSpeedPlugin(Settings):
         Args:
             enable: What it is in the block.
         """
-        from nbaccel.deepspeed.strategy import engines
+        from nbaccel.deepspeed.strategy import local_shards
 
         # Below stage 3 there is nothing to build in shards, whatever is passed.
         flag_before = self.zero3_init_flag
         self.zero3_init_flag = enable and self.zero_stage == 3
-        with engines.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
+        with local_shards.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
             try:
                 yield
             finally:
@@ -387,9 +384,6 @@ class DeepSpeedPlugin(Settings):
         return ""
 
 
-_OFFLOAD_KEYS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
-
-
 @dataclass
 class ConfigQueries:
     """A configuration, by dotted keys, as code for Accelerate asks ``plugin.hf_ds_config`` for it.
@@ -399,26 +393,9 @@ class ConfigQueries:
 
     config: dict[str, Any]
 
-    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The section of a dotted key, None where there is none, and the key's last part."""
-        path, _, last_key = ds_key_long.rpartition(".")
-        section = value_at(self.config, path) if path else self.config
-        return section if isinstance(section, dict) else None, last_key
-
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """The value of a dotted key."""
         return value_at(self.config, ds_key_long, default)
-
-    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a dotted key."""
-        section, last_key = self.find_config_node(ds_key_long)
-        if section is not None and last_key in section:
-            del section[last_key]
-        elif must_exist:
-            raise ValueError(
-                f"{ds_key_long!r} is not in the DeepSpeed configuration, so nothing was removed. "
-                "Leave must_exist out if it need not be there."
-            )
 
     def is_true(self, ds_key_long: str) -> bool:
         """Whether a value is set, and true."""
@@ -431,16 +408,17 @@ class ConfigQueries:
 
     def is_zero2(self) -> bool:
         """Whether it is stage 2."""
-        return bool(self.get_value(f"{ZERO}.stage") == 2)
+        return bool(self.get_value(_KEYS["zero_stage"]) == 2)
 
     def is_zero3(self) -> bool:
         """Whether it is stage 3."""
-        return bool(self.get_value(f"{ZERO}.stage") == 3)
+        return bool(self.get_value(_KEYS["zero_stage"]) == 3)
 
     def is_offload(self) -> bool:
         """Whether something of stage 2 or 3 is kept in host memory or on a disk."""
-        devices = {self.get_value(key) for key in _OFFLOAD_KEYS}
-        return (self.is_zero2() or self.is_zero3()) and not devices.isdisjoint({"cpu", "nvme"})
+        keys = (_KEYS["offload_optimizer_device"], _KEYS["offload_param_device"])
+        is_away = any(self.get_value(key) in ("cpu", "nvme") for key in keys)
+        return is_away and (self.is_zero2() or self.is_zero3())
 
 
 def _read_config(config: Any) -> dict[str, Any] | None:

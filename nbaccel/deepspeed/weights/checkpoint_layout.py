@@ -6,7 +6,6 @@
     <checkpoint>/<tag>/mp_rank_00_model_states.pt                  stages 0-2
     <checkpoint>/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt stage 3, one per rank
     <checkpoint>/<tag>/[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt
-    <checkpoint>/<tag>/offloaded_tensors/rank<rr>/*.tensor.swp      optimizer offloaded to NVMe
 
 Stages 1 and 2 lay the parameters of an optimizer's group end to end, fill up, and cut the whole
 into one part per rank; a parameter may go over a cut::
@@ -24,14 +23,13 @@ of a rank end to end, in sub-groups of bounded size::
 Weights in fp32 are those of the optimizer. What it does not train (frozen parameters, buffers) is
 with the model's states, in the precision of training.
 
-With an optimizer on NVMe its state has an empty tensor for each sub-group that was swapped, marked
-with the swapper's id, and the fp32 weights are in ``offloaded_tensors/rank<rr>/<id>.tensor.swp``,
-whose size is rounded up for the disk. DeepSpeed's script does not look there.
+With an optimizer on NVMe its state has an empty tensor for each sub-group that was swapped, and in
+stage 0 the fp32 weights of bf16 and fp16 have no names: both are refused.
 
-Stage 0 in bf16 or fp16 has rounded weights in the model's part; those in fp32 are in the
-optimizer's part, laid end to end, group by group, without names. They are matched by rounding: each
-parameter takes the next numbers of the group where these round to its values, bit by bit. Every
-number of the optimizer must be matched that way.
+Files are read by torch as plain data. They are mapped: pages that were read count as this process's
+memory until they are given back, piece by piece, so a few MiB are in memory whatever a file's size.
+Of classes that torch does not take for plain data there is a stand-in: no code of a file is run,
+and DeepSpeed is not imported.
 
 The layout is the one that DeepSpeed 0.19's ``engine.save_checkpoint`` writes and that its
 ``utils/zero_to_fp32.py`` reads.
@@ -39,32 +37,249 @@ The layout is the one that DeepSpeed 0.19's ``engine.save_checkpoint`` writes an
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import mmap
+import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.units import count_noun, number_ranges
-from nbaccel.deepspeed.weights.state_files import (
-    FileTensor,
-    StateFile,
-    Unknown,
-    Weight,
-    map_numbers,
-    pieces_between,
-    read_states,
-)
+from nbaccel.base.weight_files import OLD_TORCH_FORMAT
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+_CHUNK_ELEMENTS = 2**20
+# A buffer may repeat its elements (`expand`); a file of a few bytes must not make gigabytes.
+_REPEATED = 16
+_REPEATED_BYTES = 64 * 2**20
+_MADV_DONTNEED = 4  # of Linux's <sys/mman.h>
+
+
+class Unknown:
+    """An object of a class that is not looked up; it keeps its constructor's arguments."""
+
+    args: tuple[Any, ...]
+
+    def __new__(cls, *args: Any) -> Self:
+        """Without a constructor's work: pickles make objects by this alone."""
+        unknown = super().__new__(cls)
+        unknown.args = args
+        return unknown
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignored, since state is not needed."""
+
+
+class StateFile(NamedTuple):
+    """A file that is mapped, with what was saved."""
+
+    path: Path
+    states: Any
+
+
+def is_readable(path: Path) -> bool:
+    """Whether a file is not of torch's format of before 2020, which cannot be mapped."""
+    with path.open("rb") as file:
+        return file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
+
+
+def read_states(path: Path) -> StateFile:
+    """Read what ``torch.save`` wrote, but not the numbers of its tensors."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([_stand_in(name) for name in names]):
+            states = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # a damaged pickle is a program that may raise anything
+        raise _unreadable(path, error) from error
+    return StateFile(path, states)
+
+
+def _stand_in(full_name: str) -> type[Unknown]:
+    """A class that torch takes for the one of this name."""
+    module, _, name = full_name.rpartition(".")
+    return type(name, (Unknown,), {"__module__": module})
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    if not is_readable(path):
+        return ConfigError(
+            f"{path} is in torch's format of before 2020, whose tensors cannot be read one "
+            'by one (DeepSpeed writes it where the configuration has "checkpoint_serialization": '
+            "false). Write it anew, with torch.save(torch.load(path, weights_only=False), path), "
+            "for every .pt file of the folder; then convert. (That runs whatever code is in the "
+            "file: only do it with your own.)"
+        )
+    # torch's text has several paragraphs, and recommends to read the file without any check.
+    reason = next(iter(str(error).splitlines()), "")
+    if isinstance(error, pickle.UnpicklingError):
+        reason = reason.partition("you can do so")[0].partition("Please")[0]
+    return CheckpointDamaged(
+        f"{path} cannot be read, at a size of {path.stat().st_size:,} bytes "
+        f"({type(error).__name__}: {reason}): it is torn, or no checkpoint. A process was killed "
+        "while it wrote it, the disk was full, or a copy is not complete. Copy it again, or "
+        "convert an earlier checkpoint (tag=...)."
+    )
+
+
+class FileTensor(NamedTuple):
+    """A tensor, and the file that it lies in."""
+
+    file: StateFile
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, file: StateFile, value: Any) -> FileTensor:
+        """A tensor of a file; ValueError for what has no numbers, or repeats them too often."""
+        tensor: torch.Tensor = value.detach()
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or value.is_quantized:
+            raise ValueError(f"a tensor is {tensor.layout} on {tensor.device}")
+        stored_bytes = tensor.untyped_storage().nbytes()
+        if tensor.nbytes > max(_REPEATED_BYTES, _REPEATED * stored_bytes):
+            raise ValueError(f"a tensor of {stored_bytes} bytes has the shape {list(tensor.shape)}")
+        return cls(file, tensor)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.tensor.numel()
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Its elements in their order, a few MiB at a time; each is gone with the next."""
+        flat = self.tensor.reshape(-1)
+        # All tensors of a file lie in its mapping; a copy, which has other strides, does not, and
+        # would be filled with zeros.
+        is_mapped = flat.data_ptr() == self.tensor.data_ptr()
+        for chunk in torch.split(flat, _CHUNK_ELEMENTS):
+            yield chunk
+            if is_mapped:
+                _give_back(chunk)
+
+
+def _give_back(chunk: torch.Tensor) -> None:
+    """Let the system have the pages of a mapped file; the next read brings them again."""
+    first = chunk.data_ptr() - chunk.data_ptr() % mmap.PAGESIZE
+    size = ctypes.c_size_t(chunk.data_ptr() + chunk.nbytes - first)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, ctypes.c_int(_MADV_DONTNEED))
+
+
+def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple[FileTensor, ...]:
+    """Some elements of tensors that are laid end to end: as many as there are."""
+    pieces = []
+    for tensor in tensors:
+        first = max(begin, 0)
+        count = min(end, tensor.numel) - first
+        if count > 0:
+            part = tensor.tensor.view(-1).narrow(0, first, count)
+            pieces.append(FileTensor(tensor.file, part))
+        begin -= tensor.numel
+        end -= tensor.numel
+    return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor to be written: its name, its shape, and the pieces that it is put together from."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Type of its elements when it has been read."""
+    pieces: tuple[FileTensor, ...] = ()
+    """Its elements in their order; empty where they are not in files."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return self.numel * self.dtype.itemsize
+
+    @classmethod
+    def whole(cls, name: str, file: StateFile, value: torch.Tensor) -> Weight:
+        """A tensor as it is, with floating-point numbers as fp32."""
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        return cls(name, tuple(value.shape), dtype, (FileTensor.of(file, value),))
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Its elements in their order, a few MiB at a time."""
+        for piece in self.pieces:
+            for chunk in piece.chunks():
+                yield chunk.to(self.dtype)
+
+
+@contextlib.contextmanager
+def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
+    """A block that reads weights; it ends with an error where their bits are not those saved.
+
+    Meanwhile they are compared with the checksums that `torch.save` wrote beside them: in threads,
+    since checksums cover whole records, of which the block may read the parts in any order.
+    """
+    checksums_of = functools.cache(_checksums_in)
+    # By address: a record may have several weights.
+    records = {
+        piece.tensor.untyped_storage().data_ptr(): (weight.name, piece)
+        for weight in weights
+        for piece in weight.pieces
+        if checksums_of(piece.file.path)
+    }
+    # zlib lets other threads run. Few, because each has a piece in memory.
+    threads = ThreadPoolExecutor(max_workers=4)
+    try:
+        sums = threads.map(_sum_of_record, (piece for _, piece in records.values()))
+        yield
+        for (name, piece), record in zip(records.values(), sums, strict=True):
+            if record not in checksums_of(piece.file.path):
+                raise CheckpointDamaged(
+                    f"{piece.file.path} has flipped bits: the checksum of the record with {name} "
+                    f"({record[0]:,} bytes) is wrong. Weights would be converted that are not "
+                    "those that were trained. Copy it again, or convert another checkpoint "
+                    "(tag=...)."
+                )
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _sum_of_record(piece: FileTensor) -> tuple[int, int]:
+    """Size and CRC-32 of the record that a tensor lies in."""
+    storage = piece.tensor.untyped_storage()
+    stored = FileTensor(piece.file, torch.empty(0, dtype=torch.uint8).set_(storage))
+    crc = 0
+    for chunk in stored.chunks():
+        crc = zlib.crc32(chunk.numpy().data, crc)
+    return storage.nbytes(), crc
+
+
+def _checksums_in(path: Path) -> set[tuple[int, int]]:
+    """Size and CRC-32 of each record; none where it was saved without, as torch can."""
+    if not zipfile.is_zipfile(path):
+        return set()
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+    has_checksums = any(record.CRC for record in records)
+    return {(record.file_size, record.CRC) for record in records if has_checksums}
+
 
 # Raised where entries have another type than DeepSpeed gives them; the file may be anything.
 _ENTRY_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _MOST_RANKS = 2**20  # `range` of a number in a damaged file must not take all memory
 _STAGE_NAMES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-_ROUNDED_BYTES = 2**20  # far above DeepSpeed's rounding; smaller tensors are never swapped
 _WITH_ENGINE = (
     "Load the checkpoint into its engine, in a fresh process, and use fp32_state_dict(engine)."
 )
@@ -214,10 +429,7 @@ def _trained_at_stage_3(
     files: CheckpointFiles, model: StateFile, optimizers: Sequence[StateFile]
 ) -> _Weights:
     groups = _shape_groups(model)
-    ranks = []
-    for rank, file in enumerate(optimizers):
-        swap_folder = files.folder / "offloaded_tensors" / f"rank{rank:02d}"
-        ranks.append([*_flat_groups(swap_folder, file, groups, len(optimizers))])
+    ranks = [[*_flat_groups(file, groups, len(optimizers))] for file in optimizers]
     shapes = dict(chain.from_iterable(group.items() for group in groups))
     return _laid_out(str(files.folder), ranks, shapes)
 
@@ -288,27 +500,17 @@ def _checked_shapes(shapes: Mapping[str, Any]) -> _GroupShapes:
 
 
 def _flat_groups(
-    swap_folder: Path, file: StateFile, groups: Sequence[_GroupShapes], num_ranks: int
+    file: StateFile, groups: Sequence[_GroupShapes], num_ranks: int
 ) -> Iterator[FileTensor]:
-    """A rank's fp32 weights, sub-group by sub-group: in its file, or where they were swapped to."""
+    """A rank's fp32 weights, sub-group by sub-group."""
     for number, tensor in enumerate(file.states["fp32_flat_groups"]):
         shapes = groups[number] if number < len(groups) else {}
-        count = sum(_share(shape, num_ranks) for shape in shapes.values())
-        if tensor.numel() or not count:
-            yield FileTensor.of(file, tensor)
-            continue
-        # No separators: an id that is read from a file must not lead to another folder.
-        path = swap_folder / f"{tensor.ds_id}.tensor.swp".replace("/", "_")
-        size = path.stat().st_size if path.is_file() else None
-        if size is None or not 0 <= size - 4 * count < _ROUNDED_BYTES:
-            found = "is missing" if size is None else f"has {size:,} bytes: it is torn"
+        if not tensor.numel() and any(_share(shape, num_ranks) for shape in shapes.values()):
             raise ConfigError(
-                f"{path} {found}. It should hold the {4 * count:,} bytes of the fp32 weights from "
-                f"{next(iter(shapes))} on, which were swapped to NVMe when the checkpoint was "
-                "saved. Copy the folder offloaded_tensors from the machine that saved it. "
-                f"{_WITH_ENGINE}"
+                f"{file.path} has no fp32 weights from {next(iter(shapes))} on: they were swapped "
+                f"to NVMe when the checkpoint was saved. {_WITH_ENGINE}"
             )
-        yield map_numbers(path, count)
+        yield FileTensor.of(file, tensor)
 
 
 # ------------------------------------------------------------------------------ stage 0
@@ -325,26 +527,18 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
             "none of its *_optim_states.pt is there, in which the fp32 weights are. Copy them "
             "here, or convert another checkpoint (tag=...)."
         )
-    weights, tied = _stored_weights(model)
-    buffer_names = set(model.states.get("buffer_names") or ())
-    parameters = [weight for name, weight in weights.items() if name not in buffer_names]
-    masters = _master_weights(model, parameters)
-    if exclude_frozen and not masters:
+    optimizer = model.states.get("optimizer")
+    if isinstance(optimizer, Mapping) and {"fp32_groups", "fp32_groups_flat"} & optimizer.keys():
         raise ConfigError(
-            f"{model.path} was saved without ZeRO and in fp32 (or without an optimizer), and "
-            f"does not tell which of its {len(parameters)} parameters were frozen. Leave "
-            "exclude_frozen_parameters out, and drop them by their names."
+            f"{model.path} was saved without ZeRO in 16 bit: its weights are rounded, and those in "
+            f"fp32 are in its optimizer ({_keys(optimizer)}), without names. {_WITH_ENGINE}"
         )
-    kept = {
-        name: masters.get(name, weight)
-        for name, weight in weights.items()
-        if not exclude_frozen or name in buffer_names or name in masters
-    }
-    return kept, {name: target for name, target in tied.items() if target in kept}
-
-
-def _stored_weights(model: StateFile) -> _Layout:
-    """The model's tensors as they are; of those in the same place, the first."""
+    if exclude_frozen:
+        raise ConfigError(
+            f"{model.path} was saved without ZeRO, and does not tell which of its "
+            f"{len(model.states['module'])} weights were frozen. Leave exclude_frozen_parameters "
+            "out, and drop them by their names."
+        )
     weights: _Weights = {}
     tied: dict[str, str] = {}
     first_names: dict[tuple[int, torch.Size], str] = {}
@@ -358,54 +552,6 @@ def _stored_weights(model: StateFile) -> _Layout:
         else:
             tied[name] = first_name
     return weights, tied
-
-
-def _master_weights(model: StateFile, parameters: Sequence[Weight]) -> _Weights:
-    groups = _master_groups(model)
-    begins = [0] * len(groups)
-    masters: _Weights = {}
-    for weight in parameters:
-        (rounded,) = weight.pieces
-        # In fp32 the model's weights are those that the optimizer trains.
-        if rounded.tensor.dtype not in (torch.bfloat16, torch.float16) or not weight.numel:
-            continue
-        for number, group in enumerate(groups):
-            pieces = pieces_between(group, begins[number], begins[number] + weight.numel)
-            if _rounds_to(pieces, rounded):
-                masters[weight.name] = Weight(weight.name, weight.shape, torch.float32, pieces)
-                begins[number] += weight.numel
-                break
-    # What is left over belongs to a parameter that was not found, so the matches are not certain.
-    num_left = sum(tensor.numel for group in groups for tensor in group) - sum(begins)
-    if num_left:
-        raise ConfigError(
-            f"{model.path} has {num_left:,} fp32 weights in its optimizer that round to no "
-            "parameter of the model: the two did not agree when it was saved, so it is not certain "
-            f"to which parameters they belong. {_WITH_ENGINE}"
-        )
-    return masters
-
-
-def _master_groups(model: StateFile) -> list[list[FileTensor]]:
-    """The optimizer's fp32 weights, by group; none where it trained the model's tensors."""
-    optimizer = model.states.get("optimizer")
-    if not isinstance(optimizer, Mapping):
-        return []
-    groups = optimizer.get("fp32_groups") or ()
-    if optimizer.get("fp32_groups_flat") is not None:
-        groups = [[tensor] for tensor in optimizer["fp32_groups_flat"]]
-    return [[FileTensor.of(model, tensor) for tensor in group] for group in groups]
-
-
-def _rounds_to(masters: Sequence[FileTensor], rounded: FileTensor) -> bool:
-    """Whether fp32 numbers are, in 16 bit, exactly these; a few MiB of both at a time."""
-    # Of one parameter, since no tensor of an optimizer ends within one.
-    if [master.numel for master in masters] != [rounded.numel]:
-        return False
-    return all(
-        torch.equal(master.to(half.dtype).view(torch.int16), half.view(torch.int16))
-        for master, half in zip(masters[0].chunks(), rounded.chunks(), strict=True)
-    )
 
 
 # ------------------------------------------------------------------------------ files
@@ -440,22 +586,19 @@ class CheckpointFiles:
         for kind, files in kinds.items():
             missing = sorted(set(range(num_ranks)) - files.keys())
             extra = sorted(files.keys() - set(range(num_ranks)))
+            saved_by = f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}"
             names = f"*zero_pp_rank_N_mp_rank_00_{kind}_states.pt of rank"
             if missing:
                 mistakes.append(
-                    f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, and the files "
-                    f"{names} {number_ranges(missing)} are missing: each holds a part of every "
-                    "weight. Copy them here from the machine that wrote them "
-                    "(use_node_local_storage leaves them on each node), or convert another "
-                    "checkpoint (tag=...)."
+                    f"{saved_by}, and the files {names} {number_ranges(missing)} are missing: each "
+                    "holds a part of every weight. Copy them here from the machine that wrote them "
+                    "(use_node_local_storage leaves them on each node), or give another tag."
                 )
             elif extra:
                 mistakes.append(
-                    f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, but files of "
-                    f"further ranks are there, too ({names} {number_ranges(extra)}): an earlier "
-                    "save of more ranks was written over, and it is not certain which parts belong "
-                    "together. If the last save is the one you want and it was completed, delete "
-                    "those files and try again."
+                    f"{saved_by}, but files of further ranks are there, too ({names} "
+                    f"{number_ranges(extra)}): an earlier save of more ranks was written over. If "
+                    "the last save was completed, delete those files and try again."
                 )
         if mistakes:
             raise ConfigError(*mistakes)

@@ -23,8 +23,7 @@ from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.quiet_bars import Bar
 from nbaccel.base.units import parse_bytes
 from nbaccel.deepspeed import private_api
-from nbaccel.deepspeed.weights.checkpoint_layout import read_layout
-from nbaccel.deepspeed.weights.state_files import Weight, checked_bits
+from nbaccel.deepspeed.weights.checkpoint_layout import Weight, checked_bits, read_layout
 
 _INDEX_FILE = weight_files.FILE_PATTERN.format(suffix="") + ".index.json"
 

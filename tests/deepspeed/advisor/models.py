@@ -40,14 +40,16 @@ class Blocks(nn.Module):
         return x
 
 
-def machine(gpus: int = 2, capability: tuple[int, int] = (9, 0)) -> Inventory:
+def machine(
+    gpus: int = 2, capability: tuple[int, int] = (9, 0), free_bytes: int = 80 * GIB
+) -> Inventory:
     """Much of everything; budgets say what may be used of it."""
     cards = tuple(
         Gpu(
             index=index,
             name="a GPU",
-            total_bytes=80 * GIB,
-            free_bytes=80 * GIB,
+            total_bytes=2 * free_bytes,
+            free_bytes=free_bytes - index,
             compute_capability=capability,
             uuid=f"GPU-{index}",
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nbaccel.base import env
-from nbaccel.deepspeed import cpp_operations
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.proving import training_step
 from nbaccel.deepspeed.strategy.engines import make_engine
 from nbaccel.deepspeed.zero_config import ZeroConfig
@@ -24,7 +24,7 @@ def step_through(configs: list[tuple[dict[str, Any], bool]]) -> list[tuple[int, 
 
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    env.update({"PATH": cpp_operations.path_with_ninja()})
+    env.update({"PATH": library.path_with_ninja()})
     found = []
     for config, again in configs:
         torch.manual_seed(0)

@@ -18,17 +18,11 @@ from tests.deepspeed import needs
 from tests.deepspeed.advisor import limited_models as models, rungs
 from tests.deepspeed.advisor.limited_models import MIB
 from tests.deepspeed.advisor.models import LIBAIO, WIDTH, Blocks, machine
+from tests.deepspeed.needs import marked
 
 pytestmark = pytest.mark.slow
 
 HERE = machine(0)
-
-
-def marked(test):
-    """A test of the real DeepSpeed; the warnings of its imports are not ours."""
-    for mark in (*needs.ENGINE, pytest.mark.filterwarnings("ignore")):
-        test = mark(test)
-    return test
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,9 @@ import sys
 
 import torch
 
-from nbaccel import Accelerator, ConfigError, DeepSpeedPlugin
+from nbaccel import Accelerator, DeepSpeedPlugin
 from nbaccel.deepspeed.strategy import local_shards
+from tests.deepspeed.programs import refusal
 from tests.deepspeed.strategy.test_disk import net, swapped_to
 
 
@@ -20,11 +21,7 @@ def main(folder: str, layers: str) -> None:
     plugin = DeepSpeedPlugin(hf_ds_config=swapped_to(folder), transformer_moe_cls_names=layers)
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16", cpu=True)
     model = net()
-    refused = ""
-    try:
-        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    except ConfigError as error:
-        refused = str(error)
+    refused = refusal(accelerator.prepare, model, torch.optim.AdamW(model.parameters()))
     print(json.dumps({"refused": refused, "claims": len(local_shards._OPEN_CLAIMS)}))
 
 

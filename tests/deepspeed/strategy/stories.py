@@ -12,9 +12,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
 from nbaccel import Accelerator, DeepSpeedPlugin
-from nbaccel.errors import NbaccelError
 from nbaccel.utils import DummyOptim, DummyScheduler
 from tests.damage import damaged_copy
+from tests.deepspeed.programs import refusal
 from tests.deepspeed.strategy.runs import loader, net
 
 
@@ -23,15 +23,6 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
     if stage == 3:
         section["stage3_param_persistence_threshold"] = 0
     return {"zero_optimization": section, **more}
-
-
-def refusal(call: Any, *args: Any, **options: Any) -> str:
-    """The error of ours that a call raises, as text."""
-    try:
-        call(*args, **options)
-    except NbaccelError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def some_steps(accelerator: Accelerator, model: Any, optimizer: Any, count: int = 3) -> list[float]:

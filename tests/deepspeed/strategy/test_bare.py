@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.deepspeed.strategy.engine_driver import PATIENCE
+from nbaccel.deepspeed.strategy.engines import PATIENCE
 from tests.deepspeed import needs
 from tests.deepspeed.programs import told_by
 from tests.deepspeed.strategy.bare import ORDER

@@ -9,14 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import Accelerator, DeepSpeedPlugin, fp32_state_dict, notebook_launcher
+from nbaccel import (
+    Accelerator,
+    ConfigError,
+    DeepSpeedPlugin,
+    fp32_state_dict,
+    notebook_launcher,
+)
 from tests.deepspeed import needs
 
 pytestmark = [pytest.mark.slow, *needs.DISK, pytest.mark.filterwarnings("ignore")]
 
 WIDTH = 1024  # DeepSpeed keeps smaller parameters in memory, whatever it is told
-PLACES = ("none", "nvme")
-"""Of the parameters; the optimizer is on disk."""
 
 
 def net(seed: int) -> nn.Module:
@@ -24,16 +28,15 @@ def net(seed: int) -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, bias=False)
 
 
-def load_and_go_on(model: nn.Module, start: Path, place: str, folder: Path) -> dict[str, Any]:
-    """Train, load whole weights from elsewhere, look at them, and train on."""
+def load_and_go_on(model: nn.Module, in_memory: int | None, folder: Path) -> dict[str, Any]:
+    """Train, load whole weights from elsewhere, look at them, and train on.
+
+    Beyond `in_memory` elements parameters are on disk, too; None keeps all of them in memory.
+    """
     disk = {"device": "nvme", "nvme_path": str(folder)}
-    zero: dict[str, Any] = {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "offload_optimizer": disk,
-    }
-    if place == "nvme":
-        zero["offload_param"] = dict(disk)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": disk}
+    if in_memory is not None:
+        zero["offload_param"] = {**disk, "max_in_cpu": in_memory}
     config = {"zero_optimization": zero, "bf16": {"enabled": True}}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
     engine, optimizer = accelerator.prepare(
@@ -44,32 +47,26 @@ def load_and_go_on(model: nn.Module, start: Path, place: str, folder: Path) -> d
         accelerator.backward(engine(rows).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    accelerator._run.strategy.load_model_state(engine, torch.load(start, weights_only=True))
+    accelerator._run.strategy.load_model_state(engine, net(1).state_dict())
     loaded = {name: value.clone() for name, value in fp32_state_dict(engine).items()}
     accelerator.backward(engine(rows).square().mean())
     optimizer.step()
     return {"loaded": loaded, "files": len([*folder.rglob("*.swp")])}
 
 
-def all_places(models: dict[str, nn.Module], start: Path, folder: Path) -> dict[str, Any]:
-    return {p: load_and_go_on(models[p], start, p, folder / p) for p in PLACES}
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, nn.Module]]:
-    folder = tmp_path_factory.mktemp("disk")
-    start = folder / "weights.pt"
-    torch.save(net(1).state_dict(), start)
-    models = {place: net(0) for place in PLACES}
-    results = notebook_launcher(all_places, (models, start, folder), num_processes=2, timeout=240)
-    return results[0], models
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_loaded_weights_are_on_disk_and_the_next_step_begins_with_them(ran: Any, place: str):
-    found, models = ran[0][place], ran[1]
+@pytest.mark.parametrize("in_memory", [None, 10**9])
+def test_loaded_weights_are_on_disk_and_the_next_step_begins_with_them(
+    tmp_path: Path, in_memory: int | None
+):
+    model = net(0)
+    found = notebook_launcher(load_and_go_on, (model, in_memory, tmp_path), num_processes=2)[0]
     assert found["files"] > 0
     expected = net(1).weight.detach()
     assert torch.equal(found["loaded"]["weight"], expected)
-    moved = (models[place].weight.detach() - expected).abs().max().item()
+    moved = (model.weight.detach() - expected).abs().max().item()
     assert 0 < moved < 1e-3
+
+
+def test_parameters_on_disk_take_no_loaded_weights(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"shape \(1024, 1024\) is on disk.*before `prepare`"):
+        notebook_launcher(load_and_go_on, (net(0), 0, tmp_path), num_processes=2)

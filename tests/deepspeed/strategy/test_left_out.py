@@ -10,8 +10,8 @@ import torch
 
 from nbaccel import Accelerator, load_fp32_state_dict, notebook_launcher
 from tests.deepspeed import needs
+from tests.deepspeed.programs import refusal
 from tests.deepspeed.strategy.runs import Row
-from tests.deepspeed.strategy.stories import refusal
 from tests.train.checkpoint.test_left_out import TRAINED, Adapted, goes_on
 
 pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]
@@ -73,8 +73,8 @@ def test_training_goes_on_where_it_was_saved(
         states = torch.load(path, weights_only=False)
         assert not {name for name in states["module"] or () if name.startswith("base.")}
         assert not states.get("frozen_param_fragments")
-    names = set(load_fp32_state_dict(saved_folder))
-    assert names == TRAINED | {"seen"}
+    if kind != (0, "bf16"):  # which is not converted
+        assert set(load_fp32_state_dict(saved_folder)) == TRAINED | {"seen"}
 
 
 def test_a_model_that_trains_them_now_and_one_without_an_engine(told: Any) -> None:

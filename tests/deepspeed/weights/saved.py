@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from torch import nn
 from nbaccel import notebook_launcher
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.environment import deepspeed_environment
+from nbaccel.deepspeed.strategy.local_shards import placeholders
 from nbaccel.deepspeed.weights.converting import fp32_state_dict, save_16bit_weights
-from nbaccel.deepspeed.weights.state_files import placeholders
-from nbaccel.errors import NbaccelError
 from nbaccel.train.checkpoint import save_model
-from tests.deepspeed.needs import ABORTS_ON_DISK
+from tests.deepspeed.programs import refusal
 
 CASES = {
     "0-fp32": {"stage": 0},
@@ -38,14 +36,13 @@ CASES = {
     "3-bf16": {"stage": 3, "bf16": True},
     "3-bf16-cpu": {"stage": 3, "bf16": True, "offload": {"device": "cpu"}},
 }
-NVME = "3-bf16-nvme"  # made where the operation is built that it needs
 ALONE = ("1-fp32", "2-bf16", "3-fp32", "3-bf16")
 
 
 class Net(nn.Module):
     """Odd sizes, so that cuts need filling up; tied, frozen and empty parameters; buffers."""
 
-    def __init__(self, is_whole: bool, is_wide: bool = False) -> None:
+    def __init__(self, is_whole: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(11, 7)
@@ -53,8 +50,6 @@ class Net(nn.Module):
         self.fixed = nn.Linear(7, 7).requires_grad_(is_whole)
         self.head = nn.Linear(7, 11, bias=False)
         self.head.weight = self.words.weight
-        # Half of it is 2 MiB in fp32; less than 1 MiB is never swapped.
-        self.wide = nn.Linear(1024, 1024, bias=False) if is_wide else None
         self.register_buffer("scale", torch.rand(3))
         self.register_buffer("seen", torch.arange(6).reshape(2, 3).T)
         self.register_buffer("mask", torch.tensor([True, False, True]))
@@ -62,18 +57,7 @@ class Net(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         hidden = self.words(rows)
-        if self.wide is not None:
-            hidden = hidden + self.wide(hidden.mean().expand(1024)).mean()
         return self.head(hidden + self.fixed(self.body(hidden))) * self.scale.mean()
-
-
-def swaps_to_disk() -> bool:
-    """Whether DeepSpeed's operation for NVMe is built, which takes minutes, and works here."""
-    if ABORTS_ON_DISK:
-        return False
-    default = Path.home() / ".cache" / "torch_extensions" / f"py3{sys.version_info.minor}_cpu"
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
-    return (folder / "async_io" / "async_io.so").exists()
 
 
 def config(stage: int, *, bf16: bool = False, offload: Any = None) -> dict[str, Any]:
@@ -137,23 +121,13 @@ def theirs(engine: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
     return masters, computed
 
 
-def refusal(action: Any, *args: Any) -> str:
-    """The error that an action ends with, as text."""
-    try:
-        action(*args)
-    except NbaccelError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def make(folder: Path, name: str) -> None:
     """Train, save, and note beside it what the weights are and what was refused."""
     folder = folder / name
-    nvme = {"device": "nvme", "nvme_path": str(folder / "nvme")}
-    settings = CASES.get(name, {"stage": 3, "bf16": True, "offload": nvme})
+    settings = CASES[name]
     # Stage 0 trains all parameters, in one group; the others have frozen ones, and two groups.
     is_simple = settings["stage"] == 0
-    network = Net(is_whole=is_simple, is_wide=name == NVME)
+    network = Net(is_whole=is_simple)
     engine = train(config(**settings), network, 1 if is_simple else 2)
     engine.save_checkpoint(str(folder), tag="step3")
     (folder / "a-file").touch()
@@ -183,18 +157,16 @@ def make_all(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def by_their_script(folder: Path) -> None:
-    """What DeepSpeed's own script makes of each checkpoint; it reads neither stage 0 nor NVMe."""
+    """What DeepSpeed's own script makes of each checkpoint; it does not read stage 0."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    for path in (p for p in sorted(folder.glob("*/[123]-*")) if p.name != NVME):
+    for path in sorted(folder.glob("*/[123]-*")):
         torch.save(get_fp32_state_dict_from_zero_checkpoint(str(path)), path / "script")
 
 
 def main(folder: Path) -> None:
-    names = (*CASES, NVME) if swaps_to_disk() else tuple(CASES)
-    notebook_launcher(
-        make_all, (folder / "two", names), config=RunConfig(num_processes=2, device="cpu")
-    )
+    config = RunConfig(num_processes=2, device="cpu")
+    notebook_launcher(make_all, (folder / "two", tuple(CASES)), config=config)
     with deepspeed_environment():
         make_all(folder / "one", ALONE)
     by_their_script(folder)

@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 
 import nbaccel
 from nbaccel.base.weight_files import SAFE_DTYPE_NAMES
-from nbaccel.deepspeed.weights.converting import plan, publishing, write_shard
-from nbaccel.deepspeed.weights.state_files import (
+from nbaccel.deepspeed.strategy.local_shards import check_whole, placeholders
+from nbaccel.deepspeed.weights.checkpoint_layout import (
     Unknown,
     Weight,
-    check_whole,
-    placeholders,
     read_states,
 )
+from nbaccel.deepspeed.weights.converting import plan, publishing, write_shard
 from nbaccel.errors import CheckpointFailed, ConfigError
 from tests.isolation import isolated
 
@@ -74,8 +73,6 @@ def test_pages_that_were_read_are_given_back_and_read_again(tmp_path):
     torch.save({"x": tensor}, tmp_path / "x.pt")
     file = read_states(tmp_path / "x.pt")
     weight = Weight.whole("x", file, file.states["x"])
-    assert any(tensor.data_ptr() not in mapping for mapping in file.mappings)
-    assert any(file.states["x"].data_ptr() in mapping for mapping in file.mappings)
     for _ in range(2):
         assert torch.equal(torch.cat(list(weight.chunks())), tensor)
 
@@ -124,26 +121,10 @@ def stage_0(folder: Path, module: dict[str, torch.Tensor], **more: object) -> Pa
     return folder
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_find_their_parameters_whatever_the_optimizers_groups(tmp_path, dtype):
-    torch.manual_seed(0)
-    masters = {f"w{n}": torch.randn(5 + n, 3) for n in range(6)}
-    frozen = torch.randn(4, dtype=dtype)
-    module = {name: master.to(dtype) for name, master in masters.items()} | {"frozen": frozen}
-    groups = [["w0", "w3", "w4"], ["w1", "w2", "w5"]]
-    flat = [torch.cat([masters[name].flatten() for name in group]) for group in groups]
-    folder = stage_0(tmp_path / "in", module, optimizer={"fp32_groups_flat": flat})
-    state = nbaccel.load_fp32_state_dict(folder)
-    assert all(torch.equal(state[name], master) for name, master in masters.items())
-    assert torch.equal(state["frozen"], frozen.float())
-    trained = nbaccel.load_fp32_state_dict(folder, exclude_frozen_parameters=True)
-    assert trained.keys() == masters.keys()
-
-
-def test_masters_that_fit_nothing_are_refused(tmp_path):
+def test_fp32_weights_without_names_are_refused(tmp_path):
     optimizer = {"fp32_groups_flat": [torch.rand(4)]}
     folder = stage_0(tmp_path / "in", {"w": torch.ones(4).bfloat16()}, optimizer=optimizer)
-    with pytest.raises(ConfigError, match=r"4 fp32 weights in its optimizer that round to no"):
+    with pytest.raises(ConfigError, match=r"fp32 are in its optimizer \(fp32_groups_flat\)"):
         nbaccel.load_fp32_state_dict(folder)
 
 

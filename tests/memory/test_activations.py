@@ -1,9 +1,11 @@
-"""Activations: counted on a copy without memory, held against what real runs allocate."""
+"""Activations counted on a copy without memory, bytes while they live, batches of every form."""
 
 from __future__ import annotations
 
 import copy
 import gc
+from collections import UserDict, namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,16 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
-from nbaccel.memory.activations import measure_activations
-from nbaccel.strategies.model_blocks import checkpoints_gradients
+from nbaccel.memory.activations import (
+    LiveBytes,
+    call,
+    loss_of,
+    mapped,
+    measure_activations,
+    num_samples,
+    resized,
+)
 
 WIDTH, ROWS = 64, 32
 
@@ -166,55 +174,125 @@ def test_a_batch_that_does_not_fit_the_model_is_refused_in_words(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# ---------------------------------------------------------------- transformers, and the estimate
-@pytest.fixture(scope="module")
-def llama():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-    )
-    with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config)
+# ---------------------------------------------------------------- bytes while they live
+MIB = 2**20
 
 
-@pytest.fixture
-def tokens():
-    ids = torch.zeros(2, 32, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+def mebi(number):
+    return torch.empty(number * MIB, dtype=torch.uint8)
 
 
-def test_a_model_of_transformers_on_meta_is_measured_with_and_without(llama, tokens):
-    plain, again = (
-        estimate_memory(llama, sample_batch=tokens, gradient_checkpointing=on).device.activations
-        for on in (False, True)
-    )
-    assert 0 < again < plain / 2
-    assert not checkpoints_gradients(llama)
-    assert all(p.is_meta for p in llama.parameters())
+def test_what_is_freed_is_counted_no_more_and_the_peak_stays():
+    with LiveBytes() as live:
+        first = mebi(3)
+        second = mebi(2)
+        del first
+        third = mebi(1)
+        assert (live.now, live.peak) == (3 * MIB, 5 * MIB)
+    del second, third
 
 
-def test_the_configurations_batch_size_counts(llama, tokens):
-    two, eight = (
-        estimate_memory(
-            llama, {"train_micro_batch_size_per_gpu": rows}, sample_batch=tokens
-        ).device.activations
-        for rows in (2, 8)
-    )
-    assert eight == pytest.approx(4 * two, rel=0.1)
+def test_a_view_is_not_counted_again():
+    with LiveBytes() as live:
+        whole = mebi(4)
+        part = whole[:MIB].view(-1, 2)
+        assert live.now == 4 * MIB
+        del whole
+        assert live.now == 4 * MIB, "the view holds it"
+        del part
+        assert live.now == 0
 
 
-def test_auto_is_filled_in_from_the_model(llama):
-    zero = {"stage": 2, "reduce_bucket_size": "auto"}
-    found = estimate_memory(llama, {"zero_optimization": zero, "train_batch_size": "auto"})
-    assert found.settings.zero["reduce_bucket_size"] == 64 * 64
-    assert found.settings.unknown == ()
-    assert "auto" not in str(found)
+def test_what_was_there_counts_when_it_is_adopted_and_once():
+    there = mebi(2)
+    with LiveBytes([there]) as live:
+        view = there[1:]
+        assert live.now == 0
+        live.adopt([there, view])
+        assert (live.now, live.peak) == (2 * MIB, 2 * MIB)
+        del there, view
+        assert live.now == 0
 
 
-def test_a_batch_needs_a_model_and_no_second_number(tokens):
-    with pytest.raises(ConfigError, match=r"(?s)sample_batch needs the model.*both given"):
-        estimate_memory((100, 10), sample_batch=tokens, activation_bytes=5)
+def test_one_that_is_made_where_another_was_freed_is_counted():
+    """The allocator gives the same address again and again."""
+    for _ in range(20):
+        there = mebi(1)
+        with LiveBytes([there]) as live:
+            del there
+            made = mebi(1)
+            assert live.now == MIB
+        del made
+
+
+def test_a_storage_that_grows_counts_as_what_it_has_become():
+    with LiveBytes() as live:
+        grown = mebi(1)
+        grown.resize_(3 * MIB)
+        assert live.now == 3 * MIB
+    del grown
+
+
+def test_other_devices_are_left_out():
+    with LiveBytes(device="cpu") as live:
+        away = torch.empty(MIB, device="meta")
+        here = mebi(1)
+        assert live.now == MIB
+    del away, here
+
+
+# ---------------------------------------------------------------- batches
+Pair = namedtuple("Pair", "inputs targets")  # noqa: PYI024 - as users write it
+
+
+def test_a_batch_is_cut_and_repeated_along_its_samples():
+    batch = {
+        "x": torch.arange(6).view(3, 2),
+        "mask": torch.ones(2),
+        "n": 7,
+        "scale": torch.ones(()),
+    }
+    assert num_samples(batch) == 3
+    assert resized(batch, 2)["x"].tolist() == [[0, 1], [2, 3]]
+    more = resized(batch, 7)
+    assert more["x"].shape == (7, 2)
+    assert more["x"][3:5].tolist() == [[0, 1], [2, 3]]
+    assert (more["mask"].shape, more["n"], more["scale"].shape) == ((2,), 7, ())
+
+
+def test_the_form_stays():
+    pair = Pair(torch.ones(4), [torch.ones(4), (torch.ones(4), None)])
+    found = resized(pair, 2)
+    assert isinstance(found, Pair)
+    assert found.targets[1][0].shape == (2,)
+    assert found.targets[1][1] is None
+    assert mapped(UserDict(a=torch.ones(1)), lambda t: t + 1)["a"].item() == 2
+
+
+def test_what_was_cut_does_not_hold_the_whole():
+    whole = torch.ones(1000)
+    assert resized(whole, 2).untyped_storage().nbytes() == 8
+
+
+def test_a_batch_without_tensors_is_refused():
+    with pytest.raises(ConfigError, match=r"is a dict without tensors.*what your loader gives"):
+        num_samples({"text": "words"})
+
+
+def test_a_model_takes_as_many_of_a_tuple_as_it_has_arguments_for():
+    one, two = nn.Linear(2, 1), nn.Bilinear(2, 2, 1)
+    x = torch.ones(3, 2)
+    assert call(one, (x, torch.zeros(3))).shape == (3, 1)
+    assert call(two, [x, x, torch.zeros(3)]).shape == (3, 1)
+    assert call(one, {"input": x}).shape == (3, 1)
+    assert call(one, x).shape == (3, 1)
+
+
+def test_a_loss_is_the_models_own_or_the_sum_of_its_outputs():
+    x = torch.ones(3, requires_grad=True)
+    assert loss_of({"loss": x[0], "logits": x}).item() == 1
+    assert loss_of(SimpleNamespace(loss=x[0] * 2, logits=x)).item() == 2
+    assert loss_of((x, {"more": x * 2, "count": torch.tensor(3)})).item() == 9
+    assert loss_of(SimpleNamespace(loss=None, logits=x)).item() == 3
+    with pytest.raises(ConfigError, match=r"returned a Tensor without a tensor that has grad"):
+        loss_of(torch.ones(2))
