@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import cast
 
@@ -112,18 +111,6 @@ def _tell_interruption(interruption: KeyboardInterrupt, is_quiet: bool) -> None:
         print(f"nbaccel: {text or 'interrupted'}", file=sys.stderr)
 
 
-@dataclass(frozen=True, slots=True)
-class _SignalNotes:
-    """A signal handler that notes which signal came, and interrupts."""
-
-    received_signals: list[int]
-
-    def __call__(self, signal_number: int, current_frame: FrameType | None) -> None:
-        self.received_signals.append(signal_number)
-        # Workers are stopped in order, as after Ctrl-C.
-        signal.raise_signal(signal.SIGINT)
-
-
 @contextlib.contextmanager
 def _signals_as_interrupts(received_signals: list[int]) -> Iterator[None]:
     """Let a terminal that closes, and a scheduler's SIGTERM, stop the workers as Ctrl-C does."""
@@ -131,10 +118,14 @@ def _signals_as_interrupts(received_signals: list[int]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
+    def note(signal_number: int, _frame: FrameType | None) -> None:
+        received_signals.append(signal_number)
+        # Workers are stopped in order, as after Ctrl-C.
+        signal.raise_signal(signal.SIGINT)
+
     handled_signals = (signal.SIGTERM, signal.SIGHUP)
-    handlers_before = [
-        signal.signal(number, _SignalNotes(received_signals)) for number in handled_signals
-    ]
+    handlers_before = [signal.signal(number, note) for number in handled_signals]
     try:
         yield
     finally:

@@ -24,17 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nbaccel.base import frames
 from nbaccel.base.optional_packages import install_line, is_installed, require
 from nbaccel.config import RunConfig, run_config_of
+from nbaccel.notebook.picker import rendering
 from nbaccel.notebook.picker.choices import PANELS
-from nbaccel.notebook.picker.form_html import (
-    fits_html,
-    kept_html,
-    machine_html,
-    rows_of_ways,
-    table_html,
-    taken_html,
-    trained_html,
-)
-from nbaccel.notebook.picker.form_text import picker_sections, picker_text
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.output import publish
 
@@ -81,7 +72,7 @@ class PickerDisplay:
         missing_part = _missing_widget_part(running_shell)
         if missing_part:
             # Each as soon as it is known: to measure a large model in each precision takes seconds.
-            for section in picker_sections(self._model, self._panels):
+            for section in rendering.picker_sections(self._model, self._panels):
                 print(f"{section}\n", flush=True)
             print(missing_part)
         else:
@@ -157,17 +148,18 @@ class PickerDisplay:
         model = self._model
         # What is known: this must keep neither the form nor a click waiting.
         self._has_compared = model.has_compared
-        text = picker_text(model, self._panels, measures=False)
+        text = rendering.picker_text(model, self._panels, measures=False)
         parts = []
         if tuple(self._panels) == PANELS:
-            parts = [trained_html(model), machine_html(model), fits_html(model, is_live=False)]
-            if candidates := model.shown_candidates():
-                rows = rows_of_ways(
-                    candidates, compares=model.compares_precisions, best_mark=model.best_mark
-                )
-                parts.append(table_html(rows, model.precision_hint))
-            parts.append(taken_html(model))
-        return {"text/html": kept_html(self._css_class, parts, text), "text/plain": text}
+            parts = [
+                rendering.trained_html(model),
+                rendering.machine_html(model),
+                rendering.fits_html(model, is_live=False),
+            ]
+            if rows := [*rendering.shown_rows(model)]:
+                parts.append(rendering.table_html(rows, model.precision_hint))
+            parts.append(rendering.taken_html(model))
+        return {"text/html": rendering.kept_html(self._css_class, parts, text), "text/plain": text}
 
     # ---------------------------------------------------------------- keeping them up to date
     def _changed(self) -> None:
@@ -349,7 +341,7 @@ class Picker(HasTraits):
 
     def __str__(self) -> str:
         with self._lock:
-            return picker_text(self._model, self._panels)
+            return rendering.picker_text(self._model, self._panels)
 
     def _ipython_display_(self) -> None:
         self._showing.show_once()

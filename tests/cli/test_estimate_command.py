@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ from nbaccel.memory.model_states import fsdp_estimate, wrapped_sizes
 from nbaccel.notebook.picker.model import PickerModel
 from tests.needs import DEEPSPEED_ROW
 from tests.notebook.machines import with_gpus
+from tests.programs import run_program
 
 CONFIG = {
     "architectures": ["GPT2LMHeadModel"],
@@ -55,9 +55,7 @@ def test_a_model_is_counted_from_its_headers_without_torch(stored):
         f"status = main(['estimate-memory', {str(stored)!r}, '--json'])\n"
         "print(status, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
-    )
+    done = run_program([sys.executable, "-c", code])
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr
     told = json.loads(done.stdout.rpartition("\n0 ")[0])
     assert (told["parameters"], told["largest_layer_parameters"]) == (1000, 400)

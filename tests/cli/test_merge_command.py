@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 from nbaccel.cli import main
+from tests.programs import run_program
 
 
 @pytest.fixture
@@ -97,21 +98,14 @@ def test_memory_holds_a_tensor_at_a_time(tmp_path):
         write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
     arguments = ["merge-weights", str(folder), str(tmp_path / "out")]
     limited = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        check=False,
-        env=limited,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_program([sys.executable, "-c", code, *arguments], check=False, env=limited)
     assert done.returncode == 0, done.stderr
     merged = load_file(tmp_path / "out/model.safetensors")
     assert {name: tensor[[0, -1]].tolist() for name, tensor in merged.items()} == {
         f"layer{number}": [float(number)] * 2 for number in range(16)
     }
     # Without a file's pages it would not have fitted.
-    done = subprocess.run(
+    done = run_program(
         [
             sys.executable,
             "-c",
@@ -122,9 +116,6 @@ def test_memory_holds_a_tensor_at_a_time(tmp_path):
         ],
         check=False,
         env=limited,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.returncode != 0
 
@@ -169,13 +160,7 @@ def test_a_limit_of_the_system_leaves_nothing(tmp_path):
         "sys.exit(main(sys.argv[1:]))\n"
     )
     arguments = ["merge-weights", str(shards), str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_program([sys.executable, "-c", code, *arguments], check=False)
     assert done.returncode == 1
     assert "What was there before is as it was" in " ".join(done.stderr.split())
     assert not (tmp_path / "out").exists()

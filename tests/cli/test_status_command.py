@@ -20,7 +20,8 @@ import pytest
 from nbaccel.cli import main
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.run_notes import NoteFile, noted_runs
-from tests.output.panel.reports import report
+from tests.output.panel.finished import report
+from tests.programs import run_program
 
 WAIT_S = 100.0
 
@@ -190,7 +191,5 @@ def test_no_package_is_imported_for_it() -> None:
         "nbaccel.cli.main(['status'])\n"
         "print(sorted({'torch', 'numpy', 'IPython', 'ipywidgets'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
-    )
+    done = run_program([sys.executable, "-c", code])
     assert done.stdout.splitlines()[-1] == "[]", done.stderr

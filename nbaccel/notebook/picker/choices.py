@@ -1,26 +1,39 @@
-"""Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
+"""Every choice that a picker offers: its name, its meaning, where it lands, and why it is greyed.
 
 Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`,
 each with its description, and those of strategies from their forms. This module adds their order,
 their labels and the units of numbers; it reads a choice from a `RunConfig` and writes it into a new
-one with what must change with it.
+one with what must change with it. What cannot be chosen is asked of the plan and of the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic.fields import FieldInfo
 
+from nbaccel.base.errors import ConfigError, NbaccelError
+from nbaccel.base.optional_packages import is_installed
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS, STRATEGIES
+from nbaccel.config.capabilities import (
+    DEVICES,
+    FP8_BACKENDS,
+    PRECISIONS,
+    START_METHODS,
+    STRATEGIES,
+    device_row,
+    fp8_backend,
+    precision_row,
+)
+from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.memory.settings_form import ChoiceOption, Edit, Setting, SettingsForm, settings_forms
 from nbaccel.memory.ways import Candidate
-from nbaccel.notebook.options import kinds_of, words_of
+from nbaccel.notebook.magic_line import kinds_of, words_of
+from nbaccel.plan import Inventory, Plan, registry, resolve
+from nbaccel.plan.training_plan import HISTORY_SETTINGS, recipe_of
 
 _PANEL_TITLES = {"precision": "Precision", "zero": "Training", "launch": "Launch"}
 # Names of the choices that come first, in the order in which they are shown.
@@ -36,6 +49,14 @@ _COMMON_FIELDS = {
         "master_addr",
         "use_port",
     ),
+}
+# Settings whose options are rows of the catalogue, which have meanings.
+_ROWS_OF: dict[str, Sequence[Any]] = {
+    "mixed_precision": PRECISIONS,
+    "fp8.backend": FP8_BACKENDS,
+    "device": DEVICES,
+    "start_method": START_METHODS,
+    "strategy": STRATEGIES,
 }
 _EVERYDAY_FIELDS = (
     "gradient_accumulation_steps",
@@ -122,8 +143,7 @@ def title_of(panel_name: str) -> str:
 @cache
 def settings(panel_name: str) -> tuple[Setting, ...]:
     """The choices of a panel: the common ones first, then the rest by section."""
-    panel_makers = {"precision": _of_precision, "zero": _of_zero, "launch": _of_launch}
-    others = {setting.name: setting for setting in panel_makers[panel_name]()}
+    others = {setting.name: setting for setting in _of_panel(panel_name)}
     # Without any strategy's form the panel shows the settings of `RunConfig` alone.
     of_forms = [name for form in settings_forms() for name in form.common]
     common_names = (of_forms if panel_name == "zero" else []) or _COMMON_FIELDS[panel_name]
@@ -147,57 +167,41 @@ def taken_settings() -> tuple[Setting, ...]:
     return tuple(by_name()[name] for name in names)
 
 
-def _of_precision() -> Iterator[Setting]:
-    setting = _of_model(
-        "mixed_precision",
-        RunConfig.model_fields["mixed_precision"],
-        panel_name="precision",
-        section_name="",
-    )
+def _of_panel(panel_name: str) -> Iterator[Setting]:
+    run_fields = RunConfig.model_fields
+    if panel_name == "launch":
+        elsewhere = {*_COMMON_FIELDS["precision"], *_COMMON_FIELDS["zero"]}
+        elsewhere |= {"fp8", "deepspeed", "zero_stage"}
+        for name in (name for name in run_fields if name not in elsewhere):
+            section = "" if name in _COMMON_FIELDS["launch"] else "Launch"
+            yield _of_model(name, run_fields[name], panel_name, section)
+        return
+    for name in _COMMON_FIELDS[panel_name]:
+        yield _of_model(name, run_fields[name], panel_name, "")
+    if panel_name == "precision":
+        for name, field in Fp8Config.model_fields.items():
+            yield _of_model(FP8 + name, field, panel_name, "FP8")
+    else:
+        for settings_form in settings_forms():
+            yield from settings_form.settings()
+
+
+def _options_of(field_name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ...]:
+    rows = _ROWS_OF.get(field_name)
+    if rows is None:
+        return tuple(ChoiceOption(word, str(word)) for word in words)
     labels = {"no": "fp32"}
-    yield replace(
-        setting,
-        kind="one-of",
-        options=tuple(
-            ChoiceOption(row.name, labels.get(row.name, row.name), _as_sentence(row.meaning))
-            for row in PRECISIONS
-        ),
-        strategy_key=_keys_of("mixed_precision"),
+    options = tuple(
+        ChoiceOption(row.name, labels.get(row.name, row.name), _as_sentence(row.meaning))
+        for row in rows
     )
-    for field_name, fp8_field in Fp8Config.model_fields.items():
-        setting = _of_model(FP8 + field_name, fp8_field, panel_name="precision", section_name="FP8")
-        if field_name == "backend":
-            rows = [(row.name, row.meaning) for row in FP8_BACKENDS]
-            setting = _with_rows(setting, rows, "What is installed.")
-        yield setting
-
-
-def _of_launch() -> Iterator[Setting]:
-    other_panels = {"mixed_precision", "fp8", "deepspeed", "zero_stage"}
-    other_panels |= {"gradient_accumulation_steps", "activation_checkpointing"}
-    field_rows = {
-        "device": [(catalog_row.name, catalog_row.meaning) for catalog_row in DEVICES],
-        "start_method": [(catalog_row.name, catalog_row.meaning) for catalog_row in START_METHODS],
-        "strategy": [(catalog_row.name, catalog_row.meaning) for catalog_row in STRATEGIES],
-    }
-    for field_name, field in RunConfig.model_fields.items():
-        if field_name in other_panels:
-            continue
-        section_name = "" if field_name in _COMMON_FIELDS["launch"] else "Launch"
-        setting = _of_model(field_name, field, panel_name="launch", section_name=section_name)
-        if field_name in field_rows:
-            rows = field_rows[field_name]
-            setting = _with_rows(setting, rows, "Chosen to suit this machine.")
-        yield setting
-
-
-def _with_rows(setting: Setting, rows: list[tuple[str, str]], meaning_of_auto: str) -> Setting:
-    options = (ChoiceOption(word, word, _as_sentence(meaning)) for word, meaning in rows)
-    return replace(setting, options=(ChoiceOption("auto", "auto", meaning_of_auto), *options))
+    is_of_fp8 = field_name == "fp8.backend"
+    meaning = "What is installed." if is_of_fp8 else "Chosen to suit this machine."
+    return (ChoiceOption("auto", "auto", meaning), *options) if "auto" in words else options
 
 
 def _of_model(
-    field_name: str, model_field: FieldInfo, *, panel_name: str, section_name: str
+    field_name: str, model_field: FieldInfo, panel_name: str, section_name: str
 ) -> Setting:
     """A setting of `RunConfig` or `Fp8Config`, by its type."""
     allowed_words = words_of(model_field.annotation)
@@ -212,24 +216,13 @@ def _of_model(
         panel=panel_name,
         section=section_name,
         kind="one-of" if allowed_words else kind,
-        options=tuple(ChoiceOption(word, str(word)) for word in allowed_words),
+        options=_options_of(field_name, allowed_words),
         run_field=field_name,
+        # Where it lands in the strategies' own configurations.
+        strategy_key=", ".join(filter(None, (one.key_of(field_name) for one in settings_forms()))),
         default=model_field.default,
         docs_link=_DOCS_LINKS.get(field_name, ""),
     )
-
-
-def _of_zero() -> Iterator[Setting]:
-    for name in _COMMON_FIELDS["zero"]:
-        setting = _of_model(name, RunConfig.model_fields[name], panel_name="zero", section_name="")
-        yield replace(setting, strategy_key=_keys_of(name))
-    for settings_form in settings_forms():
-        yield from settings_form.settings()
-
-
-def _keys_of(name: str) -> str:
-    """Where a setting of the run lands in the strategies' own configurations."""
-    return ", ".join(filter(None, (form.key_of(name) for form in settings_forms())))
 
 
 def _meaning_of(name: str, field: FieldInfo) -> str:
@@ -326,3 +319,143 @@ def groups_of_ways(candidates: Sequence[Candidate]) -> Iterator[tuple[str, list[
 def is_shown_once(of_way: Sequence[Candidate]) -> bool:
     """Whether a way cannot be taken in any precision, so that no precision is named beside it."""
     return len(of_way) == 1 and bool(of_way[0].refusal)
+
+
+# ------------------------------------------------------------------------------ what is greyed
+_MULTI_NODE_FIELDS = (
+    *("node_rank", "master_addr", "rdzv_endpoint", "rdzv_conf", "rdzv_id", "rdzv_backend"),
+)
+
+
+class PickerState(Protocol):
+    """What is chosen, and for what; `problems` is what the plan has against it already."""
+
+    config: RunConfig
+    inventory: Inventory
+    module: Any
+
+    @property
+    def problems(self) -> tuple[str, ...]: ...  # noqa: D102
+
+
+def option_refusal(view: PickerState, setting: Setting, option: ChoiceOption) -> str:
+    """Why an option cannot be chosen."""
+    if option.value == value_of(view.config, setting):
+        return ""  # the present value stays selectable, whatever is wrong with it
+    form = form_of(setting.name)
+    if form is not None:
+        return form.option_refusal(view.config, setting, option.value)
+    if setting.name == "fp8.backend" and (missing_package := _backend_refusal(option.value)):
+        return missing_package
+    if setting.run_field.startswith(FP8):
+        return _fp8_refusal(view, setting.run_field.removeprefix(FP8), option.value)
+    if setting.run_field in RunConfig.model_fields and setting.run_field == setting.name:
+        return _plan_refusal(view, setting.name, option.value)
+    return ""
+
+
+def setting_refusal(view: PickerState, setting: Setting) -> str:
+    """Why a whole choice cannot be made."""
+    if setting.name == "activation_checkpointing":
+        return _switch_refusal(view)
+    form = form_of(setting.name)
+    return "" if form is None else form.setting_refusal(view.config, setting)
+
+
+def is_shown(view: PickerState, setting: Setting) -> bool:
+    """Whether a choice means anything as things are."""
+    setting_name = setting.name
+    if setting_name.startswith(FP8):
+        if not precision_row(view.config.mixed_precision).has_backends:
+            return False
+        return setting_name == "fp8.backend" or _is_read(view, setting.run_field.removeprefix(FP8))
+    form = form_of(setting_name)
+    if form is not None:
+        return form.is_shown(view.config, setting)
+    if setting_name == "tpu_driver":
+        return view.inventory.tpu_chips > 0
+    return setting_name not in _MULTI_NODE_FIELDS or view.config.num_nodes > 1
+
+
+def _fp8_row(view: PickerState) -> Fp8Row | None:
+    """The backend that FP8 comes to: the one chosen, or the first that fits; None: none."""
+    backend = (view.config.fp8 or Fp8Config()).backend
+    named_rows = {row.name: row for row in FP8_BACKENDS}
+    if backend in named_rows:
+        return named_rows[backend]
+    units = registry.usable_units(view.inventory)
+    name = view.config.device
+    if name == "auto":
+        name = units[0].kind if units else DEVICES[0].name
+    known = [unit.compute_capability for unit in units if unit.kind == name]
+    return fp8_backend(backend, device_row(name), min(known, default=None)).row
+
+
+def _is_read(view: PickerState, name: str) -> bool:
+    """Whether the FP8 backend, with its recipe, reads a setting."""
+    row = _fp8_row(view)
+    if row is None or name not in row.settings:
+        return False
+    recipe = recipe_of(view.config.fp8 or Fp8Config(), row)
+    return name not in HISTORY_SETTINGS or recipe == "delayed"
+
+
+def _fp8_refusal(view: PickerState, name: str, new_value: Any) -> str:
+    """The first problem of the plan with another setting of FP8."""
+    try:
+        fp8_config = (view.config.fp8 or Fp8Config()).changed(**{name: new_value})
+    except ConfigError as error:
+        return _first_clause(error.mistakes[0], name)
+    return _plan_refusal(view, "fp8", fp8_config, f"{FP8}{name}")
+
+
+def _backend_refusal(name: str) -> str:
+    row = {row.name: row for row in FP8_BACKENDS}.get(name)
+    if row is not None and not row.path:
+        return "nothing trains with it in this version"
+    if row is None or not row.package or is_installed(row.package):
+        return ""
+    return f"{row.package} is not installed"
+
+
+def _switch_refusal(view: PickerState) -> str:
+    if view.module is None:
+        return ""
+    from nbaccel.strategies.model_blocks import can_checkpoint_gradients
+
+    if can_checkpoint_gradients(view.module):
+        return ""
+    return f"{type(view.module).__name__} has no gradient_checkpointing_enable()"
+
+
+def _plan_refusal(
+    view: PickerState, setting_name: str, new_value: Any, shown_name: str = ""
+) -> str:
+    """The first problem that the plan would have with a new value and does not have now."""
+    try:
+        config = view.config.changed(**{setting_name: new_value})
+    except ConfigError as error:
+        return _first_clause(error.mistakes[0], setting_name)
+    _, problems = plan_or_problems(config, view.inventory)
+    # Problems of the present settings would grey every option.
+    new_problems = [text for text in problems if text not in view.problems]
+    return _first_clause(new_problems[0], shown_name or setting_name) if new_problems else ""
+
+
+def plan_or_problems(
+    config: RunConfig, inventory: Inventory
+) -> tuple[Plan | None, tuple[str, ...]]:
+    """The plan for a machine, or why that cannot serve the configuration."""
+    try:
+        return resolve(config, inventory), ()
+    except ConfigError as error:
+        return None, error.mistakes
+    except NbaccelError as error:
+        return None, (str(error),)
+
+
+def _first_clause(text: str, name: str) -> str:
+    """The first sentence without its subject, which the field's label names already."""
+    first_sentence = text.partition(". ")[0].replace("`", "")
+    first_word, _, other_words = first_sentence.partition(" ")
+    return other_words if first_word.startswith(f"{name}=") else first_sentence

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial, wraps
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
-from nbaccel.base.errors import ConfigError, NbaccelError
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config import RunConfig, run_config_of
+from nbaccel.config.capabilities import device_row
 from nbaccel.config.given_values import closest
-from nbaccel.memory.estimate import MemoryBar, MemoryEstimate, MemoryNeed
+from nbaccel.memory.estimate import MemoryBar, MemoryNeed
 from nbaccel.memory.memory_model import MemoryModel
+from nbaccel.memory.model_size import refuse_unsized
 from nbaccel.memory.settings_form import (
     ChoiceOption,
     FilledConfig,
@@ -27,37 +32,14 @@ from nbaccel.memory.settings_form import (
     settings_forms,
 )
 from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
-from nbaccel.notebook.picker import availability
-from nbaccel.notebook.picker.availability import (
-    MachinePart,
-    TrainedModel,
-    check_model_and_batch,
-    describe_batch,
-    describe_model,
-    machine_parts,
-    samples_sentence,
-)
-from nbaccel.notebook.picker.choices import (
-    by_name,
-    edit_config,
-    hint_of,
-    name_with_precision,
-    precision_label,
-    settings,
-    value_of,
-)
-from nbaccel.notebook.picker.exporters import (
-    faces_of,
-    mistakes_by_setting,
-    read_settings_source,
-    save_face,
-)
-from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
+from nbaccel.notebook.picker import choices
+from nbaccel.notebook.picker.config_text import faces_of, read_settings_source, save_face
+from nbaccel.plan import Inventory, Plan, inspect_machine, registry
 from nbaccel.plan.launch_plan import Choice
 
 _MAX_UNDO = 100
 _MOST_COUNTS = 5
-_Cached = TypeVar("_Cached")
+_Computation = TypeVar("_Computation", bound=Callable[..., Any])
 
 
 class OptionOffer(NamedTuple):
@@ -73,6 +55,19 @@ class FitVerdict(NamedTuple):
     fits: bool | None
     text: str
     remedy: str = ""
+
+
+def _kept(compute: _Computation) -> _Computation:
+    """Compute a value when it is first needed, and keep it until the state changes."""
+
+    @wraps(compute)
+    def kept(self: PickerModel, *arguments: Any) -> Any:
+        key = (compute.__name__, *arguments)
+        if key not in self._known:
+            self._known[key] = compute(self, *arguments)
+        return self._known[key]
+
+    return cast("_Computation", kept)
 
 
 class PickerModel:
@@ -105,8 +100,8 @@ class PickerModel:
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
-        # Values computed from the present state; cleared with every change of it.
-        self._known: dict[str, Any] = {}
+        # What `_kept` keeps; cleared with every change.
+        self._known: dict[tuple[Any, ...], Any] = {}
         self._take_over(self.config, ())
 
     # ------------------------------------------------------------------- the state
@@ -114,45 +109,31 @@ class PickerModel:
     @property
     def plan(self) -> Plan | None:
         """The plan for this machine; None where this machine cannot run it."""
-        return self._once("plan", self._resolve)
-
-    def _resolve(self) -> Plan | None:
-        try:
-            return resolve(self.config, self.inventory)
-        except NbaccelError:  # reported by `problems`
-            return None
-
-    def _once(self, key: str, make_value: Callable[[], _Cached]) -> _Cached:
-        """A value computed from the present state, when it is first needed."""
-        if key not in self._known:
-            self._known[key] = make_value()
-        value: _Cached = self._known[key]
-        return value
+        return self._planned[0]
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Why this machine cannot run the chosen settings; empty where it can."""
-        if self.plan is not None:
-            return ()
-        return availability.problems_of(self.config, self.inventory)
+        return self._planned[1]
 
-    def settings(self, panel_name: str) -> tuple[Setting, ...]:
-        """The choices of a panel: ``precision``, ``zero`` or ``launch``."""
-        return settings(panel_name)
+    @property
+    @_kept
+    def _planned(self) -> tuple[Plan | None, tuple[str, ...]]:
+        return choices.plan_or_problems(self.config, self.inventory)
 
     def setting(self, name: str) -> Setting:
         """A choice by its name."""
-        known_setting = by_name().get(name)
+        known_setting = choices.by_name().get(name)
         if known_setting is None:
             raise ConfigError(
                 f"There is no choice {name!r}: nothing would change."
-                f"{closest(name, by_name()) or ' PickerModel.settings() lists them.'}"
+                f"{closest(name, choices.by_name()) or ' The form, configure(), lists them.'}"
             )
         return known_setting
 
     def value(self, name: str) -> Any:
         """What is chosen; None where it is left to the plan or to DeepSpeed."""
-        return value_of(self.config, self.setting(name))
+        return choices.value_of(self.config, self.setting(name))
 
     def observe(self, callback: Callable[[], None]) -> None:
         """Call back after each change."""
@@ -171,9 +152,10 @@ class PickerModel:
         return "" if self._memory_model is None else describe_batch(self._memory_model.sample_batch)
 
     @property
+    @_kept
     def machine_parts(self) -> tuple[MachinePart, ...]:
         """Devices, host memory and cores, with those marked that the run computes on."""
-        return self._once("machine parts", lambda: machine_parts(self.inventory, self.plan))
+        return machine_parts(self.inventory, self.plan)
 
     @property
     def usual_process_counts(self) -> list[int]:
@@ -183,11 +165,9 @@ class PickerModel:
         return sorted({most, *(count for count in powers if count < most)})[:_MOST_COUNTS]
 
     @property
+    @_kept
     def samples_of_step(self) -> str:
         """The samples of one optimizer step in one sentence; empty where that is not known."""
-        return self._once("samples", self._count_samples)
-
-    def _count_samples(self) -> str:
         if self.plan is None or self._memory_model is None:
             return ""
         document = next(iter(self._documents().values()), {})
@@ -200,24 +180,22 @@ class PickerModel:
 
     # ------------------------------------------------------------------- what is greyed
 
+    @_kept
     def offers(self, name: str) -> tuple[OptionOffer, ...]:
         """The options of a choice, those that cannot be chosen with the reason."""
         setting = self.setting(name)
-        return self._once(
-            f"offers {name}",
-            lambda: tuple(
-                OptionOffer(option, availability.option_refusal(self, setting, option))
-                for option in setting.options
-            ),
+        return tuple(
+            OptionOffer(option, choices.option_refusal(self, setting, option))
+            for option in setting.options
         )
 
     def refusal(self, name: str) -> str:
         """Why a whole choice is greyed; empty where it can be made."""
-        return availability.setting_refusal(self, self.setting(name))
+        return choices.setting_refusal(self, self.setting(name))
 
     def is_shown(self, name: str) -> bool:
         """Whether a choice means anything as things are."""
-        return availability.is_shown(self, self.setting(name))
+        return choices.is_shown(self, self.setting(name))
 
     # ------------------------------------------------------------------- changing
 
@@ -232,7 +210,9 @@ class PickerModel:
                     "fail or ignore it. Choose another."
                 )
         device = self.plan.device if self.plan is not None else "cpu"
-        edit = edit_config(self.config, setting, value, device=device, earlier_configs=self._before)
+        edit = choices.edit_config(
+            self.config, setting, value, device=device, earlier_configs=self._before
+        )
         self._become(edit.config, edit.remarks)
 
     def replace(self, config: Any) -> None:
@@ -270,10 +250,6 @@ class PickerModel:
         """Write one of the faces to a file, whole or not at all."""
         save_face(self.faces(), path, face)
 
-    def mistakes_of(self, error: ConfigError) -> dict[str, list[str]]:
-        """Mistakes by the choice beside which they belong; under ``""`` the others."""
-        return mistakes_by_setting(error)
-
     def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
         if new_config != self.config:
@@ -301,13 +277,15 @@ class PickerModel:
 
         A large model takes seconds, for which what is shown first need not wait.
         """
-        self.is_memory_postponed = self._memory_model is not None and "need" not in self._known
+        if self._memory_model is not None and ("_measured",) not in self._known:
+            self.is_memory_postponed = True
 
     def estimate_memory(self) -> None:
         """Estimate what was postponed, and call back as after a change."""
         if self.is_memory_postponed:
             # First, so that an estimate that is interrupted is made at the next change.
             self.is_memory_postponed = False
+            self._known.clear()
             self._call_observers()
 
     @property
@@ -316,11 +294,12 @@ class PickerModel:
 
         None without a model, as long as it is postponed, or where this machine cannot run it.
         """
-        return None if self.is_memory_postponed else self._once("need", self._measured)[0]
+        return self._measured()[0]
 
+    @_kept
     def _measured(self) -> tuple[MemoryNeed | None, str]:
         """The need, or why it cannot be estimated."""
-        if self._memory_model is None or self.plan is None:
+        if self._memory_model is None or self.plan is None or self.is_memory_postponed:
             return None, ""
         filled = ((form, one.config) for form, one in self._filled() if one.config is not None)
         form, document = next(filled, (None, {}))
@@ -329,42 +308,37 @@ class PickerModel:
         except ConfigError as error:
             return None, error.mistakes[0]
 
-    @property
-    def estimate(self) -> MemoryEstimate | None:
-        """The numbers behind the bars."""
-        return None if self.need is None else self.need.estimate
-
     def bars(self) -> tuple[MemoryBar, ...]:
         """Memory by place; empty without a model."""
         return () if self.need is None else self.need.bars
 
     @property
+    @_kept
     def verdict(self) -> FitVerdict:
         """Whether it fits, with what to do if it does not."""
         if self.is_memory_postponed:
             return FitVerdict(None, "Memory is being estimated …")
-        return self._once("verdict", self._judge)
-
-    def _judge(self) -> FitVerdict:
         if self.plan is None:
             return FitVerdict(None, "This machine cannot serve what is chosen.", self.problems[0])
         if self._memory_model is None:
             remedy_text = "Give the model: configure(model, batch)."
             return FitVerdict(None, "Memory is not shown.", remedy_text)
         if self.need is None:
-            reason = self._once("need", self._measured)[1]
+            reason = self._measured()[1]
             return FitVerdict(None, "Memory cannot be estimated.", reason)
         if self.need.lacking:
             would_fit = "" if self._finder is None else remedy(self._finder, self.config)
             return FitVerdict(False, f"Does not fit: {self.need.lacking_text}.", would_fit)
-        remark = "" if self._memory_model.sample_batch is not None else _NO_BATCH
+        no_batch = "Activations are not in it: give configure(model, sample_batch)."
+        remark = "" if self._memory_model.sample_batch is not None else no_batch
         return FitVerdict(True, f"Fits: {self.need.shares_text}.", remark)
 
     # ------------------------------------------------------------------- faces
 
+    @_kept
     def faces(self) -> dict[str, str]:
         """The configuration in all languages."""
-        return self._once("faces", lambda: faces_of(self.config, self._documents()))
+        return faces_of(self.config, self._documents())
 
     def resolved(self) -> tuple[Choice, ...]:
         """The open settings, as the plan decides them and as ``"auto"`` is filled in."""
@@ -375,13 +349,12 @@ class PickerModel:
         filled = ((form.file_name, one.config) for form, one in self._filled())
         return {name: document for name, document in filled if document is not None}
 
+    @_kept
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
         batch = None if self._memory_model is None else self._memory_model.sample_batch
         inputs = (self.config, self.plan, self.module, batch)
-        return self._once(
-            "filled", lambda: [(form, form.filled_in(*inputs)) for form in settings_forms()]
-        )
+        return [(form, form.filled_in(*inputs)) for form in settings_forms()]
 
     # ------------------------------------------------------------------- suggesting
 
@@ -398,6 +371,7 @@ class PickerModel:
         self.take_proposal(proposal)
         return f"Suggested: {proposal.title}"
 
+    @_kept
     def proposals(self) -> tuple[Proposal, ...]:
         """Settings to take, the fastest first: one to three."""
         finder = self._finder
@@ -406,7 +380,7 @@ class PickerModel:
                 f"Nothing can be suggested for model={type(self.module).__name__}: "
                 f"{self.suggest_refusal}."
             )
-        return self._once("proposals", lambda: proposals(finder, self.config))
+        return proposals(finder, self.config)
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Take one of the `proposals`, as one change."""
@@ -416,12 +390,12 @@ class PickerModel:
 
     # ------------------------------------------------------------------- ways to train
 
+    @_kept
     def candidates(self) -> tuple[Candidate, ...]:
         """The ways to train the model here, with their memory."""
-        finder = self._finder
-        if finder is None or self.is_memory_postponed or self.plan is None:
+        if self._finder is None or self.is_memory_postponed or self.plan is None:
             return ()
-        return self._once("candidates", lambda: finder.find(self.config))
+        return self._finder.find(self.config)
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -452,12 +426,12 @@ class PickerModel:
         """Whether all precisions have been measured, so that none of them is waited for."""
         return self._may_hint
 
+    @_kept
     def compared_candidates(self) -> tuple[Candidate, ...]:
         """The `candidates`, of each way one for each of `precisions`: all of these are measured."""
-        finder = self._finder
-        if finder is None or not self.candidates():
+        if self._finder is None or not self.candidates():
             return ()
-        return self._once("compared", lambda: finder.compare(self.config, self.precisions))
+        return self._finder.compare(self.config, self.precisions)
 
     @property
     def precision_hint(self) -> str:
@@ -467,14 +441,14 @@ class PickerModel:
         """
         if not self._may_hint or self.compares_precisions or self.is_memory_postponed:
             return ""
-        return self._once("hint", lambda: hint_of(self.candidates(), self.compared_candidates()))
+        return choices.hint_of(self.candidates(), self.compared_candidates())
 
     @property
     def best_mark(self) -> str:
         """How the best way is marked; with its precision where another one would be better."""
         if not self.precision_hint:
             return "★ best"
-        return f"★ best in {precision_label(self.config.mixed_precision)}"
+        return f"★ best in {choices.precision_label(self.config.mixed_precision)}"
 
     def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change."""
@@ -487,7 +461,7 @@ class PickerModel:
                 f"{closest(name, named) or ' PickerModel.candidates() lists them.'}"
             )
         candidate = named[name]
-        told_name = name_with_precision(candidate) if is_other else name
+        told_name = choices.name_with_precision(candidate) if is_other else name
         if candidate.refusal:
             raise ConfigError(
                 f"{told_name!r} cannot be taken: {candidate.refusal}. Training would fail. Take "
@@ -524,4 +498,143 @@ class PickerModel:
             self._call_observers()
 
 
-_NO_BATCH = "Activations are not in it: give configure(model, sample_batch)."
+# ------------------------------------------------------------------------------ model and machine
+_MAX_SINGLE_UNITS = 4  # more equal ones are described together
+_COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
+
+
+class TrainedModel(NamedTuple):
+    """A model: the name of its class, and its numbers in one line."""
+
+    name: str
+    facts: str
+
+
+class MachinePart(NamedTuple):
+    """A device, the host's memory or its cores, with what is free; and whether it is used."""
+
+    label: str
+    is_used: bool
+
+
+def describe_model(module: Any) -> TrainedModel:
+    """Count a model, tied weights once."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    # By id, not by address: all tensors on `meta` have the address 0.
+    parameters = {id(parameter): parameter for _, parameter in named}.values()
+    format_sizes: Counter[str] = Counter()
+    for parameter in parameters:
+        format_sizes[str(parameter.dtype).removeprefix("torch.")] += int(parameter.numel())
+    num_tied = len(named) - len(parameters)
+    is_on_meta = any(bool(parameter.is_meta) for parameter in parameters)
+    facts = (
+        f"{_short_count(format_sizes.total())} parameters in "
+        f"{count_noun(len(parameters), 'tensor')}",
+        _repeated_layers(module),
+        ", ".join(name for name, _ in format_sizes.most_common()),
+        count_noun(num_tied, "tied weight") if num_tied else "",
+        "on meta: shapes only" if is_on_meta else "",
+    )
+    return TrainedModel(type(module).__name__, " · ".join(filter(None, facts)))
+
+
+def describe_batch(sample_batch: Any) -> str:
+    """The shapes of a batch."""
+    return ", ".join(_shapes_of(sample_batch, ""))
+
+
+def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart, ...]:
+    """The machine piece by piece."""
+    units = registry.usable_units(inventory)
+    num_used = 0
+    if plan is not None and (units_of_plan := registry.device(plan.device).units(inventory)):
+        units = units_of_plan
+        num_used = min(plan.num_processes, len(units_of_plan))
+    described = [
+        (unit.kind, f"{unit.name}{_unit_size(unit.total_bytes, unit.free_bytes)}", place < num_used)
+        for place, unit in enumerate(units)
+    ]
+    parts: list[MachinePart] = []
+    place = 0
+    for (kind, text, is_used), equal_units in groupby(described):
+        last = place + len(list(equal_units)) - 1
+        noun = device_row(kind).noun
+        numbers = [f"{noun} {number}" for number in range(place, last + 1)]
+        if len(numbers) > _MAX_SINGLE_UNITS:
+            numbers = [f"{noun} {place} to {last}"]
+        parts += [MachinePart(f"{number} · {text}", is_used) for number in numbers]
+        place = last + 1
+    host_text = _unit_size(inventory.host_total_bytes, inventory.host_available_bytes)
+    return (
+        *parts,
+        MachinePart(f"host memory{host_text}", num_used == 0),
+        MachinePart(count_noun(inventory.cpu_cores, "core"), num_used == 0),
+    )
+
+
+def samples_sentence(per_process: int, accumulated: int, world_size: int) -> str:
+    """The samples of one optimizer step."""
+    total = per_process * accumulated * world_size
+    factors = [f"{per_process} per process"]
+    factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
+    factors += [count_noun(world_size, "process")] if world_size > 1 else []
+    if len(factors) == 1:
+        return f"{count_noun(total, 'sample')} per step."
+    return f"{count_noun(total, 'sample')} per step: {' times '.join(factors)}."
+
+
+def _unit_size(total_bytes: int, free_bytes: int) -> str:
+    if not total_bytes:
+        return ""
+    total_text = format_bytes(total_bytes)
+    free_text = format_bytes(free_bytes)
+    # The same unit twice says nothing: "80.0 GiB, 78.0 free".
+    return f" · {total_text}, {free_text.removesuffix(total_text[-4:])} free"
+
+
+def _repeated_layers(module: Any) -> str:
+    """The kind of child that stands most often below one parent, if it has parameters."""
+    most: tuple[str, int] = ("", 1)
+    for parent in module.modules():
+        children = (
+            one for one in parent.children() if next(iter(one.parameters()), None) is not None
+        )
+        for found in Counter(type(child).__name__ for child in children).most_common(1):
+            most = max(most, found, key=lambda one: one[1])
+    return f"{most[1]} {most[0]}" if most[0] else ""
+
+
+def _shapes_of(batch_part: Any, part_name: str) -> Iterator[str]:
+    if hasattr(batch_part, "shape"):
+        text = str(tuple(int(size) for size in batch_part.shape))
+        yield f"{part_name} {text}".strip()
+    elif isinstance(batch_part, Mapping):
+        for key, inner_part in batch_part.items():
+            yield from _shapes_of(inner_part, str(key))
+    elif isinstance(batch_part, Sequence) and not isinstance(batch_part, (str, bytes)):
+        for inner_part in batch_part:
+            yield from _shapes_of(inner_part, part_name)
+
+
+def _short_count(number: int) -> str:
+    """``6.74 B``: three digits are enough to tell models apart."""
+    for size, letter in _COUNT_UNITS:
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return str(number)
+
+
+def check_model_and_batch(model: Any, sample_batch: Any) -> None:
+    """Refuse what cannot be described."""
+    refuse_unsized(model)
+    # By its method, because `isinstance` would import torch for a form without a model.
+    if model is not None and not callable(getattr(model, "modules", None)):
+        raise ConfigError(
+            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
+            "torch module; it may be on meta."
+        )
+    if model is None and sample_batch is not None:
+        raise ConfigError(
+            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
+            "nothing to call with it. Give the model, too."
+        )

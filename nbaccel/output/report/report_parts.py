@@ -20,17 +20,17 @@ from nbaccel.base.units import (
 )
 from nbaccel.output.panel.curves import metric_chart, sparkline
 from nbaccel.output.panel.facts import RunBoard, mean
-from nbaccel.output.panel.html_parts import (
+from nbaccel.output.panel.live_html import (
     PANEL_STYLE,
     SUMMARY_STYLE,
     advice_html,
     html_table,
     lines_block,
+    printed_html,
     quiet,
     rank_times_html,
     titled,
 )
-from nbaccel.output.panel.live_html import printed_html
 from nbaccel.output.panel.rank_times import (
     TIME_KINDS,
     percent_of,
