@@ -175,59 +175,48 @@ def hint_after_cells(session: Session) -> Callable[[], None]:
     return lambda: events.unregister("post_run_cell", on_cell_end)
 
 
-_Line = tuple[str, bool]
-"""Its text, and whether it stands out."""
+_Tell = Callable[..., str]
+"""A line as it is shown; with `stands_out`, in red."""
 _LINES_AROUND = 2  # source lines before and after that of a frame which is the user's own
 
 
 def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool) -> str:
     """The whole tracebacks."""
-    report_lines = [
-        report_line
-        for failure_record in failure_records
-        for report_line in (*_of_rank(failure_record), ("", False))
-    ][:-1]
-    return "\n".join(
-        frames.coloured(text, stands_out=is_bold) if with_colours else text
-        for text, is_bold in report_lines
-    )
+    tell: _Tell = frames.coloured if with_colours else lambda text, stands_out=False: text
+    return "\n\n".join("\n".join(_of_rank(record, tell)) for record in failure_records)
 
 
-def _of_rank(record: FailureRecord) -> Iterator[_Line]:
-    yield f"rank {record.rank}:", True
+def _of_rank(record: FailureRecord, tell: _Tell) -> Iterator[str]:
+    yield tell(f"rank {record.rank}:", stands_out=True)
     if record.raised is not None:
-        yield from _of_error(record.raised)
+        yield from _of_error(record.raised, tell)
         return
     if record.stack:
-        yield "Stack (most recent call last):", False
-    yield from _of_frames(reversed(record.stack))
-    yield record.headline, True
+        yield "Stack (most recent call last):"
+    yield from _of_frames(reversed(record.stack), tell)
+    yield tell(record.headline, stands_out=True)
 
 
-def _of_error(error: RaisedError) -> Iterator[_Line]:
+def _of_error(error: RaisedError, tell: _Tell) -> Iterator[str]:
     if error.cause is not None:
         # The cause first, as Python prints chained exceptions.
-        yield from _of_error(error.cause)
-        yield from (("", False), ("which led to:", False), ("", False))
-    yield "Traceback (most recent call last):", False
-    yield from _of_frames(error.frames)
+        yield from (*_of_error(error.cause, tell), "", "which led to:", "")
+    yield "Traceback (most recent call last):"
+    yield from _of_frames(error.frames, tell)
     first_line, *other_lines = error.message.split("\n")
-    yield f"{error.type_name}: {first_line}".rstrip(": "), True
-    yield from ((error_line, False) for error_line in (*other_lines, *error.notes))
+    yield tell(f"{error.type_name}: {first_line}".rstrip(": "), stands_out=True)
+    yield from (*other_lines, *error.notes)
     for part_number, part in enumerate(error.parts, 1):
-        yield f"which has, as number {part_number}:", False
-        yield from ((f"  {text}", is_bold) for text, is_bold in _of_error(part))
+        yield f"which has, as number {part_number}:"
+        yield from (f"  {line}" for line in _of_error(part, tell))
 
 
-def _of_frames(user_frames: Iterable[frames.Frame]) -> Iterator[_Line]:
+def _of_frames(user_frames: Iterable[frames.Frame], tell: _Tell) -> Iterator[str]:
     for stack_frame in user_frames:
-        yield f"  {frames.place(stack_frame)}, in {stack_frame.function}", False
+        yield tell(f"  {frames.place(stack_frame)}, in {stack_frame.function}")
         # Of a library's code the failing line is enough; the user's code is what can be corrected.
         lines_around = 0 if stack_frame.is_library else _LINES_AROUND
-        yield from (
-            (source_line, False)
-            for source_line in frames.source(stack_frame, num_around=lines_around)
-        )
+        yield from map(tell, frames.source(stack_frame, num_around=lines_around))
 
 
 MAGIC_NAME = "accelerate"

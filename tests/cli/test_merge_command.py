@@ -14,14 +14,18 @@ from nbaccel.cli import main
 from tests.programs import run_program
 
 
+def shard(weights, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A checkpoint as `save_state` lays it out, with shards of one model."""
     weights = {"a": torch.rand(3, 4), "b": torch.arange(5), "c": torch.rand(2).bfloat16()}
     folder = tmp_path / "state/pytorch_model_fsdp_0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+    shard(weights, folder)
     return tmp_path / "state", weights
 
 
@@ -93,9 +97,7 @@ def test_memory_holds_a_tensor_at_a_time(tmp_path):
     )
     weights = {f"layer{number}": torch.full((2**22,), float(number)) for number in range(16)}
     folder = tmp_path / "pytorch_model_fsdp_0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+    shard(weights, folder)
     arguments = ["merge-weights", str(folder), str(tmp_path / "out")]
     limited = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = run_program([sys.executable, "-c", code, *arguments], check=False, env=limited)
@@ -135,9 +137,7 @@ def small_disk(tmp_path):
 def test_a_disk_without_room_keeps_what_is_there(tmp_path, small_disk, capsys):
     (small_disk / "model.safetensors").write_bytes(b"old")
     shards = tmp_path / "pytorch_model_fsdp_0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write_shards({"model": {"a": torch.zeros(2**19)}}, checkpoint_id=shards, no_dist=True)
+    shard({"a": torch.zeros(2**19)}, shards)
     assert main(["merge-weights", str(shards), str(small_disk)]) == 2
     assert "2.0 MiB of weights are to be written" in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in small_disk.iterdir()] == ["model.safetensors"]
@@ -150,9 +150,7 @@ def test_a_disk_without_room_keeps_what_is_there(tmp_path, small_disk, capsys):
 def test_a_limit_of_the_system_leaves_nothing(tmp_path):
     """The disk has room, and the write fails all the same: as with a quota."""
     shards = tmp_path / "pytorch_model_fsdp_0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write_shards({"model": {"a": torch.zeros(2**19)}}, checkpoint_id=shards, no_dist=True)
+    shard({"a": torch.zeros(2**19)}, shards)
     code = (
         "import resource, signal, sys\nfrom nbaccel.cli import main\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

@@ -121,15 +121,45 @@ class Screen:
         return found.out
 
 
+def at_once(monkeypatch: pytest.MonkeyPatch, hold_s: float = 0.0) -> None:
+    monkeypatch.setattr(console, "HOLD_S", hold_s)
+    monkeypatch.setattr(console, "TICK_S", 0.0)
+
+
 @pytest.fixture
 def screen(capfd: pytest.CaptureFixture[str]) -> Screen:
     return Screen(capfd)
 
 
-def test_a_line_that_all_print_is_shown_once(screen: Screen) -> None:
-    screen.say(0, "loading\nepoch 0\n")
-    screen.say(1, "loading\nepoch 0\n")
-    assert screen.end() == "[0-1] loading\n[0-1] epoch 0\n"
+ON_STDERR = "stderr"
+FOLDED: dict[str, tuple[list[tuple[Any, ...]], str, str]] = {
+    "a line that all print is shown once": (
+        [(0, "loading\nepoch 0\n"), (1, "loading\nepoch 0\n")],
+        "[0-1] loading\n[0-1] epoch 0\n",
+        "",
+    ),
+    "ranks are named in spans": ([(rank, "x\n") for rank in (0, 1, 2, 5)], "[0-2,5] x\n", ""),
+    "the same text on two streams is two lines": (
+        [(0, "x\n"), (1, "x\n", ON_STDERR)],
+        "[0] x\n",
+        "[1] x\n",
+    ),
+    "which stream was read first does not keep lines apart": (
+        [(0, "out\n"), (0, "a\nb\n", ON_STDERR), (1, "a\nb\n", ON_STDERR), (1, "out\n")],
+        "[0-1] out\n",
+        "[0-1] a\n[0-1] b\n",
+    ),
+    "an empty line stays a line": ([(0, "a\n\nb\n")], "[0] a\n[0] \n[0] b\n", ""),
+}
+
+
+@pytest.mark.parametrize("what", FOLDED)
+def test_what_ranks_print_is_folded(capfd: pytest.CaptureFixture[str], what: str) -> None:
+    screen = Screen(capfd, ranks=6)
+    said, out, err = FOLDED[what]
+    for words in said:
+        screen.say(*words)
+    assert (screen.end(), screen.err) == (out, err)
 
 
 def test_lines_that_differ_keep_their_rank_and_their_order(screen: Screen) -> None:
@@ -144,8 +174,7 @@ def test_lines_that_differ_keep_their_rank_and_their_order(screen: Screen) -> No
 def test_a_line_waits_for_its_twin_and_no_longer_than_that(
     screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "HOLD_S", 0.05)
-    monkeypatch.setattr(console, "TICK_S", 0.0)
+    at_once(monkeypatch, hold_s=0.05)
     screen.say(0, "only here\n")
     screen.console.tick()
     assert screen._capfd.readouterr().out == ""
@@ -164,29 +193,6 @@ def test_a_rank_that_has_ended_is_not_waited_for(
     screen.say(0, "alone\n")
     screen.console.tick()
     assert screen._capfd.readouterr().out == "[0] alone\n"
-
-
-def test_ranks_are_named_in_spans(capfd: pytest.CaptureFixture[str]) -> None:
-    screen = Screen(capfd, ranks=6)
-    for rank in (0, 1, 2, 5):
-        screen.say(rank, "x\n")
-    assert screen.end() == "[0-2,5] x\n"
-
-
-def test_the_same_text_on_two_streams_is_two_lines(screen: Screen) -> None:
-    screen.say(0, "x\n", "stdout")
-    screen.say(1, "x\n", "stderr")
-    assert screen.end() == "[0] x\n"
-    assert screen.err == "[1] x\n"
-
-
-def test_which_stream_was_read_first_does_not_keep_lines_apart(screen: Screen) -> None:
-    screen.say(0, "out\n")
-    screen.say(0, "careful\nvery\n", "stderr")
-    screen.say(1, "careful\nvery\n", "stderr")
-    screen.say(1, "out\n")
-    assert screen.end() == "[0-1] out\n"
-    assert screen.err == "[0-1] careful\n[0-1] very\n"
 
 
 def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(
@@ -221,11 +227,6 @@ def test_bytes_that_are_no_text_do_no_harm(screen: Screen) -> None:
     screen.console.feed(0, "stdout", b"\xff\xfe ok\n")
     screen.console.feed(1, "stdout", b"cut \xe2\x82")
     assert sorted(screen.end().splitlines()) == ["[0] \ufffd\ufffd ok", "[1] cut \ufffd"]
-
-
-def test_an_empty_line_stays_a_line(screen: Screen) -> None:
-    screen.say(0, "a\n\nb\n")
-    assert screen.end() == "[0] a\n[0] \n[0] b\n"
 
 
 def test_a_bar_is_drawn_in_place_and_kept_once(screen: Screen) -> None:
@@ -345,8 +346,7 @@ def test_a_rank_that_prints_too_much_waits(notebook: Screen) -> None:
 def test_so_much_is_shown_at_once_and_no_more(
     notebook: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "HOLD_S", 0.0)
-    monkeypatch.setattr(console, "TICK_S", 0.0)
+    at_once(monkeypatch)
     notebook.say(0, block(0, 20_000))
     notebook.console.tick()
     shown = notebook._capfd.readouterr().out
@@ -382,8 +382,7 @@ def test_after_a_stop_a_short_backlog_is_shown_whole(notebook: Screen) -> None:
 def test_a_storm_without_end_is_thinned_out(
     notebook: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "HOLD_S", 0.0)
-    monkeypatch.setattr(console, "TICK_S", 0.0)
+    at_once(monkeypatch)
     clock = [time.monotonic()]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
     out, err, said = "", "", 0

@@ -1,9 +1,9 @@
-"""Every choice that a picker offers: its name, its meaning, where it lands, and why it is greyed.
+"""Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
 
 Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`,
 each with its description, and those of strategies from their forms. This module adds their order,
 their labels and the units of numbers; it reads a choice from a `RunConfig` and writes it into a new
-one with what must change with it. What cannot be chosen is asked of the plan and of the rows.
+one with what must change with it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from nbaccel.base.errors import ConfigError, NbaccelError
-from nbaccel.base.optional_packages import is_installed
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
     DEVICES,
@@ -24,16 +22,10 @@ from nbaccel.config.capabilities import (
     PRECISIONS,
     START_METHODS,
     STRATEGIES,
-    device_row,
-    fp8_backend,
-    precision_row,
 )
-from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.memory.settings_form import ChoiceOption, Edit, Setting, SettingsForm, settings_forms
 from nbaccel.memory.ways import Candidate
 from nbaccel.notebook.magic_line import kinds_of, words_of
-from nbaccel.plan import Inventory, Plan, registry, resolve
-from nbaccel.plan.training_plan import HISTORY_SETTINGS, recipe_of
 
 _PANEL_TITLES = {"precision": "Precision", "zero": "Training", "launch": "Launch"}
 # Names of the choices that come first, in the order in which they are shown.
@@ -262,7 +254,7 @@ def edit_config(
     else:
         # A cleared field stands for the default, which need not be None.
         value = setting.default if new_value in (None, "") else new_value
-        edit = Edit(_with_value(config, setting.name, value))
+        edit = Edit(with_value(config, setting.name, value))
     for other_form in settings_forms():
         # Settings of the run can contradict a strategy's own, so all chosen forms are asked.
         if other_form.is_chosen(edit.config) and not setting.name.startswith(FP8):
@@ -270,7 +262,8 @@ def edit_config(
     return edit
 
 
-def _with_value(config: RunConfig, name: str, value: Any) -> RunConfig:
+def with_value(config: RunConfig, name: str, value: Any) -> RunConfig:
+    """A configuration with another value for a setting of a run, or of its FP8."""
     if not name.startswith(FP8):
         return config.changed(**{name: value})
     fp8_config = config.fp8 or Fp8Config()
@@ -319,143 +312,3 @@ def groups_of_ways(candidates: Sequence[Candidate]) -> Iterator[tuple[str, list[
 def is_shown_once(of_way: Sequence[Candidate]) -> bool:
     """Whether a way cannot be taken in any precision, so that no precision is named beside it."""
     return len(of_way) == 1 and bool(of_way[0].refusal)
-
-
-# ------------------------------------------------------------------------------ what is greyed
-_MULTI_NODE_FIELDS = (
-    *("node_rank", "master_addr", "rdzv_endpoint", "rdzv_conf", "rdzv_id", "rdzv_backend"),
-)
-
-
-class PickerState(Protocol):
-    """What is chosen, and for what; `problems` is what the plan has against it already."""
-
-    config: RunConfig
-    inventory: Inventory
-    module: Any
-
-    @property
-    def problems(self) -> tuple[str, ...]: ...  # noqa: D102
-
-
-def option_refusal(view: PickerState, setting: Setting, option: ChoiceOption) -> str:
-    """Why an option cannot be chosen."""
-    if option.value == value_of(view.config, setting):
-        return ""  # the present value stays selectable, whatever is wrong with it
-    form = form_of(setting.name)
-    if form is not None:
-        return form.option_refusal(view.config, setting, option.value)
-    if setting.name == "fp8.backend" and (missing_package := _backend_refusal(option.value)):
-        return missing_package
-    if setting.run_field.startswith(FP8):
-        return _fp8_refusal(view, setting.run_field.removeprefix(FP8), option.value)
-    if setting.run_field in RunConfig.model_fields and setting.run_field == setting.name:
-        return _plan_refusal(view, setting.name, option.value)
-    return ""
-
-
-def setting_refusal(view: PickerState, setting: Setting) -> str:
-    """Why a whole choice cannot be made."""
-    if setting.name == "activation_checkpointing":
-        return _switch_refusal(view)
-    form = form_of(setting.name)
-    return "" if form is None else form.setting_refusal(view.config, setting)
-
-
-def is_shown(view: PickerState, setting: Setting) -> bool:
-    """Whether a choice means anything as things are."""
-    setting_name = setting.name
-    if setting_name.startswith(FP8):
-        if not precision_row(view.config.mixed_precision).has_backends:
-            return False
-        return setting_name == "fp8.backend" or _is_read(view, setting.run_field.removeprefix(FP8))
-    form = form_of(setting_name)
-    if form is not None:
-        return form.is_shown(view.config, setting)
-    if setting_name == "tpu_driver":
-        return view.inventory.tpu_chips > 0
-    return setting_name not in _MULTI_NODE_FIELDS or view.config.num_nodes > 1
-
-
-def _fp8_row(view: PickerState) -> Fp8Row | None:
-    """The backend that FP8 comes to: the one chosen, or the first that fits; None: none."""
-    backend = (view.config.fp8 or Fp8Config()).backend
-    named_rows = {row.name: row for row in FP8_BACKENDS}
-    if backend in named_rows:
-        return named_rows[backend]
-    units = registry.usable_units(view.inventory)
-    name = view.config.device
-    if name == "auto":
-        name = units[0].kind if units else DEVICES[0].name
-    known = [unit.compute_capability for unit in units if unit.kind == name]
-    return fp8_backend(backend, device_row(name), min(known, default=None)).row
-
-
-def _is_read(view: PickerState, name: str) -> bool:
-    """Whether the FP8 backend, with its recipe, reads a setting."""
-    row = _fp8_row(view)
-    if row is None or name not in row.settings:
-        return False
-    recipe = recipe_of(view.config.fp8 or Fp8Config(), row)
-    return name not in HISTORY_SETTINGS or recipe == "delayed"
-
-
-def _fp8_refusal(view: PickerState, name: str, new_value: Any) -> str:
-    """The first problem of the plan with another setting of FP8."""
-    try:
-        fp8_config = (view.config.fp8 or Fp8Config()).changed(**{name: new_value})
-    except ConfigError as error:
-        return _first_clause(error.mistakes[0], name)
-    return _plan_refusal(view, "fp8", fp8_config, f"{FP8}{name}")
-
-
-def _backend_refusal(name: str) -> str:
-    row = {row.name: row for row in FP8_BACKENDS}.get(name)
-    if row is not None and not row.path:
-        return "nothing trains with it in this version"
-    if row is None or not row.package or is_installed(row.package):
-        return ""
-    return f"{row.package} is not installed"
-
-
-def _switch_refusal(view: PickerState) -> str:
-    if view.module is None:
-        return ""
-    from nbaccel.strategies.model_blocks import can_checkpoint_gradients
-
-    if can_checkpoint_gradients(view.module):
-        return ""
-    return f"{type(view.module).__name__} has no gradient_checkpointing_enable()"
-
-
-def _plan_refusal(
-    view: PickerState, setting_name: str, new_value: Any, shown_name: str = ""
-) -> str:
-    """The first problem that the plan would have with a new value and does not have now."""
-    try:
-        config = view.config.changed(**{setting_name: new_value})
-    except ConfigError as error:
-        return _first_clause(error.mistakes[0], setting_name)
-    _, problems = plan_or_problems(config, view.inventory)
-    # Problems of the present settings would grey every option.
-    new_problems = [text for text in problems if text not in view.problems]
-    return _first_clause(new_problems[0], shown_name or setting_name) if new_problems else ""
-
-
-def plan_or_problems(
-    config: RunConfig, inventory: Inventory
-) -> tuple[Plan | None, tuple[str, ...]]:
-    """The plan for a machine, or why that cannot serve the configuration."""
-    try:
-        return resolve(config, inventory), ()
-    except ConfigError as error:
-        return None, error.mistakes
-    except NbaccelError as error:
-        return None, (str(error),)
-
-
-def _first_clause(text: str, name: str) -> str:
-    """The first sentence without its subject, which the field's label names already."""
-    first_sentence = text.partition(". ")[0].replace("`", "")
-    first_word, _, other_words = first_sentence.partition(" ")
-    return other_words if first_word.startswith(f"{name}=") else first_sentence

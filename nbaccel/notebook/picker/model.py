@@ -16,10 +16,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from nbaccel.base.errors import ConfigError
+from nbaccel.base.errors import ConfigError, NbaccelError
+from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import count_noun, format_bytes
-from nbaccel.config import RunConfig, run_config_of
-from nbaccel.config.capabilities import device_row
+from nbaccel.config import Fp8Config, RunConfig, run_config_of
+from nbaccel.config.capabilities import (
+    DEVICES,
+    FP8_BACKENDS,
+    device_row,
+    fp8_backend,
+    precision_row,
+)
+from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.config.given_values import closest
 from nbaccel.memory.estimate import MemoryBar, MemoryNeed
 from nbaccel.memory.memory_model import MemoryModel
@@ -34,8 +42,9 @@ from nbaccel.memory.settings_form import (
 from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
 from nbaccel.notebook.picker import choices
 from nbaccel.notebook.picker.config_text import faces_of, read_settings_source, save_face
-from nbaccel.plan import Inventory, Plan, inspect_machine, registry
+from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.plan.launch_plan import Choice
+from nbaccel.plan.training_plan import HISTORY_SETTINGS, recipe_of
 
 _MAX_UNDO = 100
 _MOST_COUNTS = 5
@@ -119,7 +128,7 @@ class PickerModel:
     @property
     @_kept
     def _planned(self) -> tuple[Plan | None, tuple[str, ...]]:
-        return choices.plan_or_problems(self.config, self.inventory)
+        return _plan_or_problems(self.config, self.inventory)
 
     def setting(self, name: str) -> Setting:
         """A choice by its name."""
@@ -185,17 +194,63 @@ class PickerModel:
         """The options of a choice, those that cannot be chosen with the reason."""
         setting = self.setting(name)
         return tuple(
-            OptionOffer(option, choices.option_refusal(self, setting, option))
+            OptionOffer(option, self._option_refusal(setting, option.value))
             for option in setting.options
         )
 
+    def _option_refusal(self, setting: Setting, value: Any) -> str:
+        if value == self.value(setting.name):
+            return ""  # the present value stays selectable, whatever is wrong with it
+        form = choices.form_of(setting.name)
+        if form is not None:
+            return form.option_refusal(self.config, setting, value)
+        if setting.name == "fp8.backend" and (missing_package := _backend_refusal(value)):
+            return missing_package
+        try:
+            config = choices.with_value(self.config, setting.name, value)
+        except ConfigError as error:
+            return _first_clause(error.mistakes[0], setting.name)
+        _, problems = _plan_or_problems(config, self.inventory)
+        # Problems of the present settings would grey every option.
+        new_problems = [text for text in problems if text not in self.problems]
+        return _first_clause(new_problems[0], setting.name) if new_problems else ""
+
     def refusal(self, name: str) -> str:
         """Why a whole choice is greyed; empty where it can be made."""
-        return choices.setting_refusal(self, self.setting(name))
+        if name == "activation_checkpointing":
+            return "" if self.module is None else _switch_refusal(self.module)
+        form = choices.form_of(name)
+        return "" if form is None else form.setting_refusal(self.config, self.setting(name))
 
     def is_shown(self, name: str) -> bool:
         """Whether a choice means anything as things are."""
-        return choices.is_shown(self, self.setting(name))
+        if name.startswith(choices.FP8):
+            if not precision_row(self.config.mixed_precision).has_backends:
+                return False
+            return name == "fp8.backend" or self._is_read(name.removeprefix(choices.FP8))
+        form = choices.form_of(name)
+        if form is not None:
+            return form.is_shown(self.config, self.setting(name))
+        if name == "tpu_driver":
+            return self.inventory.tpu_chips > 0
+        return name not in _MULTI_NODE_FIELDS or self.config.num_nodes > 1
+
+    def _is_read(self, fp8_name: str) -> bool:
+        """Whether the FP8 backend, with its recipe, reads a setting."""
+        fp8 = self.config.fp8 or Fp8Config()
+        row = {row.name: row for row in FP8_BACKENDS}.get(fp8.backend) or self._usual_backend()
+        if row is None or fp8_name not in row.settings:
+            return False
+        return fp8_name not in HISTORY_SETTINGS or recipe_of(fp8, row) == "delayed"
+
+    def _usual_backend(self) -> Fp8Row | None:
+        """The first backend of FP8 that fits; None where none does."""
+        units = registry.usable_units(self.inventory)
+        name = self.config.device
+        if name == "auto":
+            name = units[0].kind if units else DEVICES[0].name
+        known = [unit.compute_capability for unit in units if unit.kind == name]
+        return fp8_backend("auto", device_row(name), min(known, default=None)).row
 
     # ------------------------------------------------------------------- changing
 
@@ -496,6 +551,47 @@ class PickerModel:
         self._may_hint = True
         if self.precision_hint:
             self._call_observers()
+
+
+_MULTI_NODE_FIELDS = (
+    *("node_rank", "master_addr", "rdzv_endpoint", "rdzv_conf", "rdzv_id", "rdzv_backend"),
+)
+
+
+def _plan_or_problems(
+    config: RunConfig, inventory: Inventory
+) -> tuple[Plan | None, tuple[str, ...]]:
+    """The plan for a machine, or why that cannot serve the configuration."""
+    try:
+        return resolve(config, inventory), ()
+    except ConfigError as error:
+        return None, error.mistakes
+    except NbaccelError as error:
+        return None, (str(error),)
+
+
+def _first_clause(text: str, name: str) -> str:
+    """The first sentence without its subject, which the field's label names already."""
+    first_sentence = text.partition(". ")[0].replace("`", "")
+    first_word, _, other_words = first_sentence.partition(" ")
+    names = (f"{name}=", f"{name.removeprefix(choices.FP8)}=")
+    return other_words if first_word.startswith(names) else first_sentence
+
+
+def _backend_refusal(name: str) -> str:
+    row = {row.name: row for row in FP8_BACKENDS}.get(name)
+    if row is not None and not row.path:
+        return "nothing trains with it in this version"
+    if row is None or not row.package or is_installed(row.package):
+        return ""
+    return f"{row.package} is not installed"
+
+
+def _switch_refusal(module: Any) -> str:
+    from nbaccel.strategies.model_blocks import can_checkpoint_gradients
+
+    has_switch = can_checkpoint_gradients(module)
+    return "" if has_switch else f"{type(module).__name__} has no gradient_checkpointing_enable()"
 
 
 # ------------------------------------------------------------------------------ model and machine

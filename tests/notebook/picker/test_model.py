@@ -20,7 +20,7 @@ from tests import needs
 from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
 from tests.notebook.shown import BUCKET, OPTIMIZER_PLACE, big, net
 
-CHOICES = "nbaccel.notebook.picker.choices"
+MODEL = "nbaccel.notebook.picker.model"
 PARAM_PLACE = "zero_optimization.offload_param.device"
 
 
@@ -217,7 +217,7 @@ def test_options_of_fp8_are_greyed_with_their_reasons(monkeypatch):
     monkeypatch.setattr(
         sys.modules["nbaccel.config.capabilities"], "is_installed", lambda name: True
     )
-    monkeypatch.setattr(sys.modules[CHOICES], "is_installed", lambda name: True)
+    monkeypatch.setattr(sys.modules[MODEL], "is_installed", lambda name: True)
     newer = PickerModel(config.changed(fp8="te"), inventory=with_gpus(1, capability=(10, 0)))
     assert reasons(newer, "fp8.recipe")["mxfp8"] == ""
     hopper = PickerModel(config.changed(fp8="te"), inventory=with_gpus(1, capability=(9, 0)))

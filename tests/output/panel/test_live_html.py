@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from nbaccel import RunConfig, resolve
 from nbaccel.base.spent_time import SpentTime
 from nbaccel.base.training_metrics import Metrics, ProgressBar
 from nbaccel.output.panel import curves, live_html, words
@@ -21,7 +20,7 @@ from nbaccel.output.panel.words import advice_of, live_text
 from nbaccel.output.report.run_facts import facts_of
 from nbaccel.output.report.run_report import RunReport
 from tests.html_reader import Html
-from tests.output.panel.finished import final_html, final_line, report
+from tests.output.panel.finished import PLAN, final_html, final_line, report
 
 GIB = 2**30
 NASTY = '</td><script>alert(1)</script> & \x1b[31mred\x1b[0m \x07"quoted"'
@@ -346,25 +345,24 @@ def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> 
 # ------------------------------------------------------------------------- curves
 
 
-def test_a_curve_has_a_block_for_each_value() -> None:
-    assert curves.sparkline([11, 12, 13, 14, 15, 16, 17, 18]) == "▁▂▃▄▅▆▇█"
-    assert curves.sparkline([]) == ""
-    assert curves.sparkline([3.0, 3.0]) == "▄▄"
-
-
-def test_a_long_curve_is_of_groups_and_spans_all() -> None:
-    blocks = curves.sparkline([10.0] * 500 + [20.0] * 500)
-    assert blocks == "▁" * (curves.SPARK_CHARS // 2) + "█" * (curves.SPARK_CHARS // 2)
+@pytest.mark.parametrize(
+    ("values", "blocks"),
+    [
+        ([11, 12, 13, 14, 15, 16, 17, 18], "▁▂▃▄▅▆▇█"),
+        ([], ""),
+        ([3.0, 3.0], "▄▄"),
+        ([1.0, math.nan, 2.0, math.inf], "▁!█!"),  # what is no number is marked
+        ([math.nan], "!"),
+        # A long one is of groups, and spans all.
+        ([10.0] * 500 + [20.0] * 500, "▁" * (curves.SPARK_CHARS // 2) + "█" * 10),
+    ],
+)
+def test_a_curve_has_a_block_for_each_value(values: list[float], blocks: str) -> None:
+    assert curves.sparkline(values) == blocks
 
 
 def test_a_loss_that_falls_by_factors_is_a_slope_and_not_a_cliff() -> None:
-    blocks = curves.sparkline([1000.0, 100.0, 10.0, 1.0])
-    assert len(set(blocks)) == 4
-
-
-def test_what_is_no_number_is_marked() -> None:
-    assert curves.sparkline([1.0, math.nan, 2.0, math.inf]) == "▁!█!"
-    assert curves.sparkline([math.nan]) == "!"
+    assert len(set(curves.sparkline([1000.0, 100.0, 10.0, 1.0]))) == 4
 
 
 @given(st.lists(st.floats(), max_size=200))
@@ -400,9 +398,6 @@ def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> 
 
 def test_without_such_a_report_there_is_no_bar_of_times() -> None:
     assert mean_time_html(board_of(2).times.by_rank()) == ""
-
-
-PLAN = resolve(RunConfig(num_processes=2, device="cpu"))
 
 
 def trained_board(
