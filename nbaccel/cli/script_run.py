@@ -39,34 +39,27 @@ def run_to_exit_status(
 ) -> int:
     """Run a script in the workers that were asked for."""
     received_signals: list[int] = []
+    tells_warnings = not is_quiet
     with env.applied(dict(request.variables)):
         try:
-            return _run(script, request, received_signals, is_quiet, shows_tracebacks)
+            if plan_of_command(request.config).start_method == "inline":
+                [script_end] = launch_configured(
+                    run_script_here, (script,), request.config, tells_warnings=tells_warnings
+                )
+                return _status_here(script_end, shows_tracebacks)
+            # Imports torch beside this process, which does the same now.
+            template_for(registry.prepare_notebook()).start_ahead()
+            with _signals_as_interrupts(received_signals):
+                launch_configured(
+                    run_script, (script,), request.config, tells_warnings=tells_warnings
+                )
+        except WorkerFailed as error:
+            return _status_of_failure(error, shows_tracebacks)
         except KeyboardInterrupt as interruption:
-            _tell_interruption(interruption, is_quiet)
+            told = str(interruption) if isinstance(interruption, LaunchInterrupted) else ""
+            if not is_quiet:
+                print(f"nbaccel: {told or 'interrupted'}", file=sys.stderr)
             return _SIGNAL_STATUS + (received_signals or [signal.SIGINT])[0]
-
-
-def _run(
-    script: Script,
-    request: LaunchRequest,
-    received_signals: list[int],
-    is_quiet: bool,
-    shows_tracebacks: bool,
-) -> int:
-    plan = plan_of_command(request.config)
-    if plan.start_method == "inline":
-        [script_end] = launch_configured(
-            run_script_here, (script,), request.config, tells_warnings=not is_quiet
-        )
-        return _status_here(script_end, shows_tracebacks)
-    # Imports torch beside this process, which does the same now.
-    template_for(registry.prepare_notebook()).start_ahead()
-    try:
-        with _signals_as_interrupts(received_signals):
-            launch_configured(run_script, (script,), request.config, tells_warnings=not is_quiet)
-    except WorkerFailed as error:
-        return _status_of_failure(error, shows_tracebacks)
     return 0
 
 
@@ -103,12 +96,6 @@ def _tell_failure(report_text: str, record: FailureRecord | None, shows_tracebac
         print(record.full_traceback, file=sys.stderr)
     else:
         print("The whole traceback: nbaccel launch --debug.", file=sys.stderr)
-
-
-def _tell_interruption(interruption: KeyboardInterrupt, is_quiet: bool) -> None:
-    text = str(interruption) if isinstance(interruption, LaunchInterrupted) else ""
-    if not is_quiet:
-        print(f"nbaccel: {text or 'interrupted'}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -182,7 +182,7 @@ _LINES_AROUND = 2  # source lines before and after that of a frame which is the 
 
 def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool) -> str:
     """The whole tracebacks."""
-    tell: _Tell = frames.coloured if with_colours else lambda text, stands_out=False: text
+    tell: _Tell = frames.coloured if with_colours else lambda text, **_: text
     return "\n\n".join("\n".join(_of_rank(record, tell)) for record in failure_records)
 
 

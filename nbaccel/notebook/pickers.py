@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -47,18 +46,10 @@ _WIDGETS_FROM = 7
 class PickerDisplay:
     """Shows one picker, in any number of cells."""
 
-    def __init__(
-        self,
-        model: PickerModel,
-        panel_names: Sequence[str],
-        *,
-        lock: threading.RLock,
-        class_name: str,
-    ) -> None:
+    def __init__(self, model: PickerModel, panel_names: Sequence[str]) -> None:
         self._model = model
-        self._lock = lock
         self._panels = panel_names
-        self._css_class = f"nbaccel-static-{class_name}"
+        self._css_class = f"nbaccel-static-{uuid.uuid4().hex[:12]}"
         self._view: PickerView | None = None
         self._shown_in: object = None
         self._is_stale = self._has_compared = False
@@ -92,16 +83,16 @@ class PickerDisplay:
         sys.stdout.flush()
         # What takes seconds for a large model comes after the form, while the user reads it.
         model = self._model
-        with self._lock:
+        with self._model.lock:
             estimates = (model.estimate_memory, *model.later_estimates())
         try:
             for make_estimate in estimates:
-                with self._lock:
+                with self._model.lock:
                     make_estimate()
                 # Else this thread would have the lock again before one that waits with a click.
                 time.sleep(_LOCK_PAUSE_S)
         finally:
-            with self._lock:
+            with self._model.lock:
                 if model.has_compared and not self._has_compared:
                     self._changed()  # the other precisions are lacking in what is kept
 
@@ -118,7 +109,7 @@ class PickerDisplay:
     def _show_form(self) -> None:
         from IPython.display import display
 
-        with self._lock:
+        with self._model.lock:
             self._model.postpone_memory()
             live_view = self._live_view()
             # `display(widget)` would add the widget's repr as text; what is below has all of it.
@@ -133,12 +124,7 @@ class PickerDisplay:
             # Not at the top: it imports ipywidgets, which need not be installed.
             from nbaccel.notebook.picker.widgets import PickerView
 
-            self._view = PickerView(
-                self._model,
-                self._panels,
-                lock=self._lock,
-                hidden_class=self._css_class,
-            )
+            self._view = PickerView(self._model, self._panels, hidden_class=self._css_class)
             self._model.observe(self._view.sync)
             self._model.observe(self._changed)
         return self._view
@@ -177,7 +163,7 @@ class PickerDisplay:
     def _renew(self, _result: object = None) -> None:
         from IPython.display import update_display
 
-        with self._lock:
+        with self._model.lock:
             # Both the event and the timer call this; the first one renews them.
             if not self._is_stale:
                 return
@@ -243,19 +229,12 @@ class Picker(HasTraits):
         sample_batch: Any = None,
         inventory: Inventory | None = None,
     ) -> None:
-        # Reentrant, because a choice sets the trait, whose observer takes the lock again.
-        self._lock = threading.RLock()
         self._model = PickerModel(
             config, model=model, sample_batch=sample_batch, inventory=inventory
         )
         # After the model: setting the trait calls `_on_config`, which reads it.
         super().__init__(config=self._model.config)
-        self._showing = PickerDisplay(
-            self._model,
-            self._panels,
-            lock=self._lock,
-            class_name=uuid.uuid4().hex[:12],
-        )
+        self._showing = PickerDisplay(self._model, self._panels)
         self._model.observe(self._follow)
 
     # ---------------------------------------------------------------- from Python
@@ -269,7 +248,7 @@ class Picker(HasTraits):
         Raises:
             ConfigError: It cannot be taken; everything stays as it was.
         """
-        with self._lock:
+        with self._model.lock:
             self._model.choose(name, value)
 
     def suggest(self) -> str:
@@ -281,12 +260,12 @@ class Picker(HasTraits):
         Raises:
             ConfigError: Nothing fits, or no model was given.
         """
-        with self._lock:
+        with self._model.lock:
             return self._model.suggest()
 
     def undo(self) -> None:
         """Undo the last change, if there is one."""
-        with self._lock:
+        with self._model.lock:
             self._model.undo()
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
@@ -298,7 +277,7 @@ class Picker(HasTraits):
         Raises:
             ConfigError: It cannot be read, or holds mistakes, all of them listed.
         """
-        with self._lock:
+        with self._model.lock:
             self._model.load(source)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
@@ -311,7 +290,7 @@ class Picker(HasTraits):
         Raises:
             ConfigError: There is no such face now, or the file cannot be written.
         """
-        with self._lock:
+        with self._model.lock:
             self._model.save(path, face)
 
     def show(self) -> None:
@@ -322,7 +301,7 @@ class Picker(HasTraits):
     @observe("config")
     def _on_config(self, change: Mapping[str, Any]) -> None:
         """Set from Python: the model takes it over."""
-        with self._lock:
+        with self._model.lock:
             # Equal when the change came from the model: this ends the circle of notifications.
             if change["new"] != self._model.config:
                 self._model.replace(change["new"])
@@ -340,7 +319,7 @@ class Picker(HasTraits):
         return run_config_of, (self.config,)
 
     def __str__(self) -> str:
-        with self._lock:
+        with self._model.lock:
             return rendering.picker_text(self._model, self._panels)
 
     def _ipython_display_(self) -> None:

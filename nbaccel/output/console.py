@@ -47,7 +47,7 @@ import os
 import re
 import sys
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -483,7 +483,7 @@ class Console:
         )
         self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
         self._tails = {rank: deque[str](maxlen=_LAST_LINES) for rank in ranks}
-        self._dropped: dict[int, int] = {}
+        self._dropped: Counter[int] = Counter()
         self._owners: dict[str, int] = {}
         """Rank whose output is shown, by the handle of one that can be shown once only."""
         self._drawn = ""
@@ -505,7 +505,7 @@ class Console:
         at_most = math.inf if self._pace.waits else self._pace.stage.waiting_lines
         output_lines, dropped_lines = source.feed(output_bytes, at_most=at_most)
         self._queue(worker_rank, stream, output_lines)
-        self._note_dropped(worker_rank, dropped_lines)
+        self._dropped += Counter({worker_rank: dropped_lines})
         if self._fullness(worker_rank) > _MOST_FULL:
             self._shorten(worker_rank)
 
@@ -592,11 +592,7 @@ class Console:
     def _shorten(self, rank: int) -> None:
         stage = self._pace.stage
         lines = self._waiting.shorten(rank, stage.waiting_lines, stage.waiting_chars)
-        self._note_dropped(rank, lines)
-
-    def _note_dropped(self, rank: int, num_lines: int) -> None:
-        if num_lines:
-            self._dropped[rank] = self._dropped.get(rank, 0) + num_lines
+        self._dropped += Counter({rank: lines})
 
     def _tell_dropped(self) -> None:
         names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""

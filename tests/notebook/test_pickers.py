@@ -375,7 +375,7 @@ from nbaccel.memory import activations
 from nbaccel.notebook.pickers import Picker
 measure, calls = activations.measure_activations, []
 def told(*arguments, **options):
-    print("measured", flush=True)
+    print("measured\\n", end="", flush=True)  # in one write: threads print beside each other
     for call in calls:
         call()
     return measure(*arguments, **options)
@@ -387,7 +387,7 @@ picker = Picker(model=torch.nn.Linear(4, 4), sample_batch=torch.randn(2, 4))
 CHOOSE_MEANWHILE = """
 def choose():
     picker.choose("num_processes", 2)
-    print("chosen", flush=True)
+    print("chosen\\n", end="", flush=True)
 chooser = threading.Thread(target=choose)
 calls.append(lambda: chooser.ident or chooser.start())
 picker.show()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,9 +46,8 @@ class Form:
     They share layouts and styles, and have their classes and values from the beginning.
     """
 
-    def __init__(self, model: PickerModel, lock: threading.RLock, carry_out: CarryOut) -> None:
+    def __init__(self, model: PickerModel, carry_out: CarryOut) -> None:
         self.model = model
-        self.lock = lock
         self.carry_out = carry_out
         self._is_showing = False
         self._layout = w.Layout()
@@ -60,7 +58,7 @@ class Form:
         """Act on what the user does with a widget."""
 
         def on_change(change: Any) -> None:
-            with self.lock:
+            with self.model.lock:
                 if not self._is_showing:
                     act(change.new)
 

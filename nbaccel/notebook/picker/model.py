@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial, wraps
@@ -91,6 +92,9 @@ class PickerModel:
         inventory: Inventory | None = None,
     ) -> None:
         check_model_and_batch(model, sample_batch)
+        # Taken by whoever changes or shows it. Reentrant, because a choice sets the trait of a
+        # picker, whose observer takes it again.
+        self.lock = threading.RLock()
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()
         """What the last change changed besides, and warnings of the plan."""

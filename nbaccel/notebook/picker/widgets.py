@@ -16,7 +16,6 @@ The configuration as text is checked while one types:
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -136,7 +135,7 @@ class ConfigEditor:
 
     def _check(self) -> tuple[TextMistake, ...]:
         """Show the mistakes of the text; that of the present configuration has none."""
-        with self._form.lock:
+        with self._model.lock:
             text = self._text.value
             is_edited = self._is_edited and bool(text.strip())
             mistakes = mistakes_in_text(text, self._model.check_source) if is_edited else ()
@@ -478,16 +477,10 @@ class PickerView:
     """Everything that is shown of one picker; without `actions` where that is a part of it."""
 
     def __init__(
-        self,
-        model: PickerModel,
-        panel_names: Sequence[str],
-        *,
-        lock: threading.RLock,
-        hidden_class: str,
+        self, model: PickerModel, panel_names: Sequence[str], *, hidden_class: str
     ) -> None:
         self._model = model
-        self._lock = lock
-        self._form = Form(model, lock, self.carry_out)
+        self._form = Form(model, self.carry_out)
         # Those of the list of all settings, each made when it is first shown.
         self._listed: dict[str, SettingField] = {}
         self._first: list[SettingField] = []
@@ -507,7 +500,7 @@ class PickerView:
     # ---------------------------------------------------------------- out
     def sync(self) -> None:
         """Show the present state of the model."""
-        with self._lock:
+        with self._model.lock:
             for field in list(self._all_fields()):
                 field.sync()
             for sync_part in self._syncs:
@@ -523,7 +516,7 @@ class PickerView:
         done: str = "",
     ) -> tuple[str, ...]:
         """Do what the user asks for, and show what goes wrong."""
-        with self._lock:
+        with self._model.lock:
             self._forget(field)
             mistakes: tuple[str, ...] = ()
             try:

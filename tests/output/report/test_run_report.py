@@ -17,9 +17,8 @@ from nbaccel import ConfigError
 from nbaccel.output.panel.curves import metric_lines
 from nbaccel.output.panel.facts import SeenLine
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
-from nbaccel.output.report.report_parts import report_document
 from nbaccel.output.report.run_facts import PlannedRun, RankFigures, RunFacts
-from nbaccel.output.report.run_report import RunReport
+from nbaccel.output.report.run_report import RunReport, report_document
 from tests.html_reader import Html
 
 ODD = "<script>alert(1)</script> & \"'"
