@@ -16,7 +16,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,19 +43,129 @@ _LOCK_PAUSE_S = 0.01
 _WIDGETS_FROM = 7
 
 
-class PickerDisplay:
-    """Shows one picker, in any number of cells."""
+def _running_cell(running_shell: Any) -> object:
+    """Which execution of which cell this is."""
+    return publish.request_header("msg_id") or running_shell.execution_count
 
-    def __init__(self, model: PickerModel, panel_names: Sequence[str]) -> None:
-        self._model = model
-        self._panels = panel_names
+
+def _missing_widget_part(running_shell: Any) -> str:
+    """Why there are no widgets, with what to do; empty where there are."""
+    if not hasattr(running_shell, "kernel"):
+        return "In a notebook this is a form. Here: picker.choose(name, value)."
+    if not is_installed("ipywidgets"):
+        return f"In a notebook with ipywidgets this is a form: {install_line('notebook')}"
+    import ipywidgets
+
+    if int(ipywidgets.__version__.partition(".")[0]) < _WIDGETS_FROM:
+        return (
+            f"ipywidgets {ipywidgets.__version__} is too old for the form, which needs "
+            f"{_WIDGETS_FROM} or later. Without it: picker.choose(name, value)."
+        )
+    return ""
+
+
+class Picker(HasTraits):
+    """All settings of a run, to be chosen by looking.
+
+    Give it as ``config`` wherever a `RunConfig` is taken; as the last line of a cell it shows
+    itself. What is chosen with the mouse, from Python (`choose`) or by setting ``config`` is the
+    same everywhere at once.
+
+    Args:
+        config: Where to begin, a `RunConfig` or another picker; None: the defaults.
+        model: The module whose memory is shown; it may be on ``meta``.
+        sample_batch: A batch of one process, for the activations.
+        inventory: The machine; None looks at this one.
+
+    Attributes:
+        config: The chosen settings.
+
+    Examples:
+        >>> picker = configure(model)
+        >>> notebook_launcher(train, (model,), config=picker)
+    """
+
+    config: Any = Instance(RunConfig)
+
+    _panels: ClassVar[tuple[str, ...]] = PANELS
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        model: Any = None,
+        sample_batch: Any = None,
+        inventory: Inventory | None = None,
+    ) -> None:
+        self._model = PickerModel(
+            config, model=model, sample_batch=sample_batch, inventory=inventory
+        )
+        # After the model: setting the trait calls `_on_config`, which reads it.
+        super().__init__(config=self._model.config)
         self._css_class = f"nbaccel-static-{uuid.uuid4().hex[:12]}"
         self._view: PickerView | None = None
         self._shown_in: object = None
         self._is_stale = self._has_compared = False
+        self._model.observe(self._follow)
+
+    # ---------------------------------------------------------------- from Python
+    def choose(self, name: str, value: Any) -> None:
+        """Make a choice, as with the mouse.
+
+        Args:
+            name: Its name: ``"mixed_precision"``, ``"zero_stage"``, or a key of DeepSpeed.
+            value: What to take; None leaves it open.
+
+        Raises:
+            ConfigError: It cannot be taken; everything stays as it was.
+        """
+        with self._model.lock:
+            self._model.choose(name, value)
+
+    def suggest(self) -> str:
+        """Take the fastest settings that fit; one `undo` takes them back.
+
+        Returns:
+            What was taken, in one line.
+
+        Raises:
+            ConfigError: Nothing fits, or no model was given.
+        """
+        with self._model.lock:
+            return self._model.suggest()
+
+    def undo(self) -> None:
+        """Undo the last change, if there is one."""
+        with self._model.lock:
+            self._model.undo()
+
+    def load(self, source: str | Path | Mapping[str, Any]) -> None:
+        """Take over a DeepSpeed configuration or a `RunConfig`.
+
+        Args:
+            source: A path, JSON or YAML as text, or what is in it.
+
+        Raises:
+            ConfigError: It cannot be read, or holds mistakes, all of them listed.
+        """
+        with self._model.lock:
+            self._model.load(source)
+
+    def save(self, path: str | Path, face: str = "YAML") -> None:
+        """Write the configuration to a file.
+
+        Args:
+            path: The file.
+            face: ``"YAML"``, ``"DeepSpeed JSON"``, ``"Python"`` or ``"Command line"``.
+
+        Raises:
+            ConfigError: There is no such face now, or the file cannot be written.
+        """
+        with self._model.lock:
+            self._model.save(path, face)
 
     def show(self) -> None:
-        """Show it in the cell that is running."""
+        """Show it here: as widgets, or as text where there are none."""
         running_shell = frames.running_shell()
         if running_shell is None:
             return  # a script, which can print the picker
@@ -70,8 +180,33 @@ class PickerDisplay:
             running_shell.events.register("post_run_cell", self._tell_variable)
             self._show_widgets()
 
-    def show_once(self) -> None:
-        """The same, unless this cell has done so: `configure(model)` is often its last line."""
+    # ---------------------------------------------------------------- model and trait
+    @observe("config")
+    def _on_config(self, change: Mapping[str, Any]) -> None:
+        """Set from Python: the model takes it over."""
+        with self._model.lock:
+            # Equal when the change came from the model: this ends the circle of notifications.
+            if change["new"] != self._model.config:
+                self._model.replace(change["new"])
+
+    def _follow(self) -> None:
+        """The model has changed: so has the trait."""
+        self.config = self._model.config
+
+    # ---------------------------------------------------------------- how it looks
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(config={self.config!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a worker it is its `RunConfig`: nobody could see a form there."""
+        return run_config_of, (self.config,)
+
+    def __str__(self) -> str:
+        with self._model.lock:
+            return rendering.picker_text(self._model, self._panels)
+
+    def _ipython_display_(self) -> None:
+        """Show it, unless this cell has done so: `configure(model)` is often its last line."""
         running_shell = frames.running_shell()
         if running_shell is None or self._shown_in != _running_cell(running_shell):
             self.show()
@@ -101,8 +236,7 @@ class PickerDisplay:
         running_shell = frames.running_shell()
         running_shell.events.unregister("post_run_cell", self._tell_variable)
         for name, value in running_shell.user_ns.items():
-            is_this = getattr(value, "__dict__", {}).get("_showing") is self
-            if is_this and not name.startswith("_") and self._view and self._view.actions:
+            if value is self and not name.startswith("_") and self._view and self._view.actions:
                 self._view.actions.tell_variable(name)
                 return
 
@@ -173,157 +307,6 @@ class PickerDisplay:
                 running_shell.events.unregister("post_run_cell", self._renew)
             kept = self._kept_output()
             update_display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
-
-
-def _running_cell(running_shell: Any) -> object:
-    """Which execution of which cell this is."""
-    return publish.request_header("msg_id") or running_shell.execution_count
-
-
-def _missing_widget_part(running_shell: Any) -> str:
-    """Why there are no widgets, with what to do; empty where there are."""
-    if not hasattr(running_shell, "kernel"):
-        return "In a notebook this is a form. Here: picker.choose(name, value)."
-    if not is_installed("ipywidgets"):
-        return f"In a notebook with ipywidgets this is a form: {install_line('notebook')}"
-    import ipywidgets
-
-    if int(ipywidgets.__version__.partition(".")[0]) < _WIDGETS_FROM:
-        return (
-            f"ipywidgets {ipywidgets.__version__} is too old for the form, which needs "
-            f"{_WIDGETS_FROM} or later. Without it: picker.choose(name, value)."
-        )
-    return ""
-
-
-class Picker(HasTraits):
-    """All settings of a run, to be chosen by looking.
-
-    Give it as ``config`` wherever a `RunConfig` is taken; as the last line of a cell it shows
-    itself. What is chosen with the mouse, from Python (`choose`) or by setting ``config`` is the
-    same everywhere at once.
-
-    Args:
-        config: Where to begin, a `RunConfig` or another picker; None: the defaults.
-        model: The module whose memory is shown; it may be on ``meta``.
-        sample_batch: A batch of one process, for the activations.
-        inventory: The machine; None looks at this one.
-
-    Attributes:
-        config: The chosen settings.
-
-    Examples:
-        >>> picker = configure(model)
-        >>> notebook_launcher(train, (model,), config=picker)
-    """
-
-    config: Any = Instance(RunConfig)
-
-    _panels: ClassVar[tuple[str, ...]] = PANELS
-
-    def __init__(
-        self,
-        config: Any = None,
-        *,
-        model: Any = None,
-        sample_batch: Any = None,
-        inventory: Inventory | None = None,
-    ) -> None:
-        self._model = PickerModel(
-            config, model=model, sample_batch=sample_batch, inventory=inventory
-        )
-        # After the model: setting the trait calls `_on_config`, which reads it.
-        super().__init__(config=self._model.config)
-        self._showing = PickerDisplay(self._model, self._panels)
-        self._model.observe(self._follow)
-
-    # ---------------------------------------------------------------- from Python
-    def choose(self, name: str, value: Any) -> None:
-        """Make a choice, as with the mouse.
-
-        Args:
-            name: Its name: ``"mixed_precision"``, ``"zero_stage"``, or a key of DeepSpeed.
-            value: What to take; None leaves it open.
-
-        Raises:
-            ConfigError: It cannot be taken; everything stays as it was.
-        """
-        with self._model.lock:
-            self._model.choose(name, value)
-
-    def suggest(self) -> str:
-        """Take the fastest settings that fit; one `undo` takes them back.
-
-        Returns:
-            What was taken, in one line.
-
-        Raises:
-            ConfigError: Nothing fits, or no model was given.
-        """
-        with self._model.lock:
-            return self._model.suggest()
-
-    def undo(self) -> None:
-        """Undo the last change, if there is one."""
-        with self._model.lock:
-            self._model.undo()
-
-    def load(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Take over a DeepSpeed configuration or a `RunConfig`.
-
-        Args:
-            source: A path, JSON or YAML as text, or what is in it.
-
-        Raises:
-            ConfigError: It cannot be read, or holds mistakes, all of them listed.
-        """
-        with self._model.lock:
-            self._model.load(source)
-
-    def save(self, path: str | Path, face: str = "YAML") -> None:
-        """Write the configuration to a file.
-
-        Args:
-            path: The file.
-            face: ``"YAML"``, ``"DeepSpeed JSON"``, ``"Python"`` or ``"Command line"``.
-
-        Raises:
-            ConfigError: There is no such face now, or the file cannot be written.
-        """
-        with self._model.lock:
-            self._model.save(path, face)
-
-    def show(self) -> None:
-        """Show it here: as widgets, or as text where there are none."""
-        self._showing.show()
-
-    # ---------------------------------------------------------------- model and trait
-    @observe("config")
-    def _on_config(self, change: Mapping[str, Any]) -> None:
-        """Set from Python: the model takes it over."""
-        with self._model.lock:
-            # Equal when the change came from the model: this ends the circle of notifications.
-            if change["new"] != self._model.config:
-                self._model.replace(change["new"])
-
-    def _follow(self) -> None:
-        """The model has changed: so has the trait."""
-        self.config = self._model.config
-
-    # ---------------------------------------------------------------- how it looks
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(config={self.config!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """In a worker it is its `RunConfig`: nobody could see a form there."""
-        return run_config_of, (self.config,)
-
-    def __str__(self) -> str:
-        with self._model.lock:
-            return rendering.picker_text(self._model, self._panels)
-
-    def _ipython_display_(self) -> None:
-        self._showing.show_once()
 
 
 class PrecisionPicker(Picker):

@@ -155,19 +155,20 @@ class PickerModel:
     # ------------------------------------------------------------------- model and machine
 
     @cached_property
-    def trained(self) -> TrainedModel | None:
-        """What is trained; None without a model."""
-        return None if self.module is None else describe_model(self.module)
+    def trained(self) -> str:
+        """What is trained; empty without a model."""
+        return "" if self.module is None else describe_model(self.module)
 
     @cached_property
     def batch_shapes(self) -> str:
         """The shapes of the batch; empty where there is none."""
-        return "" if self._memory_model is None else describe_batch(self._memory_model.sample_batch)
+        model = self._memory_model
+        return "" if model is None else ", ".join(_shapes_of(model.sample_batch, ""))
 
     @property
     @_kept
-    def machine_parts(self) -> tuple[MachinePart, ...]:
-        """Devices, host memory and cores, with those marked that the run computes on."""
+    def machine_parts(self) -> tuple[tuple[str, bool], ...]:
+        """Devices, host memory and cores, each with whether the run computes on it."""
         return machine_parts(self.inventory, self.plan)
 
     @property
@@ -189,7 +190,12 @@ class PickerModel:
         if per_process is None:
             return ""
         accumulated = self.config.gradient_accumulation_steps or 1
-        return samples_sentence(per_process, accumulated, self.plan.world_size)
+        world_size = self.plan.world_size
+        total = count_noun(per_process * accumulated * world_size, "sample")
+        factors = [f"{accumulated} accumulated"] if accumulated > 1 else []
+        factors += [count_noun(world_size, "process")] if world_size > 1 else []
+        product = " times ".join([f": {per_process} per process", *factors]) if factors else ""
+        return f"{total} per step{product}."
 
     # ------------------------------------------------------------------- what is greyed
 
@@ -603,22 +609,8 @@ _MAX_SINGLE_UNITS = 4  # more equal ones are described together
 _COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
 
 
-class TrainedModel(NamedTuple):
-    """A model: the name of its class, and its numbers in one line."""
-
-    name: str
-    facts: str
-
-
-class MachinePart(NamedTuple):
-    """A device, the host's memory or its cores, with what is free; and whether it is used."""
-
-    label: str
-    is_used: bool
-
-
-def describe_model(module: Any) -> TrainedModel:
-    """Count a model, tied weights once."""
+def describe_model(module: Any) -> str:
+    """The class of a model, and its numbers; tied weights are counted once."""
     named = list(module.named_parameters(remove_duplicate=False))
     # By id, not by address: all tensors on `meta` have the address 0.
     parameters = {id(parameter): parameter for _, parameter in named}.values()
@@ -628,6 +620,7 @@ def describe_model(module: Any) -> TrainedModel:
     num_tied = len(named) - len(parameters)
     is_on_meta = any(bool(parameter.is_meta) for parameter in parameters)
     facts = (
+        type(module).__name__,
         f"{_short_count(format_sizes.total())} parameters in "
         f"{count_noun(len(parameters), 'tensor')}",
         _repeated_layers(module),
@@ -635,16 +628,11 @@ def describe_model(module: Any) -> TrainedModel:
         count_noun(num_tied, "tied weight") if num_tied else "",
         "on meta: shapes only" if is_on_meta else "",
     )
-    return TrainedModel(type(module).__name__, " · ".join(filter(None, facts)))
+    return " · ".join(filter(None, facts))
 
 
-def describe_batch(sample_batch: Any) -> str:
-    """The shapes of a batch."""
-    return ", ".join(_shapes_of(sample_batch, ""))
-
-
-def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart, ...]:
-    """The machine piece by piece."""
+def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[tuple[str, bool], ...]:
+    """The machine piece by piece, with what is free of each and whether it is used."""
     units = registry.usable_units(inventory)
     num_used = 0
     if plan is not None and (units_of_plan := registry.device(plan.device).units(inventory)):
@@ -654,7 +642,7 @@ def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart,
         (unit.kind, f"{unit.name}{_unit_size(unit.total_bytes, unit.free_bytes)}", place < num_used)
         for place, unit in enumerate(units)
     ]
-    parts: list[MachinePart] = []
+    parts: list[tuple[str, bool]] = []
     place = 0
     for (kind, text, is_used), equal_units in groupby(described):
         last = place + len(list(equal_units)) - 1
@@ -662,25 +650,14 @@ def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart,
         numbers = [f"{noun} {number}" for number in range(place, last + 1)]
         if len(numbers) > _MAX_SINGLE_UNITS:
             numbers = [f"{noun} {place} to {last}"]
-        parts += [MachinePart(f"{number} · {text}", is_used) for number in numbers]
+        parts += [(f"{number} · {text}", is_used) for number in numbers]
         place = last + 1
     host_text = _unit_size(inventory.host_total_bytes, inventory.host_available_bytes)
     return (
         *parts,
-        MachinePart(f"host memory{host_text}", num_used == 0),
-        MachinePart(count_noun(inventory.cpu_cores, "core"), num_used == 0),
+        (f"host memory{host_text}", num_used == 0),
+        (count_noun(inventory.cpu_cores, "core"), num_used == 0),
     )
-
-
-def samples_sentence(per_process: int, accumulated: int, world_size: int) -> str:
-    """The samples of one optimizer step."""
-    total = per_process * accumulated * world_size
-    factors = [f"{per_process} per process"]
-    factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
-    factors += [count_noun(world_size, "process")] if world_size > 1 else []
-    if len(factors) == 1:
-        return f"{count_noun(total, 'sample')} per step."
-    return f"{count_noun(total, 'sample')} per step: {' times '.join(factors)}."
 
 
 def _unit_size(total_bytes: int, free_bytes: int) -> str:

@@ -137,24 +137,23 @@ def question_html(number: int, title: str, remark: str = "") -> str:
 
 def trained_html(model: PickerModel) -> str:
     """What is trained."""
-    trained = model.trained
-    if trained is None:
+    if not model.trained:
         remark = f"Give the model, and a batch to measure with: <code>{_NO_MODEL}</code>"
         return question_html(1, "What is trained", remark)
     batch_html = f"batch <code>{escape(model.batch_shapes)}</code>"
     if not model.batch_shapes:
         batch_html = f"no batch: activations are not counted; <code>{_NO_MODEL}</code>"
-    remark = f"{escape(trained.name)} · {escape(trained.facts)} · {batch_html}"
+    remark = f"{escape(model.trained)} · {batch_html}"
     return question_html(1, "What is trained", remark)
 
 
 def machine_html(model: PickerModel) -> str:
     """The machine: each device, with the memory that it has."""
     parts = "".join(
-        f'<li class="nbaccel-part{" nbaccel-used" if part.is_used else ""}">{escape(part.label)}'
-        + ('<span class="nbaccel-hidden-text"> (used)</span>' if part.is_used else "")
+        f'<li class="nbaccel-part{" nbaccel-used" if is_used else ""}">{escape(label)}'
+        + ('<span class="nbaccel-hidden-text"> (used)</span>' if is_used else "")
         + "</li>"
-        for part in model.machine_parts
+        for label, is_used in model.machine_parts
     )
     return f'{question_html(2, "On what")}<ul class="nbaccel-parts">{parts}</ul>'
 
@@ -163,7 +162,7 @@ def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
     """What fits: the heading and which is the best."""
     if model.is_memory_postponed:
         remark = "Memory is being estimated …"
-    elif model.trained is None:
+    elif not model.trained:
         remark = (
             "With a model, a bar for each way to train is here, against the memory that there is."
         )
@@ -654,15 +653,14 @@ def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def _trained_lines(model: PickerModel) -> list[str]:
-    trained = model.trained
-    if trained is None:
+    if not model.trained:
         return ["nothing yet: configure(model, batch) shows what fits"]
     batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
-    return [f"{trained.name} · {trained.facts}", batch]
+    return [model.trained, batch]
 
 
 def _machine_lines(model: PickerModel) -> list[str]:
-    parts = [f"{part.label} (used)" if part.is_used else part.label for part in model.machine_parts]
+    parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
     processes = shown_value(model, "num_processes")
     if reason := outcome_of(model, model.setting("num_processes")).reason:
         processes = f"{processes} ({reason})"

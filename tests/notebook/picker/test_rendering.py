@@ -244,7 +244,7 @@ def test_each_place_has_a_row_with_its_numbers():
 def test_terminal_and_saved_notebook_show_the_three_questions_and_what_is_best():
     config = RunConfig(mixed_precision="bf16")
     picker = Picker(config, model=big(), inventory=with_gpus(2))
-    kept = picker._showing._kept_output()
+    kept = picker._kept_output()
     text, drawn = kept["text/plain"], " ".join(Html(kept["text/html"]).words)
     for part in (
         "What is trained",
@@ -267,8 +267,8 @@ def test_terminal_and_saved_notebook_show_the_three_questions_and_what_is_best()
 def test_before_the_estimate_and_without_a_model_it_says_so():
     waiting = Picker(model=net(), inventory=WITHOUT_GPU)
     waiting._model.postpone_memory()
-    assert "Memory is being estimated …" in waiting._showing._kept_output()["text/html"]
-    kept = Picker(inventory=WITHOUT_GPU)._showing._kept_output()
+    assert "Memory is being estimated …" in waiting._kept_output()["text/html"]
+    kept = Picker(inventory=WITHOUT_GPU)._kept_output()
     assert "configure(model, batch)" in kept["text/html"]
     assert "configure(model, batch) shows what fits" in kept["text/plain"]
     assert "3. What fits" not in picker_text(PickerModel(inventory=WITHOUT_GPU))
