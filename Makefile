@@ -45,10 +45,10 @@ PYTEST   = $(BIN)/python -m pytest $(PLUGINS) --numprocesses $(JOBS) --dist load
 NBVAL    = --nbval-lax --nbval-current-env
 # Tests of modules that start nothing, and one launch, one cell, one prepared step.
 QUICK_TESTS := tests/config tests/plan tests/calls/test_shutdown.py tests/workers/test_causes.py tests/workers/test_failure.py \
-               tests/output/test_lines.py tests/output/test_chart.py \
+               tests/output/test_console.py tests/output/test_chart.py \
                tests/output/panel/test_facts.py tests/output/panel/test_rank_times.py \
                tests/transfer/test_free_names.py tests/transfer/test_code_lines.py tests/transfer/test_find_modules.py \
-               tests/notebook/test_line.py tests/notebook/test_options.py \
+               tests/notebook/test_magic_line.py \
                tests/base/test_env.py tests/base/test_errors.py tests/base/test_optional_packages.py tests/base/test_units.py \
                tests/house/test_direction.py tests/house/test_messages.py tests/house/test_public_surface.py \
                tests/house/test_sizes.py tests/house/test_structure.py \

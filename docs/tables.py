@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from docs import drawing
 from docs.matrix import MATRIX_BEGIN, MATRIX_END, compatibility_tables, markdown_table
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.notebook.options import kinds_of, words_of
+from nbaccel.notebook.magic_line import kinds_of, words_of
 from nbaccel.notebook.picker.choices import Setting, by_name
 from tests.house import public_names, row
 from tests.house.markers import put_into

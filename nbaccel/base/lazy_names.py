@@ -31,6 +31,13 @@ def hand_on(module: dict[str, Any], *own_names: str) -> None:
     module["__all__"] = [*(name for name, _ in _imported_as(tree.body)), *own_names]
 
 
+def name_own(module: dict[str, Any], *others: str) -> None:
+    """Let a module's ``__all__`` be the functions and classes that it defines, and some others."""
+    is_own = {name: getattr(value, "__module__", "") for name, value in module.items()}
+    own_names = [name for name, home in is_own.items() if home == module["__name__"]]
+    module["__all__"] = [*(name for name in own_names if not name.startswith("_")), *others]
+
+
 def _imported_as(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
     for statement in body:
         if isinstance(statement, ast.ImportFrom):

@@ -28,7 +28,7 @@ from nbaccel.bigmodel.device_map import (
 )
 from nbaccel.bigmodel.module_sizes import compute_module_sizes, named_module_tensors, names_upwards
 from nbaccel.memory.estimate import table_lines
-from nbaccel.output.panel.html_parts import ADVICE_COLOUR, html_table
+from nbaccel.output.panel.live_html import ADVICE_COLOUR, html_table
 from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory

@@ -22,11 +22,10 @@ from nbaccel.calls.supervisor import CallResult, RankTasks, Supervisor
 from nbaccel.config.capabilities import engine_row
 from nbaccel.hosts.host_session import HostSession
 from nbaccel.output import publish
-from nbaccel.output.console import Console
+from nbaccel.output.console import Console, RankLogs, hidden_streams
 from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.publish import CellPlace, WaitingLine
-from nbaccel.output.rank_logs import RankLogs, hidden_streams
 from nbaccel.plan import Plan
 from nbaccel.plan.topology import Topology, remove_orphans, remove_shared_memory
 from nbaccel.transfer import memfd

@@ -11,9 +11,9 @@ from nbaccel.base.units import first_few, format_bytes, format_seconds, number_r
 from nbaccel.calls.pool_planning import PoolState
 from nbaccel.output.panel.display import DashboardUpdater, WatchedCall, resident, state_of
 from nbaccel.output.panel.facts import RankStatus
-from nbaccel.output.panel.html_parts import html_table
+from nbaccel.output.panel.live_html import html_table
 from nbaccel.output.publish import CellPlace
-from nbaccel.output.report.report_parts import indented
+from nbaccel.output.report.run_report import indented
 from nbaccel.plan import Plan
 from nbaccel.workers import messaging
 from nbaccel.workers.failure import RankActivity

@@ -22,7 +22,7 @@ from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, engine_row
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.run_config import chosen_engine
-from nbaccel.notebook.picker.exporters import flag_of
+from nbaccel.notebook.magic_line import changed_flags
 from nbaccel.plan.topology import run_variables
 
 _PORT = 29500
@@ -89,11 +89,7 @@ def _node_words(command: str, config: RunConfig, place: _Place | None) -> list[s
 
 
 def _nbaccel_words(config: RunConfig, place: _Place | None) -> list[str]:
-    flags = [
-        flag_of(config, name)
-        for name, model_field in RunConfig.model_fields.items()
-        if getattr(config, name) != model_field.default and name not in _PLACE_SETTINGS
-    ]
+    flags = changed_flags(config, left_out=_PLACE_SETTINGS)
     # An engine that finds the machines counts the workers on all of them.
     count_flag = "--nproc-per-node" if config.engine == "auto" else "--num-processes"
     count_words = [] if config.num_processes is None else [f"{count_flag} {config.num_processes}"]

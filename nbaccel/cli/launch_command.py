@@ -85,15 +85,13 @@ def _launch(
     peer_options: _PeerOptionsOption = False,
     **further_options: Any,
 ) -> None:
+    from nbaccel.cli import launch_request
+
     if peer_options:
-        from nbaccel.cli.dry_run import show_peer_options
-
-        show_peer_options()
+        launch_request.show_peer_options()
         raise typer.Exit
-    from nbaccel.cli.launch_request import read_launch_request, read_settings_file
-
-    request = read_launch_request(
-        {**further_options, "debug": debug}, read_settings_file(config_file)
+    request = launch_request.read_launch_request(
+        {**further_options, "debug": debug}, launch_request.read_settings_file(config_file)
     )
     if script is None and not dry_run:
         raise ConfigError(
@@ -110,9 +108,7 @@ def _launch(
     for note in notes if not quiet else ():
         print(f"nbaccel: {note}", file=sys.stderr)
     if dry_run:
-        from nbaccel.cli.dry_run import show_dry_run
-
-        show_dry_run(request, command)
+        launch_request.show_dry_run(request, str(command or ""))
         raise typer.Exit
     if command is not None:
         command.take_over()

@@ -19,7 +19,7 @@ from nbaccel.cli.terminal import as_people_read_it
 
 if TYPE_CHECKING:
     from nbaccel.cli.peer_options import PeerOption
-    from nbaccel.notebook.options import MagicOption
+    from nbaccel.notebook.magic_line import MagicOption
 
 
 def own_option(*flags: str, meaning: str, metavar: str | None = None, **more: Any) -> Any:
@@ -103,7 +103,7 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
     """The signature of the command: its own parameters, then one for each further option."""
     # Here, so that `nbaccel --help` needs no pydantic.
     from nbaccel.cli.peer_options import PEER_OPTIONS
-    from nbaccel.notebook.options import setting_options
+    from nbaccel.notebook.magic_line import setting_options
 
     parameters = list(inspect.signature(own_function, eval_str=True).parameters.values())[:-1]
     taken_flags = _own_flags(parameters)
@@ -124,7 +124,7 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
 @cache
 def setting_flags() -> dict[str, str]:
     """Every flag of a setting, and the setting's name."""
-    from nbaccel.notebook.options import setting_options
+    from nbaccel.notebook.magic_line import setting_options
 
     return {
         flag: option.name

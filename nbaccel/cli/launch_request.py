@@ -1,6 +1,6 @@
 """What a command line and a file ask for: one `RunConfig`, and where each value is from.
 
-Every mistake is found before anything is started.
+Every mistake is found before anything is started; ``--dry-run`` shows what was found.
 
     defaults ◄── file (--config-file) ◄── flags, in the spelling of any of the four commands
 """
@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.cli.peer_options import PEER_OPTIONS, PeerOption
+from nbaccel.cli.terminal import plain_table, terminal_console
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, engine_row
 from nbaccel.config.config_files import load_config_file, peek_config_file
 from nbaccel.config.host_filter import kept_slots, slots_by_host
 from nbaccel.config.run_config import chosen_engine
-from nbaccel.notebook.options import setting_options
+from nbaccel.notebook.magic_line import setting_options
 from nbaccel.plan import Plan, inspect_machine, registry, resolve
 
 _DEFAULT_SOURCE = "default"
@@ -85,12 +88,10 @@ class LaunchRequest:
     """What was asked for."""
 
     config: RunConfig
-    # Setting → the flag or file that gives it; settings left out have their defaults.
+    # Setting or variable → the flag or file that gives it; what is left out has its default.
     sources: Mapping[str, str]
-    # Environment variables for workers, by name.
+    # Environment variables for workers, by name; their sources are among those above.
     variables: Mapping[str, str] = field(default_factory=dict)
-    # Variable → the flag that gives it.
-    variable_sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what was given and has no effect, with the reason
 
     def source_of(self, setting_name: str) -> str:
@@ -125,7 +126,6 @@ class _OptionReader:
     settings: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
-    variable_flags: dict[str, str] = field(default_factory=dict)
     fp8_settings: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
@@ -171,7 +171,7 @@ class _OptionReader:
 
     def _put_variable(self, variable_name: str, value: str, flag: str) -> None:
         self.variables[variable_name] = value
-        self.variable_flags[variable_name] = flag
+        self.flags[variable_name] = flag
 
     # ---- options that are read together
 
@@ -406,12 +406,11 @@ class _OptionReader:
             config=config,
             sources=self._sources(config),
             variables=self.variables,
-            variable_sources=self.variable_flags,
             notes=tuple(self.notes),
         )
 
     def _sources(self, launch_config: RunConfig) -> dict[str, str]:
-        sources = {}
+        sources = {name: self.flags[name] for name in self.variables}
         for name, model_field in RunConfig.model_fields.items():
             if name in self.flags:
                 sources[name] = self.flags[name]
@@ -478,3 +477,50 @@ def _shown_text(
         return None
     pairs = [f"{rank}:{streams(rank)}" for rank in ranks if streams(rank) != default_streams]
     return ",".join([str(default_streams), *pairs])
+
+
+# ------------------------------------------------------------------------------ what is shown
+_SHOWN_CHARS = 60
+
+
+def show_dry_run(request: LaunchRequest, engine_command: str) -> None:
+    """Print every setting with its source, and the plan, or the command. Nothing is started."""
+    console = terminal_console()
+    table = plain_table("Settings", "setting", "value", "from")
+    for name in RunConfig.model_fields:
+        source = request.source_of(name)
+        style = "dim" if source == _DEFAULT_SOURCE else None
+        table.add_row(name, _shortened_value(getattr(request.config, name)), source, style=style)
+    console.print(table)
+    if request.variables:
+        table = plain_table("Environment of workers", "variable", "value", "from")
+        for name, value in request.variables.items():
+            table.add_row(name, value, request.source_of(name))
+        console.print(table)
+    console.print()
+    # The plan's own text is for a fixed width: rich would break its lines anew.
+    if engine_command:
+        sys.stdout.write(f"What would run:\n\n    {engine_command}\n")
+    else:
+        with env.applied(dict(request.variables)):
+            sys.stdout.write(f"{plan_of_command(request.config).explain()}\n")
+    sys.stdout.write("\nNothing was started: --dry-run.\n")
+
+
+def show_peer_options() -> None:
+    """Print each option of other commands, and what it does here."""
+    console = terminal_console()
+    for peer in dict.fromkeys(option.peer for option in PEER_OPTIONS):
+        table = plain_table(f"Options of {peer}", "option", "here")
+        for option in PEER_OPTIONS:
+            if option.peer == peer:
+                table.add_row(", ".join(option.flags), option.meaning)
+        console.print(table)
+        console.print()
+
+
+def _shortened_value(value: Any) -> str:
+    if isinstance(value, dict):
+        text = json.dumps(value)
+        return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 2]} …"
+    return "" if value is None else str(value)

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from nbaccel.memory.memory_model import MemoryModel
 from nbaccel.memory.model_size import Shape, measure
 from nbaccel.memory.model_states import ShortFormats
 from nbaccel.memory.ways import Candidate, CandidateFinder
-from nbaccel.notebook.picker.form_text import precision_table_lines
+from nbaccel.notebook.picker.rendering import precision_table_lines
 from nbaccel.plan import Plan
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
@@ -221,21 +221,12 @@ _ANY_GPU = (10, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedRow:
-    """A model in one format, in bytes; training is with Adam, all in that format."""
-
-    dtype: str
-    largest_layer: int
-    total: int
-    training: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTables:
     """Both tables, of so many devices on each of so many machines."""
 
     sizes: ModelSizes
-    loaded: tuple[LoadedRow, ...]
+    loaded: tuple[dict[str, Any], ...]
+    """A row for each format: its name, and bytes of the model in it, also in training with Adam."""
     trained: tuple[Candidate, ...]
     is_here: bool
     """Whether this machine has the devices, so that it is known what fits."""
@@ -296,14 +287,14 @@ def _machine_with(num_gpus: int) -> tuple[Inventory, bool]:
     return replace(machine, gpus=(*gpus,), host_total_bytes=0, torch_version=version), False
 
 
-def _loaded_row(sizes: ModelSizes, dtype: str) -> LoadedRow:
+def _loaded_row(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
     total = sizes.shape.total * _BITS[dtype] // 8
-    return LoadedRow(
-        dtype=dtype,
-        largest_layer=sizes.largest_layer * _BITS[dtype] // 8,
-        total=total,
-        training=_ADAM_COPIES * total if dtype in _TRAINED_FORMATS else None,
-    )
+    return {
+        "dtype": dtype,
+        "largest_layer": sizes.largest_layer * _BITS[dtype] // 8,
+        "total": total,
+        "training": _ADAM_COPIES * total if dtype in _TRAINED_FORMATS else None,
+    }
 
 
 @dataclass(kw_only=True)
@@ -370,7 +361,7 @@ def json_text(tables: MemoryTables) -> str:
             "read_from": tables.sizes.origin,
             "parameters": tables.sizes.shape.total,
             "largest_layer_parameters": tables.sizes.largest_layer,
-            "loaded": [asdict(row) for row in tables.loaded],
+            "loaded": tables.loaded,
             "num_gpus": tables.num_gpus,
             "num_nodes": tables.num_nodes,
             "trained": [_trained_row(one, is_here=tables.is_here) for one in tables.trained],
@@ -397,9 +388,8 @@ def print_tables(tables: MemoryTables) -> None:
     """Show the tables in a terminal."""
     sizes = tables.sizes
     rows: list[tuple[str, ...]] = [("dtype", "largest layer", "total size", "training with Adam")]
-    for row in tables.loaded:
-        bytes_of = (row.largest_layer, row.total, row.training)
-        rows.append((row.dtype, *("-" if one is None else format_bytes(one) for one in bytes_of)))
+    for dtype, *sizes_of in (row.values() for row in tables.loaded):
+        rows.append((dtype, *("-" if one is None else format_bytes(one) for one in sizes_of)))
     hosts = "" if tables.num_nodes == 1 else f" on each of {tables.num_nodes} machines"
     sections = {
         f"{sizes.source}: {sizes.shape.total:,} parameters ({sizes.origin})": [],

@@ -28,6 +28,7 @@ from nbaccel.transfer.free_names import names_of
 EXPORT_TAG = "export"
 SKIP_TAG = "nbaccel-skip"
 _PYTHON_CELL_MAGICS = ("accelerate", "time", "timeit", "capture", "prun")
+_BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MAGIC_LINE = re.compile(r"^(?P<indent>\s*)(?P<magic>[%!?].*|[\w.]+\?{1,2}\s*|\w+\s*=\s*[%!].*)$")
 
 
@@ -36,7 +37,6 @@ class NotebookCell:
     """A cell with code."""
 
     number: int  # its place among the cells with code, from 1
-    source: str  # as it stands in the notebook
     code: str  # as plain Python
     tags: frozenset[str]
     num_magics: int  # how many lines became comments
@@ -55,19 +55,16 @@ class Statement:
     @property
     def is_definition(self) -> bool:
         """Whether it only says what something is, and computes nothing."""
-        return isinstance(
-            self.node,
-            (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom),
-        )
+        return isinstance(self.node, (*_BLOCKS, ast.Import, ast.ImportFrom))
 
 
 def read_notebook(notebook_path: Path) -> list[NotebookCell]:
     """Read the code of a notebook file; cells that are to be left out are."""
-    all_cells = _code_cells(notebook_path)
-    cells = [
-        _plain_cell(number, _source_of(cell), frozenset(cell.get("metadata", {}).get("tags", ())))
-        for number, cell in enumerate(all_cells, 1)
-    ]
+    cells = []
+    for number, cell in enumerate(_code_cells(notebook_path), 1):
+        tags = frozenset(cell.get("metadata", {}).get("tags", ()))
+        code, num_magics = _without_magics("".join(cell["source"]))
+        cells.append(NotebookCell(number=number, code=code, tags=tags, num_magics=num_magics))
     kept_cells = [cell for cell in cells if SKIP_TAG not in cell.tags]
     mistakes = [mistake for cell in kept_cells if (mistake := _syntax_mistake(cell))]
     if mistakes:
@@ -84,16 +81,6 @@ def _code_cells(notebook_path: Path) -> list[dict[str, Any]]:
             f"{str(notebook_path)!r} cannot be read as a notebook: {error!r}. There is nothing to "
             "export. Give the path of a saved .ipynb file (format 4)."
         ) from error
-
-
-def _source_of(cell: dict[str, Any]) -> str:
-    source = cell["source"]
-    return source if isinstance(source, str) else "".join(source)
-
-
-def _plain_cell(number: int, source: str, tags: frozenset[str]) -> NotebookCell:
-    code, num_magics = _without_magics(source)
-    return NotebookCell(number=number, source=source, code=code, tags=tags, num_magics=num_magics)
 
 
 def _without_magics(source: str) -> tuple[str, int]:
@@ -168,7 +155,7 @@ def statements_of(cell: NotebookCell) -> list[Statement]:
 
 def _bound_names(node: ast.AST) -> Iterator[str]:
     """Names that a statement binds, or whose value it changes, outside of functions."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(node, _BLOCKS):
         yield node.name
         return
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -199,7 +186,6 @@ _LAUNCHERS = ("notebook_launcher", "debug_launcher")
 _PARAMETERS = ("function", "args", "num_processes", "mixed_precision", "use_port")
 # Calls that decide random numbers: what is built after them depends on them.
 _SEEDS = re.compile(r"(^|\.)(manual_seed|set_seed|seed|seed_everything|seed_all)$")
-_BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _CONFIG_CLASSES: Mapping[str, type[RunConfig | Fp8Config]] = {
     "RunConfig": RunConfig,
     "Fp8Config": Fp8Config,
@@ -256,7 +242,7 @@ def find_launches(statements: Iterable[Statement]) -> list[LaunchCall]:
 
 
 def _launch_call(node: ast.stmt) -> ast.Call | None:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(node, _BLOCKS):
         return None
     for inner_node in ast.walk(node):
         if isinstance(inner_node, ast.Call):
@@ -358,7 +344,6 @@ def _chosen_launch(
 def _of_tagged_cells(
     cells: Sequence[NotebookCell], launches: Sequence[LaunchCall], notebook_name: str
 ) -> MadeScript:
-    launches_by_node = {id(launch.statement.node): launch for launch in launches}
     launched = None
     parts = [_heading(notebook_name)]
     for cell in cells:
@@ -367,7 +352,7 @@ def _of_tagged_cells(
             if launch.statement.cell_number == cell.number:
                 # Its place, in a script, is where nothing imports it.
                 text = text.replace(launch.statement.text, _guarded_call(launch))
-                launched = launches_by_node.get(id(launch.statement.node), launched)
+                launched = launch
         parts.append(f"# Cell {cell.number}\n{text}")
     return MadeScript(
         text=_joined(parts),

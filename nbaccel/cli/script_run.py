@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import cast
 
@@ -40,34 +39,27 @@ def run_to_exit_status(
 ) -> int:
     """Run a script in the workers that were asked for."""
     received_signals: list[int] = []
+    tells_warnings = not is_quiet
     with env.applied(dict(request.variables)):
         try:
-            return _run(script, request, received_signals, is_quiet, shows_tracebacks)
+            if plan_of_command(request.config).start_method == "inline":
+                [script_end] = launch_configured(
+                    run_script_here, (script,), request.config, tells_warnings=tells_warnings
+                )
+                return _status_here(script_end, shows_tracebacks)
+            # Imports torch beside this process, which does the same now.
+            template_for(registry.prepare_notebook()).start_ahead()
+            with _signals_as_interrupts(received_signals):
+                launch_configured(
+                    run_script, (script,), request.config, tells_warnings=tells_warnings
+                )
+        except WorkerFailed as error:
+            return _status_of_failure(error, shows_tracebacks)
         except KeyboardInterrupt as interruption:
-            _tell_interruption(interruption, is_quiet)
+            told = str(interruption) if isinstance(interruption, LaunchInterrupted) else ""
+            if not is_quiet:
+                print(f"nbaccel: {told or 'interrupted'}", file=sys.stderr)
             return _SIGNAL_STATUS + (received_signals or [signal.SIGINT])[0]
-
-
-def _run(
-    script: Script,
-    request: LaunchRequest,
-    received_signals: list[int],
-    is_quiet: bool,
-    shows_tracebacks: bool,
-) -> int:
-    plan = plan_of_command(request.config)
-    if plan.start_method == "inline":
-        [script_end] = launch_configured(
-            run_script_here, (script,), request.config, tells_warnings=not is_quiet
-        )
-        return _status_here(script_end, shows_tracebacks)
-    # Imports torch beside this process, which does the same now.
-    template_for(registry.prepare_notebook()).start_ahead()
-    try:
-        with _signals_as_interrupts(received_signals):
-            launch_configured(run_script, (script,), request.config, tells_warnings=not is_quiet)
-    except WorkerFailed as error:
-        return _status_of_failure(error, shows_tracebacks)
     return 0
 
 
@@ -106,24 +98,6 @@ def _tell_failure(report_text: str, record: FailureRecord | None, shows_tracebac
         print("The whole traceback: nbaccel launch --debug.", file=sys.stderr)
 
 
-def _tell_interruption(interruption: KeyboardInterrupt, is_quiet: bool) -> None:
-    text = str(interruption) if isinstance(interruption, LaunchInterrupted) else ""
-    if not is_quiet:
-        print(f"nbaccel: {text or 'interrupted'}", file=sys.stderr)
-
-
-@dataclass(frozen=True, slots=True)
-class _SignalNotes:
-    """A signal handler that notes which signal came, and interrupts."""
-
-    received_signals: list[int]
-
-    def __call__(self, signal_number: int, current_frame: FrameType | None) -> None:
-        self.received_signals.append(signal_number)
-        # Workers are stopped in order, as after Ctrl-C.
-        signal.raise_signal(signal.SIGINT)
-
-
 @contextlib.contextmanager
 def _signals_as_interrupts(received_signals: list[int]) -> Iterator[None]:
     """Let a terminal that closes, and a scheduler's SIGTERM, stop the workers as Ctrl-C does."""
@@ -131,10 +105,14 @@ def _signals_as_interrupts(received_signals: list[int]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
+    def note(signal_number: int, _frame: FrameType | None) -> None:
+        received_signals.append(signal_number)
+        # Workers are stopped in order, as after Ctrl-C.
+        signal.raise_signal(signal.SIGINT)
+
     handled_signals = (signal.SIGTERM, signal.SIGHUP)
-    handlers_before = [
-        signal.signal(number, _SignalNotes(received_signals)) for number in handled_signals
-    ]
+    handlers_before = [signal.signal(number, note) for number in handled_signals]
     try:
         yield
     finally:

@@ -72,23 +72,7 @@ def advise(
         MissingBackend: DeepSpeed, or nbaccel's backend for it, is not installed.
         WorkerFailed: (With `try_it`) a step failed for another reason than memory.
     """
+    given = {**locals()}
     __tracebackhide__ = True
-    advice: Advice = registry.load_advisor()(
-        model,
-        sample_batch,
-        config=config,
-        num_processes=num_processes,
-        num_nodes=num_nodes,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        nvme_memory=nvme_memory,
-        nvme_path=nvme_path,
-        optimizer=optimizer,
-        precision=precision,
-        try_it=try_it,
-        max_trials=max_trials,
-        timeout=timeout,
-        inventory=inventory,
-        launch=notebook_launcher,
-    )
+    advice: Advice = registry.load_advisor()(**given, launch=notebook_launcher)
     return advice

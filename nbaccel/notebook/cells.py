@@ -81,12 +81,8 @@ class Cells:
 
     def _lines(self, arguments: str, text: str) -> tuple[list[str], int]:
         """The cell's lines as the user sees them, and how many stand above the code."""
-        raw_lines = self._raw.splitlines()
-        code_lines = text.splitlines()
-        while code_lines and not code_lines[-1].strip():
-            code_lines.pop()
-        while raw_lines and not raw_lines[-1].strip():
-            raw_lines.pop()
+        raw_lines = self._raw.rstrip().splitlines()
+        code_lines = text.rstrip().splitlines()
         lines_above = len(raw_lines) - len(code_lines)
         # IPython drops blank lines at the top, and `%%time` may stand above the magic. If the cell
         # that runs does not end in this code, the magic was called by code, without a cell.

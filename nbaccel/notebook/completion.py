@@ -11,20 +11,23 @@ import html
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from IPython.core import completer, page
 
 from nbaccel.base import ipython_private
 from nbaccel.notebook.cells import is_for_us
-from nbaccel.notebook.magic_line import config_names
-from nbaccel.notebook.options import SUBCOMMANDS, MagicOption, find_option, options_of
+from nbaccel.notebook.magic_line import (
+    SUBCOMMANDS,
+    MagicOption,
+    config_names,
+    find_option,
+    options_of,
+)
 from nbaccel.notebook.session import Session
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Matches:
+class Matches(NamedTuple):
     """Completions at the cursor."""
 
     words: tuple[str, ...] = ()
@@ -191,11 +194,7 @@ class Completion:
         if matches is None:
             return Matches()
         kinds = tuple(matches.types or [""] * len(matches.matches))
-        return Matches(
-            words=tuple(matches.matches),
-            kinds=kinds,
-            part=text[matches.start : cursor_offset],
-        )
+        return Matches(tuple(matches.matches), kinds, text[matches.start : cursor_offset])
 
 
 def _is_statement(text_before: str) -> bool:
@@ -208,51 +207,31 @@ def _beginning(words: Iterable[str], typed_part: str, kind: str = "text") -> Mat
     """Matches on a magic's line, where those of other matchers make no sense."""
     matching = tuple(word for word in words if word.startswith(typed_part))
     # Without a match other matchers may still know what is meant.
-    return Matches(
-        words=matching,
-        kinds=(kind,) * len(matching),
-        part=typed_part,
-        are_all=bool(matching),
-    )
+    return Matches(matching, (kind,) * len(matching), typed_part, are_all=bool(matching))
 
 
-class Inspection:
-    """Inspects names in the workers that the notebook does not have."""
+def inspect_workers(session: Session) -> Callable[[], None]:
+    """Inspect names in the workers that the notebook does not have; returns what undoes that."""
+    # The shell's methods are replaced on the instance.
+    shell: Any = session.shell
+    shell_method = shell.object_inspect_mime
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def object_inspect_mime(oname: str, detail_level: int = 0, **more: Any) -> Any:
+        try:
+            return shell_method(oname, detail_level, **more)
+        # IPython raises KeyError for a name that it does not find.
+        except KeyError:
+            bundle = _asked_bundle(session, oname, detail_level)
+            if bundle is None:
+                raise
+            return bundle
 
-    def load(self) -> Callable[[], None]:
-        """Replace the shell's methods on the instance; returns what undoes that."""
-        shell = self._session.shell
-        vars(shell)["object_inspect_mime"] = self._mime(shell.object_inspect_mime)
-        restore_inspect = ipython_private.inspect_also(shell, self._shown)
-
-        def restore() -> None:
-            vars(shell).pop("object_inspect_mime", None)
-            restore_inspect()
-
-        return restore
-
-    def _mime(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def object_inspect_mime(oname: str, detail_level: int = 0, **more: Any) -> Any:
-            try:
-                return method(oname, detail_level, **more)
-            # IPython raises KeyError for a name that it does not find.
-            except KeyError:
-                bundle = self._ask(oname, detail_level)
-                if bundle is None:
-                    raise
-                return bundle
-
-        return object_inspect_mime
-
-    def _shown(self, shell_inspect: Callable[..., Any]) -> Callable[..., Any]:
+    def also_inspect(shell_inspect: Callable[..., Any]) -> Callable[..., Any]:
         def inspect(meth: str, oname: str, namespaces: Any = None, **more: Any) -> Any:
-            shell: Any = self._session.shell
             # `pinfo` is `name?`; other requests, such as `%pdoc`, need the object itself.
             is_known = meth != "pinfo" or shell.object_inspect(oname)["found"]
-            bundle = None if is_known else self._ask(oname, int(more.get("detail_level", 0)))
+            detail_level = int(more.get("detail_level", 0))
+            bundle = None if is_known else _asked_bundle(session, oname, detail_level)
             if bundle is None:
                 return shell_inspect(meth, oname, namespaces, **more)
             page.page(bundle)
@@ -260,15 +239,21 @@ class Inspection:
 
         return inspect
 
-    def _ask(self, name: str, detail_level: int) -> dict[str, str] | None:
-        pool = self._session.living_pool
-        bundle = pool.inspect(name, detail_level) if pool is not None and name else None
-        if bundle is None:
-            return None
-        text = bundle.get("text/plain", "")
-        # ipykernel removes the key `text/html` where it is not wanted, so it must exist.
-        return {
-            "text/html": f"<pre>{html.escape(text)}</pre>",
-            **bundle,
-            "text/plain": text,
-        }
+    vars(shell)["object_inspect_mime"] = object_inspect_mime
+    restore_inspect = ipython_private.inspect_also(shell, also_inspect)
+
+    def restore() -> None:
+        vars(shell).pop("object_inspect_mime", None)
+        restore_inspect()
+
+    return restore
+
+
+def _asked_bundle(session: Session, name: str, detail_level: int) -> dict[str, str] | None:
+    pool = session.living_pool
+    bundle = pool.inspect(name, detail_level) if pool is not None and name else None
+    if bundle is None:
+        return None
+    text = bundle.get("text/plain", "")
+    # ipykernel removes the key `text/html` where it is not wanted, so it must exist.
+    return {"text/html": f"<pre>{html.escape(text)}</pre>", **bundle, "text/plain": text}

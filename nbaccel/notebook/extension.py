@@ -1,40 +1,156 @@
-"""`%load_ext nbaccel`: `%%accelerate` and `%accelerate`, and what else is added to a notebook."""
+"""`%load_ext nbaccel`: `%%accelerate` and `%accelerate`, and what else is added to a notebook.
+
+The board of live workers that `%accelerate` shows is kept up to date:
+
+    while a cell runs   whenever its panel looks at the ranks, about once a second
+    after each cell     with the names that workers hold now
+    between cells       every two seconds: what has changed by itself, such as a worker that the
+                        system has killed; nothing is sent if nothing has changed
+
+[Note: who looks between cells] A timer of the kernel's own event loop, in the main thread: it runs
+only while no cell does. A thread could send a display while a cell prints; ipykernel would
+give it whichever cell is running as its parent, and a worker that is forked from the notebook would
+be without a thread that it has a record of. What a timer leaves behind in a forked worker is an
+entry of an event loop that never runs there.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import no_var_expand
+from IPython.display import display
 
 from nbaccel.base import frames
 from nbaccel.base.errors import ConfigError, WorkerFailed
-from nbaccel.base.frames import coloured
 from nbaccel.base.log import write_notice
 from nbaccel.calls.pool_planning import CellSource
 from nbaccel.config.given_values import closest
 from nbaccel.notebook.cells import Cells
-from nbaccel.notebook.completion import Completion, Inspection
+from nbaccel.notebook.completion import Completion, inspect_workers
 from nbaccel.notebook.magic_line import (
+    SUBCOMMANDS,
     MagicLine,
     cell_manual,
     line_manual,
     read_magic_line,
     subcommand_manual,
 )
-from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session, import_with_torch
-from nbaccel.notebook.worker_board import WorkerBoard
+from nbaccel.output import publish
 from nbaccel.output.panel.facts import ENDED_RUNS
-from nbaccel.output.report.comparing import RunComparison
 from nbaccel.output.report.run_facts import facts_of
-from nbaccel.output.report.run_report import RunReport, report_of
+from nbaccel.output.report.run_report import RunComparison, RunReport, report_of
 from nbaccel.plan import registry
 from nbaccel.workers import template
 from nbaccel.workers.failure import FailureRecord, RaisedError
+
+if TYPE_CHECKING:  # it would import torch, which loading the extension does not
+    from nbaccel.calls.status_table import StatusTable
+
+_POLL_INTERVAL_S = 2.0
+
+
+class WorkerBoard:
+    """The newest board of a notebook.
+
+    Where outputs can be replaced it is; elsewhere it is text of the moment. It is no widget: what
+    stays in the saved notebook is a plain table.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._events = session.shell.events
+        self._handle: Any = None
+        self._pool: Any = None
+        self._is_new = False
+        self._shown: StatusTable | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def show(self) -> None:
+        """Show the workers, and keep them up to date from now on."""
+        pool = self._session.pool
+        # A board that is captured is not seen: the one before stays the newest.
+        if pool is not None and (self._is_captured() or not publish.has_cells()):
+            display(pool.status())  # type: ignore[no-untyped-call]
+            return
+        self.unload()
+        if pool is None:
+            print(self._session.absence_text())
+            return
+        status = pool.status()
+        self._handle = display(status, display_id=True)  # type: ignore[no-untyped-call]
+        self._pool = pool
+        self._is_new = True
+        self._shown = status
+        self._events.register("post_run_cell", self._after_cell)
+        self._session.on_poll = self._renew
+        self._poll_later()
+
+    def tell_end(self) -> None:
+        """Show what has become of workers that were ended for good."""
+        if self._handle is not None:
+            self._renew()
+        self.unload()
+
+    def unload(self) -> None:
+        """Leave the board as it is."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._handle is not None:
+            self._handle = None
+            self._session.on_poll = None
+            self._events.unregister("post_run_cell", self._after_cell)
+
+    def _is_captured(self) -> bool:
+        return isinstance(self._session.shell.display_pub, CapturingDisplayPublisher)
+
+    def _after_cell(self, _result: object = None) -> None:
+        # The cell that shows it has just done so.
+        is_new = self._is_new
+        self._is_new = False
+        if not is_new:
+            self._renew()
+
+    def _poll_later(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # a kernel without one: then it is renewed by cells only
+            return
+        self._timer = loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
+
+    def _poll_between_cells(self) -> None:
+        self._timer = None
+        self._renew()
+        if self._handle is not None:
+            self._poll_later()
+
+    def _renew(self) -> None:
+        # A cell that captures its output would get the board, too.
+        if self._is_captured():
+            return
+        # After a restart with other settings it is another one; after a stop, which is told once
+        # and then for ever, it is the last one.
+        pool = self._pool = self._session.pool or self._pool
+        status = pool.status()
+        if self._session.pool is None and self._shown is not None and self._shown.rows:
+            # The saved notebook keeps what the workers were.
+            status = self._shown.under(f"{status.headline.rstrip('.')}. Before that:")
+        if str(status) != str(self._shown):
+            self._shown = status
+            self._handle.update(status)
+        if self._session.pool is None:
+            self.unload()
 
 
 def hint_after_cells(session: Session) -> Callable[[], None]:
@@ -59,59 +175,48 @@ def hint_after_cells(session: Session) -> Callable[[], None]:
     return lambda: events.unregister("post_run_cell", on_cell_end)
 
 
-_Line = tuple[str, bool]
-"""Its text, and whether it stands out."""
+_Tell = Callable[..., str]
+"""A line as it is shown; with `stands_out`, in red."""
 _LINES_AROUND = 2  # source lines before and after that of a frame which is the user's own
 
 
 def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool) -> str:
     """The whole tracebacks."""
-    report_lines = [
-        report_line
-        for failure_record in failure_records
-        for report_line in (*_of_rank(failure_record), ("", False))
-    ][:-1]
-    return "\n".join(
-        coloured(text, stands_out=is_bold) if with_colours else text
-        for text, is_bold in report_lines
-    )
+    tell: _Tell = frames.coloured if with_colours else lambda text, **_: text
+    return "\n\n".join("\n".join(_of_rank(record, tell)) for record in failure_records)
 
 
-def _of_rank(record: FailureRecord) -> Iterator[_Line]:
-    yield f"rank {record.rank}:", True
+def _of_rank(record: FailureRecord, tell: _Tell) -> Iterator[str]:
+    yield tell(f"rank {record.rank}:", stands_out=True)
     if record.raised is not None:
-        yield from _of_error(record.raised)
+        yield from _of_error(record.raised, tell)
         return
     if record.stack:
-        yield "Stack (most recent call last):", False
-    yield from _of_frames(reversed(record.stack))
-    yield record.headline, True
+        yield "Stack (most recent call last):"
+    yield from _of_frames(reversed(record.stack), tell)
+    yield tell(record.headline, stands_out=True)
 
 
-def _of_error(error: RaisedError) -> Iterator[_Line]:
+def _of_error(error: RaisedError, tell: _Tell) -> Iterator[str]:
     if error.cause is not None:
         # The cause first, as Python prints chained exceptions.
-        yield from _of_error(error.cause)
-        yield from (("", False), ("which led to:", False), ("", False))
-    yield "Traceback (most recent call last):", False
-    yield from _of_frames(error.frames)
+        yield from (*_of_error(error.cause, tell), "", "which led to:", "")
+    yield "Traceback (most recent call last):"
+    yield from _of_frames(error.frames, tell)
     first_line, *other_lines = error.message.split("\n")
-    yield f"{error.type_name}: {first_line}".rstrip(": "), True
-    yield from ((error_line, False) for error_line in (*other_lines, *error.notes))
+    yield tell(f"{error.type_name}: {first_line}".rstrip(": "), stands_out=True)
+    yield from (*other_lines, *error.notes)
     for part_number, part in enumerate(error.parts, 1):
-        yield f"which has, as number {part_number}:", False
-        yield from ((f"  {text}", is_bold) for text, is_bold in _of_error(part))
+        yield f"which has, as number {part_number}:"
+        yield from (f"  {line}" for line in _of_error(part, tell))
 
 
-def _of_frames(user_frames: Iterable[frames.Frame]) -> Iterator[_Line]:
+def _of_frames(user_frames: Iterable[frames.Frame], tell: _Tell) -> Iterator[str]:
     for stack_frame in user_frames:
-        yield f"  {frames.place(stack_frame)}, in {stack_frame.function}", False
+        yield tell(f"  {frames.place(stack_frame)}, in {stack_frame.function}")
         # Of a library's code the failing line is enough; the user's code is what can be corrected.
         lines_around = 0 if stack_frame.is_library else _LINES_AROUND
-        yield from (
-            (source_line, False)
-            for source_line in frames.source(stack_frame, num_around=lines_around)
-        )
+        yield from map(tell, frames.source(stack_frame, num_around=lines_around))
 
 
 MAGIC_NAME = "accelerate"
@@ -299,8 +404,9 @@ class Extension:
         for magic_kind, magic in magics.items():
             shell.magics_manager.register_function(magic, magic_kind, MAGIC_NAME)
             undo(shell.magics_manager.magics[magic_kind].pop, MAGIC_NAME, None)
-        for load in (cells.load, Completion(session).load, Inspection(session).load):
+        for load in (cells.load, Completion(session).load):
             undo(load())
+        undo(inspect_workers(session))
         undo(hint_after_cells(session))
         undo(import_with_torch(shell))
         atexit.register(session.stop)
@@ -311,23 +417,21 @@ class Extension:
         self._added.close()
 
 
-class _ShellSlot:
-    """The extension of each shell of this process; only tests have several shells."""
-
-    loaded: dict[int, Extension] = {}  # noqa: RUF012 - the one of this process
+_LOADED: dict[int, Extension] = {}
+"""The extension of each shell of this process; only tests have several shells."""
 
 
 def load_extension(shell: InteractiveShell) -> Extension:
     """Add the magics to a shell, unless it has them."""
-    extension = _ShellSlot.loaded.get(id(shell))
+    extension = _LOADED.get(id(shell))
     if extension is None:
         extension = Extension(shell)
         extension.load()
-        _ShellSlot.loaded[id(shell)] = extension
+        _LOADED[id(shell)] = extension
     return extension
 
 
 def unload_extension(shell: InteractiveShell) -> None:
     """Remove the magics from a shell, and end its workers."""
-    if extension := _ShellSlot.loaded.pop(id(shell), None):
+    if extension := _LOADED.pop(id(shell), None):
         extension.unload()

@@ -1,4 +1,8 @@
-"""Reads a magic's line, with every mistake found before anything is done; and its help."""
+"""The options of `%%accelerate` and `%accelerate`; a line of them, read; and their help.
+
+A setting of `RunConfig` is an option of the same name with its own description. Beside them stand
+the few options that are the cell's own. Every mistake of a line is found before anything is done.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,230 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from IPython.utils.text import DollarFormatter
+from pydantic import BaseModel
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun, number_ranges
 from nbaccel.config import RunConfig
 from nbaccel.config.given_values import closest, shown
-from nbaccel.notebook.options import (
-    OWN_OPTIONS,
-    SUBCOMMANDS,
-    MagicOption,
-    Subcommand,
-    find_option,
-    options_of,
-    setting_options,
+
+# Short or usual names besides the setting's own.
+_FLAG_ALIASES = {
+    "num_processes": ("-n",),
+    "mixed_precision": ("--precision",),
+    "zero_stage": ("--zero",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MagicOption:
+    """One option of a magic line."""
+
+    name: str
+    """The setting of ``RunConfig``, or a name of its own."""
+    flags: tuple[str, ...]
+    value: str
+    """A placeholder for its value, for help: ``N``; empty where it takes none."""
+    meaning: str
+    choices: tuple[str, ...] = ()
+    negative: str = ""
+    """The flag that says the opposite: ``--no-share-back``."""
+    none: bool = False
+    """Whether the word ``none`` leaves the choice to the plan."""
+    is_json: bool = False
+    """Then its braces are its own."""
+
+    @property
+    def flag(self) -> str:
+        """Its whole name, as messages write it."""
+        # Short names come first in `flags`.
+        return self.flags[-1]
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether it is one of `RunConfig`."""
+        return self.name in RunConfig.model_fields
+
+
+class Subcommand(NamedTuple):
+    """What `%accelerate` can do, with its options, and whether it takes names of variables."""
+
+    name: str
+    meaning: str
+    options: tuple[str, ...] = ()
+    """`*` for all settings, and names of further ones."""
+    names: bool = False
+
+
+OWN_OPTIONS: tuple[MagicOption, ...] = (
+    MagicOption(
+        *("ranks", ("--ranks",), "0,2-3"),
+        "Only these ranks; the others rest and keep their variables.",
+    ),
+    MagicOption(
+        *("out", ("--out",), "NAME[,NAME]"),
+        "Bring these names into the notebook afterwards: a list by rank each, or the value itself "
+        "where --ranks names one.",
+    ),
+    MagicOption(
+        *("config", ("--config",), "NAME"),
+        "Take all settings from a RunConfig of the notebook, or from the config of an object that "
+        "has one.",
+    ),
+    MagicOption(
+        *("dist", ("--dist",), ""),
+        "Join the workers' process group at once, so that torch.distributed is ready.",
+    ),
+    MagicOption(
+        *("autoreload", ("--autoreload",), "on|off"),
+        "Reload source files that changed before each cell, in the workers; stays until switched "
+        "off.",
+        ("on", "off"),
+    ),
+    MagicOption("help", ("-h", "--help"), "", "Show all options and run nothing."),
+)
+SUBCOMMANDS: tuple[Subcommand, ...] = (
+    Subcommand(
+        "status",
+        "The workers: state, memory, process group, names; also without a subcommand.",
+    ),
+    Subcommand(
+        "restart",
+        "Start new workers, with these settings changed; variables of the old are lost.",
+        ("*", "config", "dist"),
+    ),
+    Subcommand("stop", "End the workers; the next cell starts new ones."),
+    Subcommand(
+        "pull",
+        "Copy names from the workers into the notebook: lists by rank, or the value where --ranks "
+        "names one.",
+        ("ranks",),
+        names=True,
+    ),
+    Subcommand(
+        "push",
+        "Copy names from the notebook to the workers, changed or not.",
+        ("ranks",),
+        names=True,
+    ),
+    Subcommand(
+        "config",
+        "Pick the settings for the next start; NAMES are a model, and a batch, for the memory that "
+        "is shown. With options, change them.",
+        ("*", "config", "dist"),
+        names=True,
+    ),
+    Subcommand(
+        "report",
+        "Show curves, each rank's time, memory and warnings of the latest launch or cell, also of "
+        "one that failed or was stopped; report = %accelerate report keeps it, for "
+        "report.save(...).",
+    ),
+    Subcommand("runs", "Lay the last launches and cells side by side: figures and curves."),
+    Subcommand(
+        "traceback",
+        "Show the whole tracebacks of the last launch or cell that failed, of all ranks.",
+    ),
+    Subcommand("help", "Show this."),
 )
 
+
+@cache
+def setting_options() -> tuple[MagicOption, ...]:
+    """An option for each setting of `RunConfig`, in its order."""
+    return tuple(_setting_option(name) for name in RunConfig.model_fields)
+
+
+def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
+    """The options that a line takes."""
+    if not subcommand:
+        return (*setting_options(), *OWN_OPTIONS)
+    names = next(one.options for one in SUBCOMMANDS if one.name == subcommand)
+    own = (option for option in OWN_OPTIONS if option.name in (*names, "help"))
+    return (*(setting_options() if "*" in names else ()), *own)
+
+
+def find_option(magic_options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:
+    """The option that is written so; underscores stand for dashes, as in the setting's name."""
+    # Only long options: a short one such as `-n` has no other spelling.
+    flag = flag_name if not flag_name.startswith("--") else flag_name.replace("_", "-")
+    return next((one for one in magic_options if flag and flag in (*one.flags, one.negative)), None)
+
+
+def _setting_option(field_name: str) -> MagicOption:
+    model_field = RunConfig.model_fields[field_name]
+    kinds = kinds_of(model_field.annotation)
+    words = tuple(map(str, words_of(model_field.annotation)))
+    meaning = model_field.description or ""
+    kebab_name = field_name.replace("_", "-")
+    is_truth = kinds == (bool,)
+    # A dict, or settings of its own.
+    is_json = any(
+        get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
+        for kind in kinds
+    )
+    number = "SECONDS" if meaning.startswith("Seconds") else "N"
+    value = "JSON" if is_json else number if kinds[0] in (int, float) else "TEXT"
+    return MagicOption(
+        field_name,
+        (*_FLAG_ALIASES.get(field_name, ()), f"--{kebab_name}"),
+        "" if is_truth else "|".join(words) or value,
+        meaning,
+        choices=words,
+        negative=f"--no-{kebab_name}" if is_truth else "",
+        none=type(None) in get_args(model_field.annotation),
+        is_json=is_json,
+    )
+
+
+def kinds_of(annotation: Any) -> tuple[Any, ...]:
+    """The types that a field may have, None left out."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds = get_args(annotation) if is_union else (annotation,)
+    return tuple(kind for kind in kinds if kind is not type(None))
+
+
+def words_of(annotation: Any) -> tuple[Any, ...]:
+    """The values of a field that takes one of a list; nothing for others."""
+    lists = [get_args(kind) for kind in kinds_of(annotation) if get_origin(kind) is Literal]
+    return tuple(word for words in lists for word in words)
+
+
+# ------------------------------------------------------------------------------ a line, read
+
+
+def flag_of(config: RunConfig, field_name: str) -> str:
+    """A setting as an option of a magic's line or of a command."""
+    value = getattr(config, field_name)
+    option = next(option for option in setting_options() if option.name == field_name)
+    if isinstance(value, bool):
+        return option.flag if value else option.negative
+    text = "none" if value is None else str(value)
+    if option.is_json and value is not None:
+        # Through JSON, because a nested setting is a model and has no JSON form by itself.
+        dumped = config.model_dump_json(include={field_name}, exclude_defaults=True)
+        text = json.dumps(json.loads(dumped)[field_name])
+    return f"{option.flags[0]} {shlex.quote(text)}"
+
+
+def changed_flags(config: RunConfig, left_out: Iterable[str] = ()) -> list[str]:
+    """The options that give a configuration: of all settings that have not their defaults."""
+    return [
+        flag_of(config, name)
+        for name, field in RunConfig.model_fields.items()
+        if getattr(config, name) != field.default and name not in left_out
+    ]
+
+
 # By its letters --on is nearest to -n, which would start other workers.
-_MEANT = MappingProxyType({"--on": "--ranks"})
+_MEANT = {"--on": "--ranks"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +308,10 @@ class _LineReader:
     names: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
 
-    def read(self, line_words: Iterator[str]) -> None:
+    def read(self, line_words: deque[str]) -> None:
         """Take all words."""
-        for line_word in line_words:
+        while line_words:
+            line_word = line_words.popleft()
             if _is_flag(line_word):
                 self._flag(line_word, line_words)
             else:
@@ -137,33 +343,28 @@ class _LineReader:
             autoreload=self.found.get("autoreload"),
         )
 
-    def _flag(self, flag_word: str, line_words: Iterator[str]) -> None:
+    def _flag(self, flag_word: str, line_words: deque[str]) -> None:
         flag_name, sign, flag_value = flag_word.partition("=")
         magic_option = find_option(self.options, flag_name)
         if magic_option is None and not flag_word.startswith("--"):  # -n4
-            flag_name = flag_word[:2]
-            sign = "="
-            flag_value = flag_word[2:].removeprefix("=")
+            flag_name, sign, flag_value = flag_word[:2], "=", flag_word[2:].removeprefix("=")
             magic_option = find_option(self.options, flag_name)
+        # A word behind an option is its value, also of an unknown one: no mistake of its own.
+        has_next = bool(line_words) and not _is_flag(line_words[0])
         if magic_option is None:
-            self._unknown(flag_word.partition("=")[0], line_words)
+            self._unknown(flag_word.partition("=")[0])
+            if has_next:
+                line_words.popleft()
         elif not magic_option.value:
             self._switch(magic_option, flag_name, flag_value if sign else None)
-        elif sign:
-            self._keep(magic_option, flag_value)
+        elif sign or has_next:
+            self._keep(magic_option, flag_value if sign else line_words.popleft())
         else:
-            # If the next word is an option, the value was forgotten; that option is still read.
-            next_word = next(line_words, None)
-            if next_word is None or _is_flag(next_word):
-                self.mistakes.append(
-                    f"{flag_name} needs a value: got "
-                    f"{'nothing' if next_word is None else repr(next_word)} behind it. "
-                    f"{magic_option.meaning} Write {flag_name} {magic_option.value}."
-                )
-            else:
-                self._keep(magic_option, next_word)
-            if next_word is not None and _is_flag(next_word):
-                self._flag(next_word, line_words)
+            self.mistakes.append(
+                f"{flag_name} needs a value: got "
+                f"{repr(line_words[0]) if line_words else 'nothing'} behind it. "
+                f"{magic_option.meaning} Write {flag_name} {magic_option.value}."
+            )
 
     def _switch(self, option: MagicOption, name: str, value: str | None) -> None:
         is_opposite = name.replace("_", "-") == option.negative
@@ -176,14 +377,16 @@ class _LineReader:
 
     def _keep(self, option: MagicOption, text: str) -> None:
         # The braces of JSON would be taken for expressions to replace.
-        text = text if option.is_json else self._expanded(text)
-        option_value: Any = text
-        if option.none and text.strip().lower() == "none":
+        option_value: Any = _from_json(text) if option.is_json else self._expanded(text)
+        if option.none and str(option_value).strip().lower() == "none":
             option_value = None
-        elif option.is_json:
-            option_value = _from_json(text)
         elif option.name == "autoreload":
-            option_value = self._on_off(option, text)
+            if option_value.lower() not in option.choices:
+                self.mistakes.append(
+                    f"{option.flag} must be on or off: got {option_value!r}. "
+                    f"{option.meaning}{closest(option_value, option.choices)}"
+                )
+            option_value = option_value.lower() == "on"
         earlier_value = self.found.get(option.name, option_value)
         if earlier_value != option_value:
             self.mistakes.append(
@@ -192,19 +395,11 @@ class _LineReader:
             )
         self.found[option.name] = option_value
 
-    def _on_off(self, option: MagicOption, text: str) -> bool:
-        if text.lower() not in option.choices:
-            self.mistakes.append(
-                f"{option.flag} must be on or off: got {text!r}. "
-                f"{option.meaning}{closest(text, option.choices)}"
-            )
-        return text.lower() == "on"
-
     @property
     def _magic_name(self) -> str:
         return f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
 
-    def _unknown(self, flag_name: str, words: Iterator[str]) -> None:
+    def _unknown(self, flag_name: str) -> None:
         flags = [flag for option in self.options for flag in (*option.flags, option.negative)]
         other_option = find_option(options_of(), flag_name)
         if other_option is not None:
@@ -217,10 +412,6 @@ class _LineReader:
             f"{self._magic_name} has no option {flag_name!r}: it would silently have no effect."
             f"{text}"
         )
-        # A word behind an unknown option is its value, and no mistake of its own.
-        next_word = next(words, "")
-        if _is_flag(next_word):
-            self._flag(next_word, words)
 
     def _name(self, word: str) -> None:
         takes_names = self.subcommand in ("pull", "push", "config")
@@ -320,6 +511,9 @@ class _LineReader:
 
     def _expanded(self, word: str) -> str:
         """The word with `$name` and `{expression}` replaced, as IPython does in magic lines."""
+        # Not at the top: commands have these options, too, and need no IPython.
+        from IPython.utils.text import DollarFormatter
+
         # "${rank}" is a template's own; IPython knows no such form.
         if "${" in word or not set("${") & set(word):
             return word
@@ -347,10 +541,10 @@ def _has_config(value: Any) -> bool:
     )
 
 
-def _split_words(text: str) -> Iterator[str]:
+def _split_words(text: str) -> deque[str]:
     try:
         # As in a shell: values may be quoted, and a comment may follow the options.
-        return iter(shlex.split(text, comments=True))
+        return deque(shlex.split(text, comments=True))
     except ValueError as error:  # a quotation that is not closed
         raise ConfigError(
             f"The line cannot be split into words: {str(error).lower()} in {text!r}. "
@@ -375,6 +569,8 @@ def _where_used(option: MagicOption) -> str:
         return "%%accelerate, %accelerate restart and %accelerate config"
     return "%%accelerate, %accelerate pull and push" if option.name == "ranks" else "%%accelerate"
 
+
+# ------------------------------------------------------------------------------ help
 
 _MANUAL_CHARS = 92
 _COLUMN_CHARS = 30

@@ -14,27 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.base import frames
 from nbaccel.base.optional_packages import install_line, is_installed, require
 from nbaccel.config import RunConfig, run_config_of
+from nbaccel.notebook.picker import rendering
 from nbaccel.notebook.picker.choices import PANELS
-from nbaccel.notebook.picker.form_html import (
-    fits_html,
-    kept_html,
-    machine_html,
-    rows_of_ways,
-    table_html,
-    taken_html,
-    trained_html,
-)
-from nbaccel.notebook.picker.form_text import picker_sections, picker_text
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.output import publish
 
@@ -51,150 +41,6 @@ if TYPE_CHECKING:
 _RENEWAL_PAUSE_S = 0.3
 _LOCK_PAUSE_S = 0.01
 _WIDGETS_FROM = 7
-
-
-class PickerDisplay:
-    """Shows one picker, in any number of cells."""
-
-    def __init__(
-        self,
-        model: PickerModel,
-        panel_names: Sequence[str],
-        *,
-        lock: threading.RLock,
-        class_name: str,
-    ) -> None:
-        self._model = model
-        self._lock = lock
-        self._panels = panel_names
-        self._css_class = f"nbaccel-static-{class_name}"
-        self._view: PickerView | None = None
-        self._shown_in: object = None
-        self._is_stale = self._has_compared = False
-
-    def show(self) -> None:
-        """Show it in the cell that is running."""
-        running_shell = frames.running_shell()
-        if running_shell is None:
-            return  # a script, which can print the picker
-        self._shown_in = _running_cell(running_shell)
-        missing_part = _missing_widget_part(running_shell)
-        if missing_part:
-            # Each as soon as it is known: to measure a large model in each precision takes seconds.
-            for section in picker_sections(self._model, self._panels):
-                print(f"{section}\n", flush=True)
-            print(missing_part)
-        else:
-            running_shell.events.register("post_run_cell", self._tell_variable)
-            self._show_widgets()
-
-    def show_once(self) -> None:
-        """The same, unless this cell has done so: `configure(model)` is often its last line."""
-        running_shell = frames.running_shell()
-        if running_shell is None or self._shown_in != _running_cell(running_shell):
-            self.show()
-
-    def _show_widgets(self) -> None:
-        self._show_form()
-        # Waits until the form has been sent: the thread that sends it would get little of the
-        # processor while this one computes.
-        sys.stdout.flush()
-        # What takes seconds for a large model comes after the form, while the user reads it.
-        model = self._model
-        with self._lock:
-            estimates = (model.estimate_memory, *model.later_estimates())
-        try:
-            for make_estimate in estimates:
-                with self._lock:
-                    make_estimate()
-                # Else this thread would have the lock again before one that waits with a click.
-                time.sleep(_LOCK_PAUSE_S)
-        finally:
-            with self._lock:
-                if model.has_compared and not self._has_compared:
-                    self._changed()  # the other precisions are lacking in what is kept
-
-    def _tell_variable(self, _result: object = None) -> None:
-        """Say how it is used by the name that the cell has given it: known when the cell ends."""
-        running_shell = frames.running_shell()
-        running_shell.events.unregister("post_run_cell", self._tell_variable)
-        for name, value in running_shell.user_ns.items():
-            is_this = getattr(value, "__dict__", {}).get("_showing") is self
-            if is_this and not name.startswith("_") and self._view and self._view.actions:
-                self._view.actions.tell_variable(name)
-                return
-
-    def _show_form(self) -> None:
-        from IPython.display import display
-
-        with self._lock:
-            self._model.postpone_memory()
-            live_view = self._live_view()
-            # `display(widget)` would add the widget's repr as text; what is below has all of it.
-            bundle = publish.widget_bundle(live_view.root)
-            display(bundle, raw=True)  # type: ignore[no-untyped-call]
-            # The same id in all cells that show this picker, so that an update reaches each.
-            kept = self._kept_output()
-            display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
-
-    def _live_view(self) -> PickerView:
-        if self._view is None:
-            # Not at the top: it imports ipywidgets, which need not be installed.
-            from nbaccel.notebook.picker.widgets import PickerView
-
-            self._view = PickerView(
-                self._model,
-                self._panels,
-                lock=self._lock,
-                hidden_class=self._css_class,
-            )
-            self._model.observe(self._view.sync)
-            self._model.observe(self._changed)
-        return self._view
-
-    def _kept_output(self) -> dict[str, str]:
-        """What a saved notebook keeps."""
-        model = self._model
-        # What is known: this must keep neither the form nor a click waiting.
-        self._has_compared = model.has_compared
-        text = picker_text(model, self._panels, measures=False)
-        parts = []
-        if tuple(self._panels) == PANELS:
-            parts = [trained_html(model), machine_html(model), fits_html(model, is_live=False)]
-            if candidates := model.shown_candidates():
-                rows = rows_of_ways(
-                    candidates, compares=model.compares_precisions, best_mark=model.best_mark
-                )
-                parts.append(table_html(rows, model.precision_hint))
-            parts.append(taken_html(model))
-        return {"text/html": kept_html(self._css_class, parts, text), "text/plain": text}
-
-    # ---------------------------------------------------------------- keeping them up to date
-    def _changed(self) -> None:
-        running_shell = frames.running_shell()
-        if self._is_stale or running_shell is None:
-            return
-        self._is_stale = True
-        # The timer below needs a running loop; after the notebook's last cell it may never fire.
-        running_shell.events.register("post_run_cell", self._renew)
-        try:
-            asyncio.get_running_loop().call_later(_RENEWAL_PAUSE_S, self._renew)
-        except RuntimeError:  # no loop runs in this thread, so no timer can be set
-            self._renew()
-
-    def _renew(self, _result: object = None) -> None:
-        from IPython.display import update_display
-
-        with self._lock:
-            # Both the event and the timer call this; the first one renews them.
-            if not self._is_stale:
-                return
-            self._is_stale = False
-            running_shell = frames.running_shell()
-            if running_shell is not None:
-                running_shell.events.unregister("post_run_cell", self._renew)
-            kept = self._kept_output()
-            update_display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
 
 
 def _running_cell(running_shell: Any) -> object:
@@ -251,19 +97,15 @@ class Picker(HasTraits):
         sample_batch: Any = None,
         inventory: Inventory | None = None,
     ) -> None:
-        # Reentrant, because a choice sets the trait, whose observer takes the lock again.
-        self._lock = threading.RLock()
         self._model = PickerModel(
             config, model=model, sample_batch=sample_batch, inventory=inventory
         )
         # After the model: setting the trait calls `_on_config`, which reads it.
         super().__init__(config=self._model.config)
-        self._showing = PickerDisplay(
-            self._model,
-            self._panels,
-            lock=self._lock,
-            class_name=uuid.uuid4().hex[:12],
-        )
+        self._css_class = f"nbaccel-static-{uuid.uuid4().hex[:12]}"
+        self._view: PickerView | None = None
+        self._shown_in: object = None
+        self._is_stale = self._has_compared = False
         self._model.observe(self._follow)
 
     # ---------------------------------------------------------------- from Python
@@ -277,7 +119,7 @@ class Picker(HasTraits):
         Raises:
             ConfigError: It cannot be taken; everything stays as it was.
         """
-        with self._lock:
+        with self._model.lock:
             self._model.choose(name, value)
 
     def suggest(self) -> str:
@@ -289,12 +131,12 @@ class Picker(HasTraits):
         Raises:
             ConfigError: Nothing fits, or no model was given.
         """
-        with self._lock:
+        with self._model.lock:
             return self._model.suggest()
 
     def undo(self) -> None:
         """Undo the last change, if there is one."""
-        with self._lock:
+        with self._model.lock:
             self._model.undo()
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
@@ -306,7 +148,7 @@ class Picker(HasTraits):
         Raises:
             ConfigError: It cannot be read, or holds mistakes, all of them listed.
         """
-        with self._lock:
+        with self._model.lock:
             self._model.load(source)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
@@ -319,18 +161,30 @@ class Picker(HasTraits):
         Raises:
             ConfigError: There is no such face now, or the file cannot be written.
         """
-        with self._lock:
+        with self._model.lock:
             self._model.save(path, face)
 
     def show(self) -> None:
         """Show it here: as widgets, or as text where there are none."""
-        self._showing.show()
+        running_shell = frames.running_shell()
+        if running_shell is None:
+            return  # a script, which can print the picker
+        self._shown_in = _running_cell(running_shell)
+        missing_part = _missing_widget_part(running_shell)
+        if missing_part:
+            # Each as soon as it is known: to measure a large model in each precision takes seconds.
+            for section in rendering.picker_sections(self._model, self._panels):
+                print(f"{section}\n", flush=True)
+            print(missing_part)
+        else:
+            running_shell.events.register("post_run_cell", self._tell_variable)
+            self._show_widgets()
 
     # ---------------------------------------------------------------- model and trait
     @observe("config")
     def _on_config(self, change: Mapping[str, Any]) -> None:
         """Set from Python: the model takes it over."""
-        with self._lock:
+        with self._model.lock:
             # Equal when the change came from the model: this ends the circle of notifications.
             if change["new"] != self._model.config:
                 self._model.replace(change["new"])
@@ -348,11 +202,111 @@ class Picker(HasTraits):
         return run_config_of, (self.config,)
 
     def __str__(self) -> str:
-        with self._lock:
-            return picker_text(self._model, self._panels)
+        with self._model.lock:
+            return rendering.picker_text(self._model, self._panels)
 
     def _ipython_display_(self) -> None:
-        self._showing.show_once()
+        """Show it, unless this cell has done so: `configure(model)` is often its last line."""
+        running_shell = frames.running_shell()
+        if running_shell is None or self._shown_in != _running_cell(running_shell):
+            self.show()
+
+    def _show_widgets(self) -> None:
+        self._show_form()
+        # Waits until the form has been sent: the thread that sends it would get little of the
+        # processor while this one computes.
+        sys.stdout.flush()
+        # What takes seconds for a large model comes after the form, while the user reads it.
+        model = self._model
+        with self._model.lock:
+            estimates = (model.estimate_memory, *model.later_estimates())
+        try:
+            for make_estimate in estimates:
+                with self._model.lock:
+                    make_estimate()
+                # Else this thread would have the lock again before one that waits with a click.
+                time.sleep(_LOCK_PAUSE_S)
+        finally:
+            with self._model.lock:
+                if model.has_compared and not self._has_compared:
+                    self._changed()  # the other precisions are lacking in what is kept
+
+    def _tell_variable(self, _result: object = None) -> None:
+        """Say how it is used by the name that the cell has given it: known when the cell ends."""
+        running_shell = frames.running_shell()
+        running_shell.events.unregister("post_run_cell", self._tell_variable)
+        for name, value in running_shell.user_ns.items():
+            if value is self and not name.startswith("_") and self._view and self._view.actions:
+                self._view.actions.tell_variable(name)
+                return
+
+    def _show_form(self) -> None:
+        from IPython.display import display
+
+        with self._model.lock:
+            self._model.postpone_memory()
+            live_view = self._live_view()
+            # `display(widget)` would add the widget's repr as text; what is below has all of it.
+            bundle = publish.widget_bundle(live_view.root)
+            display(bundle, raw=True)  # type: ignore[no-untyped-call]
+            # The same id in all cells that show this picker, so that an update reaches each.
+            kept = self._kept_output()
+            display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+
+    def _live_view(self) -> PickerView:
+        if self._view is None:
+            # Not at the top: it imports ipywidgets, which need not be installed.
+            from nbaccel.notebook.picker.widgets import PickerView
+
+            self._view = PickerView(self._model, self._panels, hidden_class=self._css_class)
+            self._model.observe(self._view.sync)
+            self._model.observe(self._changed)
+        return self._view
+
+    def _kept_output(self) -> dict[str, str]:
+        """What a saved notebook keeps."""
+        model = self._model
+        # What is known: this must keep neither the form nor a click waiting.
+        self._has_compared = model.has_compared
+        text = rendering.picker_text(model, self._panels, measures=False)
+        parts = []
+        if tuple(self._panels) == PANELS:
+            parts = [
+                rendering.trained_html(model),
+                rendering.machine_html(model),
+                rendering.fits_html(model, is_live=False),
+            ]
+            if rows := [*rendering.shown_rows(model)]:
+                parts.append(rendering.table_html(rows, model.precision_hint))
+            parts.append(rendering.taken_html(model))
+        return {"text/html": rendering.kept_html(self._css_class, parts, text), "text/plain": text}
+
+    # ---------------------------------------------------------------- keeping them up to date
+    def _changed(self) -> None:
+        running_shell = frames.running_shell()
+        if self._is_stale or running_shell is None:
+            return
+        self._is_stale = True
+        # The timer below needs a running loop; after the notebook's last cell it may never fire.
+        running_shell.events.register("post_run_cell", self._renew)
+        try:
+            asyncio.get_running_loop().call_later(_RENEWAL_PAUSE_S, self._renew)
+        except RuntimeError:  # no loop runs in this thread, so no timer can be set
+            self._renew()
+
+    def _renew(self, _result: object = None) -> None:
+        from IPython.display import update_display
+
+        with self._model.lock:
+            # Both the event and the timer call this; the first one renews them.
+            if not self._is_stale:
+                return
+            self._is_stale = False
+            running_shell = frames.running_shell()
+            if running_shell is not None:
+                running_shell.events.unregister("post_run_cell", self._renew)
+            kept = self._kept_output()
+            update_display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
 
 
 class PrecisionPicker(Picker):

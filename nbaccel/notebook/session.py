@@ -14,8 +14,13 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool
 from nbaccel.config import RunConfig
-from nbaccel.notebook.magic_line import MagicLine, check_ranks, missing_names, ranks_as_text
-from nbaccel.notebook.picker.exporters import flag_of
+from nbaccel.notebook.magic_line import (
+    MagicLine,
+    check_ranks,
+    flag_of,
+    missing_names,
+    ranks_as_text,
+)
 from nbaccel.plan import Plan
 from nbaccel.workers.template import template_for
 

@@ -7,16 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from nbaccel.base.lazy_names import name_own
 from nbaccel.precision import torchao
 from nbaccel.precision.fp8.linear import MULTIPLE
-
-__all__ = [
-    "convert_model_to_fp8_ao",
-    "filter_first_and_last_linear_layers",
-    "filter_linear_layers",
-    "find_first_last_linear_layers",
-    "has_ao_layers",
-]
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
@@ -78,3 +71,6 @@ def convert_model_to_fp8_ao(
     torchao.load_torchao().convert_to_float8_training(
         model, module_filter_fn=module_filter_func or is_chosen, config=config
     )
+
+
+name_own(globals())

@@ -10,36 +10,6 @@ import operator
 
 from nbaccel.config.enumerations import DistributedType
 
-__all__ = [
-    "CUDA_DISTRIBUTED_TYPES",
-    "FSDP2_STATE_DICT_TYPE",
-    "FSDP_AUTO_WRAP_POLICY",
-    "FSDP_BACKWARD_PREFETCH",
-    "FSDP_MODEL_NAME",
-    "FSDP_SHARDING_STRATEGY",
-    "FSDP_STATE_DICT_TYPE",
-    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
-    "MODEL_NAME",
-    "OPTIMIZER_NAME",
-    "PROFILE_PATTERN_NAME",
-    "RNG_STATE_NAME",
-    "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SAFE_WEIGHTS_PATTERN_NAME",
-    "SAMPLER_NAME",
-    "SCALER_NAME",
-    "SCHEDULER_NAME",
-    "STR_OPERATION_TO_FUNC",
-    "TORCH_DISTRIBUTED_OPERATION_TYPES",
-    "TORCH_DYNAMO_MODES",
-    "TORCH_LAUNCH_PARAMS",
-    "WEIGHTS_INDEX_NAME",
-    "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME",
-    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
-]
-
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
@@ -101,3 +71,5 @@ TORCH_LAUNCH_PARAMS = [
     *("no_python", "run_path", "log_dir", "r", "redirects", "t", "tee", "node_rank"),
     *("master_addr", "master_port"),
 ]
+
+globals()["__all__"] = [name for name in globals() if name.isupper()]

@@ -13,30 +13,11 @@ from typing import Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.lazy_names import name_own
 from nbaccel.base.log import get_logger
 from nbaccel.devices.cuda import CudaDevice
 from nbaccel.devices.nvml import find_cards
 from nbaccel.utils import imports
-
-__all__ = [
-    "CPUInformation",
-    "are_libraries_initialized",
-    "check_cuda_fp8_capability",
-    "check_cuda_p2p_ib_support",
-    "clear_environment",
-    "convert_dict_to_env_variables",
-    "get_cpu_distributed_information",
-    "get_current_device_type",
-    "get_gpu_info",
-    "get_int_from_env",
-    "override_numa_affinity",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "patch_environment",
-    "purge_accelerate_environment",
-    "set_numa_affinity",
-    "str_to_bool",
-]
 
 _log = get_logger(__name__)
 # The words that Accelerate reads as yes and no.
@@ -263,3 +244,6 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """As :func:`override_numa_affinity`, once per process."""
     override_numa_affinity(local_process_index, verbose)
+
+
+name_own(globals())

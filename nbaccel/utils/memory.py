@@ -11,15 +11,9 @@ from typing import Any
 import torch
 
 from nbaccel.base.errors import ConfigError, NothingFits
+from nbaccel.base.lazy_names import name_own
 from nbaccel.base.log import get_logger
 from nbaccel.plan import registry
-
-__all__ = [
-    "clear_device_cache",
-    "find_executable_batch_size",
-    "release_memory",
-    "should_reduce_batch_size",
-]
 
 _log = get_logger(__name__)
 # Libraries raise plain RuntimeErrors for it, which only their texts tell apart.
@@ -162,3 +156,6 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 def _is_out_of_memory(error: RuntimeError) -> bool:
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError) or any(part in text for part in _OUT_OF_MEMORY)
+
+
+name_own(globals())

@@ -13,44 +13,18 @@ import torch
 import torch.distributed as dist
 
 from nbaccel.base.errors import CollectiveMismatch
+from nbaccel.base.lazy_names import name_own
 from nbaccel.base.optional_packages import require
 from nbaccel.train import distributed, trees
-from nbaccel.train.collectives import CannotPadNestedTensorWarning, Collectives
-from nbaccel.train.trees import find_batch_size, leaves, send_to_device
-
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "ConvertOutputsToFp32",
-    "DistributedOperationException",
-    "GatheredParameters",
-    "TensorInformation",
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "listify",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-    "wait_for_everyone",
-]
+from nbaccel.train.collectives import (
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+    Collectives,
+)
+from nbaccel.train.trees import (
+    find_batch_size as find_batch_size,
+    leaves,
+    send_to_device as send_to_device,
+)
 
 DistributedOperationException = CollectiveMismatch
 """Accelerate's name for it: processes met with tensors that do not go together."""
@@ -386,3 +360,12 @@ def GatheredParameters(  # noqa: N802 - Accelerate's name
         params, modifier_rank=modifier_rank, fwd_module=fwd_module
     )
     return gathering
+
+
+name_own(
+    globals(),
+    "CannotPadNestedTensorWarning",
+    "DistributedOperationException",
+    "find_batch_size",
+    "send_to_device",
+)

@@ -17,41 +17,18 @@ from torch import nn
 
 from nbaccel.base import atomic, env, torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.lazy_names import name_own
 from nbaccel.base.log import get_logger
 from nbaccel.base.units import format_bytes
 from nbaccel.config.enumerations import PrecisionType
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.precision.native import AutocastForward
 from nbaccel.state import PartialState
-from nbaccel.strategies.model_blocks import compile_regions
+from nbaccel.strategies.model_blocks import compile_regions as compile_regions
 from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint import files
 from nbaccel.utils.modeling import id_tensor_storage
-from nbaccel.utils.operations import wait_for_everyone
-
-__all__ = [
-    "check_os_kernel",
-    "clean_state_dict_for_safetensors",
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
-    "convert_bytes",
-    "extract_model_from_parallel",
-    "get_free_port",
-    "get_model_tp_size",
-    "get_module_children_bottom_up",
-    "get_pretty_name",
-    "has_compiled_regions",
-    "is_compiled_module",
-    "is_port_in_use",
-    "load",
-    "merge_dicts",
-    "model_has_dtensor",
-    "recursive_getattr",
-    "save",
-    "wait_for_everyone",
-    "write_basic_config",
-]
+from nbaccel.utils.operations import wait_for_everyone as wait_for_everyone
 
 _log = get_logger(__name__)
 _DEFAULT_PORT = 29500  # torchrun's
@@ -366,3 +343,12 @@ def write_basic_config(
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_text(path, yaml.safe_dump(content, sort_keys=True))
     return path
+
+
+name_own(
+    globals(),
+    "compile_regions",
+    "compile_regions_deepspeed",
+    "compile_regions_fsdp2",
+    "wait_for_everyone",
+)

@@ -8,15 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from nbaccel.base.lazy_names import name_own
 from nbaccel.config.fp8 import Fp8Handler, TERecipeKwargs
 from nbaccel.precision import transformer_engine as engine_layers
-
-__all__ = [
-    "apply_fp8_autowrap",
-    "contextual_fp8_autocast",
-    "convert_model",
-    "has_transformer_engine_layers",
-]
 
 
 def convert_model(
@@ -107,3 +101,6 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Fp8Handler | None) 
         in_evaluation=settings.use_autocast_during_eval,
     )
     return model
+
+
+name_own(globals())

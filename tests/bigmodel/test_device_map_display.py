@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from torch import nn
 from nbaccel.bigmodel.device_map_display import show_device_map
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Gpu, Inventory
+from tests.html_reader import Html
 
 KIB = 1024
 MACHINE = Inventory(
@@ -154,32 +153,16 @@ def test_tensors_and_modules_inside_of_others_count_once():
     assert sizes == {"(the whole model)": 13 * KIB, "layers.3": KIB, "head.weight": KIB}
 
 
-class Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.seen, self.widths = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        self.seen.append(tag)
-        facts = dict(attrs)
-        if "title" in facts:
-            self.widths.append(float(facts["style"].partition(";width:")[2].partition("%")[0]))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_the_html_is_well_formed_and_escaped():
     bundle = shown()._repr_mimebundle_()
     page = bundle["text/html"]
-    tags = Tags()
-    tags.feed(page)
-    assert tags.open == []
-    assert tags.seen.count("tr") == 1 + 4 + 1 + 6
-    assert "gpu" not in tags.seen
+    read = Html(page)
+    assert read.kinds.count("tr") == 1 + 4 + 1 + 6
+    assert "gpu" not in read.kinds
     assert "Fast &lt;GPU&gt; &amp; Co" in page
-    assert tags.widths == [25, 25, 75, 18.75, 3.125, 100]
+    styles = [facts["style"] for _, facts in read.tags if "title" in facts]
+    widths = [float(style.partition(";width:")[2].partition("%")[0]) for style in styles]
+    assert widths == [25, 25, 75, 18.75, 3.125, 100]
     assert bundle["text/plain"] == str(shown())
 
 

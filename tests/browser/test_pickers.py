@@ -11,7 +11,7 @@ from playwright.sync_api import Locator, expect
 
 from nbaccel.config import RunConfig
 from nbaccel.notebook.picker.choices import settings
-from nbaccel.notebook.picker.form_html import css_name
+from nbaccel.notebook.picker.rendering import css_name
 from tests.browser.conftest import APPLICATIONS, WINDOW, Open
 from tests.browser.page import NotebookPage
 

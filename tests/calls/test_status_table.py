@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from typing import Any
 
 from nbaccel.calls.status_table import StatusTable
 from nbaccel.output.panel.facts import RankStatus
+from tests.html_reader import Html
 
 GIB = 2**30
 
@@ -51,26 +51,11 @@ def test_a_table_without_rows_is_its_headline() -> None:
     assert str(StatusTable([], headline="new")) == "new"
 
 
-class Balanced(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.kinds: set[str] = set()
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        self.kinds.add(tag)
-        assert not any(name.startswith("on") for name, _ in attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_html_names_no_colour_runs_nothing_and_quotes_text() -> None:
     nasty = "in <lambda> & <script>"
     html = StatusTable([row(0, nasty)])._repr_html_()
     assert "in &lt;lambda&gt; &amp; &lt;script&gt;" in html
-    assert Balanced(html).kinds <= {"div", "table", "thead", "tbody", "tr", "th", "td"}
+    page = Html(html)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert set(page.kinds) <= {"div", "table", "thead", "tbody", "tr", "th", "td"}
     assert not re.search(r"color\s*:|#[0-9a-f]{3}|rgb|background:(?!none)", html)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.isolation import ROOT
+from tests.programs import run_program
 
 PLACES = """
     import argparse, os, sys
@@ -95,12 +96,10 @@ def answers(endpoint: str) -> bool:
 
 def nbaccel(*words: str, folder: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
-    return subprocess.run(
+    return run_program(
         [sys.executable, "-m", "nbaccel", *words],
         cwd=folder,
         env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
         check=False,
+        timeout=timeout_s,
     )

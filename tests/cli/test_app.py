@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -7,21 +8,25 @@ import sys
 
 import pytest
 
+from nbaccel import __version__
 from nbaccel.cli import main
+from nbaccel.cli.env_command import shown_variables
+from nbaccel.config import RunConfig
 from nbaccel.errors import InternalError
 from tests.cli.options import FROZEN_FILE, option_lines
+from tests.programs import run_program
 
-HEAVY = ("torch", "numpy", "pydantic", "transformers", "deepspeed", "ray", "huggingface_hub")
+HEAVY = (
+    *("torch", "numpy", "pydantic", "transformers", "deepspeed", "ray", "huggingface_hub"),
+    "IPython",
+)
 
 
 def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run(
+    return run_program(
         [sys.executable, "-m", "nbaccel", *arguments],
         check=False,
         env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
 
 
@@ -34,17 +39,27 @@ def test_the_options_are_those_that_are_frozen():
     assert FROZEN_FILE.read_text().splitlines() == option_lines()
 
 
-def test_help_names_every_command_and_imports_nothing_heavy():
+@pytest.mark.parametrize(
+    ("arguments", "packages"),
+    [
+        (["--help"], HEAVY),
+        (["launch", "--help"], ("torch", "IPython")),
+        (["env", "--json"], ("torch", "numpy", "transformers", "deepspeed")),
+        (["status"], ("torch", "numpy", "IPython", "ipywidgets")),
+    ],
+)
+def test_what_answers_at_once_imports_nothing_heavy(arguments, packages):
     code = (
         "import sys, nbaccel.cli\n"
-        "status = nbaccel.cli.main(['--help'])\n"
-        f"print(status, sorted(set({HEAVY!r}) & set(sys.modules)))"
+        f"status = nbaccel.cli.main({arguments!r})\n"
+        f"print(status, sorted(set({packages!r}) & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "0 []"
-    assert all(f" {name} " in done.stdout for name in commands())
+    done = run_program([sys.executable, "-c", code], env={**os.environ, "COLUMNS": "200"})
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+    if arguments == ["--help"]:
+        assert all(f" {name} " in done.stdout for name in commands())
+    if arguments == ["launch", "--help"]:
+        assert all(f"--{name.replace('_', '-')}" in done.stdout for name in RunConfig.model_fields)
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
@@ -65,8 +80,6 @@ def test_bash_completes_commands_and_options():
 
 
 def test_the_version_is_told(capsys):
-    from nbaccel import __version__
-
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"nbaccel {__version__}\n"
 
@@ -105,3 +118,46 @@ def test_failures_have_their_own_status(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fsdp_utils, "merge_fsdp_weights", break_down)
     with pytest.raises(InternalError):
         main(arguments)
+
+
+def test_the_report_names_what_a_bug_report_needs(tmp_path, monkeypatch, capsys):
+    import torch
+
+    path = tmp_path / "run.yaml"
+    path.write_text("num_processes: 2\nvariables:\n  HF_TOKEN: hf_abc\n")
+    monkeypatch.setenv("NBACCEL_CONFIG", str(path))
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    assert main(["env"]) == 0
+    told = capsys.readouterr().out
+    assert f"- version: {__version__}" in told
+    assert f"- torch: {torch.__version__}" in told
+    assert "- NCCL_DEBUG: INFO" in told
+    assert "num_processes: 2" in told
+    assert "CPU cores" in told
+    assert "hf_abc" not in told
+
+
+def test_it_is_one_json_object(capsys):
+    assert main(["env", "--json", "--config_file", "/nowhere.yaml"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["configuration file"] == {"path": "/nowhere.yaml", "content": "not there"}
+    assert facts["packages"]["torch"]
+    assert facts["machine"]["CPU cores"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("HF_TOKEN", "hf_1", "(set; not shown)"),
+        ("NBACCEL_API_KEY", "k", "(set; not shown)"),
+        ("RAY_AUTH_MODE", "token", "(set; not shown)"),
+        ("HF_ENDPOINT", "https://me:pw@host/x", "https://...@host/x"),
+        ("CUDA_VISIBLE_DEVICES", "0,1", "0,1"),
+        ("RANK", "3", "3"),
+        ("HOME", "somewhere", None),
+        ("AWS_SECRET_ACCESS_KEY", "s", None),
+    ],
+)
+def test_secrets_are_left_out(name, value, shown):
+    assert shown_variables({name: value}) == ({} if shown is None else {name: shown})

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ from nbaccel.memory.model_states import fsdp_estimate, wrapped_sizes
 from nbaccel.notebook.picker.model import PickerModel
 from tests.needs import DEEPSPEED_ROW
 from tests.notebook.machines import with_gpus
+from tests.programs import run_program
 
 CONFIG = {
     "architectures": ["GPT2LMHeadModel"],
@@ -33,6 +33,14 @@ CONFIG = {
 def estimate(capsys, *arguments):
     assert main(["estimate-memory", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def built(tmp_path):
+    """A model of transformers, whose configuration is in the folder."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
 
 
 @pytest.fixture
@@ -55,9 +63,7 @@ def test_a_model_is_counted_from_its_headers_without_torch(stored):
         f"status = main(['estimate-memory', {str(stored)!r}, '--json'])\n"
         "print(status, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
-    )
+    done = run_program([sys.executable, "-c", code])
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr
     told = json.loads(done.stdout.rpartition("\n0 ")[0])
     assert (told["parameters"], told["largest_layer_parameters"]) == (1000, 400)
@@ -88,25 +94,19 @@ def test_zero_divides_what_the_devices_hold(stored, capsys):
 
 
 @DEEPSPEED_ROW
-def test_what_is_told_is_what_the_form_shows(tmp_path, capsys, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def test_what_is_told_is_what_the_form_shows(built, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(memory_tables, "inspect_machine", lambda: with_gpus(2))
     told = estimate(capsys, tmp_path, "--num-gpus", 2, "--mixed-precision", "bf16")
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
-    form = PickerModel(RunConfig(mixed_precision="bf16"), model=model, inventory=with_gpus(2))
+    form = PickerModel(RunConfig(mixed_precision="bf16"), model=built, inventory=with_gpus(2))
     assert [(row["way"], row["per_device"], row["fits"]) for row in told["trained"]] == [
         (one.name, one.need and one.need.estimate.device.peak, one.can_be_taken)
         for one in form.candidates()
     ]
 
 
-def test_a_model_of_transformers_is_built_without_weights(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def test_a_model_of_transformers_is_built_without_weights(built, tmp_path, capsys):
     told = estimate(capsys, tmp_path, "--num-gpus", 2)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
-    num_parameters = sum(p.numel() for p in model.parameters())
+    num_parameters = sum(p.numel() for p in built.parameters())
     assert told["parameters"] == num_parameters
     assert "GPT2LMHeadModel" in told["read_from"]
     rows = {row["strategy"]: row["per_device"] for row in told["trained"]}
@@ -126,16 +126,15 @@ def test_all_is_told_in_each_precision_or_in_the_one_that_is_asked_for(stored, c
     assert {row["precisions"][0] for row in alone["trained"]} == {"bf16"}
 
 
-def test_fsdp_is_told_in_each_precision_where_there_are_processes_to_shard_among(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def test_fsdp_is_told_in_each_precision_where_there_are_processes_to_shard_among(
+    built, tmp_path, capsys
+):
     told = estimate(capsys, tmp_path, "--num-gpus", 2)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
     rows = {row["strategy"]: row for row in told["trained"]}
     for name, compute_bytes in (("FSDP, no", 4), ("FSDP, bf16", 2)):
         same = fsdp_estimate(
-            measure(model),
-            wrapped_sizes(model),
+            measure(built),
+            wrapped_sizes(built),
             compute_bytes=compute_bytes,
             offloads=False,
             num_processes=2,
@@ -181,13 +180,10 @@ def test_a_terminal_of_80_columns_has_a_column_for_each_precision(
     assert any("★" in line for line in lines) == bool(free)
 
 
-def test_accelerate_finds_the_same_sizes(tmp_path, capsys):
+def test_accelerate_finds_the_same_sizes(built, tmp_path, capsys):
     estimating = pytest.importorskip("accelerate.commands.estimate")
-    transformers = pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     told = estimate(capsys, tmp_path, "--dtypes", "float32", "float16", "int8", "int4")
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
-    total, (largest, _) = estimating.calculate_maximum_sizes(model)
+    total, (largest, _) = estimating.calculate_maximum_sizes(built)
     ours = {row["dtype"]: row for row in told["loaded"]}
     assert (ours["float32"]["total"], ours["float32"]["largest_layer"]) == (total, largest)
     for dtype in ("float32", "float16"):

@@ -17,6 +17,7 @@ from nbaccel.cli.script_making import make_script, read_notebook
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from tests.cli import scripts
+from tests.programs import run_program
 
 CELLS = [
     "%matplotlib inline\nimport os\nimport torch\nfrom torch.utils.data import DataLoader, "
@@ -92,12 +93,9 @@ def run(command: list[str], folder: Path, tries: int = 3) -> list:
     import torch
 
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(
+    done = run_program(
         command,
         env={**scripts.environment(), "OUT": str(folder), "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=120,
         check=False,
     )
     if ABORTED_AT_THE_END in done.stderr and "torch.distributed.run" in command and tries > 1:
@@ -261,7 +259,7 @@ def test_an_sbatch_file_runs_where_srun_is_a_shell(small: Path, tmp_path: Path) 
     scripts.write(tools / "scontrol", "#!/bin/sh\necho 127.0.0.1\n").chmod(0o755)
     nbaccel = f'#!/bin/sh\nexec {sys.executable} -m nbaccel "$@"\n'
     scripts.write(tools / "nbaccel", nbaccel).chmod(0o755)
-    done = subprocess.run(
+    done = run_program(
         ["bash", "n.sbatch"],
         env={
             **scripts.environment(),
@@ -270,9 +268,6 @@ def test_an_sbatch_file_runs_where_srun_is_a_shell(small: Path, tmp_path: Path) 
             "SLURM_JOB_ID": "7",
             "SLURM_NODEID": "0",
         },
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -320,12 +315,9 @@ def test_settings_of_a_job_for_ray_are_no_commands(value: str, small: Path) -> N
     for name, text in (("ray", RAY.format(python=sys.executable)), ("nbaccel", show)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    done = subprocess.run(
+    done = run_program(
         ["bash", "n_ray.sh"],
         env={**os.environ, "PATH": f"{programs.resolve()}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
     )
     given = json.loads(done.stdout)
     assert given[given.index("--log-dir") + 1] == value

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -17,6 +18,7 @@ from nbaccel.cli.peer_options import PEER_OPTIONS
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.errors import ConfigError
 from tests.needs import HAS_DEEPSPEED_ROW
+from tests.programs import run_program
 
 OWN_FLAGS = {"--config-file", "--module", "--no-python", "--debug", "--quiet", "--help"}
 
@@ -137,9 +139,7 @@ def test_every_option_of_deepspeed_has_its_row() -> None:
         "from deepspeed.launcher.runner import parse_args\n"
         "parse_args([])\n"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    printed = run_program([sys.executable, "-c", code]).stdout
     lines = [line.split()[1:] for line in printed.splitlines() if line.startswith("FLAGS -")]
     names = [[flag for flag in flags if flag != "--num_accelerators"] for flags in lines]
     assert len(names) > 20
@@ -314,23 +314,6 @@ def test_flags_are_stronger_than_the_file_and_the_file_than_defaults() -> None:
 # ------------------------------------------------------------------ the command itself
 
 
-def test_help_shows_every_setting_and_needs_no_torch() -> None:
-    code = (
-        "import sys\nfrom nbaccel.cli import main\nmain(['launch', '--help'])\n"
-        "assert 'torch' not in sys.modules and 'IPython' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-    assert done.returncode == 0, done.stderr
-    for name in RunConfig.model_fields:
-        assert f"--{name.replace('_', '-')}" in done.stdout, name
-
-
 def test_a_misspelt_option_is_told_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--num_proceses", "2", "train.py"]) == 2
     assert "--num-processes" in capsys.readouterr().err
@@ -358,18 +341,8 @@ def test_a_dry_run_shows_sources_and_plan(
     assert ["process_group_backend", "gloo", "for", "cpu"] in lines
 
 
-def test_the_command_s_own_help_reads_no_settings() -> None:
-    code = (
-        "import sys\nfrom nbaccel.cli import main\nmain(['--help'])\n"
-        "assert not {'torch', 'pydantic', 'IPython'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("launch", "test", "export"))
-
-
 def test_a_shell_completes_the_options_of_a_launch() -> None:
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "nbaccel"],
         env={
             **os.environ,
@@ -377,8 +350,89 @@ def test_a_shell_completes_the_options_of_a_launch() -> None:
             "COMP_WORDS": "nbaccel launch --mixed",
             "COMP_CWORD": "2",
         },
-        capture_output=True,
-        text=True,
         check=False,
     )
     assert done.stdout.split() == ["--mixed-precision"]
+
+
+CLUSTER = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+num_machines: 2
+num_processes: 4
+machine_rank: 0
+"""
+OURS = "num_processes: 2\nnum_nodes: 2\n"
+
+
+def dry_run(path: Path, text: str, *flags: str) -> int:
+    path.write_text(text)
+    return main(["launch", "--config_file", str(path), *flags, "--cpu", "--dry-run", "train.py"])
+
+
+@pytest.mark.parametrize("text", [CLUSTER, OURS], ids=["theirs", "ours"])
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--main_process_ip 10.0.0.1 --machine_rank 0 --num_machines 2", "10.0.0.1"),
+        ("--main_process_ip 10.0.0.1 --machine_rank 1", "10.0.0.1"),
+        ("--num_machines 1", "num_nodes=1"),
+        ("--master-addr node-1", "node-1"),
+    ],
+)
+def test_a_file_without_an_address_goes_with_one_by_flag(tmp_path, capsys, text, flags, told):
+    code = dry_run(tmp_path / "f.yaml", text, *flags.split())
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert told.partition("=")[2] or told in shown.out
+
+
+@pytest.mark.parametrize("text", [CLUSTER, OURS], ids=["theirs", "ours"])
+def test_what_no_flag_replaces_is_still_refused(tmp_path, capsys, text):
+    assert dry_run(tmp_path / "f.yaml", text, "--mixed_precision", "bf16") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "master_addr cannot be '127.0.0.1' with num_nodes=2" in told
+
+
+def test_a_wrong_flag_is_not_laid_to_the_file(tmp_path, capsys):
+    assert dry_run(tmp_path / "f.yaml", OURS, "--machine_rank", "-3") == 2
+    told = capsys.readouterr().err
+    assert "f.yaml: node_rank" not in " ".join(told.split())
+    assert "node_rank" in told
+
+
+def test_processes_that_cannot_be_shared_out_are_replaced_by_a_flag(tmp_path, capsys):
+    text = CLUSTER.replace("num_processes: 4", "num_processes: 5") + "main_process_ip: 10.0.0.1\n"
+    assert dry_run(tmp_path / "f.yaml", text) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "num_processes=5 cannot be divided by num_machines=2" in told
+    assert dry_run(tmp_path / "f.yaml", text, "--num_processes", "8") == 0
+    # On each of the file's two machines.
+    assert "num_processes=4" in plain(capsys.readouterr().out)
+
+
+def test_processes_of_a_file_are_shared_out_over_the_machines_of_a_flag(tmp_path, capsys):
+    text = CLUSTER + "main_process_ip: 10.0.0.1\n"
+    assert dry_run(tmp_path / "f.yaml", text, "--num_machines", "4") == 0
+    assert "num_processes=1" in plain(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("form", ["theirs", "ours"])
+def test_a_deepspeed_file_that_is_not_there_is_replaced_by_a_flag(tmp_path, capsys, form):
+    document = tmp_path / "ds.json"
+    document.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    text = {
+        "theirs": "distributed_type: DEEPSPEED\nnum_processes: 2\n"
+        "deepspeed_config:\n  deepspeed_config_file: gone.json\n",
+        "ours": "num_processes: 2\ndeepspeed: gone.json\n",
+    }[form]
+    path = tmp_path / "f.yaml"
+    assert dry_run(path, text) == 2
+    assert "gone.json" in "".join(capsys.readouterr().err.split())
+    assert dry_run(path, text, "--deepspeed_config_file", str(document)) == 0
+    assert "zero_stage=3" in plain(capsys.readouterr().out)
+
+
+def plain(shown: str) -> str:
+    """A table's cells as `name=value`."""
+    return "\n".join("=".join(line.replace("│", " ").split()[:2]) for line in shown.splitlines())

@@ -11,6 +11,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 from nbaccel.cli import main
+from tests.programs import run_program
+
+
+def shard(weights, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
 
 
 @pytest.fixture
@@ -18,9 +25,7 @@ def saved(tmp_path):
     """A checkpoint as `save_state` lays it out, with shards of one model."""
     weights = {"a": torch.rand(3, 4), "b": torch.arange(5), "c": torch.rand(2).bfloat16()}
     folder = tmp_path / "state/pytorch_model_fsdp_0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+    shard(weights, folder)
     return tmp_path / "state", weights
 
 
@@ -92,26 +97,17 @@ def test_memory_holds_a_tensor_at_a_time(tmp_path):
     )
     weights = {f"layer{number}": torch.full((2**22,), float(number)) for number in range(16)}
     folder = tmp_path / "pytorch_model_fsdp_0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+    shard(weights, folder)
     arguments = ["merge-weights", str(folder), str(tmp_path / "out")]
     limited = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        check=False,
-        env=limited,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_program([sys.executable, "-c", code, *arguments], check=False, env=limited)
     assert done.returncode == 0, done.stderr
     merged = load_file(tmp_path / "out/model.safetensors")
     assert {name: tensor[[0, -1]].tolist() for name, tensor in merged.items()} == {
         f"layer{number}": [float(number)] * 2 for number in range(16)
     }
     # Without a file's pages it would not have fitted.
-    done = subprocess.run(
+    done = run_program(
         [
             sys.executable,
             "-c",
@@ -122,9 +118,6 @@ def test_memory_holds_a_tensor_at_a_time(tmp_path):
         ],
         check=False,
         env=limited,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.returncode != 0
 
@@ -144,9 +137,7 @@ def small_disk(tmp_path):
 def test_a_disk_without_room_keeps_what_is_there(tmp_path, small_disk, capsys):
     (small_disk / "model.safetensors").write_bytes(b"old")
     shards = tmp_path / "pytorch_model_fsdp_0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write_shards({"model": {"a": torch.zeros(2**19)}}, checkpoint_id=shards, no_dist=True)
+    shard({"a": torch.zeros(2**19)}, shards)
     assert main(["merge-weights", str(shards), str(small_disk)]) == 2
     assert "2.0 MiB of weights are to be written" in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in small_disk.iterdir()] == ["model.safetensors"]
@@ -159,9 +150,7 @@ def test_a_disk_without_room_keeps_what_is_there(tmp_path, small_disk, capsys):
 def test_a_limit_of_the_system_leaves_nothing(tmp_path):
     """The disk has room, and the write fails all the same: as with a quota."""
     shards = tmp_path / "pytorch_model_fsdp_0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write_shards({"model": {"a": torch.zeros(2**19)}}, checkpoint_id=shards, no_dist=True)
+    shard({"a": torch.zeros(2**19)}, shards)
     code = (
         "import resource, signal, sys\nfrom nbaccel.cli import main\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -169,13 +158,7 @@ def test_a_limit_of_the_system_leaves_nothing(tmp_path):
         "sys.exit(main(sys.argv[1:]))\n"
     )
     arguments = ["merge-weights", str(shards), str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_program([sys.executable, "-c", code, *arguments], check=False)
     assert done.returncode == 1
     assert "What was there before is as it was" in " ".join(done.stderr.split())
     assert not (tmp_path / "out").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from nbaccel.cli import main
 from nbaccel.cli.set_up_checks import CHECK_NAMES
 from tests.cli import scripts
+from tests.programs import run_program
 
 BREAKS = {
     # A library that draws random numbers on rank 1 alone, as a sitecustomize might.
@@ -79,12 +79,9 @@ def test_what_is_broken_is_named_with_a_remedy(check: str, tmp_path: Path) -> No
         """,
     )
     path = os.pathsep.join([str(tmp_path / "breaks"), scripts.environment()["PYTHONPATH"]])
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "nbaccel", "test", "--cpu", "-n", "2"],
         env={**scripts.environment(), "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 1, done.stdout

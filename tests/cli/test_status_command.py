@@ -20,7 +20,7 @@ import pytest
 from nbaccel.cli import main
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.run_notes import NoteFile, noted_runs
-from tests.output.panel.reports import report
+from tests.output.panel.finished import report
 
 WAIT_S = 100.0
 
@@ -182,15 +182,3 @@ def test_a_run_whose_process_is_killed_leaves_nothing(
     assert noted_runs() == []
     assert list(folder.iterdir()) == []
     psutil.wait_procs(processes, timeout=WAIT_S)
-
-
-def test_no_package_is_imported_for_it() -> None:
-    code = (
-        "import sys, nbaccel.cli\n"
-        "nbaccel.cli.main(['status'])\n"
-        "print(sorted({'torch', 'numpy', 'IPython', 'ipywidgets'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr

@@ -46,7 +46,7 @@ PARTS = {
             "tests/devices/test_cuda.py",
             "tests/devices/test_device_contract.py",
             "tests/devices/test_nvml.py",
-            "tests/output/panel/test_weighing.py",
+            "tests/output/panel/test_shown.py",
             "tests/plan/test_inventory.py",
         )
     ),

@@ -31,7 +31,6 @@ _OF_BIG_MODELS = (
 _IN_NOTEBOOKS = (
     "tests/notebook/test_extension.py",
     "tests/notebook/test_magics.py",
-    "tests/notebook/test_completion.py",
     "tests/notebook/test_pickers.py",
     "tests/kernel/test_cells.py",
     "tests/kernel/test_rendering.py",

@@ -21,7 +21,7 @@ class Shown:
 
     def __init__(self, picker: Picker) -> None:
         self.picker = picker
-        self.view: PickerView = picker._showing._live_view()
+        self.view: PickerView = picker._live_view()
 
     def all(self, *css_classes: str) -> list[ipywidgets.Widget]:
         """Widgets with the last class, below one with each class before it."""

@@ -10,6 +10,7 @@ from IPython import version_info
 from tests import needs
 from tests.kernel.kernel import Kernel
 from tests.needs import DEEPSPEED
+from tests.notebook.asking import complete
 
 AFTER_TIME = pytest.mark.skipif(
     version_info < (8,), reason="IPython 7's %%time shows errors without the line of the cell"
@@ -101,7 +102,7 @@ def leaves_its_names_to_nobody(kernel: Kernel) -> Iterator[None]:
 
 PICKED = """
 from nbaccel.notebook import extension
-picker = next(iter(extension._ShellSlot.loaded.values())).session._picker
+picker = next(iter(extension._LOADED.values())).session._picker
 """
 
 
@@ -145,3 +146,63 @@ def test_a_picker_is_taken_by_name_and_read_in_workers(kernel: Kernel) -> None:
     )
     kernel.run("%accelerate stop").check()
     kernel.run("%accelerate config --config nothing_said").check()
+
+
+@pytest.fixture(scope="module")
+def prepared(kernel: Kernel) -> Kernel:
+    kernel.run(
+        """
+        import nbaccel
+        my_config = nbaccel.RunConfig()
+        my_plan = nbaccel.resolve(my_config)
+        my_number = 3
+        """
+    ).check()
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("code", "offered"),
+    [
+        ("%%accelerate --num-p‸\nx = 1", ["%%accelerate --num-processes"]),
+        ("%%accelerate -n 2 --prec‸", ["%%accelerate -n 2 --precision"]),
+        (
+            "%%accelerate --no-‸",
+            ["%%accelerate --no-activation-checkpointing", "%%accelerate --no-share-back"],
+        ),
+        (
+            "%%accelerate --precision ‸\nx",
+            [f"%%accelerate --precision {word}" for word in ("no", "fp16", "bf16", "fp8")],
+        ),
+        ("%%accelerate --precision=b‸", ["%%accelerate --precision=bf16"]),
+        ("%%accelerate --zero 2‸", ["%%accelerate --zero 2"]),
+        ("%%accelerate --autoreload ‸", [f"%%accelerate --autoreload {w}" for w in ("on", "off")]),
+        (
+            "%%accelerate --config my_‸",
+            [f"%%accelerate --config my_{w}" for w in ("config", "plan")],
+        ),
+        ("\n%%time\n%%accelerate --devi‸", ["%%accelerate --device"]),
+        ("%accelerate st‸", ["%accelerate status", "%accelerate stop"]),
+        ("x = 1\n%accelerate restart --start-m‸", ["%accelerate restart --start-method"]),
+        ("%accelerate push my_n‸", ["%accelerate push my_number"]),
+        ("%accelerate push my_plan,my_n‸", ["%accelerate push my_plan,my_number"]),
+        ("%accelerate pull --ra‸", ["%accelerate pull --ranks"]),
+    ],
+)
+def test_what_can_stand_there_is_offered_and_nothing_else(
+    prepared: Kernel, code: str, offered: list[str]
+) -> None:
+    assert sorted(complete(prepared, code)) == sorted(offered)
+
+
+def test_all_options_are_offered_but_those_already_there(prepared: Kernel) -> None:
+    found = complete(prepared, "%%accelerate --num-processes 2 --‸")
+    assert "%%accelerate --num-processes 2 --ranks" in found
+    assert "%%accelerate --num-processes 2 --mixed-precision" in found
+    assert "%%accelerate --num-processes 2 --num-processes" not in found
+
+
+def test_other_cells_complete_as_ever(prepared: Kernel) -> None:
+    assert complete(prepared, "my_num‸") == ["my_number"]
+    assert complete(prepared, "%%accelerate\nmy_num‸") == ["my_number"]
+    assert complete(prepared, "print('%accelerate rest‸')") == []

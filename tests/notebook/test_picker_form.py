@@ -12,9 +12,9 @@ import ipywidgets
 import pytest
 
 from nbaccel.config import RunConfig
-from nbaccel.notebook.picker import panels
+from nbaccel.notebook.picker import widgets
 from nbaccel.notebook.picker.choices import by_name
-from nbaccel.notebook.picker.panels import search_settings
+from nbaccel.notebook.picker.widgets import search_settings
 from nbaccel.notebook.pickers import Picker
 from tests import needs
 from tests.needs import DEEPSPEED
@@ -69,7 +69,7 @@ def test_a_press_that_another_thread_hands_on_while_the_state_is_shown_is_not_lo
     """JupyterLab hands the messages of widgets on in several threads."""
     shown = show(model=big(), config=RunConfig(mixed_precision="bf16"))
     presser = threading.Thread(target=shown.take, args=("FSDP",))
-    told = panels._candidate_text
+    told = widgets._candidate_text
 
     def press_meanwhile(candidate):
         if not presser.ident:
@@ -77,7 +77,7 @@ def test_a_press_that_another_thread_hands_on_while_the_state_is_shown_is_not_lo
             presser.join(0.2)  # it waits for what this thread holds
         return told(candidate)
 
-    monkeypatch.setattr(panels, "_candidate_text", press_meanwhile)
+    monkeypatch.setattr(widgets, "_candidate_text", press_meanwhile)
     shown.picker.choose("mixed_precision", "fp16")
     presser.join()
     assert shown.picker.config == RunConfig(mixed_precision="fp16", strategy="fsdp")

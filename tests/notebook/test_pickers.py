@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -14,7 +13,7 @@ from traitlets import TraitError
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker.choices import by_name
+from nbaccel.notebook.picker.choices import by_name, settings
 from nbaccel.notebook.picker.fields import as_value
 from nbaccel.notebook.pickers import LaunchPicker, Picker, PrecisionPicker, ZeroPicker
 from tests import needs
@@ -23,6 +22,7 @@ from tests.kernel.kernel import Kernel
 from tests.needs import DEEPSPEED
 from tests.notebook.machines import WITHOUT_GPU, with_gpus
 from tests.notebook.shown import BUCKET, OPTIMIZER_PLACE, below, css_of, net, show
+from tests.programs import run_program
 
 __all__ = ["show"]
 
@@ -216,7 +216,7 @@ def test_every_section_of_all_settings_opens(show):
     for heading in shown.all("nbaccel-listed", "nbaccel-opens"):
         heading.value = True
     made = list(shown.view._listed)
-    every = [s.name for panel in shown.picker._panels for s in shown.view._model.settings(panel)]
+    every = [s.name for panel in shown.picker._panels for s in settings(panel)]
     assert sorted(made) == sorted(every)
 
 
@@ -240,7 +240,7 @@ def test_opening_makes_what_is_below_that_heading_and_nothing_else(show):
     made = [name for name in shown.view._listed if name not in fields]
     assert made == [
         setting.name
-        for setting in shown.view._model.settings("zero")
+        for setting in settings("zero")
         if setting.section == by_name()["zero_optimization.sub_group_size"].section
     ]
     all_widgets = list(below(shown.view.root))
@@ -349,13 +349,8 @@ picker
 
 @needs.DEEPSPEED_ROW
 def test_in_a_terminal_it_is_text():
-    done = subprocess.run(
-        [sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt", "-c", CELL],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
+    done = run_program(
+        [sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt", "-c", CELL], cwd=ROOT
     )
     assert "Every process holds the whole model" in done.stdout
     assert "picker.choose(name, value)" in done.stdout
@@ -380,7 +375,7 @@ from nbaccel.memory import activations
 from nbaccel.notebook.pickers import Picker
 measure, calls = activations.measure_activations, []
 def told(*arguments, **options):
-    print("measured", flush=True)
+    print("measured\\n", end="", flush=True)  # in one write: threads print beside each other
     for call in calls:
         call()
     return measure(*arguments, **options)
@@ -392,7 +387,7 @@ picker = Picker(model=torch.nn.Linear(4, 4), sample_batch=torch.randn(2, 4))
 CHOOSE_MEANWHILE = """
 def choose():
     picker.choose("num_processes", 2)
-    print("chosen", flush=True)
+    print("chosen\\n", end="", flush=True)
 chooser = threading.Thread(target=choose)
 calls.append(lambda: chooser.ident or chooser.start())
 picker.show()
@@ -477,14 +472,7 @@ except nbaccel.NbaccelError as error:
     ],
 )
 def test_in_a_script_it_needs_no_notebook(blocked, told):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *blocked],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-        timeout=800,
-    )
+    done = run_program([sys.executable, "-c", SCRIPT, *blocked], cwd=ROOT)
     assert told in done.stdout
 
 

@@ -1,13 +1,100 @@
 from __future__ import annotations
 
+import math
 import random
 import time
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nbaccel.output import console
-from nbaccel.output.console import Console
+from nbaccel.output import console, publish
+from nbaccel.output.console import Console, LineAssembler
+from nbaccel.output.publish import CellPlace
+from nbaccel.workers.messaging import ClearOutput, Display
+
+CHUNK = 1 << 16
+
+
+def fed(lines: LineAssembler, data: bytes, size: int = CHUNK) -> list[str]:
+    return [
+        line for at in range(0, len(data), size) for line in lines.feed(data[at : at + size])[0]
+    ]
+
+
+@pytest.mark.parametrize("max_chars", [math.inf, 1_000_000])
+def test_the_time_for_a_line_is_linear_in_its_length(max_chars: float) -> None:
+    began = time.monotonic()
+    lines = LineAssembler(max_chars)
+    (line,) = fed(lines, b"x" * 40_000_000 + b"\n")
+    assert time.monotonic() - began < 10.0
+    assert len(line) == 40_000_000 if max_chars == math.inf else len(line) < 1_000_100
+
+
+@pytest.mark.parametrize("start", [b"\r", b"y" * 1_000_000 + b"\r" * 100_000])
+def test_the_time_is_linear_with_carriage_returns_in_the_line(start: bytes) -> None:
+    began = time.monotonic()
+    (line,) = fed(LineAssembler(), start + b"x" * 20_000_000 + b"\n")
+    assert time.monotonic() - began < 10.0
+    assert len(line) == 20_000_000
+
+
+def test_of_a_line_that_is_too_long_head_and_tail_are_kept() -> None:
+    text = "".join(f"{number:07d} " for number in range(500_000))  # 4 MB
+    lines = LineAssembler(100_000)
+    (line,) = fed(lines, text.encode() + b"\n")
+    head, word, tail = line.partition(" … 3,900,000 characters not shown … ")
+    assert word
+    assert (head, tail) == (text[:50_000], text[-50_000:])
+    assert fed(lines, b"next\n") == ["next"]
+
+
+def test_a_line_of_the_greatest_length_is_whole() -> None:
+    assert fed(LineAssembler(100_000), b"x" * 100_000 + b"\n") == ["x" * 100_000]
+
+
+@pytest.mark.parametrize("cut", range(1, 20))
+def test_a_rewrite_may_be_cut_anywhere(cut: int) -> None:
+    data = b"\rprog 139\rprog 140 "
+    lines = LineAssembler()
+    lines.feed(data[:cut])
+    lines.feed(data[cut:])
+    assert lines.rewritten == "prog 140"
+    assert lines.feed(b"\n")[0] == ["prog 140"]
+
+
+def test_what_is_shorter_covers_what_was_there_only_as_far_as_it_goes() -> None:
+    lines = LineAssembler()
+    for piece in (b"\rabcdef", b"\rAB", b"\r", b"x"):
+        lines.feed(piece)
+    assert lines.rewritten == "xBcdef"
+    assert lines.finish() == ["xBcdef"]
+    assert lines.finish() == []
+
+
+def test_pieces_make_the_same_lines_as_the_whole() -> None:
+    dice = random.Random(2)
+    text = "".join(dice.choice("ab\n\rü→") for _ in range(5_000)).encode()
+    whole = fed(LineAssembler(), text)
+    lines, found, at = LineAssembler(), [], 0
+    while at < len(text):
+        size = dice.randrange(1, 12)
+        found += lines.feed(text[at : at + size])[0]
+        at += size
+    assert found == whole
+
+
+def test_only_the_last_lines_are_made_where_no_more_are_wanted() -> None:
+    lines = LineAssembler()
+    lines.feed(b"unfinished")
+    found = lines.feed(b" line\n1\n2\n3\n4\nunfinished", at_most=3)
+    assert found == (["2", "3", "4"], 2)
+    assert lines.feed(b" too\n", at_most=3) == (["unfinished too"], 0)
+
+
+def test_a_line_that_is_erased_before_it_is_written_anew_has_no_rest_of_the_old() -> None:
+    assert fed(LineAssembler(), b"\r\x1b[2Ka long line\r\x1b[2Kshort\n") == ["short"]
 
 
 class Screen:
@@ -34,15 +121,45 @@ class Screen:
         return found.out
 
 
+def at_once(monkeypatch: pytest.MonkeyPatch, hold_s: float = 0.0) -> None:
+    monkeypatch.setattr(console, "HOLD_S", hold_s)
+    monkeypatch.setattr(console, "TICK_S", 0.0)
+
+
 @pytest.fixture
 def screen(capfd: pytest.CaptureFixture[str]) -> Screen:
     return Screen(capfd)
 
 
-def test_a_line_that_all_print_is_shown_once(screen: Screen) -> None:
-    screen.say(0, "loading\nepoch 0\n")
-    screen.say(1, "loading\nepoch 0\n")
-    assert screen.end() == "[0-1] loading\n[0-1] epoch 0\n"
+ON_STDERR = "stderr"
+FOLDED: dict[str, tuple[list[tuple[Any, ...]], str, str]] = {
+    "a line that all print is shown once": (
+        [(0, "loading\nepoch 0\n"), (1, "loading\nepoch 0\n")],
+        "[0-1] loading\n[0-1] epoch 0\n",
+        "",
+    ),
+    "ranks are named in spans": ([(rank, "x\n") for rank in (0, 1, 2, 5)], "[0-2,5] x\n", ""),
+    "the same text on two streams is two lines": (
+        [(0, "x\n"), (1, "x\n", ON_STDERR)],
+        "[0] x\n",
+        "[1] x\n",
+    ),
+    "which stream was read first does not keep lines apart": (
+        [(0, "out\n"), (0, "a\nb\n", ON_STDERR), (1, "a\nb\n", ON_STDERR), (1, "out\n")],
+        "[0-1] out\n",
+        "[0-1] a\n[0-1] b\n",
+    ),
+    "an empty line stays a line": ([(0, "a\n\nb\n")], "[0] a\n[0] \n[0] b\n", ""),
+}
+
+
+@pytest.mark.parametrize("what", FOLDED)
+def test_what_ranks_print_is_folded(capfd: pytest.CaptureFixture[str], what: str) -> None:
+    screen = Screen(capfd, ranks=6)
+    said, out, err = FOLDED[what]
+    for words in said:
+        screen.say(*words)
+    assert (screen.end(), screen.err) == (out, err)
 
 
 def test_lines_that_differ_keep_their_rank_and_their_order(screen: Screen) -> None:
@@ -57,8 +174,7 @@ def test_lines_that_differ_keep_their_rank_and_their_order(screen: Screen) -> No
 def test_a_line_waits_for_its_twin_and_no_longer_than_that(
     screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "HOLD_S", 0.05)
-    monkeypatch.setattr(console, "TICK_S", 0.0)
+    at_once(monkeypatch, hold_s=0.05)
     screen.say(0, "only here\n")
     screen.console.tick()
     assert screen._capfd.readouterr().out == ""
@@ -77,29 +193,6 @@ def test_a_rank_that_has_ended_is_not_waited_for(
     screen.say(0, "alone\n")
     screen.console.tick()
     assert screen._capfd.readouterr().out == "[0] alone\n"
-
-
-def test_ranks_are_named_in_spans(capfd: pytest.CaptureFixture[str]) -> None:
-    screen = Screen(capfd, ranks=6)
-    for rank in (0, 1, 2, 5):
-        screen.say(rank, "x\n")
-    assert screen.end() == "[0-2,5] x\n"
-
-
-def test_the_same_text_on_two_streams_is_two_lines(screen: Screen) -> None:
-    screen.say(0, "x\n", "stdout")
-    screen.say(1, "x\n", "stderr")
-    assert screen.end() == "[0] x\n"
-    assert screen.err == "[1] x\n"
-
-
-def test_which_stream_was_read_first_does_not_keep_lines_apart(screen: Screen) -> None:
-    screen.say(0, "out\n")
-    screen.say(0, "careful\nvery\n", "stderr")
-    screen.say(1, "careful\nvery\n", "stderr")
-    screen.say(1, "out\n")
-    assert screen.end() == "[0-1] out\n"
-    assert screen.err == "[0-1] careful\n[0-1] very\n"
 
 
 def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(
@@ -134,11 +227,6 @@ def test_bytes_that_are_no_text_do_no_harm(screen: Screen) -> None:
     screen.console.feed(0, "stdout", b"\xff\xfe ok\n")
     screen.console.feed(1, "stdout", b"cut \xe2\x82")
     assert sorted(screen.end().splitlines()) == ["[0] \ufffd\ufffd ok", "[1] cut \ufffd"]
-
-
-def test_an_empty_line_stays_a_line(screen: Screen) -> None:
-    screen.say(0, "a\n\nb\n")
-    assert screen.end() == "[0] a\n[0] \n[0] b\n"
 
 
 def test_a_bar_is_drawn_in_place_and_kept_once(screen: Screen) -> None:
@@ -258,8 +346,7 @@ def test_a_rank_that_prints_too_much_waits(notebook: Screen) -> None:
 def test_so_much_is_shown_at_once_and_no_more(
     notebook: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "HOLD_S", 0.0)
-    monkeypatch.setattr(console, "TICK_S", 0.0)
+    at_once(monkeypatch)
     notebook.say(0, block(0, 20_000))
     notebook.console.tick()
     shown = notebook._capfd.readouterr().out
@@ -295,8 +382,7 @@ def test_after_a_stop_a_short_backlog_is_shown_whole(notebook: Screen) -> None:
 def test_a_storm_without_end_is_thinned_out(
     notebook: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "HOLD_S", 0.0)
-    monkeypatch.setattr(console, "TICK_S", 0.0)
+    at_once(monkeypatch)
     clock = [time.monotonic()]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
     out, err, said = "", "", 0
@@ -349,3 +435,159 @@ def test_what_gloo_says_when_all_is_well_is_not_shown(screen: Screen) -> None:
     screen.say(1, line.format(1, 0) + "\n")  # somebody is missing: that is worth knowing
     assert screen.end() == f"[0-1] before\n[0-1] after\n[1] {line.format(1, 0)}\n"
     assert screen.console.tails()[0] == ["before", "after"]
+
+
+class NotebookCell:
+    """A cell's output, in the order in which a front end would show it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.updates = 0
+        monkeypatch.setattr(publish, "has_cells", lambda: True)
+        monkeypatch.setattr(publish, "publish_display", self._display)
+        monkeypatch.setattr(publish, "clear", lambda wait_for_new: self.events.append("clear"))
+        # Not in `sys` itself: pytest puts its own streams back after the fixtures.
+        streams = {name: _Stream(name, self.events) for name in ("stdout", "stderr")}
+        monkeypatch.setattr(console, "sys", SimpleNamespace(**streams))
+
+    def _display(self, content: Mapping[str, Any]) -> None:
+        if content.get("update"):
+            self.updates += 1
+        else:
+            self.events.append(f"display {content['data'].get('text/plain', '')}".strip())
+
+    def streams(self, name: str) -> str:
+        return "".join(
+            event.removeprefix(f"{name}:") for event in self.events if event.startswith(f"{name}:")
+        )
+
+
+class _Stream:
+    def __init__(self, name: str, events: list[str]) -> None:
+        self._name, self._events = name, events
+
+    def write(self, text: str) -> None:
+        self._events.append(f"{self._name}:{text}")
+
+    def flush(self) -> None:
+        pass
+
+
+class Panelled:
+    """A console of two ranks with a place."""
+
+    def __init__(self, cell: NotebookCell, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(console, "HOLD_S", 0.0)
+        monkeypatch.setattr(console, "TICK_S", 0.0)
+        monkeypatch.setattr(console, "_FIRST_TICK_S", 0.0)
+        self.cell, self.place = cell, CellPlace()
+        self.console = Console([0, 1], place=self.place)
+
+    def say(self, rank: int, text: str, stream: str = "stderr") -> None:
+        self.console.feed(rank, stream, text.encode())
+        self.console.tick()
+
+    def end(self) -> None:
+        for rank in (0, 1):
+            self.console.close(rank)
+        self.console.show_last()
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> NotebookCell:
+    return NotebookCell(monkeypatch)
+
+
+@pytest.fixture
+def panelled(cell: NotebookCell, monkeypatch: pytest.MonkeyPatch) -> Panelled:
+    return Panelled(cell, monkeypatch)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 100])
+def test_empty_lines_that_are_printed_stay(
+    panelled: Panelled, cell: NotebookCell, piece: int
+) -> None:
+    text = "\n\na\n\n\nb\n\nc\n"
+    for start in range(0, len(text), piece):
+        panelled.say(0, text[start : start + piece], "stdout")
+    panelled.end()
+    assert cell.streams("stdout") == "".join(f"[0] {line}\n" for line in text.split("\n")[:-1])
+
+
+def test_lines_drawn_in_place_are_told_of_each_rank_and_stay_as_lines(
+    panelled: Panelled, cell: NotebookCell
+) -> None:
+    panelled.say(0, "\r40 of 50")
+    panelled.say(1, "\rhalf of 3", "stdout")
+    assert panelled.console.rewritten_lines() == {0: ("40 of 50",), 1: ("half of 3",)}
+    assert cell.events == []
+    panelled.say(1, "\rhalf of 4\n", "stdout")
+    panelled.end()
+    assert cell.streams("stdout") == "[1] half of 4\n"
+    assert cell.streams("stderr") == "[0] 40 of 50\n"
+
+
+def test_notices_of_a_worker_are_no_errors(panelled: Panelled, cell: NotebookCell) -> None:
+    panelled.say(0, "nbaccel: look\nTraceback\n")
+    panelled.console.notice("nbaccel: and here")
+    panelled.end()
+    assert cell.streams("stdout") == "[0] nbaccel: look\nnbaccel: and here\n"
+    assert cell.streams("stderr") == "[0] Traceback\n"
+
+
+def test_the_place_comes_before_everything(panelled: Panelled, cell: NotebookCell) -> None:
+    panelled.console.feed_display(0, Display({"data": {"text/plain": "figure"}, "metadata": {}}))
+    panelled.console.tick()
+    panelled.say(0, "line\n", "stdout")
+    panelled.place.show({"text/plain": "the panel"})
+    panelled.end()
+    assert cell.events == ["display", "stdout:[0]\n", "display figure", "stdout:[0] line\n"]
+    assert cell.updates == 1, "the panel replaces what is there"
+
+
+def test_a_call_that_is_over_before_it_has_shown_anything_has_no_place(
+    panelled: Panelled, cell: NotebookCell
+) -> None:
+    panelled.console.feed(0, "stdout", b"quick\n")
+    panelled.end()
+    assert cell.events == ["stdout:[0] quick\n"]
+
+
+def test_after_a_clear_the_panel_is_at_the_top_again(
+    panelled: Panelled, cell: NotebookCell
+) -> None:
+    panelled.say(0, "old\n", "stdout")
+    panelled.place.show({"text/plain": "panel"})
+    panelled.console.feed_display(0, ClearOutput(wait=True))
+    panelled.console.tick()
+    panelled.say(0, "new\n", "stdout")
+    panelled.end()
+    assert cell.events[cell.events.index("clear") + 1 :] == ["display panel", "stdout:[0] new\n"]
+
+
+def test_ten_thousand_lines_are_all_there(panelled: Panelled, cell: NotebookCell) -> None:
+    dice = random.Random(3)  # the same every time
+    said: dict[int, list[str]] = {0: [], 1: []}
+    for number in range(10_000):
+        rank = dice.randrange(2)
+        said[rank].append(f"{number}")
+        panelled.console.feed(rank, "stdout", f"{number}\n".encode())
+        if dice.random() < 0.01:
+            panelled.console.tick()
+    panelled.end()
+    shown = cell.streams("stdout").splitlines()
+    for rank in (0, 1):
+        assert [x.removeprefix(f"[{rank}] ") for x in shown if x[1] == str(rank)] == said[rank]
+
+
+def test_without_a_dashboard_bars_are_drawn_as_no_errors(
+    cell: NotebookCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
+    one = Panelled(cell, monkeypatch)
+    one.say(0, "\r 40%|████      | 2/5 [00:01<00:01,  1.9it/s]")
+    one.say(0, "\r100%|██████████| 5/5 [00:01<00:00,  1.9it/s]\n")
+    one.end()
+    assert cell.streams("stderr") == ""
+    assert "100%|" in cell.streams("stdout")
+    assert not any(event.startswith("display") for event in cell.events)

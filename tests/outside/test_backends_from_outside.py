@@ -87,7 +87,7 @@ def test_pickers_and_magics_offer_it(run: Run) -> None:
     run(
         """
         from nbaccel import RunConfig
-        from nbaccel.notebook.options import find_option, setting_options
+        from nbaccel.notebook.magic_line import find_option, setting_options
         from nbaccel.notebook.picker import choices
         from nbaccel.notebook.picker.model import PickerModel
 

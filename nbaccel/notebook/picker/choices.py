@@ -9,7 +9,6 @@ one with what must change with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -17,10 +16,16 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS, STRATEGIES
+from nbaccel.config.capabilities import (
+    DEVICES,
+    FP8_BACKENDS,
+    PRECISIONS,
+    START_METHODS,
+    STRATEGIES,
+)
 from nbaccel.memory.settings_form import ChoiceOption, Edit, Setting, SettingsForm, settings_forms
 from nbaccel.memory.ways import Candidate
-from nbaccel.notebook.options import kinds_of, words_of
+from nbaccel.notebook.magic_line import kinds_of, words_of
 
 _PANEL_TITLES = {"precision": "Precision", "zero": "Training", "launch": "Launch"}
 # Names of the choices that come first, in the order in which they are shown.
@@ -36,6 +41,14 @@ _COMMON_FIELDS = {
         "master_addr",
         "use_port",
     ),
+}
+# Settings whose options are rows of the catalogue, which have meanings.
+_ROWS_OF: dict[str, Sequence[Any]] = {
+    "mixed_precision": PRECISIONS,
+    "fp8.backend": FP8_BACKENDS,
+    "device": DEVICES,
+    "start_method": START_METHODS,
+    "strategy": STRATEGIES,
 }
 _EVERYDAY_FIELDS = (
     "gradient_accumulation_steps",
@@ -122,8 +135,7 @@ def title_of(panel_name: str) -> str:
 @cache
 def settings(panel_name: str) -> tuple[Setting, ...]:
     """The choices of a panel: the common ones first, then the rest by section."""
-    panel_makers = {"precision": _of_precision, "zero": _of_zero, "launch": _of_launch}
-    others = {setting.name: setting for setting in panel_makers[panel_name]()}
+    others = {setting.name: setting for setting in _of_panel(panel_name)}
     # Without any strategy's form the panel shows the settings of `RunConfig` alone.
     of_forms = [name for form in settings_forms() for name in form.common]
     common_names = (of_forms if panel_name == "zero" else []) or _COMMON_FIELDS[panel_name]
@@ -147,57 +159,41 @@ def taken_settings() -> tuple[Setting, ...]:
     return tuple(by_name()[name] for name in names)
 
 
-def _of_precision() -> Iterator[Setting]:
-    setting = _of_model(
-        "mixed_precision",
-        RunConfig.model_fields["mixed_precision"],
-        panel_name="precision",
-        section_name="",
-    )
+def _of_panel(panel_name: str) -> Iterator[Setting]:
+    run_fields = RunConfig.model_fields
+    if panel_name == "launch":
+        elsewhere = {*_COMMON_FIELDS["precision"], *_COMMON_FIELDS["zero"]}
+        elsewhere |= {"fp8", "deepspeed", "zero_stage"}
+        for name in (name for name in run_fields if name not in elsewhere):
+            section = "" if name in _COMMON_FIELDS["launch"] else "Launch"
+            yield _of_model(name, run_fields[name], panel_name, section)
+        return
+    for name in _COMMON_FIELDS[panel_name]:
+        yield _of_model(name, run_fields[name], panel_name, "")
+    if panel_name == "precision":
+        for name, field in Fp8Config.model_fields.items():
+            yield _of_model(FP8 + name, field, panel_name, "FP8")
+    else:
+        for settings_form in settings_forms():
+            yield from settings_form.settings()
+
+
+def _options_of(field_name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ...]:
+    rows = _ROWS_OF.get(field_name)
+    if rows is None:
+        return tuple(ChoiceOption(word, str(word)) for word in words)
     labels = {"no": "fp32"}
-    yield replace(
-        setting,
-        kind="one-of",
-        options=tuple(
-            ChoiceOption(row.name, labels.get(row.name, row.name), _as_sentence(row.meaning))
-            for row in PRECISIONS
-        ),
-        strategy_key=_keys_of("mixed_precision"),
+    options = tuple(
+        ChoiceOption(row.name, labels.get(row.name, row.name), _as_sentence(row.meaning))
+        for row in rows
     )
-    for field_name, fp8_field in Fp8Config.model_fields.items():
-        setting = _of_model(FP8 + field_name, fp8_field, panel_name="precision", section_name="FP8")
-        if field_name == "backend":
-            rows = [(row.name, row.meaning) for row in FP8_BACKENDS]
-            setting = _with_rows(setting, rows, "What is installed.")
-        yield setting
-
-
-def _of_launch() -> Iterator[Setting]:
-    other_panels = {"mixed_precision", "fp8", "deepspeed", "zero_stage"}
-    other_panels |= {"gradient_accumulation_steps", "activation_checkpointing"}
-    field_rows = {
-        "device": [(catalog_row.name, catalog_row.meaning) for catalog_row in DEVICES],
-        "start_method": [(catalog_row.name, catalog_row.meaning) for catalog_row in START_METHODS],
-        "strategy": [(catalog_row.name, catalog_row.meaning) for catalog_row in STRATEGIES],
-    }
-    for field_name, field in RunConfig.model_fields.items():
-        if field_name in other_panels:
-            continue
-        section_name = "" if field_name in _COMMON_FIELDS["launch"] else "Launch"
-        setting = _of_model(field_name, field, panel_name="launch", section_name=section_name)
-        if field_name in field_rows:
-            rows = field_rows[field_name]
-            setting = _with_rows(setting, rows, "Chosen to suit this machine.")
-        yield setting
-
-
-def _with_rows(setting: Setting, rows: list[tuple[str, str]], meaning_of_auto: str) -> Setting:
-    options = (ChoiceOption(word, word, _as_sentence(meaning)) for word, meaning in rows)
-    return replace(setting, options=(ChoiceOption("auto", "auto", meaning_of_auto), *options))
+    is_of_fp8 = field_name == "fp8.backend"
+    meaning = "What is installed." if is_of_fp8 else "Chosen to suit this machine."
+    return (ChoiceOption("auto", "auto", meaning), *options) if "auto" in words else options
 
 
 def _of_model(
-    field_name: str, model_field: FieldInfo, *, panel_name: str, section_name: str
+    field_name: str, model_field: FieldInfo, panel_name: str, section_name: str
 ) -> Setting:
     """A setting of `RunConfig` or `Fp8Config`, by its type."""
     allowed_words = words_of(model_field.annotation)
@@ -212,24 +208,13 @@ def _of_model(
         panel=panel_name,
         section=section_name,
         kind="one-of" if allowed_words else kind,
-        options=tuple(ChoiceOption(word, str(word)) for word in allowed_words),
+        options=_options_of(field_name, allowed_words),
         run_field=field_name,
+        # Where it lands in the strategies' own configurations.
+        strategy_key=", ".join(filter(None, (one.key_of(field_name) for one in settings_forms()))),
         default=model_field.default,
         docs_link=_DOCS_LINKS.get(field_name, ""),
     )
-
-
-def _of_zero() -> Iterator[Setting]:
-    for name in _COMMON_FIELDS["zero"]:
-        setting = _of_model(name, RunConfig.model_fields[name], panel_name="zero", section_name="")
-        yield replace(setting, strategy_key=_keys_of(name))
-    for settings_form in settings_forms():
-        yield from settings_form.settings()
-
-
-def _keys_of(name: str) -> str:
-    """Where a setting of the run lands in the strategies' own configurations."""
-    return ", ".join(filter(None, (form.key_of(name) for form in settings_forms())))
 
 
 def _meaning_of(name: str, field: FieldInfo) -> str:
@@ -269,7 +254,7 @@ def edit_config(
     else:
         # A cleared field stands for the default, which need not be None.
         value = setting.default if new_value in (None, "") else new_value
-        edit = Edit(_with_value(config, setting.name, value))
+        edit = Edit(with_value(config, setting.name, value))
     for other_form in settings_forms():
         # Settings of the run can contradict a strategy's own, so all chosen forms are asked.
         if other_form.is_chosen(edit.config) and not setting.name.startswith(FP8):
@@ -277,7 +262,8 @@ def edit_config(
     return edit
 
 
-def _with_value(config: RunConfig, name: str, value: Any) -> RunConfig:
+def with_value(config: RunConfig, name: str, value: Any) -> RunConfig:
+    """A configuration with another value for a setting of a run, or of its FP8."""
     if not name.startswith(FP8):
         return config.changed(**{name: value})
     fp8_config = config.fp8 or Fp8Config()

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker.form_html import css_name, error_html, label_html, note_html
-from nbaccel.notebook.picker.outcomes import TRUTH_WORDS, default_text_of, outcome_of
+from nbaccel.notebook.picker.rendering import (
+    TRUTH_WORDS,
+    css_name,
+    default_text_of,
+    error_html,
+    label_html,
+    note_html,
+    outcome_of,
+)
 
 if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
     from nbaccel.notebook.picker.model import PickerModel
 
-ChooseValue = Callable[["SettingField", Any], None]
+CarryOut = Callable[..., tuple[str, ...]]
+"""Does what the user asks for, and returns what was wrong; `field`: where that is told."""
 FieldLook = Literal["whole", "usable", "brief"]
 """How much of a field is shown: ``usable`` hides it while it cannot be set; ``brief`` also hides
 options that cannot be chosen, and says only what an open value comes to."""
@@ -33,143 +40,157 @@ _EMPTY_CLAUSE = re.compile(r"; empty [^;]*")
 _OPEN_LABEL = "default"
 
 
-class SharedFields:
-    """Makes widgets with few messages to the page.
+class Form:
+    """What the parts of a form share; makes widgets with few messages to the page.
 
     They share layouts and styles, and have their classes and values from the beginning.
     """
 
-    def __init__(self, lock: threading.RLock) -> None:
-        self.lock = lock
-        self.layout = w.Layout()
-        self.width = w.Layout(width="auto")
-        self._text = _new_style(w.Text, description_width="190px")
-        self._list = _new_style(w.Dropdown, description_width="190px")
-        self._html = _new_style(w.HTML)
-        self._button = _new_style(w.Button)
-        self._toggle = _new_style(w.ToggleButton)
+    def __init__(self, model: PickerModel, carry_out: CarryOut) -> None:
+        self.model = model
+        self.carry_out = carry_out
+        self._is_showing = False
+        self._layout = w.Layout()
+        self._width = w.Layout(width="auto")
+        self._styles: dict[Any, w.Widget] = {}
+
+    def hear(self, widget: w.Widget, trait: str, act: Callable[[Any], object]) -> None:
+        """Act on what the user does with a widget."""
+
+        def on_change(change: Any) -> None:
+            with self.model.lock:
+                if not self._is_showing:
+                    act(change.new)
+
+        widget.observe(on_change, trait)
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """Values that code sets are reported as well; they are no choices of the user."""
+        was_showing = self._is_showing
+        self._is_showing = True
+        try:
+            yield
+        finally:
+            self._is_showing = was_showing
+
+    def make(self, kind: Any, *css_classes: str, **values: Any) -> Any:
+        """A widget of a kind, with values of its traits."""
+        is_plain = issubclass(kind, (w.Box, w.HTML))
+        values["layout"] = self._layout if is_plain else self._width
+        if not issubclass(kind, w.Box):
+            values["style"] = self._style_of(kind)
+        # As an argument, which `repr` of a widget writes as well; `add_class` sends each.
+        return kind(**values, _dom_classes=css_classes)
+
+    def _style_of(self, kind: Any) -> w.Widget:
+        if kind not in self._styles:
+            width = {"description_width": "190px"} if kind in (w.Text, w.Dropdown) else {}
+            # The class that this kind takes: ipywidgets 8 has more of them than 7.
+            self._styles[kind] = kind.class_traits()["style"].klass(**width)
+        return self._styles[kind]
 
     def new_html(self, html_text: str = "", *css_classes: str) -> w.HTML:
         """Text; none where it is to be filled."""
-        return w.HTML(html_text, layout=self.layout, style=self._html, **_with(css_classes))
+        return self.make(w.HTML, *css_classes, value=html_text)
 
     def new_box(self, children: Sequence[w.Widget], *css_classes: str) -> w.VBox:
         """Widgets one below another."""
-        return w.VBox(children, layout=self.layout, **_with(css_classes))
+        return self.make(w.VBox, *css_classes, children=children)
 
     def new_row(self, children: Sequence[w.Widget], *css_classes: str) -> w.HBox:
         """Widgets side by side."""
-        return w.HBox(children, layout=self.layout, **_with(css_classes))
-
-    def new_text(self, label: str, *css_classes: str, **more: Any) -> w.Text:
-        """A line to type in."""
-        return w.Text(
-            description=label, layout=self.width, style=self._text, **_with(css_classes), **more
-        )
-
-    def new_list(self, label: str, *css_classes: str) -> w.Dropdown:
-        """A list to choose from."""
-        return w.Dropdown(
-            description=label, layout=self.width, style=self._list, **_with(css_classes)
-        )
-
-    def new_toggle(self, text: str, tooltip: str, *css_classes: str) -> w.ToggleButton:
-        """A button that is on or off."""
-        return w.ToggleButton(
-            description=text,
-            tooltip=tooltip,
-            layout=self.width,
-            style=self._toggle,
-            **_with(css_classes),
-        )
+        return self.make(w.HBox, *css_classes, children=children)
 
     def new_button(self, text: str, css_class: str, on_press: Callable[[], object]) -> w.Button:
         """A button that does something."""
-        button = w.Button(
-            description=text,
-            layout=self.width,
-            style=self._button,
-            **_with(("nbaccel-action", css_class)),
-        )
+        button = self.make(w.Button, "nbaccel-action", css_class, description=text)
         button.on_click(lambda _: on_press())
         return button
 
 
 class Toggles:
-    """Buttons of which at most one is on; a state that code shows presses none of them."""
+    """Buttons of which at most one is on."""
 
-    def __init__(self, fields: SharedFields, press: Callable[[Any, bool], None]) -> None:
-        self._shared = fields
+    def __init__(self, form: Form, press: Callable[[Any, bool], None]) -> None:
+        self._form = form
         self._press = press
-        self._is_showing = False
         self.buttons: dict[Any, w.ToggleButton] = {}
 
     def add(self, key: Any, text: str, tooltip: str, css_class: str) -> w.ToggleButton:
         """Another button."""
-        button = self._shared.new_toggle(text, tooltip, css_class)
-        button.observe(lambda change: self._pressed(key, is_on=change.new), "value")
+        button = self._form.make(w.ToggleButton, css_class, description=text, tooltip=tooltip)
+        self._form.hear(button, "value", lambda is_on: self._press(key, is_on))
         self.buttons[key] = button
         return button
 
     def show(self, key: Any) -> None:
         """Switch one on and the others off."""
-        self._is_showing = True
-        try:
+        with self._form.showing():
             for own_key, button in self.buttons.items():
                 button.value = own_key == key
-        finally:
-            self._is_showing = False
-
-    def _pressed(self, key: Any, *, is_on: bool) -> None:
-        with self._shared.lock:
-            if not self._is_showing:
-                self._press(key, is_on)
 
 
-class HtmlPart:
-    """HTML that follows the state of a model."""
+class FoldedSection:
+    """Settings below a heading: a button, which the keyboard opens in every front end."""
 
-    def __init__(self, fields: SharedFields, css_class: str, make: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        title: str,
+        form: Form,
+        make: Callable[[], list[w.Widget]],
+        css_class: str = "",
+        *,
+        listed: Sequence[Setting] = (),
+    ) -> None:
+        self._title = title
+        self._listed = listed
+        self._model = form.model
         self._make = make
-        self.box = fields.new_html(make(), css_class)
+        self._is_shown: bool | None = None
+        self._form = form
+        self._inside: w.VBox | None = None
+        classes = ("nbaccel-opens", css_class or f"nbaccel-opens-{css_name(title)}")
+        self.heading = form.make(w.ToggleButton, *classes, description=title)
+        self.heading.observe(lambda change: self._turn(is_open=change.new), "value")
+        self.box = form.new_box([self.heading], "nbaccel-folded")
+        self.sync()
 
     def sync(self) -> None:
-        """Show the present state."""
-        self.box.value = self._make()
+        """Show it where it means something, with the number of settings made in it."""
+        if not self._listed:
+            return
+        is_shown = any(self._model.is_shown(setting.name) for setting in self._listed)
+        toggle_class(self.box, "nbaccel-hidden", not is_shown)
+        # Not on the first call, where `_is_shown` is None: sections begin closed.
+        if is_shown and self._is_shown is False:
+            self.heading.value = True  # what was just chosen has its settings here
+        self._is_shown = is_shown
+        values = ((self._model.value(one.name), one.default) for one in self._listed)
+        num_set = sum(value not in (None, default) for value, default in values) * is_shown
+        self.heading.description = f"{self._title} ({num_set} set)" if num_set else self._title
 
-
-def _with(css_classes: Sequence[str]) -> dict[str, Any]:
-    """Classes as an argument, which `repr` of a widget writes as well; `add_class` sends each."""
-    return {"_dom_classes": tuple(css_classes)}
-
-
-def _new_style(widget_class: type[w.Widget], **values: str) -> w.Widget:
-    """A style as this kind of widget takes it: ipywidgets 8 has more classes of them than 7."""
-    return widget_class.class_traits()["style"].klass(**values)
+    def _turn(self, *, is_open: bool) -> None:
+        if is_open and self._inside is None:
+            self._inside = self._form.new_box(self._make(), "nbaccel-section")
+            self.box.children = (self.heading, self._inside)
+        if self._inside is not None:
+            toggle_class(self._inside, "nbaccel-hidden", not is_open)
 
 
 class SettingField:
     """One choice, as the widget `box`, with mistakes in what was typed or chosen here."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        model: PickerModel,
-        on_choose: ChooseValue,
-        fields: SharedFields,
-        look: FieldLook = "whole",
-    ) -> None:
+    def __init__(self, setting: Setting, form: Form, look: FieldLook = "whole") -> None:
         self.setting = setting
         self.messages: tuple[str, ...] = ()
         self.is_visible = True
         self._look = look
-        self._model = model
-        self._hand_on = on_choose
-        self._shared = fields
-        self._is_syncing = False
-        self._note = fields.new_html("", "nbaccel-field-note")
+        self._model = form.model
+        self._form = form
+        self._note = form.new_html("", "nbaccel-field-note")
         self._errors: w.HTML | None = None
-        self.box = fields.new_box(
+        self.box = form.new_box(
             [*self._controls(), self._note], "nbaccel-setting", f"nbaccel-{css_name(setting.name)}"
         )
         self.sync()
@@ -181,7 +202,7 @@ class SettingField:
         self.is_visible = self._model.is_shown(name) and (self._look == "whole" or not refusal)
         toggle_class(self.box, "nbaccel-hidden", not self.is_visible)
         if self.is_visible:
-            with self._syncing():
+            with self._form.showing():
                 self._show(self._model.value(name), refusal)
                 self._show_errors()
 
@@ -193,7 +214,7 @@ class SettingField:
     def _show_errors(self) -> None:
         # Made for the first mistake: most fields never have one, and a widget costs a message.
         if self._errors is None and self.messages:
-            self._errors = self._shared.new_html("", "nbaccel-field-errors")
+            self._errors = self._form.new_html("", "nbaccel-field-errors")
             self.box.children = (*self.box.children, self._errors)
         if self._errors is not None:
             self._errors.value = error_html(self.messages)
@@ -205,18 +226,10 @@ class SettingField:
         raise NotImplementedError
 
     def _choose(self, value: Any) -> None:
-        if not self._is_syncing:
-            self._hand_on(self, value)
-
-    @contextmanager
-    def _syncing(self) -> Iterator[None]:
-        # Widgets report values that code sets as well; those are no choices of the user.
-        was_syncing = self._is_syncing
-        self._is_syncing = True
-        try:
-            yield
-        finally:
-            self._is_syncing = was_syncing
+        """Pass on what the user has chosen; one that is refused goes back to the present value."""
+        name = self.setting.name
+        self._form.carry_out(lambda: self._model.choose(name, value), field=self)
+        self.sync()
 
     def _explain(
         self,
@@ -255,20 +268,20 @@ class OptionsField(SettingField):
     """A few options, each a button; one that cannot be chosen is greyed and says why."""
 
     def _controls(self) -> list[w.Widget]:
-        self._toggles = Toggles(self._shared, self._pressed)
+        self._toggles = Toggles(self._form, self._pressed)
         for number, option in enumerate(self.setting.options):
             css_class = f"nbaccel-option-{css_name(option.value)}"
             self._toggles.add(number, option.label, option.meaning, css_class)
         return [
-            self._shared.new_html(label_html(self._label()), "nbaccel-field-label"),
-            self._shared.new_row(list(self._toggles.buttons.values()), "nbaccel-options"),
+            self._form.new_html(label_html(self._label()), "nbaccel-field-label"),
+            self._form.new_row(list(self._toggles.buttons.values()), "nbaccel-options"),
         ]
 
     def _pressed(self, number: int, is_on: bool) -> None:
         if is_on:
             self._choose(self.setting.options[number].value)
-        # Pressing the chosen option again must not switch it off: another one must be chosen.
-        self.sync()
+        else:
+            self.sync()  # the chosen option cannot be switched off: another one must be chosen
 
     def _show(self, value: Any, refusal: str) -> None:
         labels: dict[str, list[str]] = {}
@@ -295,16 +308,14 @@ class ListField(SettingField):
 
     def _controls(self) -> list[w.Widget]:
         self._values: list[Any] = []
-        self._list = self._shared.new_list(self._label())
+        self._list = self._form.make(w.Dropdown, description=self._label())
         # By index, not by value: None is a value here, and for the widget it means no selection.
-        self._list.observe(lambda change: self._picked(change.new), "index")
+        self._form.hear(self._list, "index", self._picked)
         return [self._list]
 
     def _picked(self, index: int | None) -> None:
-        with self._shared.lock:
-            if not self._is_syncing and index is not None:
-                self._choose(self._values[index])
-                self.sync()  # a refused choice goes back to the present value
+        if index is not None:
+            self._choose(self._values[index])
 
     def _show(self, shown_value: Any, refusal: str) -> None:
         is_truth = self.setting.kind == "truth"
@@ -339,15 +350,12 @@ class LineField(SettingField):
 
     def _controls(self) -> list[w.Widget]:
         # Only when the field is left: half a number would be refused while it is typed.
-        self._line = self._shared.new_text(self._label(), continuous_update=False)
-        self._line.observe(lambda change: self._entered(change.new), "value")
+        label = self._label()
+        self._line = self._form.make(w.Text, description=label, continuous_update=False)
+        # Shown again as it was taken: 5e8 as a whole number.
+        kind = self.setting.kind
+        self._form.hear(self._line, "value", lambda text: self._choose(as_value(text, kind)))
         return [self._line]
-
-    def _entered(self, text: str) -> None:
-        with self._shared.lock:
-            if not self._is_syncing:
-                self._choose(as_value(text, self.setting.kind))
-                self.sync()  # shows the value as it was taken: 5e8 as a whole number
 
     def _show(self, value: Any, refusal: str) -> None:
         if not self.messages:  # refused text stays, to be corrected
@@ -363,30 +371,23 @@ class CountField(LineField):
     def _controls(self) -> list[w.Widget]:
         [self._line] = super()._controls()
         self._line.description = "Another number"  # hidden, for screen readers
-        self._toggles = Toggles(self._shared, self._pressed)
+        self._toggles = Toggles(self._form, self._pressed)
         for count in self._model.usual_process_counts:
             self._toggles.add(count, str(count), "", f"nbaccel-option-{count}")
-        label = self._shared.new_html(label_html(self._label()), "nbaccel-field-label")
+        label = self._form.new_html(label_html(self._label()), "nbaccel-field-label")
         row = [*self._toggles.buttons.values(), self._line]
-        return [label, self._shared.new_row(row, "nbaccel-options", "nbaccel-count")]
+        return [label, self._form.new_row(row, "nbaccel-options", "nbaccel-count")]
 
     def _pressed(self, count: int, is_on: bool) -> None:
         # Pressing the chosen one again leaves the number to the plan.
         self._choose(count if is_on else None)
-        self.sync()
 
     def _show(self, value: Any, refusal: str) -> None:
         super()._show(value, refusal)
         self._toggles.show(value)
 
 
-def field_for(
-    setting: Setting,
-    model: PickerModel,
-    on_choose: ChooseValue,
-    fields: SharedFields,
-    look: FieldLook = "whole",
-) -> SettingField:
+def field_for(setting: Setting, form: Form, look: FieldLook = "whole") -> SettingField:
     """The field that fits a choice."""
     is_count = setting.name == "num_processes" and look == "brief"
     field_class: type[SettingField] = CountField if is_count else LineField
@@ -396,7 +397,7 @@ def field_for(
         labels = [option.label for option in setting.options]
         fits_row = len(labels) <= _MAX_BUTTONS or len("".join(labels)) <= _ROW_CHARS
         field_class = OptionsField if fits_row and not setting.section else ListField
-    return field_class(setting, model, on_choose, fields, look)
+    return field_class(setting, form, look)
 
 
 def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:

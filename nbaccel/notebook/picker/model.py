@@ -9,16 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial, wraps
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from nbaccel.base.errors import ConfigError, NbaccelError
-from nbaccel.config import RunConfig, run_config_of
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.units import count_noun, format_bytes
+from nbaccel.config import Fp8Config, RunConfig, run_config_of
+from nbaccel.config.capabilities import (
+    DEVICES,
+    FP8_BACKENDS,
+    device_row,
+    fp8_backend,
+    precision_row,
+)
+from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.config.given_values import closest
-from nbaccel.memory.estimate import MemoryBar, MemoryEstimate, MemoryNeed
+from nbaccel.memory.estimate import MemoryBar, MemoryNeed
 from nbaccel.memory.memory_model import MemoryModel
+from nbaccel.memory.model_size import refuse_unsized
 from nbaccel.memory.settings_form import (
     ChoiceOption,
     FilledConfig,
@@ -27,37 +41,15 @@ from nbaccel.memory.settings_form import (
     settings_forms,
 )
 from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
-from nbaccel.notebook.picker import availability
-from nbaccel.notebook.picker.availability import (
-    MachinePart,
-    TrainedModel,
-    check_model_and_batch,
-    describe_batch,
-    describe_model,
-    machine_parts,
-    samples_sentence,
-)
-from nbaccel.notebook.picker.choices import (
-    by_name,
-    edit_config,
-    hint_of,
-    name_with_precision,
-    precision_label,
-    settings,
-    value_of,
-)
-from nbaccel.notebook.picker.exporters import (
-    faces_of,
-    mistakes_by_setting,
-    read_settings_source,
-    save_face,
-)
+from nbaccel.notebook.picker import choices
+from nbaccel.notebook.picker.config_text import faces_of, read_settings_source, save_face
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.plan.launch_plan import Choice
+from nbaccel.plan.training_plan import HISTORY_SETTINGS, recipe_of
 
 _MAX_UNDO = 100
 _MOST_COUNTS = 5
-_Cached = TypeVar("_Cached")
+_Computation = TypeVar("_Computation", bound=Callable[..., Any])
 
 
 class OptionOffer(NamedTuple):
@@ -75,6 +67,19 @@ class FitVerdict(NamedTuple):
     remedy: str = ""
 
 
+def _kept(compute: _Computation) -> _Computation:
+    """Compute a value when it is first needed, and keep it until the state changes."""
+
+    @wraps(compute)
+    def kept(self: PickerModel, *arguments: Any) -> Any:
+        key = (compute.__name__, *arguments)
+        if key not in self._known:
+            self._known[key] = compute(self, *arguments)
+        return self._known[key]
+
+    return cast("_Computation", kept)
+
+
 class PickerModel:
     """The choices of one picker."""
 
@@ -87,6 +92,9 @@ class PickerModel:
         inventory: Inventory | None = None,
     ) -> None:
         check_model_and_batch(model, sample_batch)
+        # Taken by whoever changes or shows it. Reentrant, because a choice sets the trait of a
+        # picker, whose observer takes it again.
+        self.lock = threading.RLock()
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()
         """What the last change changed besides, and warnings of the plan."""
@@ -105,8 +113,8 @@ class PickerModel:
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
-        # Values computed from the present state; cleared with every change of it.
-        self._known: dict[str, Any] = {}
+        # What `_kept` keeps; cleared with every change.
+        self._known: dict[tuple[Any, ...], Any] = {}
         self._take_over(self.config, ())
 
     # ------------------------------------------------------------------- the state
@@ -114,45 +122,31 @@ class PickerModel:
     @property
     def plan(self) -> Plan | None:
         """The plan for this machine; None where this machine cannot run it."""
-        return self._once("plan", self._resolve)
-
-    def _resolve(self) -> Plan | None:
-        try:
-            return resolve(self.config, self.inventory)
-        except NbaccelError:  # reported by `problems`
-            return None
-
-    def _once(self, key: str, make_value: Callable[[], _Cached]) -> _Cached:
-        """A value computed from the present state, when it is first needed."""
-        if key not in self._known:
-            self._known[key] = make_value()
-        value: _Cached = self._known[key]
-        return value
+        return self._planned[0]
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Why this machine cannot run the chosen settings; empty where it can."""
-        if self.plan is not None:
-            return ()
-        return availability.problems_of(self.config, self.inventory)
+        return self._planned[1]
 
-    def settings(self, panel_name: str) -> tuple[Setting, ...]:
-        """The choices of a panel: ``precision``, ``zero`` or ``launch``."""
-        return settings(panel_name)
+    @property
+    @_kept
+    def _planned(self) -> tuple[Plan | None, tuple[str, ...]]:
+        return _plan_or_problems(self.config, self.inventory)
 
     def setting(self, name: str) -> Setting:
         """A choice by its name."""
-        known_setting = by_name().get(name)
+        known_setting = choices.by_name().get(name)
         if known_setting is None:
             raise ConfigError(
                 f"There is no choice {name!r}: nothing would change."
-                f"{closest(name, by_name()) or ' PickerModel.settings() lists them.'}"
+                f"{closest(name, choices.by_name()) or ' The form, configure(), lists them.'}"
             )
         return known_setting
 
     def value(self, name: str) -> Any:
         """What is chosen; None where it is left to the plan or to DeepSpeed."""
-        return value_of(self.config, self.setting(name))
+        return choices.value_of(self.config, self.setting(name))
 
     def observe(self, callback: Callable[[], None]) -> None:
         """Call back after each change."""
@@ -161,19 +155,21 @@ class PickerModel:
     # ------------------------------------------------------------------- model and machine
 
     @cached_property
-    def trained(self) -> TrainedModel | None:
-        """What is trained; None without a model."""
-        return None if self.module is None else describe_model(self.module)
+    def trained(self) -> str:
+        """What is trained; empty without a model."""
+        return "" if self.module is None else describe_model(self.module)
 
     @cached_property
     def batch_shapes(self) -> str:
         """The shapes of the batch; empty where there is none."""
-        return "" if self._memory_model is None else describe_batch(self._memory_model.sample_batch)
+        model = self._memory_model
+        return "" if model is None else ", ".join(_shapes_of(model.sample_batch, ""))
 
     @property
-    def machine_parts(self) -> tuple[MachinePart, ...]:
-        """Devices, host memory and cores, with those marked that the run computes on."""
-        return self._once("machine parts", lambda: machine_parts(self.inventory, self.plan))
+    @_kept
+    def machine_parts(self) -> tuple[tuple[str, bool], ...]:
+        """Devices, host memory and cores, each with whether the run computes on it."""
+        return machine_parts(self.inventory, self.plan)
 
     @property
     def usual_process_counts(self) -> list[int]:
@@ -183,11 +179,9 @@ class PickerModel:
         return sorted({most, *(count for count in powers if count < most)})[:_MOST_COUNTS]
 
     @property
+    @_kept
     def samples_of_step(self) -> str:
         """The samples of one optimizer step in one sentence; empty where that is not known."""
-        return self._once("samples", self._count_samples)
-
-    def _count_samples(self) -> str:
         if self.plan is None or self._memory_model is None:
             return ""
         document = next(iter(self._documents().values()), {})
@@ -196,28 +190,77 @@ class PickerModel:
         if per_process is None:
             return ""
         accumulated = self.config.gradient_accumulation_steps or 1
-        return samples_sentence(per_process, accumulated, self.plan.world_size)
+        world_size = self.plan.world_size
+        total = count_noun(per_process * accumulated * world_size, "sample")
+        factors = [f"{accumulated} accumulated"] if accumulated > 1 else []
+        factors += [count_noun(world_size, "process")] if world_size > 1 else []
+        product = " times ".join([f": {per_process} per process", *factors]) if factors else ""
+        return f"{total} per step{product}."
 
     # ------------------------------------------------------------------- what is greyed
 
+    @_kept
     def offers(self, name: str) -> tuple[OptionOffer, ...]:
         """The options of a choice, those that cannot be chosen with the reason."""
         setting = self.setting(name)
-        return self._once(
-            f"offers {name}",
-            lambda: tuple(
-                OptionOffer(option, availability.option_refusal(self, setting, option))
-                for option in setting.options
-            ),
+        return tuple(
+            OptionOffer(option, self._option_refusal(setting, option.value))
+            for option in setting.options
         )
+
+    def _option_refusal(self, setting: Setting, value: Any) -> str:
+        if value == self.value(setting.name):
+            return ""  # the present value stays selectable, whatever is wrong with it
+        form = choices.form_of(setting.name)
+        if form is not None:
+            return form.option_refusal(self.config, setting, value)
+        if setting.name == "fp8.backend" and (missing_package := _backend_refusal(value)):
+            return missing_package
+        try:
+            config = choices.with_value(self.config, setting.name, value)
+        except ConfigError as error:
+            return _first_clause(error.mistakes[0], setting.name)
+        _, problems = _plan_or_problems(config, self.inventory)
+        # Problems of the present settings would grey every option.
+        new_problems = [text for text in problems if text not in self.problems]
+        return _first_clause(new_problems[0], setting.name) if new_problems else ""
 
     def refusal(self, name: str) -> str:
         """Why a whole choice is greyed; empty where it can be made."""
-        return availability.setting_refusal(self, self.setting(name))
+        if name == "activation_checkpointing":
+            return "" if self.module is None else _switch_refusal(self.module)
+        form = choices.form_of(name)
+        return "" if form is None else form.setting_refusal(self.config, self.setting(name))
 
     def is_shown(self, name: str) -> bool:
         """Whether a choice means anything as things are."""
-        return availability.is_shown(self, self.setting(name))
+        if name.startswith(choices.FP8):
+            if not precision_row(self.config.mixed_precision).has_backends:
+                return False
+            return name == "fp8.backend" or self._is_read(name.removeprefix(choices.FP8))
+        form = choices.form_of(name)
+        if form is not None:
+            return form.is_shown(self.config, self.setting(name))
+        if name == "tpu_driver":
+            return self.inventory.tpu_chips > 0
+        return name not in _MULTI_NODE_FIELDS or self.config.num_nodes > 1
+
+    def _is_read(self, fp8_name: str) -> bool:
+        """Whether the FP8 backend, with its recipe, reads a setting."""
+        fp8 = self.config.fp8 or Fp8Config()
+        row = {row.name: row for row in FP8_BACKENDS}.get(fp8.backend) or self._usual_backend()
+        if row is None or fp8_name not in row.settings:
+            return False
+        return fp8_name not in HISTORY_SETTINGS or recipe_of(fp8, row) == "delayed"
+
+    def _usual_backend(self) -> Fp8Row | None:
+        """The first backend of FP8 that fits; None where none does."""
+        units = registry.usable_units(self.inventory)
+        name = self.config.device
+        if name == "auto":
+            name = units[0].kind if units else DEVICES[0].name
+        known = [unit.compute_capability for unit in units if unit.kind == name]
+        return fp8_backend("auto", device_row(name), min(known, default=None)).row
 
     # ------------------------------------------------------------------- changing
 
@@ -232,7 +275,9 @@ class PickerModel:
                     "fail or ignore it. Choose another."
                 )
         device = self.plan.device if self.plan is not None else "cpu"
-        edit = edit_config(self.config, setting, value, device=device, earlier_configs=self._before)
+        edit = choices.edit_config(
+            self.config, setting, value, device=device, earlier_configs=self._before
+        )
         self._become(edit.config, edit.remarks)
 
     def replace(self, config: Any) -> None:
@@ -270,10 +315,6 @@ class PickerModel:
         """Write one of the faces to a file, whole or not at all."""
         save_face(self.faces(), path, face)
 
-    def mistakes_of(self, error: ConfigError) -> dict[str, list[str]]:
-        """Mistakes by the choice beside which they belong; under ``""`` the others."""
-        return mistakes_by_setting(error)
-
     def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
         if new_config != self.config:
@@ -301,13 +342,15 @@ class PickerModel:
 
         A large model takes seconds, for which what is shown first need not wait.
         """
-        self.is_memory_postponed = self._memory_model is not None and "need" not in self._known
+        if self._memory_model is not None and ("_measured",) not in self._known:
+            self.is_memory_postponed = True
 
     def estimate_memory(self) -> None:
         """Estimate what was postponed, and call back as after a change."""
         if self.is_memory_postponed:
             # First, so that an estimate that is interrupted is made at the next change.
             self.is_memory_postponed = False
+            self._known.clear()
             self._call_observers()
 
     @property
@@ -316,11 +359,12 @@ class PickerModel:
 
         None without a model, as long as it is postponed, or where this machine cannot run it.
         """
-        return None if self.is_memory_postponed else self._once("need", self._measured)[0]
+        return self._measured()[0]
 
+    @_kept
     def _measured(self) -> tuple[MemoryNeed | None, str]:
         """The need, or why it cannot be estimated."""
-        if self._memory_model is None or self.plan is None:
+        if self._memory_model is None or self.plan is None or self.is_memory_postponed:
             return None, ""
         filled = ((form, one.config) for form, one in self._filled() if one.config is not None)
         form, document = next(filled, (None, {}))
@@ -329,42 +373,37 @@ class PickerModel:
         except ConfigError as error:
             return None, error.mistakes[0]
 
-    @property
-    def estimate(self) -> MemoryEstimate | None:
-        """The numbers behind the bars."""
-        return None if self.need is None else self.need.estimate
-
     def bars(self) -> tuple[MemoryBar, ...]:
         """Memory by place; empty without a model."""
         return () if self.need is None else self.need.bars
 
     @property
+    @_kept
     def verdict(self) -> FitVerdict:
         """Whether it fits, with what to do if it does not."""
         if self.is_memory_postponed:
             return FitVerdict(None, "Memory is being estimated …")
-        return self._once("verdict", self._judge)
-
-    def _judge(self) -> FitVerdict:
         if self.plan is None:
             return FitVerdict(None, "This machine cannot serve what is chosen.", self.problems[0])
         if self._memory_model is None:
             remedy_text = "Give the model: configure(model, batch)."
             return FitVerdict(None, "Memory is not shown.", remedy_text)
         if self.need is None:
-            reason = self._once("need", self._measured)[1]
+            reason = self._measured()[1]
             return FitVerdict(None, "Memory cannot be estimated.", reason)
         if self.need.lacking:
             would_fit = "" if self._finder is None else remedy(self._finder, self.config)
             return FitVerdict(False, f"Does not fit: {self.need.lacking_text}.", would_fit)
-        remark = "" if self._memory_model.sample_batch is not None else _NO_BATCH
+        no_batch = "Activations are not in it: give configure(model, sample_batch)."
+        remark = "" if self._memory_model.sample_batch is not None else no_batch
         return FitVerdict(True, f"Fits: {self.need.shares_text}.", remark)
 
     # ------------------------------------------------------------------- faces
 
+    @_kept
     def faces(self) -> dict[str, str]:
         """The configuration in all languages."""
-        return self._once("faces", lambda: faces_of(self.config, self._documents()))
+        return faces_of(self.config, self._documents())
 
     def resolved(self) -> tuple[Choice, ...]:
         """The open settings, as the plan decides them and as ``"auto"`` is filled in."""
@@ -375,13 +414,12 @@ class PickerModel:
         filled = ((form.file_name, one.config) for form, one in self._filled())
         return {name: document for name, document in filled if document is not None}
 
+    @_kept
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
         batch = None if self._memory_model is None else self._memory_model.sample_batch
         inputs = (self.config, self.plan, self.module, batch)
-        return self._once(
-            "filled", lambda: [(form, form.filled_in(*inputs)) for form in settings_forms()]
-        )
+        return [(form, form.filled_in(*inputs)) for form in settings_forms()]
 
     # ------------------------------------------------------------------- suggesting
 
@@ -398,6 +436,7 @@ class PickerModel:
         self.take_proposal(proposal)
         return f"Suggested: {proposal.title}"
 
+    @_kept
     def proposals(self) -> tuple[Proposal, ...]:
         """Settings to take, the fastest first: one to three."""
         finder = self._finder
@@ -406,7 +445,7 @@ class PickerModel:
                 f"Nothing can be suggested for model={type(self.module).__name__}: "
                 f"{self.suggest_refusal}."
             )
-        return self._once("proposals", lambda: proposals(finder, self.config))
+        return proposals(finder, self.config)
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Take one of the `proposals`, as one change."""
@@ -416,12 +455,12 @@ class PickerModel:
 
     # ------------------------------------------------------------------- ways to train
 
+    @_kept
     def candidates(self) -> tuple[Candidate, ...]:
         """The ways to train the model here, with their memory."""
-        finder = self._finder
-        if finder is None or self.is_memory_postponed or self.plan is None:
+        if self._finder is None or self.is_memory_postponed or self.plan is None:
             return ()
-        return self._once("candidates", lambda: finder.find(self.config))
+        return self._finder.find(self.config)
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -452,12 +491,12 @@ class PickerModel:
         """Whether all precisions have been measured, so that none of them is waited for."""
         return self._may_hint
 
+    @_kept
     def compared_candidates(self) -> tuple[Candidate, ...]:
         """The `candidates`, of each way one for each of `precisions`: all of these are measured."""
-        finder = self._finder
-        if finder is None or not self.candidates():
+        if self._finder is None or not self.candidates():
             return ()
-        return self._once("compared", lambda: finder.compare(self.config, self.precisions))
+        return self._finder.compare(self.config, self.precisions)
 
     @property
     def precision_hint(self) -> str:
@@ -467,14 +506,14 @@ class PickerModel:
         """
         if not self._may_hint or self.compares_precisions or self.is_memory_postponed:
             return ""
-        return self._once("hint", lambda: hint_of(self.candidates(), self.compared_candidates()))
+        return choices.hint_of(self.candidates(), self.compared_candidates())
 
     @property
     def best_mark(self) -> str:
         """How the best way is marked; with its precision where another one would be better."""
         if not self.precision_hint:
             return "★ best"
-        return f"★ best in {precision_label(self.config.mixed_precision)}"
+        return f"★ best in {choices.precision_label(self.config.mixed_precision)}"
 
     def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change."""
@@ -487,7 +526,7 @@ class PickerModel:
                 f"{closest(name, named) or ' PickerModel.candidates() lists them.'}"
             )
         candidate = named[name]
-        told_name = name_with_precision(candidate) if is_other else name
+        told_name = choices.name_with_precision(candidate) if is_other else name
         if candidate.refusal:
             raise ConfigError(
                 f"{told_name!r} cannot be taken: {candidate.refusal}. Training would fail. Take "
@@ -524,4 +563,155 @@ class PickerModel:
             self._call_observers()
 
 
-_NO_BATCH = "Activations are not in it: give configure(model, sample_batch)."
+_MULTI_NODE_FIELDS = (
+    *("node_rank", "master_addr", "rdzv_endpoint", "rdzv_conf", "rdzv_id", "rdzv_backend"),
+)
+
+
+def _plan_or_problems(
+    config: RunConfig, inventory: Inventory
+) -> tuple[Plan | None, tuple[str, ...]]:
+    """The plan for a machine, or why that cannot serve the configuration."""
+    try:
+        return resolve(config, inventory), ()
+    except ConfigError as error:
+        return None, error.mistakes
+    except NbaccelError as error:
+        return None, (str(error),)
+
+
+def _first_clause(text: str, name: str) -> str:
+    """The first sentence without its subject, which the field's label names already."""
+    first_sentence = text.partition(". ")[0].replace("`", "")
+    first_word, _, other_words = first_sentence.partition(" ")
+    names = (f"{name}=", f"{name.removeprefix(choices.FP8)}=")
+    return other_words if first_word.startswith(names) else first_sentence
+
+
+def _backend_refusal(name: str) -> str:
+    row = {row.name: row for row in FP8_BACKENDS}.get(name)
+    if row is not None and not row.path:
+        return "nothing trains with it in this version"
+    if row is None or not row.package or is_installed(row.package):
+        return ""
+    return f"{row.package} is not installed"
+
+
+def _switch_refusal(module: Any) -> str:
+    from nbaccel.strategies.model_blocks import can_checkpoint_gradients
+
+    has_switch = can_checkpoint_gradients(module)
+    return "" if has_switch else f"{type(module).__name__} has no gradient_checkpointing_enable()"
+
+
+# ------------------------------------------------------------------------------ model and machine
+_MAX_SINGLE_UNITS = 4  # more equal ones are described together
+_COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
+
+
+def describe_model(module: Any) -> str:
+    """The class of a model, and its numbers; tied weights are counted once."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    # By id, not by address: all tensors on `meta` have the address 0.
+    parameters = {id(parameter): parameter for _, parameter in named}.values()
+    format_sizes: Counter[str] = Counter()
+    for parameter in parameters:
+        format_sizes[str(parameter.dtype).removeprefix("torch.")] += int(parameter.numel())
+    num_tied = len(named) - len(parameters)
+    is_on_meta = any(bool(parameter.is_meta) for parameter in parameters)
+    facts = (
+        type(module).__name__,
+        f"{_short_count(format_sizes.total())} parameters in "
+        f"{count_noun(len(parameters), 'tensor')}",
+        _repeated_layers(module),
+        ", ".join(name for name, _ in format_sizes.most_common()),
+        count_noun(num_tied, "tied weight") if num_tied else "",
+        "on meta: shapes only" if is_on_meta else "",
+    )
+    return " · ".join(filter(None, facts))
+
+
+def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[tuple[str, bool], ...]:
+    """The machine piece by piece, with what is free of each and whether it is used."""
+    units = registry.usable_units(inventory)
+    num_used = 0
+    if plan is not None and (units_of_plan := registry.device(plan.device).units(inventory)):
+        units = units_of_plan
+        num_used = min(plan.num_processes, len(units_of_plan))
+    described = [
+        (unit.kind, f"{unit.name}{_unit_size(unit.total_bytes, unit.free_bytes)}", place < num_used)
+        for place, unit in enumerate(units)
+    ]
+    parts: list[tuple[str, bool]] = []
+    place = 0
+    for (kind, text, is_used), equal_units in groupby(described):
+        last = place + len(list(equal_units)) - 1
+        noun = device_row(kind).noun
+        numbers = [f"{noun} {number}" for number in range(place, last + 1)]
+        if len(numbers) > _MAX_SINGLE_UNITS:
+            numbers = [f"{noun} {place} to {last}"]
+        parts += [(f"{number} · {text}", is_used) for number in numbers]
+        place = last + 1
+    host_text = _unit_size(inventory.host_total_bytes, inventory.host_available_bytes)
+    return (
+        *parts,
+        (f"host memory{host_text}", num_used == 0),
+        (count_noun(inventory.cpu_cores, "core"), num_used == 0),
+    )
+
+
+def _unit_size(total_bytes: int, free_bytes: int) -> str:
+    if not total_bytes:
+        return ""
+    total_text = format_bytes(total_bytes)
+    free_text = format_bytes(free_bytes)
+    # The same unit twice says nothing: "80.0 GiB, 78.0 free".
+    return f" · {total_text}, {free_text.removesuffix(total_text[-4:])} free"
+
+
+def _repeated_layers(module: Any) -> str:
+    """The kind of child that stands most often below one parent, if it has parameters."""
+    most: tuple[str, int] = ("", 1)
+    for parent in module.modules():
+        children = (
+            one for one in parent.children() if next(iter(one.parameters()), None) is not None
+        )
+        for found in Counter(type(child).__name__ for child in children).most_common(1):
+            most = max(most, found, key=lambda one: one[1])
+    return f"{most[1]} {most[0]}" if most[0] else ""
+
+
+def _shapes_of(batch_part: Any, part_name: str) -> Iterator[str]:
+    if hasattr(batch_part, "shape"):
+        text = str(tuple(int(size) for size in batch_part.shape))
+        yield f"{part_name} {text}".strip()
+    elif isinstance(batch_part, Mapping):
+        for key, inner_part in batch_part.items():
+            yield from _shapes_of(inner_part, str(key))
+    elif isinstance(batch_part, Sequence) and not isinstance(batch_part, (str, bytes)):
+        for inner_part in batch_part:
+            yield from _shapes_of(inner_part, part_name)
+
+
+def _short_count(number: int) -> str:
+    """``6.74 B``: three digits are enough to tell models apart."""
+    for size, letter in _COUNT_UNITS:
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return str(number)
+
+
+def check_model_and_batch(model: Any, sample_batch: Any) -> None:
+    """Refuse what cannot be described."""
+    refuse_unsized(model)
+    # By its method, because `isinstance` would import torch for a form without a model.
+    if model is not None and not callable(getattr(model, "modules", None)):
+        raise ConfigError(
+            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
+            "torch module; it may be on meta."
+        )
+    if model is None and sample_batch is not None:
+        raise ConfigError(
+            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
+            "nothing to call with it. Give the model, too."
+        )

@@ -287,13 +287,13 @@ def metric_lines(curves: Curves) -> list[ChartLine]:
     return [ChartLine(name, points, is_thick=True), *ranks] if points else ranks
 
 
-def mean_points(curves: Iterable[Sequence[Point]], max_points: int = _MEAN_POINTS) -> list[Point]:
+def mean_points(curves: Iterable[Sequence[Point]]) -> list[Point]:
     """The mean of all ranks over the steps."""
     finite = [[point for point in points if math.isfinite(point[1])] for points in curves]
     # Only finite ones: else there would be more groups than steps, and a rank's alone in some.
     longest = max(map(len, finite), default=0)
     means = []
-    for group in _groups(sorted(itertools.chain(*finite)), min(longest, max_points)):
+    for group in _groups(sorted(itertools.chain(*finite)), min(longest, _MEAN_POINTS)):
         step = math.fsum(step for step, _ in group) / len(group)
         means.append((step, math.fsum(value / len(group) for _, value in group)))
     return means

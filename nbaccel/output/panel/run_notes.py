@@ -28,8 +28,7 @@ import psutil
 
 from nbaccel.base import env, frames
 from nbaccel.base.errors import ConfigError
-from nbaccel.output.panel.facts import RunBoard, mean
-from nbaccel.output.panel.time_left import most_left, steps_in_all
+from nbaccel.output.panel.facts import RunBoard, mean, most_left, steps_in_all
 from nbaccel.output.panel.words import epoch_of
 
 _INTERVAL_S = 2.0

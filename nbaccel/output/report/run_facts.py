@@ -38,11 +38,9 @@ from pydantic import TypeAdapter
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.training_metrics import Point
 from nbaccel.config.capabilities import device_row
-from nbaccel.output.panel.advice import advice_of
-from nbaccel.output.panel.facts import RankFacts, RunBoard, SeenLine, loss_first
+from nbaccel.output.panel.facts import RankFacts, RunBoard, SeenLine, loss_first, steps_in_all
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
-from nbaccel.output.panel.time_left import steps_in_all
-from nbaccel.output.panel.words import compile_words, left_out_sentence, progress_of
+from nbaccel.output.panel.words import advice_of, compile_words, left_out_sentence, progress_of
 from nbaccel.plan import Plan
 
 FORMAT_NAME = "nbaccel.report"

@@ -13,8 +13,9 @@ from nbaccel.errors import ConfigError
 from nbaccel.memory.settings_form import StatePlacement
 from nbaccel.memory.ways import Candidate, rank_of
 from nbaccel.notebook.picker.choices import groups_of_ways
-from nbaccel.notebook.picker.form_html import way_sentence
 from nbaccel.notebook.picker.model import PickerModel
+from nbaccel.notebook.picker.rendering import way_sentence
+from nbaccel.plan import Inventory
 from nbaccel.strategies.model_blocks import can_checkpoint_gradients
 from tests import needs
 from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
@@ -63,16 +64,22 @@ def language(**sizes: int) -> nn.Module:
         return Language(**sizes)
 
 
+def of_language(
+    inventory: Inventory | None = None, config: RunConfig | None = None, **sizes: int
+) -> PickerModel:
+    """3.5 billion parameters on two GPUs of 40 GiB, unless it is said otherwise."""
+    inventory = inventory or with_gpus(2, total=40, free=39)
+    model = language(**sizes)
+    return PickerModel(config, model=model, sample_batch=TOKENS, inventory=inventory)
+
+
 def found(picker: PickerModel) -> dict[str, object]:
     return {candidate.name: candidate for candidate in picker.candidates()}
 
 
 @pytest.fixture(scope="module")
 def picker() -> PickerModel:
-    """3.5 billion parameters on two GPUs of 40 GiB."""
-    return PickerModel(
-        model=language(), sample_batch=TOKENS, inventory=with_gpus(2, total=40, free=39)
-    )
+    return of_language()
 
 
 def test_each_way_has_its_memory_against_what_there_is(picker):
@@ -101,9 +108,7 @@ def test_one_is_the_best_and_says_why(picker):
 
 
 def test_taking_one_is_one_change(picker):
-    own = PickerModel(
-        model=language(), sample_batch=TOKENS, inventory=with_gpus(2, total=40, free=39)
-    )
+    own = of_language()
     before = own.config
     own.take("FSDP")
     assert own.config.strategy == "fsdp"
@@ -118,12 +123,8 @@ def test_taking_one_is_one_change(picker):
 
 @needs.DEEPSPEED_ROW
 def test_zero_s_ways_keep_what_was_chosen_and_size_their_buckets():
-    own = PickerModel(
-        RunConfig(deepspeed={"gradient_clipping": 1.0}, zero_stage=1),
-        model=language(width=512, layers=4),
-        sample_batch=TOKENS,
-        inventory=with_gpus(2),
-    )
+    config = RunConfig(deepspeed={"gradient_clipping": 1.0}, zero_stage=1)
+    own = of_language(with_gpus(2), config, width=512, layers=4)
     assert [way.name for way in own.candidates() if way.is_taken] == ["ZeRO-1"]
     own.take("ZeRO-2, optimizer on the CPU")
     section = own.config.deepspeed["zero_optimization"]
@@ -165,10 +166,7 @@ def test_what_does_not_fit_is_compared_as_it_was_asked_for():
 
 @needs.DEEPSPEED_ROW
 def test_one_process_divides_nothing():
-    picker = PickerModel(
-        RunConfig(num_processes=1), model=language(width=256, layers=2), inventory=with_gpus(1)
-    )
-    ways = found(picker)
+    ways = found(of_language(with_gpus(1), RunConfig(num_processes=1), width=256, layers=2))
     for name in ("FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
         assert ways[name].refusal == "needs two processes or more"
     assert not ways["ZeRO-2, optimizer on the CPU"].refusal
@@ -191,16 +189,14 @@ def test_what_a_way_does_is_said(placement, num_processes, words):
 
 
 def test_on_a_cpu_nothing_leaves_for_the_cpu():
-    own = PickerModel(
-        model=language(width=64, layers=1), sample_batch=TOKENS, inventory=WITHOUT_GPU
-    )
+    own = of_language(WITHOUT_GPU, width=64, layers=1)
     assert not any("CPU" in name or "disk" in name for name in found(own))
     own.choose("num_processes", 2)
     assert list(found(own))[:2] == ["one copy each (DDP)", "FSDP"]
 
 
 def test_what_a_run_needs_is_found_once(picker, monkeypatch):
-    own = PickerModel(model=language(width=512, layers=2), sample_batch=TOKENS, inventory=V5E_8)
+    own = of_language(V5E_8, width=512, layers=2)
     before = own.candidates()
     monkeypatch.setattr(own._memory_model, "need", None)  # nobody asks it any more
     own.choose("max_restarts", 1)
@@ -215,11 +211,7 @@ def seen(way: Candidate) -> tuple[object, ...]:
 
 # ----------------------------------------------------------------------- in each precision
 def compared(inventory=None, **sizes: int) -> PickerModel:
-    own = PickerModel(
-        model=language(**sizes),
-        sample_batch=TOKENS,
-        inventory=inventory or with_gpus(2, total=40, free=39),
-    )
+    own = of_language(inventory, **sizes)
     own.compare_precisions(is_on=True)
     return own
 
@@ -278,12 +270,7 @@ def test_the_fastest_precision_that_needs_no_care_is_the_best():
 
 
 def test_the_best_in_8_bits_says_what_to_look_at():
-    own = PickerModel(
-        RunConfig(mixed_precision="fp8"),
-        model=language(width=2048, layers=4),
-        sample_batch=TOKENS,
-        inventory=with_gpus(1),
-    )
+    own = of_language(with_gpus(1), RunConfig(mixed_precision="fp8"), width=2048, layers=4)
     best = next(way for way in own.candidates() if way.is_best)
     assert best.reason.endswith("see that the loss falls as in bf16")
 
@@ -300,9 +287,7 @@ def test_a_way_that_no_precision_makes_possible_is_told_once():
 
 
 def test_a_better_precision_is_named_once_all_have_been_measured():
-    own = PickerModel(
-        model=language(), sample_batch=TOKENS, inventory=with_gpus(2, total=40, free=39)
-    )
+    own = of_language()
     own.candidates()
     assert own.precision_hint == "", "a measurement of others would keep the form waiting"
     for measure in own.later_estimates():
@@ -329,14 +314,12 @@ def test_a_colleague_proposes_processes_precision_way_and_batch(picker):
 
 
 def test_on_cores_it_proposes_a_process_for_each(picker):
-    own = PickerModel(
-        model=language(width=64, layers=1), sample_batch=TOKENS, inventory=WITHOUT_GPU
-    )
+    own = of_language(WITHOUT_GPU, width=64, layers=1)
     proposal = own.proposals()[0]
     assert proposal.config.num_processes == WITHOUT_GPU.cpu_cores
     assert "4 processes, one per core" in proposal.why
     tight = replace(WITHOUT_GPU, host_available_bytes=2 * GIB)
-    own = PickerModel(model=language(width=512, layers=1), sample_batch=TOKENS, inventory=tight)
+    own = of_language(tight, width=512, layers=1)
     fewer = own.proposals()[0]
     assert fewer.config.num_processes < WITHOUT_GPU.cpu_cores
     assert any("no room for one per core" in why for why in fewer.why)
@@ -360,14 +343,10 @@ def test_a_batch_that_does_not_fit_is_halved_and_accumulated():
 
 def test_an_older_gpu_gets_fp16_and_a_choice_is_kept():
     turing = with_gpus(2, total=16, free=15, capability=(7, 5))
-    own = PickerModel(model=language(width=256, layers=2), sample_batch=TOKENS, inventory=turing)
+    own = of_language(turing, width=256, layers=2)
     assert own.proposals()[0].config.mixed_precision == "fp16"
-    kept = PickerModel(
-        RunConfig(mixed_precision="bf16", num_processes=1),
-        model=language(width=256, layers=2),
-        sample_batch=TOKENS,
-        inventory=with_gpus(2),
-    )
+    config = RunConfig(mixed_precision="bf16", num_processes=1)
+    kept = of_language(with_gpus(2), config, width=256, layers=2)
     assert kept.proposals()[0].config.num_processes == 1
 
 

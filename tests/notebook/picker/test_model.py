@@ -2,34 +2,26 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import nbaccel
-from nbaccel.config import RunConfig
+from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker.form_text import picker_text
-from nbaccel.notebook.picker.model import PickerModel
+from nbaccel.notebook.picker.choices import PANELS, by_name, settings
+from nbaccel.notebook.picker.model import PickerModel, describe_model, machine_parts
+from nbaccel.notebook.picker.rendering import picker_text
+from nbaccel.plan import resolve
 from tests import needs
 from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
+from tests.notebook.shown import BUCKET, OPTIMIZER_PLACE, big, net
 
-OPTIMIZER_PLACE = "zero_optimization.offload_optimizer.device"
-AVAILABILITY = "nbaccel.notebook.picker.availability"
+MODEL = "nbaccel.notebook.picker.model"
 PARAM_PLACE = "zero_optimization.offload_param.device"
-
-BUCKET = "zero_optimization.reduce_bucket_size"
-
-
-def net(width: int = 8) -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 2))
-
-
-def big() -> torch.nn.Module:
-    """Six gigaparameters in no memory."""
-    with torch.device("meta"):
-        return torch.nn.Sequential(*(torch.nn.Linear(16384, 16384) for _ in range(22)))
 
 
 def measure_all(picker: PickerModel) -> None:
@@ -185,7 +177,7 @@ def test_fp8_opens_its_recipe(monkeypatch):
     assert picker.is_shown("fp8.backend")
     # A file may hold a backend that is not installed: its recipe is shown beside the reason.
     picker.replace(picker.config.changed(fp8="te"))
-    shown = {s.name for s in picker.settings("precision") if picker.is_shown(s.name)}
+    shown = {s.name for s in settings("precision") if picker.is_shown(s.name)}
     assert {"fp8.fp8_format", "fp8.margin", "fp8.interval", "fp8.amax_history_len"} <= shown
     assert {
         "fp8.amax_compute_algo",
@@ -225,7 +217,7 @@ def test_options_of_fp8_are_greyed_with_their_reasons(monkeypatch):
     monkeypatch.setattr(
         sys.modules["nbaccel.config.capabilities"], "is_installed", lambda name: True
     )
-    monkeypatch.setattr(sys.modules[AVAILABILITY], "is_installed", lambda name: True)
+    monkeypatch.setattr(sys.modules[MODEL], "is_installed", lambda name: True)
     newer = PickerModel(config.changed(fp8="te"), inventory=with_gpus(1, capability=(10, 0)))
     assert reasons(newer, "fp8.recipe")["mxfp8"] == ""
     hopper = PickerModel(config.changed(fp8="te"), inventory=with_gpus(1, capability=(9, 0)))
@@ -297,7 +289,7 @@ def test_every_option_that_is_offered_can_be_chosen_and_no_other():
             start = start.changed(deepspeed={})
         for panel in ("precision", "zero", "launch"):
             picker = PickerModel(start, inventory=with_gpus(2))
-            for setting in picker.settings(panel):
+            for setting in settings(panel):
                 if picker.refusal(setting.name) or not picker.is_shown(setting.name):
                     continue
                 for offer in picker.offers(setting.name):
@@ -356,10 +348,10 @@ def test_plain_training_counts_ddps_buckets():
     one, two = (
         PickerModel(RunConfig(num_processes=n), model=model, inventory=with_gpus(2)) for n in (1, 2)
     )
-    assert one.estimate.device.peak == 16 * numel
-    assert two.estimate.device.peak == 20 * numel
+    assert one.need.estimate.device.peak == 16 * numel
+    assert two.need.estimate.device.peak == 20 * numel
     half = PickerModel(model=net(64).bfloat16(), inventory=with_gpus(1))
-    assert half.estimate.device.peak == 8 * numel
+    assert half.need.estimate.device.peak == 8 * numel
 
 
 def test_processes_beyond_the_cards_share_them():
@@ -373,13 +365,13 @@ def test_processes_beyond_the_cards_share_them():
 def test_activations_follow_batch_and_precision():
     model, batch = net(256), torch.randn(64, 256)
     picker = PickerModel(model=model, sample_batch=batch, inventory=WITHOUT_GPU)
-    fp32 = picker.estimate.device.activations
+    fp32 = picker.need.estimate.device.activations
     picker.choose("mixed_precision", "bf16")
-    bf16 = picker.estimate.device.activations
+    bf16 = picker.need.estimate.device.activations
     assert 0 < bf16 < fp32
     picker.choose("zero_stage", 1)
     picker.choose("train_micro_batch_size_per_gpu", 128)
-    assert picker.estimate.device.activations > 1.2 * bf16
+    assert picker.need.estimate.device.activations > 1.2 * bf16
 
 
 def test_a_rehearsal_measures_what_may_be_chosen(monkeypatch):
@@ -392,7 +384,7 @@ def test_a_rehearsal_measures_what_may_be_chosen(monkeypatch):
     measure_all(picker)
     for precision in ("bf16", "fp16", "no"):
         picker.choose("mixed_precision", precision)
-        assert picker.estimate.device.activations > 0
+        assert picker.need.estimate.device.activations > 0
 
 
 def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monkeypatch):
@@ -415,7 +407,7 @@ def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monke
 
     picker.estimate_memory()
     assert len(measured) == 1
-    assert picker.estimate.device.activations > 0
+    assert picker.need.estimate.device.activations > 0
     assert [text.partition(" ")[0] for text in told] == ["Memory", "Fits:"]
     picker.estimate_memory()
     assert len(told) == 2, "the second time there is nothing to tell"
@@ -458,13 +450,13 @@ def test_plain_training_holds_what_is_estimated():
     optimizer.step()
     held = list(model.parameters()) + [p.grad for p in model.parameters()]
     held += [t for s in optimizer.state.values() for name, t in s.items() if name != "step"]
-    assert picker.estimate.device.model_states == sum(t.nbytes for t in held)
+    assert picker.need.estimate.device.model_states == sum(t.nbytes for t in held)
 
 
 def test_without_a_model_nothing_is_claimed():
     picker = PickerModel(inventory=WITHOUT_GPU)
     assert picker.bars() == ()
-    assert picker.estimate is None
+    assert picker.need is None
     assert picker.verdict.fits is None
     assert "configure(model" in picker.verdict.remedy
     with pytest.raises(ConfigError, match="give the model"):
@@ -585,7 +577,7 @@ def test_faces_say_the_same():
 
 def test_the_line_carries_every_setting():
     from nbaccel.notebook.magic_line import read_magic_line
-    from nbaccel.notebook.picker.exporters import faces_of
+    from nbaccel.notebook.picker.config_text import faces_of
 
     config = RunConfig(
         mixed_precision="fp8",
@@ -639,3 +631,106 @@ def test_static_faces_hold_choices_and_estimate():
     assert "2 processes" in alone
     assert "Precision  " not in alone
     assert "1 machine " in text
+
+
+def test_every_setting_is_a_choice():
+    fields = {setting.run_field.partition(".")[0] for setting in by_name().values()}
+    assert fields >= set(RunConfig.model_fields) - {"deepspeed", "zero_stage"}
+    landed = {s.run_field.removeprefix("fp8.") for s in settings("precision") if "fp8." in s.name}
+    assert landed == set(Fp8Config.model_fields)
+
+
+def test_each_says_what_it_means_and_a_number_in_which_unit():
+    without_unit = {
+        # Ratios, counts of what the meaning names, and names that happen to be numbers.
+        "zero_optimization.offload_optimizer.ratio",
+        "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+        "gradient_predivide_factor",
+        "fp16.loss_scale",
+        "fp16.hysteresis",
+        "fp16.min_loss_scale",
+        "activation_checkpointing.number_checkpoints",
+        "checkpoint.writer.io_multiplier",
+        "flops_profiler.recompute_fwd_factor",
+        "flops_profiler.module_depth",
+        "flops_profiler.top_modules",
+        "compare",
+        "node_rank",
+        "use_port",
+    }
+    for setting in by_name().values():
+        assert setting.meaning.endswith("."), setting.name
+        assert len(setting.meaning) < 160, setting.name
+        assert setting.label
+        if setting.kind in ("whole", "number") and not setting.unit:
+            assert setting.name in without_unit
+        assert bool(setting.options) == (setting.kind == "one-of"), setting.name
+
+
+def test_common_ones_come_first():
+    for panel in PANELS:
+        sections = [setting.section for setting in settings(panel)]
+        assert sections == sorted(sections, key=bool)
+        assert 1 <= sections.count("") <= 15
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_names_are_unique(panel):
+    names = [setting.name for setting in settings(panel)]
+    assert len(names) == len(set(names))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of the last layer, and layers between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_model_is_counted_with_tied_weights_once():
+    found = describe_model(Tied().to(torch.bfloat16))
+    for fact in ("88 parameters in 4 tensors", "3 Linear", "bfloat16", "1 tied weight"):
+        assert fact in found
+
+
+def test_a_model_on_meta_and_of_two_formats_says_so():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(10**4, 10**4), nn.Linear(2, 2).half())
+    found = describe_model(model)
+    assert found.startswith("Sequential · 100 M parameters")
+    assert found.endswith("float32, float16 · on meta: shapes only")
+
+
+def test_a_batch_is_described_by_its_shapes():
+    nested = {"input_ids": torch.zeros(1, 5), "more": [torch.zeros(2), 7]}
+    told = ((torch.zeros(8, 20), "(8, 20)"), (nested, "input_ids (1, 5), more (2,)"), (None, ""))
+    for batch, shapes in told:
+        assert PickerModel(model=nn.Linear(2, 2), sample_batch=batch).batch_shapes == shapes
+
+
+def test_devices_that_are_used_are_marked():
+    machine = with_gpus(3)
+    parts = machine_parts(machine, resolve(RunConfig(num_processes=2), machine))
+    assert [is_used for _, is_used in parts] == [True, True, False, False, False]
+    assert parts[0][0] == "GPU 0 · NVIDIA H100 · 80.0 GiB, 78.0 free"
+    assert parts[-2][0] == "host memory · 256.0 GiB, 200.0 free"
+    assert parts[-1][0] == "32 cores"
+
+
+def test_many_equal_devices_are_one_part():
+    machine = with_gpus(8)
+    parts = machine_parts(machine, resolve(RunConfig(), machine))
+    assert parts[0][0].startswith("GPU 0 to 7 · ")
+    assert len(parts) == 3
+    parts = machine_parts(V5E_8, resolve(RunConfig(), V5E_8))
+    assert "0 to 7" in parts[0][0]
+
+
+def test_without_a_device_the_host_computes():
+    parts = machine_parts(WITHOUT_GPU, resolve(RunConfig(), WITHOUT_GPU))
+    assert [is_used for _, is_used in parts] == [True, True]
+    assert machine_parts(replace(WITHOUT_GPU, cpu_cores=1), None)[-1][0] == "1 core"

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
 
-from nbaccel.base.training_metrics import MetricHistory, Metrics, ProgressBar
+from nbaccel.base.training_metrics import MetricHistory, Metrics, OuterLoop, ProgressBar
+from nbaccel.loops.metrics_reporter import ProgressBars, TrainingLoops
+from nbaccel.output.panel import live_html, words
 from nbaccel.output.panel.curves import mean_points
 from nbaccel.output.panel.facts import (
     RankStatus,
     RunBoard,
     StepPace,
+    TimeLeft,
     loss_first,
     mean,
+    most_left,
 )
-from nbaccel.output.panel.time_left import TimeLeft, most_left
-from tests.output.panel.reports import report
+from tests.output.panel.finished import final_html, final_line, report
 
 GIB = 2**30
 
@@ -206,16 +212,16 @@ def test_the_mean_of_ranks_that_report_together_is_theirs() -> None:
 
 def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number() -> None:
     points = [[(float(i), math.nan if i % 3 else 5.0) for i in range(1000)]]
-    found = mean_points(points, 20)
-    assert len(found) == 20
+    found = mean_points(points)
+    assert len(found) == 120
     assert {value for _, value in found} == {5.0}
-    assert found[0][0] < 60
-    assert found[-1][0] > 940
+    assert found[0][0] < 10
+    assert found[-1][0] > 990
     assert mean_points([]) == mean_points([[(1.0, math.inf)]]) == []
     # No more points than steps: a group of one rank alone would make the mean zigzag.
     ends_as_nan = [(float(i), float(i) if i < 5 else math.nan) for i in range(10)]
     assert mean_points([ends_as_nan, ends_as_nan]) == ends_as_nan[:5]
-    assert mean_points([[(0.0, 1e308), (1.0, 1e308)]], 1)[0][1] == pytest.approx(1e308)
+    assert mean_points([[(0.0, 1e308)], [(0.0, 1e308)]])[0][1] == pytest.approx(1e308)
 
 
 # ------------------------------------------------------------------------- what is seen
@@ -256,3 +262,374 @@ def test_a_mean_shows_what_is_no_number() -> None:
     assert mean([]) is None
     assert math.isnan(mean([1.0, math.nan]) or 0.0)
     assert mean([1.0, -math.inf]) == -math.inf
+
+
+BATCH_S = 0.5
+EVALUATION_S = 4.0
+EPOCHS, BATCHES, EVALUATED = 14, 20, 5
+
+
+def metrics_of(
+    loops: TrainingLoops, now: float, steps: int, bars: ProgressBars | None = None
+) -> Metrics:
+    """What a rank reports of its loops."""
+    bars = bars or ProgressBars()
+    latest = loops.latest
+    return report(
+        now,
+        steps,
+        loop_name=latest.name,
+        epoch=latest.epoch,
+        batches=latest.batches,
+        total_batches=latest.total_batches,
+        outer=loops.around(now, steps) or bars.around(latest, now, steps),
+        bars=bars.shown(),
+    )
+
+
+class TqdmBar:
+    """What is read of a bar of tqdm, by the clock of the test."""
+
+    def __init__(self, name: str, total: int, done: int = 0) -> None:
+        self.name, self.total, self.n, self.elapsed_s = name, total, done, 0.0
+
+    @property
+    def format_dict(self) -> dict[str, object]:
+        numbers = {"n": self.n, "total": self.total, "elapsed": self.elapsed_s, "initial": 0}
+        return numbers | {"rate": None, "unit_scale": False, "prefix": self.name}
+
+
+class Training:
+    """A training by a clock of its own: what ranks report of it, and what it will really take.
+
+    Args:
+        epochs: What `accelerator.progress` is told.
+        has_outer_bar: Whether the loop over epochs is one of `accelerator.progress`.
+        evaluates: Whether each epoch ends with a loop over other batches, which has a name.
+        bar: That of tqdm around the loop over epochs.
+    """
+
+    def __init__(
+        self,
+        *,
+        epochs: int | None = None,
+        has_outer_bar: bool = False,
+        evaluates: bool = False,
+        bar: TqdmBar | None = None,
+    ) -> None:
+        self.board = RunBoard([0], began_at=0.0)
+        self._given, self._evaluates, self._bar = epochs, evaluates, bar
+        self._bars = ProgressBars()
+        self._loops = TrainingLoops()
+        self._steps = 0
+        self.now = 0.0
+        self._outer = self._begin("", EPOCHS) if has_outer_bar else None
+
+    def run(self, epochs: int, batches: int = 0) -> None:
+        """So many whole epochs, and a part of the next one."""
+        for epoch in range(epochs):
+            self._see(epoch)
+            self._loop("", BATCHES, BATCHES, BATCH_S, self._given)
+            if self._evaluates:
+                self._loop("evaluation", EVALUATED, EVALUATED, EVALUATION_S / EVALUATED)
+            if self._outer is not None:
+                self._loops.round_done(self._outer, self.now, self._steps)
+        self._see(epochs)
+        if batches:
+            self._loop("", BATCHES, batches, BATCH_S, self._given)
+
+    @property
+    def truly_left(self) -> float:
+        """Seconds until the end of all epochs, after a first epoch or a part of it."""
+        epoch_s = BATCHES * BATCH_S + (EVALUATION_S if self._evaluates else 0)
+        return EPOCHS * epoch_s - self.now
+
+    def _loop(
+        self, name: str, length: int, done: int, batch_s: float, epochs: int | None = None
+    ) -> None:
+        loop = self._begin(name, length, epochs)
+        for _ in range(done):
+            self.now += batch_s
+            self._loops.round_done(loop, self.now, self._steps)
+            self._steps += 1
+            self._tell()
+        if done == length:
+            self._loops.end(loop)
+
+    def _begin(self, name: str, length: int, epochs: int | None = None) -> object:
+        loop = self._loops.begin(
+            name, length, epochs=epochs, current_time=self.now, steps=self._steps
+        )
+        self._tell()
+        return loop
+
+    def _tell(self) -> None:
+        self.board.now = self.now
+        self.board.receive(0, metrics_of(self._loops, self.now, self._steps, self._bars))
+
+    def _see(self, epoch: int) -> None:
+        if self._bar is not None:
+            if self._bar.total == EPOCHS:
+                self._bar.n, self._bar.elapsed_s = epoch, self.now
+            self._bars.note(self._bar, self.now, self._steps)
+        row = RankStatus(rank=0, state="running", seconds=0.0, rss_bytes=2**30)
+        self.board.now = self.now
+        self.board.see([row])
+
+
+WAYS = {
+    "a number that is given": {"epochs": EPOCHS},
+    "a bar of accelerator.progress": {"has_outer_bar": True},
+    "a bar of tqdm": {"bar": TqdmBar("", EPOCHS)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("epochs", "batches"), [(0, 5), (0, 19), (1, 1), (6, 10), (13, 18)])
+def test_where_the_epochs_are_known_the_whole_training_is_told(
+    way: str, epochs: int, batches: int
+) -> None:
+    training = Training(**copy.deepcopy(WAYS[way]))  # type: ignore[arg-type]
+    training.run(epochs, batches)
+    left = most_left(training.board.ranks.values(), training.board.now)
+    assert left is not None
+    assert left.of_what == ""
+    assert left.seconds == pytest.approx(training.truly_left, rel=0.02, abs=1.0)
+    line = words.live_line(training.board)
+    assert f"epoch {epochs + 1} of 14, " in line
+    assert " left · " in line
+    assert f"step {epochs * BATCHES + batches} of {EPOCHS * BATCHES} (" in line
+    assert f"epoch {epochs + 1} of 14, {batches} of 20" in live_html.ranks_html(training.board)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_lies_between_the_loops_counts_once_an_epoch_has_shown_it(way: str) -> None:
+    training = Training(evaluates=True, **copy.deepcopy(WAYS[way]))  # type: ignore[arg-type]
+    training.run(3, 10)
+    left = most_left(training.board.ranks.values(), training.board.now)
+    assert left is not None
+    assert left.seconds == pytest.approx(training.truly_left, rel=0.02)
+    steps = EPOCHS * (BATCHES + EVALUATED)
+    assert f"step 85 of {steps} (" in words.live_line(training.board)
+
+
+def test_an_epoch_that_takes_longer_than_those_before_is_not_over_for_that() -> None:
+    training = Training(epochs=EPOCHS)
+    training.run(13, 2)
+    training.board.now += 60.0
+    left = most_left(training.board.ranks.values(), training.board.now)
+    assert left is None or left.seconds >= 0
+    assert "-" not in words.live_line(training.board)
+
+
+def test_without_a_number_of_epochs_it_says_what_is_left_of_what() -> None:
+    training = Training()
+    training.run(2, 5)
+    line = words.live_line(training.board)
+    assert "epoch 3, 8.0 s left in this epoch · step 45 (" in line
+    named = Training(evaluates=True)
+    named.run(1)
+    named._loop("evaluation", EVALUATED, 2, 1.0)
+    line = words.live_line(named.board)
+    assert "evaluation, " in line
+    assert " left in this loop" in line
+
+
+def test_a_bar_that_was_left_half_done_is_no_loop_over_epochs() -> None:
+    training = Training(bar=TqdmBar("", 100, done=40))
+    training.run(1, 5)
+    assert "epoch 2, 8.0 s left in this epoch" in words.live_line(training.board)
+
+
+def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_name() -> None:
+    def line(*bars: ProgressBar, outer: OuterLoop | None = None, whole: bool = False) -> str:
+        board = RunBoard([0], began_at=0.0)
+        board.receive(0, report(0.0, 0, bars=bars, outer=outer, bar_is_whole=whole))
+        return words.live_line(board)
+
+    around = OuterLoop(total=14, done=2, done_s=20.0, round_s=0.0, done_steps=0, round_steps=0)
+    epochs = ProgressBar(description="epochs", done="2", total="14", fraction=2 / 14, left_s=120.0)
+    unnamed = replace(epochs, description="")
+    inner = ProgressBar(done="10", total="20", fraction=0.5, left_s=5.0, elapsed_s=5.0)
+    assert "epoch 3 of 14, 2 min 0 s left" in line(epochs, inner, outer=around)
+    assert "epoch" not in line(unnamed, inner, outer=around)
+    assert "5.0 s left in this loop" in line(inner)
+    # transformers' Trainer has one bar for all its steps, and says so.
+    assert line(inner, whole=True).endswith("5.0 s left")
+
+
+def test_a_stopped_training_says_how_far_it_came_and_a_finished_one_does_not() -> None:
+    stopped = Training(epochs=EPOCHS)
+    stopped.run(2, 10)
+    stopped.board.ending = "stopped"
+    assert " · step 50 of 280 (" in final_line(stopped.board)
+    finished = Training(epochs=EPOCHS)
+    finished.run(EPOCHS)
+    assert " · step 280 (" in final_line(finished.board)
+    assert "epoch 14 of 14, 20 of 20" in final_html(finished.board)
+
+
+def test_a_second_training_counts_its_own_epochs() -> None:
+    """As in a search for a learning rate: the same loop, from the start."""
+    training = Training(epochs=2)
+    training.run(2)
+    training.run(1, 3)
+    around = training.board.ranks[0].told.outer
+    assert isinstance(around, OuterLoop)
+    assert (around.done, around.total, around.round_steps) == (1, 2, 3)
+    other = Training(epochs=3)
+    other.run(3)
+    other._loop("finetune", 7, 7, 1.0, 5)
+    other._loop("finetune", 7, 2, 1.0, 5)
+    around = other.board.ranks[0].told.outer
+    assert around is not None
+    assert (around.done, around.total, around.done_steps) == (1, 5, 7)
+
+
+def test_a_loop_whose_name_counts_is_the_same_loop() -> None:
+    training = Training()
+    for epoch in range(3):
+        training._loop(f"epoch {epoch}", BATCHES, BATCHES, BATCH_S, EPOCHS)
+    assert "epoch 3 of 14" in words.live_line(training.board)
+    assert training.board.ranks[0].loop_label == "epoch 2", "the row has the user's own name"
+
+
+def test_one_rank_that_draws_the_bar_tells_for_all() -> None:
+    board = RunBoard([0, 1], began_at=0.0)
+    around = OuterLoop(total=14, done=2, done_s=20.0, round_s=0.0, done_steps=40, round_steps=5)
+    for rank in (1, 0):
+        for batches in range(6):
+            message = report(
+                float(batches),
+                40 + batches,
+                epoch=3,
+                batches=batches,
+                total_batches=20,
+                outer=around if rank == 1 else None,
+            )
+            board.receive(rank, message)
+    board.now = 5.0
+    line = words.live_line(board)
+    assert "epoch 3 of 14, " in line
+    assert "in this" not in line
+
+
+class Nested:
+    """Loops of `accelerator.progress` within each other, by a clock of their own."""
+
+    def __init__(self) -> None:
+        self.now, self.steps = 0.0, 0
+        self._board, self._loops = RunBoard([0], began_at=0.0), TrainingLoops()
+        self.told: list[tuple[float, float, str]] = []
+        """When how much was said to be left, and of what."""
+
+    def progress(self, rounds: int, name: str = "", epochs: int | None = None) -> Iterator[int]:
+        loop = self._loops.begin(
+            name, rounds, epochs=epochs, current_time=self.now, steps=self.steps
+        )
+        self._tell()
+        try:
+            for number in range(rounds):
+                yield number
+                if self._loops.round_done(loop, self.now, self.steps):
+                    self.steps += 1
+                self._tell()
+        finally:
+            self._loops.end(loop)
+
+    def batches(self, rounds: int, name: str = "", epochs: int | None = None) -> None:
+        for _ in self.progress(rounds, name, epochs):
+            self.now += BATCH_S
+
+    @property
+    def marks(self) -> list[float]:
+        return [step for step, _ in self._board.ranks[0].marks]
+
+    def least_and_most(self, *, after: float, of_what: str = "") -> tuple[float, float]:
+        """The least and the most that was said, as shares of what was really left."""
+        shares = [
+            said / (self.now - told_at)
+            for told_at, said, said_of in self.told
+            # Right before the end a second is a large share.
+            if after < told_at < 0.9 * self.now and said_of == of_what
+        ]
+        return min(shares), max(shares)
+
+    def _tell(self) -> None:
+        self._board.now = self.now
+        self._board.receive(0, metrics_of(self._loops, self.now, self.steps))
+        left = most_left(self._board.ranks.values(), self.now)
+        if left is not None:
+            self.told.append((self.now, left.seconds, left.of_what))
+
+
+def test_of_three_levels_all_epochs_are_counted() -> None:
+    run = Nested()
+    for _ in run.progress(3):
+        for _ in run.progress(5):
+            run.batches(BATCHES)
+    assert run.steps == 3 * 5 * BATCHES
+    least, most = run.least_and_most(after=2.0)
+    assert 0.9 < least <= most < 1.1
+
+
+@pytest.mark.parametrize("first", [0, 9])
+def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first: int) -> None:
+    run = Nested()
+    for number in run.progress(100):
+        run.now += BATCH_S
+        if number % 10 == first:
+            run.batches(2, "validation")
+    assert run.steps == pytest.approx(100 + 10 * 2, abs=1)
+    assert len(run.marks) == pytest.approx(1 + 10, abs=1), "going on after it is no beginning"
+    least, most = run.least_and_most(after=10.0, of_what="epoch")
+    # What validations take is known of none of them.
+    assert 0.7 < least <= most < 1.1
+    whole = [told_at for told_at, _, of_what in run.told if not of_what]
+    assert max(whole, default=0.0) < 10.0, "its rounds are no epochs"
+
+
+def test_within_epochs_such_a_loop_is_an_epoch() -> None:
+    run = Nested()
+    for _ in run.progress(4):
+        for number in run.progress(40):
+            run.now += BATCH_S
+            if number % 10 == 5:
+                run.batches(2, "validation")
+    assert run.steps == 4 * (40 + 4 * 2)
+    least, most = run.least_and_most(after=30.0)
+    assert 0.9 < least <= most < 1.3
+
+
+def test_two_loops_beside_each_other_are_no_epochs_of_each_other() -> None:
+    run = Nested()
+    for _ in zip(run.progress(100), run.progress(100), strict=True):
+        run.now += BATCH_S
+    least, most = run.least_and_most(after=5.0, of_what="epoch")
+    assert 0.8 < least <= most < 1.4
+
+
+def test_a_training_that_goes_on_counts_the_epochs_that_are_left() -> None:
+    run = Nested()
+    for epoch in run.progress(10):
+        if epoch >= 5:
+            run.batches(BATCHES)
+    least, most = run.least_and_most(after=2 * BATCHES * BATCH_S)
+    assert 0.9 < least <= most < 1.1
+
+
+def test_the_rest_of_an_epoch_is_one_of_the_epochs_that_were_told() -> None:
+    run = Nested()
+    run.batches(8, epochs=6)
+    for _ in range(5):
+        run.batches(BATCHES, epochs=6)
+    least, most = run.least_and_most(after=(8 + BATCHES) * BATCH_S)
+    assert 0.6 < least <= most < 1.1
+
+
+def test_where_each_epoch_has_another_length_nothing_is_said_that_grows() -> None:
+    run = Nested()
+    for epoch in range(8):
+        run.batches(BATCHES + epoch, epochs=8)
+    late = [said for told_at, said, _ in run.told if told_at > run.now / 2]
+    assert max(late) <= (BATCHES + 8) * BATCH_S

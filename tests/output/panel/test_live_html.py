@@ -6,7 +6,6 @@ import html as html_module
 import math
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given, strategies as st
@@ -16,29 +15,28 @@ from nbaccel.base.training_metrics import Metrics, ProgressBar
 from nbaccel.output.panel import curves, live_html, words
 from nbaccel.output.panel.curves import ACCENT_COLOUR
 from nbaccel.output.panel.facts import RankStatus, RunBoard
-from nbaccel.output.panel.html_parts import ADVICE_COLOUR, mean_time_html
-from tests.output.panel.finished import final_html, final_line
-from tests.output.panel.reports import report
+from nbaccel.output.panel.live_html import ADVICE_COLOUR, mean_time_html
+from nbaccel.output.panel.words import advice_of, live_text
+from nbaccel.output.report.run_facts import facts_of
+from nbaccel.output.report.run_report import RunReport
+from tests.html_reader import Html
+from tests.output.panel.finished import PLAN, final_html, final_line, report
 
 GIB = 2**30
 NASTY = '</td><script>alert(1)</script> & \x1b[31mred\x1b[0m \x07"quoted"'
 
 
-class Page(HTMLParser):
+class Page(Html):
     """Reads HTML as a browser would, and holds it to what a front end lets through."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.kinds: set[str] = set()
         self.rows: list[list[str]] = []
-        self.scopes: list[str] = []
-        self.text = ""
         # Charts have tests of their own.
         text = re.sub(r"<svg.*?</svg>|<img [^>]*>", "", text, flags=re.DOTALL)
-        self.feed(text)
-        assert self.open == []
-        assert self.kinds <= {
+        super().__init__(text)
+        self.text = "".join(self.words)
+        self.scopes = [value for name, value in self.attributes if name == "scope"]
+        assert set(self.kinds) <= {
             *("div", "span", "b", "br", "pre", "table", "thead", "tbody", "tr", "th", "td"),
             *("details", "summary", "ul", "li"),
         }
@@ -53,9 +51,7 @@ class Page(HTMLParser):
         assert not re.search(r"color\s*:|#[0-9a-f]{3}|rgb|background:(?!none)|url\(", tags)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag != "br":
-            self.open.append(tag)
-        self.kinds.add(tag)
+        super().handle_starttag(tag, attrs)
         assert {name for name, _ in attrs} <= {
             *("class", "open", "style", "scope", "colspan", "role", "aria-level"),
         }
@@ -63,13 +59,9 @@ class Page(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-            self.scopes += [value or "" for name, value in attrs if name == "scope"]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        super().handle_data(data)
         if {"td", "th"} & set(self.open):
             self.rows[-1][-1] += data
 
@@ -178,7 +170,7 @@ def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
     )
     assert page.column("loss")[0] == "4 → 1"
     assert page.column("state") == ["done", "done"]
-    assert {"details", "summary"} <= page.kinds
+    assert {"details", "summary"} <= {*page.kinds}
     html = final_html(board)
     assert html.rindex("</details>") < html.rindex("<img"), "the chart is in sight"
     assert "<svg" not in html, "of an element in an untrusted notebook only the texts are left"
@@ -298,7 +290,7 @@ def test_messages_of_libraries_are_folded_and_counted() -> None:
         page = Page(html)
         assert "2 messages of libraries" in page.text
         assert "[0-1] [c10d] harmless" in page.text
-        assert {"details", "summary"} <= page.kinds
+        assert {"details", "summary"} <= {*page.kinds}
 
 
 # ------------------------------------------------------------------------- charts
@@ -353,25 +345,24 @@ def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> 
 # ------------------------------------------------------------------------- curves
 
 
-def test_a_curve_has_a_block_for_each_value() -> None:
-    assert curves.sparkline([11, 12, 13, 14, 15, 16, 17, 18]) == "▁▂▃▄▅▆▇█"
-    assert curves.sparkline([]) == ""
-    assert curves.sparkline([3.0, 3.0]) == "▄▄"
-
-
-def test_a_long_curve_is_of_groups_and_spans_all() -> None:
-    blocks = curves.sparkline([10.0] * 500 + [20.0] * 500)
-    assert blocks == "▁" * (curves.SPARK_CHARS // 2) + "█" * (curves.SPARK_CHARS // 2)
+@pytest.mark.parametrize(
+    ("values", "blocks"),
+    [
+        ([11, 12, 13, 14, 15, 16, 17, 18], "▁▂▃▄▅▆▇█"),
+        ([], ""),
+        ([3.0, 3.0], "▄▄"),
+        ([1.0, math.nan, 2.0, math.inf], "▁!█!"),  # what is no number is marked
+        ([math.nan], "!"),
+        # A long one is of groups, and spans all.
+        ([10.0] * 500 + [20.0] * 500, "▁" * (curves.SPARK_CHARS // 2) + "█" * 10),
+    ],
+)
+def test_a_curve_has_a_block_for_each_value(values: list[float], blocks: str) -> None:
+    assert curves.sparkline(values) == blocks
 
 
 def test_a_loss_that_falls_by_factors_is_a_slope_and_not_a_cliff() -> None:
-    blocks = curves.sparkline([1000.0, 100.0, 10.0, 1.0])
-    assert len(set(blocks)) == 4
-
-
-def test_what_is_no_number_is_marked() -> None:
-    assert curves.sparkline([1.0, math.nan, 2.0, math.inf]) == "▁!█!"
-    assert curves.sparkline([math.nan]) == "!"
+    assert len(set(curves.sparkline([1000.0, 100.0, 10.0, 1.0]))) == 4
 
 
 @given(st.lists(st.floats(), max_size=200))
@@ -407,3 +398,57 @@ def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> 
 
 def test_without_such_a_report_there_is_no_bar_of_times() -> None:
     assert mean_time_html(board_of(2).times.by_rank()) == ""
+
+
+def trained_board(
+    *losses: float, data_s: float = 0.0, had_group: bool = True, ranks: int = 2
+) -> RunBoard:
+    board = RunBoard(range(ranks), began_at=0.0, plan=PLAN)
+    for step, loss in enumerate(losses, 1):
+        for rank in range(ranks):
+            spent = SpentTime(total_s=float(step), data_s=data_s * step, communication_s=0.0)
+            message = report(float(step), step, {"loss": loss}, spent=spent, had_group=had_group)
+            board.receive(rank, message)
+    board.now = float(len(losses))
+    return board
+
+
+FALLING = [1 / step for step in range(1, 9)]
+
+
+def test_a_run_that_does_well_gets_no_advice() -> None:
+    assert advice_of(trained_board(*FALLING)) == []
+    assert advice_of(trained_board(*FALLING, had_group=False, ranks=1)) == []
+    assert advice_of(RunBoard([0], began_at=0.0)) == []
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_told_with_its_step(odd: float) -> None:
+    (sentence,) = advice_of(trained_board(4.0, odd, 3.0, odd, odd, odd))
+    assert sentence.startswith(f"loss is {odd} since step 4: ")
+    assert advice_of(trained_board(4.0, odd, 3.0)) == [], "it has come back"
+
+
+def test_waiting_for_data_is_told_with_a_remedy() -> None:
+    (sentence,) = advice_of(trained_board(*FALLING, data_s=0.4))
+    assert sentence.startswith("40 % of the time goes into waiting for data.")
+    assert "num_workers=2" in sentence
+    assert advice_of(trained_board(1.0, 0.5, data_s=0.4))[:1] != []
+    assert advice_of(trained_board(1.0, data_s=0.4)) == [], "too short to say"
+
+
+def test_ranks_that_exchange_nothing_are_told() -> None:
+    (sentence,) = advice_of(trained_board(*FALLING, had_group=False))
+    assert sentence.startswith("Ranks 0-1 have exchanged nothing")
+
+
+def test_it_stands_in_every_form() -> None:
+    board = trained_board(*FALLING, data_s=0.4)
+    words = "waiting for data. Let the DataLoader"
+    facts = facts_of(board, PLAN)
+    assert words in live_text(board)
+    assert words in live_html.live_html(board, is_stoppable=True)
+    assert final_html(board).count(words) == 1, "in sight, and not a second time below it"
+    assert words in RunReport(facts)._repr_html_()
+    assert words in str(RunReport(facts))
+    assert RunReport.from_dict(RunReport(facts).to_dict()).facts.advice == facts.advice

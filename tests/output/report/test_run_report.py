@@ -8,7 +8,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from nbaccel import ConfigError
 from nbaccel.output.panel.curves import metric_lines
 from nbaccel.output.panel.facts import SeenLine
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
-from nbaccel.output.report.report_parts import report_document
 from nbaccel.output.report.run_facts import PlannedRun, RankFigures, RunFacts
-from nbaccel.output.report.run_report import RunReport
+from nbaccel.output.report.run_report import RunReport, report_document
+from tests.html_reader import Html
 
 ODD = "<script>alert(1)</script> & \"'"
 PLAN = PlannedRun(
@@ -97,44 +96,6 @@ EMPTY = facts(
     warnings=(),
     notes=(),
 )
-
-
-class Reader(HTMLParser):
-    """Elements that are opened and closed in order, and the text."""
-
-    VOID = ("meta", "br", "path", "circle", "img")
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.words: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in self.VOID or tag == "path":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-
-def read(text: str) -> Reader:
-    reader = Reader()
-    reader.feed(text)
-    reader.close()
-    assert not reader.open
-    return reader
 
 
 # ------------------------------------------------------------------------- JSON
@@ -215,11 +176,11 @@ def test_nothing_of_somebody_elses_report_runs_in_a_page() -> None:
             continue
         assert was_text, path
         for page in (report._repr_html_(), report_document(report.facts)):
-            reader = read(page)
+            reader = Html(page)
             sources = [value for name, value in reader.attributes if name == "src" and value]
             images = [base64.b64decode(one.partition("base64,")[2]).decode() for one in sources]
-            for part in (reader, *map(read, images)):
-                assert "script" not in part.tags, path
+            for part in (reader, *map(Html, images)):
+                assert "script" not in part.kinds, path
                 assert not [name for name, _ in part.attributes if name.startswith("on")], path
     assert refused > len(PLACES) / 2
 
@@ -262,42 +223,42 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("known", [facts(), EMPTY], ids=["whole", "empty"])
 def test_the_page_is_valid_and_needs_nothing_beside_it(known: RunFacts, tmp_path: Path) -> None:
     text = RunReport(known).save(tmp_path / "run.html").read_text("utf-8")
-    reader = read(text)
-    assert not {"script", "link", "img", "iframe"} & set(reader.tags)
+    reader = Html(text)
+    assert not {"script", "link", "img", "iframe"} & set(reader.kinds)
     assert not {"src", "href", "id"} & {name for name, _ in reader.attributes}
     assert "http" not in text
     assert "url(" not in text
-    assert reader.tags.count("style") == 1
+    assert reader.kinds.count("style") == 1
     assert "prefers-color-scheme: dark" in text
 
 
 def test_the_part_for_a_notebook_has_no_style_sheet() -> None:
     part = RunReport(facts())._repr_html_()
-    assert not {"style", "script", "html", "body"} & set(read(part).tags)
+    assert not {"style", "script", "html", "body"} & set(Html(part).kinds)
 
 
 def test_texts_are_escaped_and_whole() -> None:
-    part = read(RunReport(facts())._repr_html_())
+    part = Html(RunReport(facts())._repr_html_())
     words = "\n".join(part.words)
     # In the plan, a metric's name, a warning; and for screen readers, a metric's name and curve.
     assert words.count(ODD) >= 3
     assert any(name == "alt" and ODD in (value or "") for name, value in part.attributes)
     # In the charts, which are images: a metric's name, a mark.
     images = re.findall(r"image/svg\+xml;base64,([^\"]+)", RunReport(facts())._repr_html_())
-    charts = [read(base64.b64decode(image).decode()) for image in images]
+    charts = [Html(base64.b64decode(image).decode()) for image in images]
     assert any(ODD in word for chart in charts for word in chart.words)
-    assert not any("script" in chart.tags for chart in charts)
+    assert not any("script" in chart.kinds for chart in charts)
 
 
 def test_the_bar_is_in_the_table_too() -> None:
-    words = read(RunReport(facts())._repr_html_()).words
+    words = Html(RunReport(facts())._repr_html_()).words
     assert "5.0 s (53 %)" in words
     assert "8.0 s (84 %)" in words
     assert "waiting for others" in words
 
 
 def test_parts_of_the_bar_differ_in_pattern() -> None:
-    reader = read(RunReport(facts())._repr_html_())
+    reader = Html(RunReport(facts())._repr_html_())
     looks = {
         style.partition("background-color:")[2]
         for name, style in reader.attributes
@@ -336,7 +297,7 @@ def test_a_start_is_left_out_of_shares_and_said() -> None:
     report = RunReport(facts(ranks=ranks))
     said = "Left out is the start in the first step, 6.5 s on average"
     assert said in str(report)
-    words = read(report._repr_html_()).words
+    words = Html(report._repr_html_()).words
     assert "5.0 s (53 %)" in words, "as without the start"
     assert any(said in word for word in words)
     assert "it starts longer in its first step than the other." in str(report)

@@ -1,21 +1,27 @@
-"""A picked configuration as text, and back: JSON, YAML, a magic's line, Python, files."""
+"""A picked configuration as text, and back: JSON, YAML, a magic's line, Python, files.
+
+A mistake in a text is told at its line: that of a syntax error is known from the decoder; one in a
+value names its key, which YAML's parser finds in the text: JSON is YAML, too, once its tabs are
+spaces.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.config.text_forms import read_object, read_yaml, unreadable
+from nbaccel.config.text_forms import likely_reason, read_object, read_yaml, unreadable
 from nbaccel.memory.settings_form import settings_forms
-from nbaccel.notebook.options import setting_options as options
+from nbaccel.notebook.magic_line import changed_flags
 from nbaccel.notebook.picker.choices import by_name
 from nbaccel.plan import Inventory
 
@@ -26,18 +32,13 @@ _NEAR_ENOUGH = 0.8  # `mixed_precison` is 0.97 like `mixed_precision`
 
 def faces_of(config: RunConfig, documents: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """A configuration in all languages: strategies' own as JSON, YAML, a magic's line, Python."""
-    yaml = config.to_yaml()
-    if yaml == "{}\n":
-        yaml = "# all settings have their defaults\n"
-    flags = [
-        flag_of(config, name)
-        for name, field in RunConfig.model_fields.items()
-        if getattr(config, name) != field.default
-    ]
+    yaml_text = config.to_yaml()
+    if yaml_text == "{}\n":
+        yaml_text = "# all settings have their defaults\n"
     return {
         **{name: json.dumps(document, indent=2) for name, document in documents.items()},
-        "YAML": yaml,
-        "Command line": " ".join(["%%accelerate", *flags]),
+        "YAML": yaml_text,
+        "Command line": " ".join(["%%accelerate", *changed_flags(config)]),
         "Python": _python_code(config),
     }
 
@@ -56,20 +57,6 @@ def save_face(faces: Mapping[str, str], path: str | Path, face_name: str) -> Non
             f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
             "the notebook. Give another path."
         ) from error
-
-
-def flag_of(config: RunConfig, field_name: str) -> str:
-    """A setting as an option of a magic's line or of a command."""
-    value = getattr(config, field_name)
-    option = next(option for option in options() if option.name == field_name)
-    if isinstance(value, bool):
-        return option.flag if value else option.negative
-    text = "none" if value is None else str(value)
-    if option.is_json and value is not None:
-        # Through JSON, because a nested setting is a model and has no JSON form by itself.
-        dumped = config.model_dump_json(include={field_name}, exclude_defaults=True)
-        text = json.dumps(json.loads(dumped)[field_name])
-    return f"{option.flags[0]} {shlex.quote(text)}"
 
 
 def _python_code(config: RunConfig) -> str:
@@ -169,3 +156,77 @@ def _source_text(source: str | Path) -> tuple[str, str]:
             "or YAML file, or paste its text."
         ) from error
     return str(source), pasted
+
+
+# ---------------------------------------------------------------------- mistakes at their lines
+KeyPath = tuple[str, ...]
+_KEY_END = re.compile(r"[\s=:]")
+_LINE_IN_MESSAGE = re.compile(r"\bline (\d+)")
+
+
+class TextMistake(NamedTuple):
+    """A mistake and where it is."""
+
+    line: int | None
+    """From 1; None where the mistake is in no single line."""
+    message: str
+
+
+def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMistake, ...]:
+    """Check a configuration's text."""
+    try:
+        # The end of a line makes it text for the reader, even if it looks like a path.
+        check(text + "\n")
+    except ConfigError as error:
+        syntax_mistake = _syntax_mistake(error, text.count("\n") + 1)
+        if syntax_mistake is not None:
+            return (syntax_mistake,)
+        lines = key_lines(text)
+        mistakes = [
+            TextMistake(line=_line_of(mistake, lines), message=str(mistake))
+            for mistake in error.args
+        ]
+        return tuple(sorted(mistakes, key=lambda found: found.line or len(text)))
+    except UnicodeError as error:  # half of a pair of surrogates, as some editors paste
+        return (TextMistake(line=None, message=str(error)),)
+    return ()
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Where each key stands."""
+    return dict(_keys_of(yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader), ()))
+
+
+def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
+    cause = error.__cause__
+    if isinstance(cause, json.JSONDecodeError):
+        line, reason = likely_reason(cause)
+        words = reason.rstrip() or f"{cause.msg} (column {cause.colno})."
+        return TextMistake(line=min(line, num_lines), message=words)
+    if cause is not None and (line_match := _LINE_IN_MESSAGE.search(str(cause))):
+        return TextMistake(line=int(line_match[1]), message=error.mistakes[0])
+    return None
+
+
+def _keys_of(node: yaml.Node | None, section: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+    if isinstance(node, yaml.SequenceNode):  # its items have no name
+        for item in node.value:
+            yield from _keys_of(item, section)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = (*section, str(key.value))
+            yield path, key.start_mark.line + 1
+            yield from _keys_of(value, path)
+
+
+def _line_of(mistake: str, lines: dict[KeyPath, int]) -> int | None:
+    """The line of the key that a mistake is about, or of the nearest section around it."""
+    named_path = str(getattr(mistake, "path", "")) or _KEY_END.split(mistake, maxsplit=1)[0]
+    wanted = tuple(named_path.strip("`'\".,").split("."))
+    for length in range(len(wanted), 0, -1):
+        part = wanted[:length]
+        # A message may name a key without its section.
+        for path, line in lines.items():
+            if path[-length:] == part:
+                return line
+    return None

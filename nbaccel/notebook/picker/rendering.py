@@ -1,36 +1,120 @@
-"""The three questions of a form and its table of bars, as HTML; all text escaped.
+"""A picker as HTML and as text: three questions, the table of memory, and what settings come to.
 
-The same HTML stands in the widgets, where the rows lie over the buttons of the ways to train, and
-in what a saved notebook or an exported page keeps.
+The same HTML stands in the widgets, where the rows of the table lie over the buttons of the ways to
+train, and in what a saved notebook or an exported page keeps. The text is for a terminal, and
+folded below the table of a saved notebook; its table has a row for each way to train and a column
+for each precision, and what does not go into a cell is told below.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.memory.estimate import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
 from nbaccel.notebook.picker.choices import (
+    PANELS,
+    form_of,
     groups_of_ways,
     is_shown_once,
     name_with_precision,
     precision_label,
+    settings,
+    title_of,
 )
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
     from nbaccel.memory.estimate import BarSegment
-    from nbaccel.memory.settings_form import StatePlacement
+    from nbaccel.memory.settings_form import Setting, StatePlacement
     from nbaccel.memory.ways import Candidate, Proposal
+    from nbaccel.notebook.picker.config_text import TextMistake
     from nbaccel.notebook.picker.model import PickerModel
-    from nbaccel.notebook.picker.text_mistakes import TextMistake
+
+# ------------------------------------------------------------------------------ what settings are
+_OPEN_VALUES = (None, "auto", "")
+# Units that are not the plural with its `s` removed.
+_SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
+TRUTH_WORDS = {True: "yes", False: "no"}
+
+
+class SettingOutcome(NamedTuple):
+    """What an open setting comes to, with its unit, and who decides it, or why."""
+
+    value: str = ""
+    reason: str = ""
+
+    def text(self) -> str:
+        """``2 processes: one per GPU, 2 found``; empty where nothing is left open."""
+        return ": ".join(filter(None, (self.value, self.reason)))
+
+
+# What settings without a value come to, where neither the plan nor a default says so.
+_WHEN_EMPTY = {
+    "gradient_accumulation_steps": SettingOutcome("1 batch", "unless the code accumulates"),
+    "timeout": SettingOutcome("no limit"),
+    "shown_output": SettingOutcome("both streams"),
+}
+_NOTHING_KINDS = ("text", "table", "words")
+
+
+def outcome_of(model: PickerModel, setting: Setting) -> SettingOutcome:
+    """What an open setting comes to."""
+    if model.value(setting.name) not in _OPEN_VALUES:
+        return SettingOutcome()
+    for choice in model.resolved():
+        if choice.name in (setting.name, setting.strategy_key):
+            is_decided = choice.value not in _OPEN_VALUES
+            value_text = value_with_unit(choice.value, setting.unit) if is_decided else ""
+            return SettingOutcome(value_text, choice.reason)
+    default_text = default_text_of(model, setting)
+    if default_text:
+        return SettingOutcome(default_text, "default")
+    if setting.name in _WHEN_EMPTY:
+        return _WHEN_EMPTY[setting.name]
+    is_of_run = form_of(setting.name) is None and model.value(setting.name) is None
+    return SettingOutcome("none" if is_of_run and setting.kind in _NOTHING_KINDS else "")
+
+
+def default_text_of(model: PickerModel, setting: Setting) -> str:
+    """The value that a setting has by default, with its unit."""
+    form = form_of(setting.name)
+    default = setting.default if form is None else form.default_of(model.config, setting)
+    return "" if default in _OPEN_VALUES else value_with_unit(default, setting.unit)
+
+
+def shown_value(model: PickerModel, name: str) -> str:
+    """What a setting is, or comes to, in words."""
+    value = model.value(name)
+    setting = model.setting(name)
+    for option in setting.options:
+        if option.value == value:
+            return option.label
+    if value is None:
+        return outcome_of(model, setting).value or "default"
+    return value_with_unit(value, setting.unit if setting.kind != "one-of" else "")
+
+
+def value_with_unit(value: Any, unit_name: str) -> str:
+    """A value as people read it."""
+    if isinstance(value, bool):
+        return TRUTH_WORDS[value]
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if value == 1:
+        unit_name = _SINGULAR_UNITS.get(
+            unit_name, unit_name.removesuffix("s") if len(unit_name) > 1 else unit_name
+        )
+    return f"{value:,} {unit_name}".rstrip()
 
 
 _NO_MODEL = "configure(model, batch)"
@@ -53,24 +137,23 @@ def question_html(number: int, title: str, remark: str = "") -> str:
 
 def trained_html(model: PickerModel) -> str:
     """What is trained."""
-    trained = model.trained
-    if trained is None:
+    if not model.trained:
         remark = f"Give the model, and a batch to measure with: <code>{_NO_MODEL}</code>"
         return question_html(1, "What is trained", remark)
     batch_html = f"batch <code>{escape(model.batch_shapes)}</code>"
     if not model.batch_shapes:
         batch_html = f"no batch: activations are not counted; <code>{_NO_MODEL}</code>"
-    remark = f"{escape(trained.name)} · {escape(trained.facts)} · {batch_html}"
+    remark = f"{escape(model.trained)} · {batch_html}"
     return question_html(1, "What is trained", remark)
 
 
 def machine_html(model: PickerModel) -> str:
     """The machine: each device, with the memory that it has."""
     parts = "".join(
-        f'<li class="nbaccel-part{" nbaccel-used" if part.is_used else ""}">{escape(part.label)}'
-        + ('<span class="nbaccel-hidden-text"> (used)</span>' if part.is_used else "")
+        f'<li class="nbaccel-part{" nbaccel-used" if is_used else ""}">{escape(label)}'
+        + ('<span class="nbaccel-hidden-text"> (used)</span>' if is_used else "")
         + "</li>"
-        for part in model.machine_parts
+        for label, is_used in model.machine_parts
     )
     return f'{question_html(2, "On what")}<ul class="nbaccel-parts">{parts}</ul>'
 
@@ -79,7 +162,7 @@ def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
     """What fits: the heading and which is the best."""
     if model.is_memory_postponed:
         remark = "Memory is being estimated …"
-    elif model.trained is None:
+    elif not model.trained:
         remark = (
             "With a model, a bar for each way to train is here, against the memory that there is."
         )
@@ -119,6 +202,12 @@ class BarRow:
     is_refused: bool = False
     mark: str = ""
     is_chosen: bool = False
+
+
+def shown_rows(model: PickerModel) -> Iterator[BarRow]:
+    """The rows of the ways that the form shows."""
+    candidates = model.shown_candidates()
+    return rows_of_ways(candidates, compares=model.compares_precisions, best_mark=model.best_mark)
 
 
 def rows_of_ways(
@@ -258,8 +347,7 @@ def _row_html(row: BarRow, scale: BarScale) -> str:
 # ---------------------------------------------------------------------- what was taken
 def taken_html(model: PickerModel) -> str:
     """What is chosen now, what it does, whether it fits, and its bar for narrow windows."""
-    candidates = () if model.is_memory_postponed else model.shown_candidates()
-    candidate = next((one for one in candidates if one.is_taken), None)
+    candidate = next((one for one in model.shown_candidates() if one.is_taken), None)
     num_processes = 1 if model.plan is None else model.plan.world_size
     verdict = model.verdict
     name = "Chosen settings"
@@ -349,24 +437,6 @@ def use_html(variable: str) -> str:
     )
 
 
-# Without permission for the clipboard the text is selected: Ctrl+C is left to the user.
-_COPY_SCRIPT = (
-    "const button = this, text = button.parentElement.querySelector('pre');"
-    "const select = () => {window.getSelection().selectAllChildren(text);"
-    " button.textContent = 'Press Ctrl+C'};"
-    "const done = () => {button.textContent = 'Copied';"
-    " setTimeout(() => {button.textContent = 'Copy'}, 1500)};"
-    "if (navigator.clipboard) {"
-    "navigator.clipboard.writeText(text.textContent).then(done, select)} else select();"
-)
-
-_SELECT_LINE_SCRIPT = (
-    "const area = this.closest('.nbaccel-editor').querySelector('textarea'),"
-    " lines = area.value.split('\\n'), number = Number(this.dataset.line) - 1,"
-    " start = lines.slice(0, number).join('\\n').length + (number > 0 ? 1 : 0);"
-    "area.focus(); area.setSelectionRange(start, start + (lines[number] || '').length);"
-    "area.scrollTop = area.scrollHeight * Math.max(0, number - 3) / lines.length;"
-)
 _MAX_LINE_CHARS = 60
 
 
@@ -468,7 +538,7 @@ def _text_mistake(mistake: TextMistake, lines: Sequence[str]) -> str:
     text = lines[mistake.line - 1].strip() if mistake.line <= len(lines) else ""
     button = (
         f'<button type="button" class="nbaccel-to-line" data-line="{mistake.line}" '
-        f'onclick="{escape(_SELECT_LINE_SCRIPT)}" title="Select this line">'
+        f'onclick="{escape(_part("select_line.js"))}" title="Select this line">'
         f"line {mistake.line}</button>"
     )
     code = f" <code>{escape(text[:_MAX_LINE_CHARS])}</code>" if text else ""
@@ -488,7 +558,7 @@ def face_html(name: str, text: str) -> str:
         f'<div class="nbaccel-face"><pre tabindex="0" aria-label="{escape(name)}">'
         f"{escape(text)}</pre>"
         f'<button type="button" class="nbaccel-copy" title="Copy {escape(name)}" '
-        f'onclick="{escape(_COPY_SCRIPT)}">Copy</button></div>'
+        f'onclick="{escape(_part("copy.js"))}">Copy</button></div>'
     )
 
 
@@ -510,3 +580,183 @@ def resolved_html(plan_choices: Sequence[Choice]) -> str:
         '<div class="nbaccel-scroll" tabindex="0"><table class="nbaccel-resolved">'
         f"<thead>{table_head}</thead><tbody>{table_rows}</tbody></table></div>"
     )
+
+
+TABLE_CHARS = 78
+"""Two less than a terminal has: what is below a heading is indented."""
+_INDENT = "  "
+_CELL_CHARS = 12  # "✗ 1000.0 GiB" and "not possible"
+_SIGNS = "✓ fits, ✗ does not"
+
+
+def picker_text(
+    model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
+) -> str:
+    """The picker for a terminal: the choices, their memory, and the plan."""
+    return "\n\n".join(picker_sections(model, panel_names, measures=measures))
+
+
+def picker_sections(
+    model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
+) -> Iterator[str]:
+    """The same, one section after the other: the first ones need no measurement."""
+    if tuple(panel_names) == PANELS:
+        yield _section("1. What is trained", _folded(_trained_lines(model)))
+        yield _section("2. On what", _folded(_machine_lines(model)))
+        if model.is_memory_postponed:
+            yield _section("3. What fits", [model.verdict.text])
+        elif model.candidates():
+            # In the chosen precision alone, where others would have to be measured.
+            compares = measures or model.has_compared
+            candidates = model.compared_candidates() if compares else model.candidates()
+            lines = precision_table_lines(candidates)
+            if not any(candidate.is_taken for candidate in candidates):
+                lines.append("What is chosen is none of these ways; its memory is below.")
+            yield _section("3. What fits", lines)
+    for panel_name in panel_names:
+        if rows := list(_setting_rows(model, panel_name)):
+            yield _section(title_of(panel_name), _aligned(rows))
+    verdict = model.verdict
+    lines = [*(bar.text() for bar in model.bars()), f"{verdict.text} {verdict.remedy}".strip()]
+    yield _section("Memory", _folded(lines))
+    if choices := model.resolved():
+        rows = [(choice.name, str(choice.value), choice.reason) for choice in choices]
+        yield _section("What open settings come to", _aligned([("what", "value", "why"), *rows]))
+    for name, text in model.faces().items():
+        # Code is to be copied: its lines stay as they are.
+        yield _section(name, text.splitlines())
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join((title, *(f"{_INDENT}{line}".rstrip() for line in lines)))
+
+
+def _folded(lines: Sequence[str], indent: str = _INDENT) -> list[str]:
+    """Lines that are too wide for a terminal in several; the others as they are."""
+    folded: list[str] = []
+    for line in lines:
+        if len(line) <= TABLE_CHARS:
+            folded.append(line)
+        else:
+            folded += textwrap.wrap(
+                line, TABLE_CHARS, subsequent_indent=indent, break_on_hyphens=False
+            )
+    return folded
+
+
+def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Columns side by side; the last one is folded."""
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    indent = " " * (sum(widths) + 2 * len(_INDENT))
+    lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
+    return _folded(lines, indent)
+
+
+def _trained_lines(model: PickerModel) -> list[str]:
+    if not model.trained:
+        return ["nothing yet: configure(model, batch) shows what fits"]
+    batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
+    return [model.trained, batch]
+
+
+def _machine_lines(model: PickerModel) -> list[str]:
+    parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
+    processes = shown_value(model, "num_processes")
+    if reason := outcome_of(model, model.setting("num_processes")).reason:
+        processes = f"{processes} ({reason})"
+    return [*parts, f"{processes} · precision {shown_value(model, 'mixed_precision')}"]
+
+
+def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, str, str]]:
+    """The common choices of a panel, and those of the others that are set."""
+    for setting in settings(panel_name):
+        value = model.value(setting.name)
+        is_common = not setting.section and not model.refusal(setting.name)
+        if model.is_shown(setting.name) and (is_common or value not in (None, setting.default)):
+            meanings = [one.meaning for one in setting.options if one.value == value]
+            meaning = next(filter(None, meanings), setting.meaning)
+            yield setting.label, shown_value(model, setting.name), meaning
+
+
+# ---------------------------------------------------------------------- the table of ways
+def precision_table_lines(candidates: Sequence[Candidate], *, knows_free: bool = True) -> list[str]:
+    """The table for a terminal; what fits is told where it is known what is free."""
+    groups = list(groups_of_ways(candidates))
+    compared = [one for _, of_way in groups if not is_shown_once(of_way) for one in of_way]
+    precisions = list(dict.fromkeys(one.precision for one in compared))
+    place = place_text(candidates)
+    if place:
+        place = f"{place[:1].upper()}{place[1:]}{_free_text(candidates)}"
+        if any(candidate.placement.leaves_device for candidate in candidates):
+            place += ", + of the host"
+    signs = _SIGNS if knows_free else ""
+    lines = textwrap.wrap(": ".join(filter(None, (place, signs))), TABLE_CHARS)
+    cells_chars = max(1, len(precisions)) * (len(_INDENT) + _CELL_CHARS)
+    name_chars = min(max((len(name) for name, _ in groups), default=0), TABLE_CHARS - cells_chars)
+    if precisions:
+        lines += _beside("", name_chars, [[precision_label(one)] for one in precisions])
+    for name, of_way in groups:
+        if is_shown_once(of_way):
+            room = TABLE_CHARS - name_chars - len(_INDENT)
+            refused = ": ".join((*_marks_of(of_way[0]), of_way[0].refusal))
+            lines += _beside(name, name_chars, [textwrap.wrap(refused, room)])
+            continue
+        by_precision = {candidate.precision: candidate for candidate in of_way}
+        cells = [_cell_lines(by_precision.get(one), knows_free) for one in precisions]
+        lines += _beside(name, name_chars, cells)
+    for note in _notes_of(candidates):
+        lines += textwrap.wrap(note, TABLE_CHARS, subsequent_indent=_INDENT)
+    return lines
+
+
+def _beside(name: str, name_chars: int, cells: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a row, whose name may need several."""
+    name_lines = textwrap.wrap(name, name_chars) if name else []
+    for first, *texts in zip_longest(name_lines, *cells, fillvalue=""):
+        columns = (f"{first:<{name_chars}}", *(f"{text:<{_CELL_CHARS}}" for text in texts))
+        yield _INDENT.join(columns).rstrip()
+
+
+def _cell_lines(candidate: Candidate | None, knows_free: bool) -> list[str]:
+    if candidate is None:
+        return ["—"]
+    lines = textwrap.wrap(candidate.verdict, _CELL_CHARS)
+    if candidate.refusal:
+        lines = ["not possible"]
+    elif candidate.need is not None:
+        sign = f"{'✓' if candidate.fits else '✗'} " if knows_free else ""
+        first, *others = candidate.need.bars
+        lines = [f"{sign}{format_bytes(first.needed)}"]
+        lines += [f"+ {format_bytes(bar.needed)}" for bar in others if bar.is_host and bar.needed]
+    return [*lines, *_marks_of(candidate)]
+
+
+def _marks_of(candidate: Candidate) -> list[str]:
+    marks = (("chosen", candidate.is_taken), ("★ best", candidate.is_best))
+    return [mark for mark, is_marked in marks if is_marked]
+
+
+def _free_text(candidates: Sequence[Candidate]) -> str:
+    """What is free of it; empty where that is not known, or not the same on all devices."""
+    bars = next((one.need.bars for one in candidates if one.need is not None), ())
+    # Devices come first; there is one bar of host memory where processes compute there.
+    alike = [bar for bar in bars if ":" in bar.place] or bars[:1]
+    others = [sum(one.bytes for one in bar.segments if one.kind == "others") for bar in alike]
+    free = {bar.capacity - used for bar, used in zip(alike, others, strict=True)}
+    is_known = len(free) == 1 and all(bar.capacity for bar in alike)
+    return f" ({format_bytes(free.pop())} free)" if is_known else ""
+
+
+def _notes_of(candidates: Sequence[Candidate]) -> Iterator[str]:
+    """What cells have no room for: why one is refused, what lacks elsewhere, and the best."""
+    for name, of_way in groups_of_ways(candidates):
+        clauses: dict[str, list[str]] = {}
+        for one in of_way if not is_shown_once(of_way) else ():
+            lacks_elsewhere = one.fits is False and one.need and not one.need.bars[0].lacking
+            if one.refusal or lacks_elsewhere:
+                clauses.setdefault(verdict_text(one), []).append(precision_label(one.precision))
+        if clauses:
+            told = (f"{words} in {', '.join(labels)}" for words, labels in clauses.items())
+            yield f"{name}: {'; '.join(told)}."
+    for best in (candidate for candidate in candidates if candidate.is_best):
+        yield f"★ {name_with_precision(best)}: {best.reason}."

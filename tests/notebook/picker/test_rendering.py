@@ -1,0 +1,459 @@
+"""What pickers draw: the right numbers, readable by all, and nobody's text is taken for HTML."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nbaccel.base.units import format_bytes
+from nbaccel.config import RunConfig
+from nbaccel.memory.estimate import SEGMENT_KINDS, BarSegment, MemoryBar, MemoryNeed
+from nbaccel.memory.ways import Candidate, Proposal
+from nbaccel.notebook.picker import rendering
+from nbaccel.notebook.picker.choices import (
+    groups_of_ways,
+    hint_of,
+    is_shown_once,
+    name_with_precision,
+    precision_label,
+)
+from nbaccel.notebook.picker.config_text import TextMistake
+from nbaccel.notebook.picker.model import PickerModel
+from nbaccel.notebook.picker.rendering import (
+    TABLE_CHARS,
+    picker_sections,
+    picker_text,
+    precision_table_lines,
+)
+from nbaccel.notebook.pickers import Picker
+from nbaccel.plan.launch_plan import Choice
+from tests import needs
+from tests.html_reader import Html
+from tests.notebook.machines import V5E_8, WITHOUT_GPU, with_gpus
+from tests.notebook.picker.test_candidates import of_language
+from tests.notebook.shown import big, net
+
+GIB = 2**30
+EVIL = "<script>alert('&\"')</script>"
+
+
+def bar(capacity: int = 10 * GIB, *, parameters: int, free: int = 0, lacking: int = 0) -> MemoryBar:
+    sizes = {"parameters": parameters, "buckets": GIB, "free": free}
+    segments = tuple(BarSegment(*one) for one in sizes.items())
+    needed = parameters + GIB
+    return MemoryBar(
+        label=EVIL, capacity=capacity, segments=segments, needed=needed, lacking=lacking
+    )
+
+
+def need_of(*bars) -> MemoryNeed:
+    model = PickerModel(model=net(), inventory=WITHOUT_GPU)
+    return replace(model.need, bars=bars)
+
+
+def candidate(**facts) -> Candidate:
+    return Candidate(**{"name": EVIL, "config": RunConfig(), "reason": EVIL, **facts})
+
+
+def table(*candidates, compares: bool = False, hint: str = "") -> str:
+    return rendering.table_html(rendering.rows_of_ways(candidates, compares=compares), hint)
+
+
+ENOUGH = bar(parameters=4 * GIB, free=5 * GIB)
+LACKING_BAR = bar(parameters=14 * GIB, lacking=5 * GIB)
+FITTING = candidate(need=need_of(ENOUGH))
+LACKING = candidate(need=need_of(LACKING_BAR))
+PROPOSAL = Proposal(
+    title=EVIL,
+    config=RunConfig(),
+    candidate=FITTING,
+    why=(EVIL,),
+    not_chosen=(EVIL,),
+    batch_size=None,
+    accumulation=1,
+)
+DRAWN = {
+    "note": rendering.note_html(EVIL, refusal=EVIL, reasons=[EVIL]),
+    "reasons": rendering.note_html(EVIL, reasons=[EVIL, EVIL]),
+    "outcome": rendering.note_html(EVIL, outcome=EVIL, docs_link=EVIL),
+    "error": rendering.error_html([EVIL]),
+    "remarks": rendering.remarks_html([EVIL]),
+    "heading": rendering.heading_html(EVIL),
+    "label": rendering.label_html(EVIL),
+    "face": rendering.face_html(EVIL, EVIL),
+    "resolved": rendering.resolved_html([Choice(EVIL, EVIL, EVIL)]),
+    "mistakes": rendering.text_mistakes_html([TextMistake(line=1, message=EVIL)], EVIL, ""),
+    "no mistakes": rendering.text_mistakes_html([], "", EVIL),
+    "kept": rendering.kept_html("kept", [], EVIL),
+    "ways": table(replace(FITTING, is_best=True)),
+    "refused": table(candidate(refusal=EVIL)),
+    "compared": table(FITTING, compares=True),
+    "hint": table(candidate(), hint=EVIL),
+    "places": rendering.table_html(rendering.rows_of_places([bar(parameters=GIB)])),
+    "proposal": rendering.proposal_html(PROPOSAL),
+}
+
+
+@pytest.mark.parametrize("what", DRAWN)
+def test_text_is_shown_as_it_is_and_never_run(what):
+    read = Html(DRAWN[what])
+    assert "script" not in {tag for tag, _ in read.tags}
+    told = " ".join([*read.words, *(v for _, a in read.tags for v in a.values() if v)])
+    assert EVIL in told
+
+
+def test_the_name_of_a_model_is_text_too():
+    model = type(EVIL, (torch.nn.Linear,), {})(2, 2)
+    html = rendering.trained_html(PickerModel(model=model, inventory=WITHOUT_GPU))
+    assert EVIL in " ".join(Html(html).words)
+
+
+# ------------------------------------------------------------------------------ styles
+def test_what_is_only_a_style_asks_nobody_for_anything():
+    front = rendering.front_html("nbaccel-static-1")
+    assert not re.search(r"https?://|@import|url\(", front)
+    assert ".nbaccel-static-1 { display: none }" in front
+
+
+def test_every_rule_of_the_style_is_the_pickers_own():
+    style = Html(rendering.front_html("nbaccel-static-1")).words[0]
+    style = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
+    style = re.sub(r"@media[^{]*\{((?:[^{}]*\{[^{}]*\})*)\s*\}", r"\1", style)
+    selectors = [s.strip() for rule in re.findall(r"([^{}]+)\{", style) for s in rule.split(",")]
+    assert len(selectors) > 50
+    assert not [s for s in selectors if not s.startswith(".nbaccel-")]
+
+
+def test_every_kind_of_memory_has_a_colour():
+    style = Html(rendering.kept_html("x", ["a"], "")).words[0]
+    for kind in (*SEGMENT_KINDS, "others", "free"):
+        assert f".nbaccel-{kind} {{ background" in style
+
+
+def test_nothing_to_say_is_nothing_shown():
+    assert rendering.note_html("") == ""
+    assert rendering.error_html([]) == ""
+    assert rendering.remarks_html([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "css"),
+    [
+        ("zero_optimization.stage", "zero_optimization-stage"),
+        (None, "none"),
+        ("A b/<c>", "a-b--c-"),
+    ],
+)
+def test_names_become_classes(name, css):
+    assert rendering.css_name(name) == css
+
+
+# ------------------------------------------------------------------------------ the table of bars
+def test_all_bars_have_one_scale_and_a_line_where_the_memory_ends():
+    read = Html(table(FITTING, replace(LACKING, name="other")))
+    widths = [a["style"] for a in read.of("nbaccel-segment")]
+    assert widths == ["width:26.667%", "width:6.667%", "width:93.333%", "width:6.667%"]
+    assert [a["style"] for a in read.of("nbaccel-mark")] == ["left:66.67%", "left:66.67%"]
+    assert [a["class"].split()[-1] for a in read.of("nbaccel-strip-row")] == [
+        "nbaccel-fits",
+        "nbaccel-lacks",
+    ]
+    assert any("✗ 5.0 GiB too little" in word for word in read.words)
+    for told in ("parameters 4.0 GiB", "buffers 1.0 GiB", "5.0 GiB left free"):
+        assert told in read.of("nbaccel-track")[0]["aria-label"]
+
+
+def test_compared_bars_are_grouped_by_way_with_one_scale():
+    in_half = RunConfig(mixed_precision="bf16")
+    html = table(
+        replace(LACKING, name="ZeRO-2"),
+        replace(FITTING, name="ZeRO-2", config=in_half, is_best=True),
+        candidate(name="ZeRO-3", refusal="needs a folder"),
+        compares=True,
+    )
+    read = Html(html)
+    assert [a["class"] for a in read.of("nbaccel-strip-row")] == [
+        "nbaccel-strip-row nbaccel-first nbaccel-lacks",
+        "nbaccel-strip-row nbaccel-fits",
+        "nbaccel-strip-row nbaccel-first",
+    ]
+    assert [word for word in read.words if word.strip()][:7] == [
+        "ZeRO-2",
+        "fp32",
+        "✗ 5.0 GiB too little",
+        "bf16",
+        "✓ 5.0 GiB free",
+        "★ best",
+        "ZeRO-3",
+    ]
+    assert html.count("fp32") == 2, "a way that cannot be taken has no precision beside it"
+    told = [a["aria-label"] for a in read.of("nbaccel-track") if "aria-label" in a]
+    assert [text.partition(":")[0] for text in told] == ["ZeRO-2 in fp32", "ZeRO-2 in bf16"]
+
+
+def test_a_precision_is_named_where_it_alone_fits_or_is_faster():
+    def best(precision: str) -> Candidate:
+        config = RunConfig(mixed_precision=precision)
+        return candidate(name="ZeRO-1", config=config, is_best=True)
+
+    assert hint_of([LACKING], [LACKING, best("bf16")]) == "In bf16, ZeRO-1 would fit."
+    told = hint_of([best("no")], [best("bf16")])
+    assert told == "In bf16, ZeRO-1 would fit, too, and is usually faster."
+    assert hint_of([best("bf16")], [best("bf16")]) == ""
+    assert hint_of([LACKING], [LACKING]) == ""
+
+
+def test_a_need_far_beyond_what_there_is_is_cut_so_that_others_can_be_read():
+    huge = bar(parameters=1000 * GIB, lacking=991 * GIB)
+    assert rendering.BarScale([huge]).full_width == 17 * GIB
+    assert Html(table(candidate(need=need_of(huge)))).of("nbaccel-cut")
+
+
+def test_a_small_model_is_enlarged_without_what_others_use():
+    small = bar(1000 * GIB, parameters=4 * GIB, free=595 * GIB)
+    others = BarSegment("others", 400 * GIB)
+    small = replace(small, segments=(others, *small.segments))
+    read = Html(table(candidate(need=need_of(small))))
+    widths = [a["style"] for a in read.of("nbaccel-segment")]
+    assert widths == ["width:80.000%", "width:20.000%"]
+    assert not read.of("nbaccel-mark")
+    assert not read.of("nbaccel-cut")
+    assert "all that there is: 200 times as wide" in read.words
+
+
+def test_what_is_lacking_elsewhere_is_told_with_its_place():
+    on_host = replace(bar(parameters=GIB, lacking=2 * GIB), label="host memory · 2 processes")
+    short = candidate(need=need_of(bar(parameters=GIB, free=GIB), on_host))
+    assert rendering.verdict_text(short) == "✗ 2.0 GiB too little on host memory"
+
+
+def test_each_place_has_a_row_with_its_numbers():
+    places = [bar(parameters=2 * GIB, free=7 * GIB), bar(parameters=19 * GIB, lacking=10 * GIB)]
+    read = Html(rendering.table_html(rendering.rows_of_places(places)))
+    assert "needs 3.0 GiB of 10.0 GiB" in read.words
+    assert "✗ needs 20.0 GiB of 10.0 GiB: 10.0 GiB too little" in read.words
+    unknown = Html(rendering.table_html(rendering.rows_of_places([bar(0, parameters=3 * GIB)])))
+    assert [a["style"] for a in unknown.of("nbaccel-segment")] == ["width:75.000%", "width:25.000%"]
+
+
+# ------------------------------------------------------------------------------ as it is kept
+@needs.DEEPSPEED
+def test_terminal_and_saved_notebook_show_the_three_questions_and_what_is_best():
+    config = RunConfig(mixed_precision="bf16")
+    picker = Picker(config, model=big(), inventory=with_gpus(2))
+    kept = picker._kept_output()
+    text, drawn = kept["text/plain"], " ".join(Html(kept["text/html"]).words)
+    for part in (
+        "What is trained",
+        "5.91 B parameters in 44 tensors",
+        "On what",
+        "GPU 1 · NVIDIA H100",
+        "(used)",
+        "2 processes (one per GPU, 2 found)",
+        "What fits",
+        "★ best",
+    ):
+        assert part in text, part
+        assert part in drawn, part
+    for one in picker._model.candidates():
+        assert one.name in drawn
+        assert rendering.verdict_text(one) in drawn
+    assert "Each of 2 processes holds the whole model" in drawn
+
+
+def test_before_the_estimate_and_without_a_model_it_says_so():
+    waiting = Picker(model=net(), inventory=WITHOUT_GPU)
+    waiting._model.postpone_memory()
+    assert "Memory is being estimated …" in waiting._kept_output()["text/html"]
+    kept = Picker(inventory=WITHOUT_GPU)._kept_output()
+    assert "configure(model, batch)" in kept["text/html"]
+    assert "configure(model, batch) shows what fits" in kept["text/plain"]
+    assert "3. What fits" not in picker_text(PickerModel(inventory=WITHOUT_GPU))
+
+
+IN_HALF = RunConfig(mixed_precision="bf16")
+MACHINES = {
+    "two GPUs": with_gpus(2, total=40, free=39),
+    "one small GPU": with_gpus(1, total=8, free=7, capability=(7, 5)),
+    "cores": WITHOUT_GPU,
+    "TPU": V5E_8,
+}
+
+
+@pytest.fixture(scope="module", params=MACHINES)
+def picker(request) -> PickerModel:
+    return of_language(MACHINES[request.param])
+
+
+def in_each_precision(picker: PickerModel) -> tuple[Candidate, ...]:
+    """What the form shows once precisions are compared."""
+    picker.compare_precisions(is_on=True)
+    shown = picker.shown_candidates()
+    picker.compare_precisions(is_on=False)
+    return shown
+
+
+def cells_of_text(picker: PickerModel, way_names: list[str]) -> dict[tuple[str, str], list[str]]:
+    """The lines of each cell, by the way that its row is of and its column's heading."""
+    fits = picker_text(picker).partition("3. What fits\n")[2].partition("\n\n")[0]
+    _, heading, *rows = [line[2:] for line in fits.splitlines()]
+    labels = heading.split()
+    starts = [heading.index(label) for label in labels]
+    ends = [*starts[1:], TABLE_CHARS]
+    cells: dict[tuple[str, str], list[str]] = {}
+    names, is_whole = list(way_names), True
+    for row in rows:
+        # A long name goes on in the next lines.
+        if (name_part := row[: starts[0]].strip()) and is_whole:
+            if not names:
+                break
+            way, name = names.pop(0), name_part
+        elif name_part:
+            name = f"{name} {name_part}"
+        is_whole = name == way
+        for label, start, end in zip(labels, starts, ends, strict=True):
+            if text := row[start:end].strip():
+                cells.setdefault((way, label), []).append(text)
+    assert not names
+    return cells
+
+
+def test_a_terminal_has_the_numbers_of_the_form_s_strip(picker):
+    groups = list(groups_of_ways(in_each_precision(picker)))
+    cells = cells_of_text(picker, [way_name for way_name, _ in groups])
+    shown = [one for _, of_way in groups if not is_shown_once(of_way) for one in of_way]
+    assert len(shown) >= 4
+    for one in shown:
+        size, *rest = cells[one.name, precision_label(one.precision)]
+        assert size == f"{'✓' if one.fits else '✗'} {format_bytes(one.need.bars[0].needed)}"
+        words = [("chosen", one.is_taken), ("★ best", one.is_best)]
+        marks = [word for word, is_true in words if is_true]
+        _, *others = one.need.bars
+        host = [f"+ {format_bytes(bar.needed)}" for bar in others if bar.is_host and bar.needed]
+        assert rest == [*host, *marks]
+
+
+def test_no_line_is_wider_than_a_terminal(picker):
+    sections = {text.partition("\n")[0]: text for text in picker_sections(picker)}
+    for title, section in sections.items():
+        if title not in ("Python", "Command line", "YAML", "DeepSpeed JSON"):
+            assert max(map(len, section.splitlines())) <= 80, section
+
+
+def test_the_chosen_and_the_best_are_told_in_words_and_once_each(picker):
+    picker.choose("mixed_precision", "bf16")
+    text = picker_text(picker).partition("3. What fits\n")[2].partition("Precision\n")[0]
+    best = next((one for one in in_each_precision(picker) if one.is_best), None)
+    assert text.count("chosen") == 1
+    assert text.count("★ best") == (best is not None)
+    if best is not None:
+        assert f"★ {name_with_precision(best)}: {best.reason}." in " ".join(text.split())
+    picker.undo()
+
+
+def test_a_way_that_lacks_memory_elsewhere_says_where():
+    on_host = replace(bar(parameters=GIB, lacking=2 * GIB), label="host memory · 2 processes")
+    short = [
+        candidate(name="ZeRO-3", need=need_of(ENOUGH, on_host)),
+        candidate(name="ZeRO-3", need=need_of(ENOUGH, on_host), config=IN_HALF),
+    ]
+    lines = precision_table_lines(short)
+    note = "ZeRO-3: ✗ 2.0 GiB too little on host memory in fp32, bf16."
+    assert note in lines
+    on_device = [candidate(name="ZeRO-3", need=need_of(LACKING_BAR))]
+    assert not any("too little" in line for line in precision_table_lines(on_device))
+
+
+def test_what_one_precision_refuses_is_told_below_and_what_all_refuse_in_the_row():
+    ways = [
+        candidate(name="FSDP", need=need_of(ENOUGH)),
+        candidate(name="FSDP", config=IN_HALF, refusal="this card cannot"),
+        candidate(name="ZeRO-3, all on disk", refusal="needs a folder"),
+    ]
+    text = "\n".join(precision_table_lines(ways))
+    assert "not possible" in text
+    assert "FSDP: this card cannot in bf16." in text
+    assert "ZeRO-3, all on disk  needs a folder" in text
+
+
+def test_a_way_that_a_precision_lacks_leaves_its_cell_empty():
+    ways = [
+        candidate(name="FSDP", need=need_of(ENOUGH)),
+        candidate(name="FSDP", need=need_of(ENOUGH), config=IN_HALF),
+        candidate(name="ZeRO-1", need=need_of(ENOUGH), config=IN_HALF),
+    ]
+    assert any(line.split()[:2] == ["ZeRO-1", "—"] for line in precision_table_lines(ways))
+
+
+def test_free_memory_is_told_where_all_devices_have_the_same():
+    named = replace(ENOUGH, label="cuda:0 · A"), replace(ENOUGH, label="cuda:1 · A")
+    assert precision_table_lines([candidate(need=need_of(*named))])[0].startswith(
+        "Memory of each GPU (10.0 GiB free): ✓"
+    )
+    fuller = replace(LACKING_BAR, label="cuda:1 · A", capacity=8 * GIB)
+    assert precision_table_lines([candidate(need=need_of(named[0], fuller))])[0].startswith(
+        "Memory of each GPU: ✓"
+    )
+
+
+@needs.DEEPSPEED_ROW
+def test_settings_that_are_no_way_of_the_table_are_told():
+    picker = PickerModel(RunConfig(zero_stage=0, deepspeed={}), model=big(), inventory=with_gpus(2))
+    text = picker_text(picker)
+    assert "What is chosen is none of these ways; its memory is below." in text
+    assert "chosen" not in text.partition("3. What fits\n")[2].partition("What is chosen")[0]
+
+
+# ----------------------------------------------------------------------- nothing waits for it
+def measurements(picker: PickerModel, monkeypatch) -> list[str]:
+    """The precisions that are measured from now on."""
+    memory_model, told = picker._memory_model, []
+    measure = memory_model.activation_bytes
+
+    def telling(config, batch_size):
+        known = len(memory_model._activations)
+        found = measure(config, batch_size)
+        if len(memory_model._activations) > known:
+            told.append(config.mixed_precision)
+        return found
+
+    monkeypatch.setattr(memory_model, "activation_bytes", telling)
+    return told
+
+
+def test_the_text_beside_a_form_measures_no_other_precision(monkeypatch):
+    picker = of_language(with_gpus(2), width=64, layers=1)
+    told = measurements(picker, monkeypatch)
+    text = picker_text(picker, measures=False)
+    assert told == ["no"]
+    assert "fp16" not in text.partition("Precision\n")[0]
+    for estimate in picker.later_estimates():
+        estimate()
+    told.clear()
+    labels = ["fp32", "fp16", "bf16", "fp8"]
+    lines = picker_text(picker, measures=False).splitlines()
+    assert labels in [line.split() for line in lines]
+    assert told == []
+
+
+def test_a_terminal_shows_model_and_machine_before_anything_is_measured(monkeypatch):
+    picker = of_language(with_gpus(2), width=64, layers=1)
+    told = measurements(picker, monkeypatch)
+    sections = picker_sections(picker)
+    assert [next(sections).partition("\n")[0] for _ in range(2)] == [
+        "1. What is trained",
+        "2. On what",
+    ]
+    assert told == []
+    assert "fp8" in next(sections)
+    assert {"no", "bf16"} & set(told)
+
+
+def test_what_cannot_be_estimated_has_no_table():
+    picker = PickerModel(model=torch.nn.Linear(2, 2), sample_batch=torch.ones(4, 7))
+    text = picker_text(picker)
+    assert "Linear does not run with this sample_batch" in " ".join(text.split())
+    assert max(map(len, text.partition("Precision\n")[0].splitlines())) <= 80
