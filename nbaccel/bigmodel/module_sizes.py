@@ -325,19 +325,13 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     model_config: Any = getattr(model, "config", None)
     read_text_config = getattr(model_config, "get_text_config", None)
     text_config = model_config if read_text_config is None else read_text_config(decoder=True)
-    words = getattr(text_config, "tie_word_embeddings", False) and _has_word_output(model)
+    ties_words = getattr(text_config, "tie_word_embeddings", False)
+    outputs: Any = getattr(model, "get_output_embeddings", lambda: None)
     ties_halves = getattr(model_config, "is_encoder_decoder", False) and getattr(
         model_config, "tie_encoder_decoder", False
     )
-    return bool(words or ties_halves or any(map(_ties_its_own, model.modules())))
-
-
-def _has_word_output(model: Any) -> bool:
-    return model.get_output_embeddings() is not None
-
-
-def _ties_its_own(module: nn.Module) -> bool:
-    return hasattr(module, "_tie_weights")
+    ties_own = any(hasattr(module, "_tie_weights") for module in model.modules())
+    return bool((ties_words and outputs() is not None) or ties_halves or ties_own)
 
 
 def check_tied_parameters_on_same_device(

@@ -540,11 +540,8 @@ def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: 
 def _check_optimizer(optimizer: Optimizer, folder: Path, metadata: Mapping[str, Any]) -> None:
     _check_has_optimizer(folder, metadata)
     parameters = optimizer_shards.numbered_parameters(optimizer)
-    numbers = {
-        int(key.removeprefix(_STATE_PREFIX).partition(".")[0])
-        for key in metadata
-        if key.startswith(_STATE_PREFIX)
-    }
+    keys = (key.removeprefix(_STATE_PREFIX) for key in metadata if key.startswith(_STATE_PREFIX))
+    numbers = {int(key.partition(".")[0]) for key in keys}
     # Parameters that have not stepped have no state, so the numbers need not be complete.
     if max(numbers, default=-1) >= len(parameters):
         raise ConfigError(

@@ -130,7 +130,6 @@ class JsonlTracker(GeneralTracker):
         return self.path.open("a", encoding="utf-8")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See :meth:`GeneralTracker.store_init_configuration`."""
         self._write_line({"config": _plain_value(values), "time": time.time()})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -145,7 +144,6 @@ class JsonlTracker(GeneralTracker):
         self.tracker.flush()
 
     def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
         # `cached_property` puts it there: asking for it would open a file just to close it.
         if "tracker" in vars(self):
             self.tracker.close()
@@ -255,7 +253,6 @@ class TensorBoardTracker(GeneralTracker):
         self.tracker.flush()
 
     def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
         if "tracker" in vars(self):
             self.tracker.close()
 
@@ -323,12 +320,10 @@ class ServiceTracker(GeneralTracker):
         return SERVICES[self.name]
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         names = {self._service.project: self.run_name} if self._service.project else {}
         self.run = getattr(self.package, self._service.begin)(**names, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See :meth:`GeneralTracker.store_init_configuration`."""
         attrgetter(self._service.configure)(self)(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -336,7 +331,6 @@ class ServiceTracker(GeneralTracker):
         self.run.log(values, step=step, **kwargs)
 
     def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
         if self.run is not None:
             attrgetter(self._service.end)(self)()
 
@@ -381,12 +375,10 @@ class AimTracker(ServiceTracker):
         return self.run
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         super().start()
         self.run.name = self.run_name
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See :meth:`GeneralTracker.store_init_configuration`."""
         self.run["hparams"] = values
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -457,7 +449,6 @@ class MLflowTracker(ServiceTracker):
         return self.run
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         self.run = self.package.start_run(
             run_id=self.run_id,
             experiment_id=self._experiment_id(),
@@ -530,7 +521,6 @@ class DVCLiveTracker(ServiceTracker):
         return self.run
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         if self.run is None:
             super().start()
 
@@ -572,7 +562,6 @@ class WandBTracker(ServiceTracker):
     log_images = _log_image_lists
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See :meth:`GeneralTracker.store_init_configuration`."""
         # wandb refuses other values for a run that is continued, unless this is given.
         self.run.config.update(values, allow_val_change=True)
 
@@ -623,7 +612,6 @@ class ClearMLTracker(ServiceTracker):
     name = "clearml"
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         task_class = self.package.Task
         # A task of the user's is not closed in `finish`.
         self._existing_task = task_class.current_task()
@@ -678,7 +666,6 @@ class ClearMLTracker(ServiceTracker):
         )
 
     def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
         if self.run is not None and self._existing_task is None:
             super().finish()
 

@@ -24,6 +24,7 @@ from nbaccel.bigmodel.module_sizes import compute_module_sizes
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Gpu, Inventory
 from tests.bigmodel import map_rules
+from tests.bigmodel.families import build
 from tests.bigmodel.map_rules import Block, Stack, device_of, rules_broken
 
 TWO_GPUS = Inventory(
@@ -49,27 +50,32 @@ def infer(model, max_memory=None, *args, inventory=TWO_GPUS, **options):
 
 
 # ------------------------------------------------------------------------------- one by one
-def test_what_fits_goes_to_the_first_device_as_a_whole():
-    assert infer(row(linear(), linear()), {0: 200, "cpu": 1000}) == {"": 0}
+CASES = {
+    "what fits goes to the first device as a whole": [(2, {0: 200, "cpu": 1000}, {"": 0})],
+    "room is kept for the largest layer that is brought back": [
+        (3, {0: 299, "cpu": 1000}, {"m0": 0, "m1": "cpu", "m2": "cpu"}),
+        (3, {0: 300, "cpu": 1000}, {"": 0}),
+    ],
+    "the host keeps room for what is on the disk": [
+        (3, {"cpu": 150, "disk": 1000}, {"": "disk"}),
+        (3, {"cpu": 200}, {"m0": "cpu", "m1": "disk", "m2": "disk"}),
+    ],
+    # Accelerate keeps room on 0 for what lies on 1, and puts the last layer on the host.
+    "no room is kept where nothing is brought back": [
+        (4, {0: 250, 1: 250, "cpu": 1000}, {"m0": 0, "m1": 0, "m2": 1, "m3": 1}),
+    ],
+    # Device 1 is the first in use, and must have room for what is on the host.
+    "nothing is brought back to a device that stays empty": [
+        (4, {0: 0, 1: 300, "cpu": 1000}, {"m0": 1, "m1": 1, "m2": "cpu", "m3": "cpu"}),
+    ],
+    "a disk without a budget takes everything": [(1, {0: 10, "cpu": 10}, {"m0": "disk"})],
+}
 
 
-def test_room_is_kept_for_the_largest_layer_that_is_brought_back():
-    model = row(linear(), linear(), linear())
-    assert infer(model, {0: 299, "cpu": 1000}) == {"m0": 0, "m1": "cpu", "m2": "cpu"}
-    assert infer(model, {0: 300, "cpu": 1000}) == {"": 0}
-
-
-def test_the_host_keeps_room_for_what_is_on_the_disk():
-    model = row(linear(), linear(), linear())
-    assert infer(model, {"cpu": 150, "disk": 1000}) == {"": "disk"}
-    assert infer(model, {"cpu": 200}) == {"m0": "cpu", "m1": "disk", "m2": "disk"}
-
-
-def test_no_room_is_kept_where_nothing_is_brought_back():
-    """Accelerate keeps room on 0 for what lies on 1, and puts the last layer on the host."""
-    model = row(*(linear() for _ in range(4)))
-    device_map = infer(model, {0: 250, 1: 250, "cpu": 1000})
-    assert device_map == {"m0": 0, "m1": 0, "m2": 1, "m3": 1}
+@pytest.mark.parametrize("rule", CASES)
+def test_rows_of_equal_layers(rule):
+    for num_layers, budgets, expected in CASES[rule]:
+        assert infer(row(*(linear() for _ in range(num_layers))), budgets) == expected
 
 
 def test_room_is_kept_for_layers_of_slow_devices_only():
@@ -78,13 +84,6 @@ def test_room_is_kept_for_layers_of_slow_devices_only():
     model = row(linear(), linear(), large, linear(), linear())
     device_map = infer(model, {0: 300, 1: 400, "cpu": 1000})
     assert device_map == {"m0": 0, "m1": 0, "m2": 1, "m3": "cpu", "m4": "cpu"}
-
-
-def test_a_device_that_stays_empty_is_not_the_one_that_layers_are_brought_back_to():
-    """Device 1 is the first in use, and must have room for what is on the host."""
-    model = row(*(linear() for _ in range(4)))
-    device_map = infer(model, {0: 0, 1: 300, "cpu": 1000})
-    assert device_map == {"m0": 1, "m1": 1, "m2": "cpu", "m3": "cpu"}
 
 
 def test_the_machine_is_the_budget_where_none_is_given():
@@ -206,12 +205,9 @@ def test_a_device_that_stays_empty_is_reported_with_what_it_lacked(caplog):
 
 
 def test_weights_that_should_be_tied_and_are_not_are_warned_of(caplog):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)
     with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config)
-        model.lm_head.weight = nn.Parameter(torch.zeros(16, 8))
+        model = build("gpt2")
+        model.lm_head.weight = nn.Parameter(torch.zeros(200, 32))
     with caplog.at_level(logging.WARNING, "nbaccel"):
         infer(model, {0: 10**6})
     assert "tie_weights" in caplog.text
@@ -255,10 +251,6 @@ def test_a_block_that_must_not_be_split_and_fits_nowhere_is_named():
     model = row(row(linear(), linear(), kind=Block))
     with pytest.raises(ConfigError, match="'m0'"):
         infer(model, {0: 150, "cpu": 150, "disk": 150}, ["Block"])
-
-
-def test_a_disk_without_a_budget_takes_everything():
-    assert infer(row(linear()), {0: 10, "cpu": 10}) == {"m0": "disk"}
 
 
 # ------------------------------------------------------------------------------- maps

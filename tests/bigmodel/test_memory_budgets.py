@@ -39,11 +39,8 @@ def layered(num_layers: int = 10) -> nn.Module:
 
 
 def test_what_is_free_on_a_machine_of_two_gpus():
-    assert get_max_memory(inventory=machine(100, 20)) == {
-        0: 100 * GIB,
-        1: 20 * GIB,
-        "cpu": 48 * GIB,
-    }
+    expected = {0: 100 * GIB, 1: 20 * GIB, "cpu": 48 * GIB}
+    assert get_max_memory(inventory=machine(100, 20)) == expected
 
 
 def test_this_machine_is_asked_where_none_is_described():
@@ -93,15 +90,12 @@ def test_all_mistakes_are_reported_together():
 
 
 def test_devices_that_are_not_there_are_warned_of_once_and_kept(caplog):
+    get_max_memory({0: 5, "cpu": 6}, inventory=machine(1))
+    assert not caplog.records
     with caplog.at_level(logging.WARNING, "nbaccel"):
         assert get_max_memory({0: 5, 1: 6, 2: 7}, inventory=machine(1)) == {0: 5, 1: 6, 2: 7}
     assert len(caplog.records) == 1
     assert "not available: [1, 2]" in caplog.text
-
-
-def test_present_devices_are_not_warned_of(caplog):
-    get_max_memory({0: 5, "cpu": 6}, inventory=machine(1))
-    assert not caplog.records
 
 
 def test_a_driver_that_tells_nothing_is_reported(caplog):
@@ -122,20 +116,22 @@ def test_a_single_accelerator_found_on_the_machine_is_used_to_nine_tenths():
     assert budgets == {0: int(0.9 * 100 * GIB), "cpu": 48 * GIB}
 
 
-def test_a_single_accelerator_keeps_a_budget_that_was_given():
-    budgets = get_balanced_memory(layered(), {0: 500, "cpu": 900}, inventory=machine(1))
-    assert budgets == {0: 500, "cpu": 900}
-
-
-def test_shares_are_equal_and_the_last_keeps_all():
-    budgets = get_balanced_memory(layered(), {0: 700, 1: 700, "cpu": 9}, inventory=machine(1, 1))
-    # A half of 800, and 1.25 layers of 80.
-    assert budgets == {0: 500, 1: 700, "cpu": 9}
-
-
-def test_an_accelerator_with_a_budget_of_zero_takes_no_share():
-    budgets = get_balanced_memory(layered(), {0: 0, 2: 700, 5: 700}, inventory=machine(1))
-    assert budgets == {0: 0, 2: 500, 5: 700}
+@pytest.mark.parametrize(
+    ("given", "options", "expected"),
+    [
+        ({0: 500, "cpu": 900}, {}, {0: 500, "cpu": 900}),  # one alone keeps what was given
+        # Equal shares, and the last keeps all: a half of 800, and 1.25 layers of 80.
+        ({0: 700, 1: 700, "cpu": 9}, {}, {0: 500, 1: 700, "cpu": 9}),
+        ({0: 0, 2: 700, 5: 700}, {}, {0: 0, 2: 500, 5: 700}),  # one with 0 takes no share
+        ({0: 700, 1: 700}, {"dtype": "float16"}, {0: 250, 1: 700}),
+        # The first gets what the others have no room for.
+        ({0: 350, 1: 350, 2: 350}, {"low_zero": True}, {0: 100, 1: 350, 2: 350}),
+        ({1: 350, 4: 350, 6: 350}, {"low_zero": True}, {1: 100, 4: 350, 6: 350}),
+        ({0: 900, 1: 900, 2: 900}, {"low_zero": True}, {0: 0, 1: 500, 2: 900}),
+    ],
+)
+def test_budgets_are_balanced(given, options, expected):
+    assert get_balanced_memory(layered(), given, inventory=machine(1, 1, 1), **options) == expected
 
 
 def test_a_block_that_is_not_split_makes_the_share_larger():
@@ -145,26 +141,6 @@ def test_a_block_that_is_not_split_makes_the_share_larger():
         model, {0: 5000, 1: 5000}, no_split_module_classes={"Sequential"}, inventory=machine(1, 1)
     )
     assert budgets == {0: 400 + 500, 1: 5000}
-
-
-@pytest.mark.parametrize("devices", [(0, 1, 2), (1, 4, 6)])
-def test_low_zero_leaves_the_first_what_the_others_have_no_room_for(devices):
-    first, second, third = devices
-    budgets = get_balanced_memory(
-        layered(), dict.fromkeys(devices, 350), low_zero=True, inventory=machine(1, 1, 1)
-    )
-    assert budgets == {first: 100, second: 350, third: 350}
-    budgets = get_balanced_memory(
-        layered(), dict.fromkeys(devices, 900), low_zero=True, inventory=machine(1, 1, 1)
-    )
-    assert budgets == {first: 0, second: 500, third: 900}
-
-
-def test_a_dtype_halves_the_shares():
-    budgets = get_balanced_memory(
-        layered(), {0: 700, 1: 700}, dtype="float16", inventory=machine(1, 1)
-    )
-    assert budgets == {0: 250, 1: 700}
 
 
 @pytest.mark.parametrize("low_zero", [False, True])
