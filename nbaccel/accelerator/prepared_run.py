@@ -294,11 +294,7 @@ def _accumulation_settings(
             "be a whole number of at least 1: the number of batches in one optimizer step. Correct "
             "or unset it."
         )
-    return (
-        int(text),
-        "environment",
-        replace(accumulation_plugin, num_steps=int(text)),
-    )
+    return int(text), "environment", replace(accumulation_plugin, num_steps=int(text))
 
 
 def _activation_checkpointing(run_config: RunConfig | None) -> bool:

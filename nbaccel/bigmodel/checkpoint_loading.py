@@ -49,8 +49,146 @@ from nbaccel.transfer.sharded_tensors import (
 _log = get_logger(__name__)
 
 _MOST_LISTED = 10
+_PORTION_BYTES = 16 << 20  # copied at a time
+_BAR_DELAY_S = 0.5  # a load that is over by then needs no bar
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedWeights:
+    """What a load leaves behind for those who move weights later."""
+
+    weights: StoredWeights  # the weights that stayed in the files, by name
+    stored: Mapping[str, CheckpointTensor]  # where they are, by name
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: Mapping[str, Any] | None = None,
+    offload_folder: str | Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Fill a model from a checkpoint.
+
+    Without `device_map` each tensor is filled where it is. One on ``meta`` becomes a view of the
+    safetensors file in host memory, which takes memory only once it is used: loaded so, and then
+    given to `Accelerator.prepare` with FSDP or ZeRO-3, no process ever holds the whole model. Of a
+    model that is sharded already each process fills its own part. The file may be deleted or
+    replaced afterwards, but must not be overwritten in place while the model lives, as ``cp`` onto
+    it does, and safetensors before 0.8. Weights in files of `torch.save` are copied.
+
+    Args:
+        model: The model; best built under :func:`init_empty_weights`.
+        checkpoint: A file of weights, an index, or a folder with one of them.
+        device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``, such as
+            :func:`infer_auto_device_map` makes.
+        offload_folder: Where `index.json` says in which files the weights on the ``"disk"`` tier
+            are, for :func:`dispatch_model`. Weights are copied there only if they lie in files of
+            `torch.save`.
+        dtype: Format of floating-point weights; None: that of the model.
+        offload_state_dict: Not needed: memory never holds a whole file beside the model.
+        offload_buffers: Whether buffers on the ``"disk"`` tier stay there, as parameters do.
+        keep_in_fp32_modules: Modules that become float32 where `dtype` is float16.
+        offload_8bit_bnb: Refused: bitsandbytes' weights cannot be made here.
+        strict: Whether missing and left-over weights are errors.
+        full_state_dict: Whether the files hold whole tensors, as all formats here do.
+        broadcast_from_rank0: Of a sharded model, only process 0 reads, and sends each its part.
+
+    Raises:
+        CheckpointDamaged: Files are missing, truncated, damaged or hold code.
+        ConfigError: The checkpoint or the map does not fit the model, or there is no such device.
+            Nothing has been changed in either case.
+    """
+    del offload_state_dict
+    _refuse_other_formats(offload_8bit_bnb, full_state_dict=full_state_dict, model=model)
+    _refuse_map(device_map, model)
+    if device_map is not None and DISK in device_map.values() and offload_folder is None:
+        raise ConfigError(
+            f"device_map={_shorten_map(device_map)} leaves weights on disk, and no offload_folder "
+            "was given: a later dispatch_model would not know where they are. Give offload_folder, "
+            "or use load_checkpoint_and_dispatch, which needs none."
+        )
+    if broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1:
+        _load_from_first_rank(model, checkpoint, strict=strict)
+        return
+    loaded = fill_model(
+        model,
+        checkpoint,
+        device_map=device_map,
+        dtype=as_dtype(dtype),
+        keep_in_fp32_modules=keep_in_fp32_modules or (),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        needs_mapping=False,
+    )
+    if offload_folder is not None and loaded.stored:
+        write_offload_index(offload_folder, loaded)
+
+
+def fill_model(
+    model: nn.Module,
+    checkpoint: str | Path,
+    *,
+    device_map: Mapping[str, Any] | None,
+    dtype: torch.dtype | None,
+    keep_in_fp32_modules: Sequence[str] = (),
+    offload_buffers: bool = False,
+    strict: bool = False,
+    needs_mapping: bool = True,
+) -> LoadedWeights:
+    """Fill a model, and tell where weights on the ``disk`` tier are."""
+    plan = plan_loading(
+        model,
+        read_checkpoint(checkpoint),
+        device_map=device_map,
+        dtype=dtype,
+        fp32_modules=keep_in_fp32_modules,
+        offload_buffers=offload_buffers,
+        strict=strict,
+    )
+    on_disk = plan.on_tier(DISK)
+    _check_tiers(plan)
+    if needs_mapping:
+        _refuse_unmapped(on_disk)
+    _refuse_empty_shards(plan)
+    files = WeightFiles()
+    files.map_files(placement.stored for placement in plan.placements)
+    _fill(plan, files)
+    stored = {name: placement.stored for placement in on_disk for name in placement.names}
+    return LoadedWeights(weights=StoredWeights(files, stored), stored=stored)
+
+
+def load_state_dict(
+    checkpoint_file: str | Path, device_map: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a file, by name; those in host memory are views of it, which cost nothing.
+
+    Args:
+        checkpoint_file: A file of weights.
+        device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``; what is not in it, or on
+            disk, stays in host memory.
+
+    Raises:
+        CheckpointDamaged: The file is truncated, damaged or holds code.
+        ConfigError: There is no such file.
+    """
+    files = WeightFiles()
+    state = {}
+    for name, stored in read_checkpoint(checkpoint_file).tensors.items():
+        tier = HOST if device_map is None else tier_of(name, device_map)
+        values = files.view(stored)
+        state[name] = values if tier in ("", HOST, DISK) else values.to(tier)
+    return state
+
+
+# ------------------------------------------------------------------------------ what goes where
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """One tensor of the model, and what it is filled from."""
@@ -295,145 +433,6 @@ def _conversion_hint(model: nn.Module, mistakes: list[str]) -> str:
         "Its from_pretrained converts them: save the model again with "
         "save_pretrained(folder, save_original_format=False)."
     )
-
-
-_PORTION_BYTES = 16 << 20  # copied at a time
-_BAR_DELAY_S = 0.5  # a load that is over by then needs no bar
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedWeights:
-    """What a load leaves behind for those who move weights later."""
-
-    weights: StoredWeights  # the weights that stayed in the files, by name
-    stored: Mapping[str, CheckpointTensor]  # where they are, by name
-
-
-def load_checkpoint_in_model(
-    model: nn.Module,
-    checkpoint: str | Path,
-    device_map: Mapping[str, Any] | None = None,
-    offload_folder: str | Path | None = None,
-    dtype: str | torch.dtype | None = None,
-    offload_state_dict: bool = False,
-    offload_buffers: bool = False,
-    keep_in_fp32_modules: Sequence[str] | None = None,
-    offload_8bit_bnb: bool = False,
-    strict: bool = False,
-    full_state_dict: bool = True,
-    broadcast_from_rank0: bool = False,
-) -> None:
-    """Fill a model from a checkpoint.
-
-    Without `device_map` each tensor is filled where it is. One on ``meta`` becomes a view of the
-    safetensors file in host memory, which takes memory only once it is used: loaded so, and then
-    given to `Accelerator.prepare` with FSDP or ZeRO-3, no process ever holds the whole model. Of a
-    model that is sharded already each process fills its own part. The file may be deleted or
-    replaced afterwards, but must not be overwritten in place while the model lives, as ``cp`` onto
-    it does, and safetensors before 0.8. Weights in files of `torch.save` are copied.
-
-    Args:
-        model: The model; best built under :func:`init_empty_weights`.
-        checkpoint: A file of weights, an index, or a folder with one of them.
-        device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``, such as
-            :func:`infer_auto_device_map` makes.
-        offload_folder: Where `index.json` says in which files the weights on the ``"disk"`` tier
-            are, for :func:`dispatch_model`. Weights are copied there only if they lie in files of
-            `torch.save`.
-        dtype: Format of floating-point weights; None: that of the model.
-        offload_state_dict: Not needed: memory never holds a whole file beside the model.
-        offload_buffers: Whether buffers on the ``"disk"`` tier stay there, as parameters do.
-        keep_in_fp32_modules: Modules that become float32 where `dtype` is float16.
-        offload_8bit_bnb: Refused: bitsandbytes' weights cannot be made here.
-        strict: Whether missing and left-over weights are errors.
-        full_state_dict: Whether the files hold whole tensors, as all formats here do.
-        broadcast_from_rank0: Of a sharded model, only process 0 reads, and sends each its part.
-
-    Raises:
-        CheckpointDamaged: Files are missing, truncated, damaged or hold code.
-        ConfigError: The checkpoint or the map does not fit the model, or there is no such device.
-            Nothing has been changed in either case.
-    """
-    del offload_state_dict
-    _refuse_other_formats(offload_8bit_bnb, full_state_dict=full_state_dict, model=model)
-    _refuse_map(device_map, model)
-    if device_map is not None and DISK in device_map.values() and offload_folder is None:
-        raise ConfigError(
-            f"device_map={_shorten_map(device_map)} leaves weights on disk, and no offload_folder "
-            "was given: a later dispatch_model would not know where they are. Give offload_folder, "
-            "or use load_checkpoint_and_dispatch, which needs none."
-        )
-    if broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1:
-        _load_from_first_rank(model, checkpoint, strict=strict)
-        return
-    loaded = fill_model(
-        model,
-        checkpoint,
-        device_map=device_map,
-        dtype=as_dtype(dtype),
-        keep_in_fp32_modules=keep_in_fp32_modules or (),
-        offload_buffers=offload_buffers,
-        strict=strict,
-        needs_mapping=False,
-    )
-    if offload_folder is not None and loaded.stored:
-        write_offload_index(offload_folder, loaded)
-
-
-def fill_model(
-    model: nn.Module,
-    checkpoint: str | Path,
-    *,
-    device_map: Mapping[str, Any] | None,
-    dtype: torch.dtype | None,
-    keep_in_fp32_modules: Sequence[str] = (),
-    offload_buffers: bool = False,
-    strict: bool = False,
-    needs_mapping: bool = True,
-) -> LoadedWeights:
-    """Fill a model, and tell where weights on the ``disk`` tier are."""
-    plan = plan_loading(
-        model,
-        read_checkpoint(checkpoint),
-        device_map=device_map,
-        dtype=dtype,
-        fp32_modules=keep_in_fp32_modules,
-        offload_buffers=offload_buffers,
-        strict=strict,
-    )
-    on_disk = plan.on_tier(DISK)
-    _check_tiers(plan)
-    if needs_mapping:
-        _refuse_unmapped(on_disk)
-    _refuse_empty_shards(plan)
-    files = WeightFiles()
-    files.map_files(placement.stored for placement in plan.placements)
-    _fill(plan, files)
-    stored = {name: placement.stored for placement in on_disk for name in placement.names}
-    return LoadedWeights(weights=StoredWeights(files, stored), stored=stored)
-
-
-def load_state_dict(
-    checkpoint_file: str | Path, device_map: Mapping[str, Any] | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors of a file, by name; those in host memory are views of it, which cost nothing.
-
-    Args:
-        checkpoint_file: A file of weights.
-        device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``; what is not in it, or on
-            disk, stays in host memory.
-
-    Raises:
-        CheckpointDamaged: The file is truncated, damaged or holds code.
-        ConfigError: There is no such file.
-    """
-    files = WeightFiles()
-    state = {}
-    for name, stored in read_checkpoint(checkpoint_file).tensors.items():
-        tier = HOST if device_map is None else tier_of(name, device_map)
-        values = files.view(stored)
-        state[name] = values if tier in ("", HOST, DISK) else values.to(tier)
-    return state
 
 
 # ------------------------------------------------------------------------------ refusals

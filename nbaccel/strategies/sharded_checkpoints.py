@@ -289,12 +289,7 @@ def read_entries(
 def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step: int) -> list[str]:
     """The problems of files of shards."""
     stored_entries = sorted(
-        (
-            info.relative_path,
-            info.offset,
-            info.length,
-            index.fqn,
-        )
+        (info.relative_path, info.offset, info.length, index.fqn)
         for index, info in metadata.storage_data.items()
         # An extension of the user's has compressed the others, so they are no archives.
         if not info.transform_descriptors

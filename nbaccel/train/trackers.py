@@ -8,7 +8,6 @@ them in ``init_kwargs``; what a service cannot show is left out, with one warnin
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import math
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from nbaccel.base import env
-from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, is_package, require
 from nbaccel.config.given_values import shown
 from nbaccel.train import distributed
@@ -196,21 +195,10 @@ class TensorBoardTracker(GeneralTracker):
         }
         # Not `add_hparams`, which would write another run into a subfolder named by the time.
         for summary in hparams(shown_values, {}):  # type: ignore[no-untyped-call]
-            self._file_writer().add_summary(summary)
+            self.writer.file_writer.add_summary(summary)
         self.tracker.flush()
         yaml_text = yaml.safe_dump(flat_values, sort_keys=False)
         (self.logging_dir / "hparams.yml").write_text(yaml_text, encoding="utf-8")
-
-    def _file_writer(self) -> Any:
-        # Seen in torch 2.6 to 2.15: no public method adds a summary that is made already.
-        writer = getattr(self.tracker, "_get_file_writer", None)
-        if writer is None:
-            installed = importlib.metadata.version("torch")
-            raise PlatformUnsupported(
-                f"torch {installed} has no SummaryWriter._get_file_writer: TensorBoard's HPARAMS "
-                "cannot be written. Call init_trackers() without config=, or use torch 2.6 to 2.15."
-            )
-        return writer()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write numbers, texts, and dicts of numbers (several curves in one chart).

@@ -326,6 +326,9 @@ def all_succeed(
     ) from error
 
 
+# ------------------------------------------------------------------------- whose disks
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderDisks:
     """Which processes see the same folder of a checkpoint."""
