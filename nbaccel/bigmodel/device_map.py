@@ -241,8 +241,6 @@ def _bytes_around_share(
 
 DeviceOfMap = int | str | torch.device
 
-_log = get_logger(__name__)
-
 
 def infer_auto_device_map(
     model: nn.Module,
