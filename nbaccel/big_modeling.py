@@ -85,6 +85,7 @@ __all__ = [
 ]
 
 _MAP_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+_AWAY = (HOST, DISK)
 _INCLUDE_BUFFERS_VARIABLE = "ACCELERATE_INIT_INCLUDE_BUFFERS"
 _CAST_LAYERS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -158,17 +159,12 @@ def init_on_device(
 
 @dataclass
 class _Block:
-    """One ``with`` block of one thread.
+    """One ``with`` block of one thread."""
 
-    Attributes:
-        device: Where tensors are made.
-        include_buffers: Whether buffers, too.
-        moved: What became of parameters that were made elsewhere: one that is registered twice
-            must become one parameter.
-    """
-
-    device: torch.device
-    include_buffers: bool
+    device: torch.device  # where tensors are made
+    include_buffers: bool  # whether buffers, too
+    # What became of parameters that were made elsewhere: one that is registered twice must become
+    # one parameter.
     moved: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
 
@@ -177,9 +173,6 @@ class _OpenBlocks(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[_Block] = []
-
-
-_open_blocks = _OpenBlocks()
 
 
 _open_blocks = _OpenBlocks()
@@ -291,9 +284,9 @@ def load_checkpoint_and_dispatch(
     tiers = _map_of(
         model,
         device_map,
-        max_memory=max_memory,
-        no_split_module_classes=no_split_module_classes,
-        dtype=dtype,
+        max_memory,
+        no_split_module_classes,
+        dtype,
         offload_buffers=offload_buffers,
     )
     loaded = fill_model(
@@ -321,10 +314,10 @@ def load_checkpoint_and_dispatch(
 def _map_of(
     model: nn.Module,
     device_map: str | Mapping[str, Any],
-    *,
     max_memory: Mapping[int | str, int | str] | None,
     no_split_module_classes: Sequence[str] | None,
     dtype: str | torch.dtype | None,
+    *,
     offload_buffers: bool,
 ) -> Mapping[str, Any]:
     if not isinstance(device_map, str):
@@ -335,24 +328,13 @@ def _map_of(
             f"device_map={device_map!r} is no way to place a model: nothing would be loaded. Give "
             f"one of {', '.join(map(repr, _MAP_WORDS))}, or a mapping such as {{'': 'cpu'}}."
         )
-    whole_classes = (
-        own_block_classes(model) if no_split_module_classes is None else no_split_module_classes
-    )
-    budgets = max_memory
+    is_unsaid = no_split_module_classes is None
+    whole_classes = own_block_classes(model) if is_unsaid else no_split_module_classes
     if device_map != "sequential":
-        budgets = get_balanced_memory(
-            model,
-            max_memory=max_memory,
-            no_split_module_classes=whole_classes,
-            dtype=dtype,
-            low_zero=device_map == "balanced_low_0",
-        )
+        low_zero = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, whole_classes, dtype, low_zero=low_zero)
     return infer_auto_device_map(
-        model,
-        max_memory=budgets,
-        no_split_module_classes=whole_classes,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
+        model, max_memory, whole_classes, dtype, offload_buffers=offload_buffers
     )
 
 
@@ -438,27 +420,17 @@ def _dispatch(
     device_map: Mapping[str, Any],
     weights_with: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     *,
-    main_device: torch.device | str | int | None = None,
-    skip_keys: str | Sequence[str] | None,
-    preload_module_classes: Sequence[str] | None,
-    offload_buffers: bool,
+    main_device: Any = None,
     force_hooks: bool,
-    prefetch: bool,
+    **hook_settings: Any,
 ) -> nn.Module:
     tiers = set(device_map.values())
     # A quantized model's layers move in their own way, which `Module.to` does not know.
     force_hooks = force_hooks or bool(getattr(model, "is_quantized", False))
     if len(tiers) > 1 or DISK in tiers or force_hooks:
-        _attach(
-            model,
-            device_map,
-            weights_with,
-            _main_device(device_map) if main_device is None else main_device,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            offload_buffers=offload_buffers,
-            prefetch=prefetch,
-        )
+        if main_device is None:
+            main_device = next((tier for tier in device_map.values() if tier not in _AWAY), HOST)
+        _attach(model, device_map, weights_with, main_device, **hook_settings)
     else:
         (only_tier,) = tiers
         if torch.device(only_tier).type != "meta":
@@ -468,20 +440,12 @@ def _dispatch(
     return model
 
 
-def _main_device(device_map: Mapping[str, Any]) -> Any:
-    return next((tier for tier in device_map.values() if tier not in (HOST, DISK)), HOST)
-
-
 def _attach(
     model: nn.Module,
     device_map: Mapping[str, Any],
     weights_with: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     main_device: Any,
-    *,
-    skip_keys: str | Sequence[str] | None,
-    preload_module_classes: Sequence[str] | None,
-    offload_buffers: bool,
-    prefetch: bool,
+    **hook_settings: Any,
 ) -> None:
     """Give each block of the map the hook that its tier needs."""
     computes_on_host = torch.device(main_device).type == "cpu"
@@ -489,21 +453,18 @@ def _attach(
     if not computes_on_host:
         host_modules = [name for name, tier in device_map.items() if tier == HOST]
         held = extract_submodules_state_dict(model.state_dict(), host_modules)
-    moved_tiers = (DISK,) if computes_on_host else (HOST, DISK)
+    moved_tiers = (DISK,) if computes_on_host else _AWAY
     execution_devices = {
-        name: main_device if tier in (HOST, DISK) else tier for name, tier in device_map.items()
+        name: main_device if tier in _AWAY else tier for name, tier in device_map.items()
     }
     tied_parameters = find_tied_parameters(model)
     attach_align_device_hook_on_blocks(
         model,
         execution_device={**execution_devices, "": main_device},
         offload={name: tier in moved_tiers for name, tier in device_map.items()},
-        offload_buffers=offload_buffers,
         weights_map=weights_with(held),
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
         tied_params_map=_tied_storages(model, tied_parameters),
-        prefetch=prefetch,
+        **hook_settings,
     )
     # A hook replaces the parameters of its module, and with them one end of a tie.
     retie_parameters(model, tied_parameters)
@@ -576,7 +537,12 @@ def cpu_offload(
         else state_dict
     )
     return _offload_all(
-        model, device, weights, offload_buffers, preload_module_classes, prefetch=prefetch
+        model,
+        device,
+        weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+        prefetch=prefetch,
     )
 
 
@@ -609,8 +575,8 @@ def disk_offload(
         model,
         device,
         OffloadedWeightsLoader(save_folder=offload_dir),
-        offload_buffers,
-        preload_module_classes,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
         prefetch=prefetch,
     )
 
@@ -646,10 +612,7 @@ def _offload_all(
     model: nn.Module,
     execution_device: torch.device,
     weights: Mapping[str, torch.Tensor],
-    offload_buffers: bool,
-    preload_module_classes: Sequence[str] | None,
-    *,
-    prefetch: bool,
+    **hook_settings: Any,
 ) -> nn.Module:
     if execution_device.type == "meta":
         raise ConfigError(
@@ -662,10 +625,8 @@ def _offload_all(
         model,
         execution_device=execution_device,
         offload=True,
-        offload_buffers=offload_buffers,
         weights_map=weights,
-        preload_module_classes=preload_module_classes,
-        prefetch=prefetch,
+        **hook_settings,
     )
     return model
 

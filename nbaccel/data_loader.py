@@ -247,23 +247,18 @@ class _LoaderPreparation:
         return self.settings.use_seedable_sampler and isinstance(sampler, RandomSampler)
 
     def _loader_settings(self, *, rng_types: tuple[str, ...]) -> LoaderSettings:
-        batch_size = _loader_batch_size(self.loader)
-        split_batches = self.settings.split_batches
-        world_size = self.place.world_size
+        copies_ahead = registry.device_runtime(self.place.device_name).copies_without_blocking
         return LoaderSettings(
             place=self.place,
             collectives=self.collectives,
             device=self.place.device if self.put_on_device else None,
-            non_blocking=self.settings.non_blocking
-            and registry.device_runtime(self.place.device_name).copies_without_blocking,
+            non_blocking=self.settings.non_blocking and copies_ahead,
             rng_types=rng_types,
             synchronized=self.synchronized,
-            batch_size=batch_size // world_size if batch_size and split_batches else batch_size,
-            total_batch_size=batch_size * world_size
-            if batch_size and not split_batches
-            else batch_size,
+            base_batch_size=_loader_batch_size(self.loader),
+            num_sharing=self.place.world_size,
             drop_last=bool(getattr(_index_batches(self.loader), "drop_last", False)),
-            split_batches=split_batches,
+            split_batches=self.settings.split_batches,
             stateful=self.stateful,
         )
 
@@ -461,9 +456,7 @@ def _loader_batch_size(loader: DataLoader[Any]) -> int | None:
 def _overrides_iteration(loader: DataLoader[Any]) -> bool:
     """Whether the loader's class changes how a torch loader iterates."""
     # torchdata's class has an __iter__ for its states, but reads as torch's does.
-    defining_class = next(
-        base_class for base_class in type(loader).__mro__ if "__iter__" in vars(base_class)
-    )
+    defining_class = next(base for base in type(loader).__mro__ if "__iter__" in vars(base))
     return defining_class is not DataLoader and not defining_class.__module__.startswith(
         "torchdata."
     )

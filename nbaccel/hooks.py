@@ -99,52 +99,21 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is attached.
-
-        Args:
-            module: The module.
-
-        Returns:
-            The module, prepared.
-        """
+        """Called when the hook is attached; returns the module, prepared."""
         return module
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before ``forward``.
-
-        Args:
-            module: The module.
-            *args: What it is called with.
-            **kwargs: The same by keyword.
-
-        Returns:
-            The arguments that ``forward`` gets.
-        """
+        """Called before ``forward`` with its arguments; returns those that it gets."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after ``forward``.
-
-        Args:
-            module: The module.
-            output: What ``forward`` returned.
-
-        Returns:
-            What the caller gets.
-        """
+        """Called after ``forward`` with what it returned; returns what the caller gets."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is removed.
-
-        Args:
-            module: The module.
-
-        Returns:
-            The module, as it was before.
-        """
+        """Called when the hook is removed; returns the module, as it was before."""
         return module
 
 
@@ -160,7 +129,6 @@ class SequentialHook(ModelHook):
         self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """See :meth:`ModelHook.init_hook`."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
@@ -169,20 +137,17 @@ class SequentialHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See :meth:`ModelHook.pre_forward`."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     @outside_compiled_code
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """See :meth:`ModelHook.post_forward`."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """See :meth:`ModelHook.detach_hook`."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
@@ -294,11 +259,7 @@ def _give_forward_back(module: nn.Module, inner_forward: Callable[..., Any]) -> 
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take all hooks from a module and its submodules.
-
-    Args:
-        module: The module.
-    """
+    """Take all hooks from a module and its submodules."""
     remove_hook_from_module(module, recurse=True)
 
 
@@ -606,14 +567,11 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def bring_in(self, module: nn.Module) -> None:
-        """Put the offloaded weights into the module, on the device where it computes.
-
-        Args:
-            module: The hook's module.
-        """
+        """Put the offloaded weights into the module, on the device where it computes."""
         # What a call that failed has left.
         self._forget_placed()
-        copied = self._take_copies()
+        copied = {} if self._copies is None else self._copies.finish()
+        self._copies = None
         for name in self.offloaded_names:
             owner, last_name = own_module(module, name)
             current = getattr(owner, last_name)
@@ -646,11 +604,7 @@ class AlignDevicesHook(ModelHook):
         return weight
 
     def send_out(self, module: nn.Module) -> None:
-        """Leave the module without its weights, on ``meta``.
-
-        Args:
-            module: The hook's module.
-        """
+        """Leave the module without its weights, on ``meta``."""
         for name in self.offloaded_names:
             placeholder = self._placeholders.pop(name, None)
             if placeholder is None:
@@ -696,11 +650,6 @@ class AlignDevicesHook(ModelHook):
     def drop_copies(self) -> None:
         """See `OffloadedBlock`."""
         self._copies = None
-
-    def _take_copies(self) -> Mapping[str, torch.Tensor]:
-        copies = self._copies
-        self._copies = None
-        return {} if copies is None else copies.finish()
 
 
 def check_values(model: nn.Module) -> None:
@@ -761,20 +710,25 @@ def attach_execution_device_hook(
         tied_params_map: See `set_module_tensor_to_device`.
         order: Shared by the hooks of one model.
     """
-    if not hasattr(module, HOOK_ATTRIBUTE) and len(module.state_dict()) > 0:
-        hook = AlignDevicesHook(
-            execution_device,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-            execution_order=order,
-        )
-        add_hook_to_module(module, hook)
-    if type(module).__name__ in (preload_module_classes or ()):
-        return
-    for child in module.children():
-        attach_execution_device_hook(
-            child, execution_device, skip_keys, preload_module_classes, tied_params_map, order=order
-        )
+    for _, part in _outside_of(module, preload_module_classes or ()):
+        if not hasattr(part, HOOK_ATTRIBUTE) and len(part.state_dict()) > 0:
+            hook = AlignDevicesHook(
+                execution_device,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+                execution_order=order,
+            )
+            add_hook_to_module(part, hook)
+
+
+def _outside_of(
+    module: nn.Module, classes: Sequence[str], name: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """A module and its submodules with their names, but for those inside of some classes'."""
+    yield name, module
+    if type(module).__name__ not in classes:
+        for child_name, child in module.named_children():
+            yield from _outside_of(child, classes, f"{name}.{child_name}" if name else child_name)
 
 
 def attach_align_device_hook(
@@ -809,35 +763,22 @@ def attach_align_device_hook(
         prefetch: Whether a new one asks for weights ahead of time.
     """
     order = order or ExecutionOrder(prefetch=prefetch)
-    is_whole = offload and type(module).__name__ in (preload_module_classes or ())
-    prefix = f"{module_name}." if module_name else ""
-    if is_whole or next(named_module_tensors(module), None) is not None:
-        hook = AlignDevicesHook(
-            execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=is_whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-            execution_order=order,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if is_whole:
-        return
-    for child_name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            f"{prefix}{child_name}",
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-            order=order,
-        )
+    whole_classes = preload_module_classes if offload and preload_module_classes else ()
+    for name, part in _outside_of(module, whole_classes, module_name):
+        is_whole = type(part).__name__ in whole_classes
+        if is_whole or next(named_module_tensors(part), None) is not None:
+            prefix = f"{name}." if name else ""
+            hook = AlignDevicesHook(
+                execution_device,
+                offload=offload,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+                offload_buffers=offload_buffers,
+                place_submodules=is_whole,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+                execution_order=order,
+            )
+            add_hook_to_module(part, hook, append=True)
 
 
 def attach_align_device_hook_on_blocks(
@@ -860,7 +801,7 @@ def attach_align_device_hook_on_blocks(
         module: The model.
         execution_device: Where it computes: one device, or one for each of the parts by name.
         offload: Whether weights are on ``meta`` between calls: for all, or for each part.
-        weights_map: See `attach_align_device_hook`, also for the others.
+        weights_map: As in `attach_align_device_hook`, also all that follow.
         offload_buffers: Whether buffers are offloaded, too.
         module_name: What the module is called in the mappings.
         skip_keys: Arguments that are not moved.
@@ -881,7 +822,6 @@ def attach_align_device_hook_on_blocks(
     align: Callable[..., AlignDevicesHook] = functools.partial(
         AlignDevicesHook, offload_buffers=offload_buffers, execution_order=order, **common
     )
-    is_root = module_name == ""
     if isinstance(execution_device, Mapping):
         devices: Mapping[str, _Device | None] = execution_device
         offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
@@ -894,24 +834,22 @@ def attach_align_device_hook_on_blocks(
         hook = align(execution_device, io_same_device=True, place_submodules=True)
         add_hook_to_module(module, hook)
         return
-    if module_name in devices and module_name in offloads:
-        device = devices[module_name]
+    for name, part in _outside_of(module, (), module_name):
+        is_root = name == ""
+        if name not in devices or name not in offloads:
+            if is_root:
+                add_hook_to_module(part, align(devices.get(""), io_same_device=True))
+            continue
+        device = devices[name]
         left_alone = None
-        if offloads[module_name]:
-            attach_align_device_hook(module, device, True, module_name=module_name, **inner)
-            if not hasattr(module, HOOK_ATTRIBUTE):
-                add_hook_to_module(module, align(device, io_same_device=is_root))
+        if offloads[name]:
+            attach_align_device_hook(part, device, True, module_name=name, **inner)
+            if not hasattr(part, HOOK_ATTRIBUTE):
+                add_hook_to_module(part, align(device, io_same_device=is_root))
             left_alone = preload_module_classes
         else:
             hook = align(device, io_same_device=is_root, place_submodules=True)
-            add_hook_to_module(module, hook)
+            add_hook_to_module(part, hook)
         attach_execution_device_hook(
-            module, device, preload_module_classes=left_alone, order=order, **common
-        )
-    elif is_root:
-        add_hook_to_module(module, align(devices.get(""), io_same_device=True))
-    for child_name, child in module.named_children():
-        inner_name = f"{module_name}.{child_name}" if module_name else child_name
-        attach_align_device_hook_on_blocks(
-            child, devices, offloads, module_name=inner_name, **inner
+            part, device, preload_module_classes=left_alone, order=order, **common
         )

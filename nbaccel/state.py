@@ -226,19 +226,14 @@ class ProcessInfo:
 
     def _own_part(self, inputs: Any, apply_padding: bool) -> Any:
         if isinstance(inputs, Mapping):
-            length_by_key = {
-                input_key: len(input_values) for input_key, input_values in inputs.items()
-            }
+            length_by_key = {key: len(values) for key, values in inputs.items()}
             if len(set(length_by_key.values())) > 1:
                 raise ConfigError(
                     f"split_between_processes got values of different lengths: {length_by_key}. "
                     "Items that belong together would go to different processes. Make them "
                     "equally long."
                 )
-            return {
-                input_key: self._own_part(input_values, apply_padding)
-                for input_key, input_values in inputs.items()
-            }
+            return {key: self._own_part(it, apply_padding) for key, it in inputs.items()}
         is_sequence = isinstance(inputs, (list, tuple, torch.Tensor))
         # Tensors have a `select`, too, which means something else.
         is_dataset = not is_sequence and hasattr(inputs, "select") and hasattr(inputs, "__len__")
@@ -316,9 +311,7 @@ def remember_accelerator(new_accelerator: Any) -> None:
     Args:
         new_accelerator: An `Accelerator` that has just been made.
     """
-    _LIVE_ACCELERATORS[:] = [
-        reference for reference in _LIVE_ACCELERATORS if reference() is not None
-    ]
+    _LIVE_ACCELERATORS[:] = [one for one in _LIVE_ACCELERATORS if one() is not None]
     _LIVE_ACCELERATORS.append(weakref.ref(new_accelerator))
     _RESET_CLASSES.clear()
 

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from nbaccel import tracking
-from nbaccel.accelerator.arguments import Request, dynamo_settings, refuse_unserved
-from nbaccel.accelerator.prepared_run import TrainingRun
+from nbaccel.accelerator.prepared_run import Request, TrainingRun, dynamo_settings, refuse_unserved
 from nbaccel.accelerator.training_checkpoints import TrainingCheckpoints
 from nbaccel.config import Configured, RunConfig
 from nbaccel.config.call_arguments import explained_constructor

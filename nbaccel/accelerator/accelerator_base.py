@@ -41,11 +41,7 @@ def _missing_rank(parallelism_kind: str) -> property:
 
 
 class RunDescription(ProcessInfo):
-    """What can be read of a run: it holds before anything is prepared, and trains nothing.
-
-    Args:
-        run: The run.
-    """
+    """What can be read of a run: it holds before anything is prepared, and trains nothing."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run.place, run.collectives)
@@ -201,11 +197,9 @@ class RunDescription(ProcessInfo):
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs:
         """Arguments of DDP."""
-        handlers = self._run.request.handlers.given
-        ddp_handlers = (
-            handler for handler in handlers if isinstance(handler, DistributedDataParallelKwargs)
-        )
-        return next(ddp_handlers, DistributedDataParallelKwargs())
+        given = self._run.request.handlers.given
+        of_ddp = (one for one in given if isinstance(one, DistributedDataParallelKwargs))
+        return next(of_ddp, DistributedDataParallelKwargs())
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs:
@@ -279,6 +273,5 @@ class RunDescription(ProcessInfo):
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether transformers has spread a model over several places (``device_map``)."""
-        return any(
-            len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules()
-        )
+        device_maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+        return any(len(device_map or ()) > 1 for device_map in device_maps)

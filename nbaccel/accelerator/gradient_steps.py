@@ -85,11 +85,8 @@ class GradientSteps(Preparer):
             ConfigError: No prepared optimizer has it, or there is no learning rate.
         """
         optimizers = self._optimizers
-        fused_backwards = [
-            method
-            for optimizer in optimizers
-            if (method := getattr(optimizer, "fused_backward", None))
-        ]
+        found = [getattr(optimizer, "fused_backward", None) for optimizer in optimizers]
+        fused_backwards = list(filter(None, found))
         if not fused_backwards or learning_rate is None:
             names = [type(optimizer.optimizer).__name__ for optimizer in optimizers]
             raise ConfigError(

@@ -1,19 +1,55 @@
-"""``TrainingRun``: what was decided for a run, and what does its work."""
+"""From an `Accelerator`'s arguments to a ``Request``, and from that to a ``TrainingRun``.
+
+Arguments of the call win over a configuration, and that over the environment (Accelerate silently
+lets some variables win over arguments). A run has what was decided, and what does the work.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from nbaccel.accelerator.arguments import Request
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.log import write_notice
-from nbaccel.config import Fp8Config
-from nbaccel.config.capabilities import device_row, precision_row
-from nbaccel.config.handlers import TorchDynamoPlugin
+from nbaccel.config import Configured, Fp8Config, RunConfig, run_config_of
+from nbaccel.config.capabilities import (
+    DEVICES,
+    PRECISIONS,
+    STRATEGIES,
+    device_row,
+    precision_row,
+    strategy_row,
+)
+from nbaccel.config.capability_rows import StrategyRow
+from nbaccel.config.fp8 import Fp8Handler
+from nbaccel.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    Handler,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.device import Device
-from nbaccel.plan.contracts.training import Place, Precision, PrecisionSettings, Strategy
+from nbaccel.plan.contracts.training import (
+    Place,
+    Precision,
+    PrecisionSettings,
+    Said,
+    SaidBySettings,
+    Strategy,
+    TrainingRequest,
+    Wanted,
+)
+from nbaccel.plan.topology import ACTIVATION_CHECKPOINTING
 from nbaccel.plan.training_plan import (
     ProcessFacts,
     TrainingPlan,
@@ -27,26 +63,372 @@ from nbaccel.train.collectives import Collectives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Handlers:
+    """The settings given as ``kwargs_handlers``, one of each class."""
+
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+    fp8: Fp8Handler | None = None
+    given: tuple[Any, ...] = ()
+    """All of them as they were given, among them settings of strategies."""
+
+    @classmethod
+    def of(cls, given_handlers: Sequence[Handler] | None) -> Handlers:
+        """Sort a list of handlers."""
+        field_names = {
+            AutocastKwargs: "autocast",
+            GradScalerKwargs: "scaler",
+            InitProcessGroupKwargs: "process_group",
+            ProfileKwargs: "profile",
+            **dict.fromkeys(_subclasses(Fp8Handler), "fp8"),
+        }
+        handlers_by_field: dict[str, Any] = {}
+        for handler in given_handlers or ():
+            handler_class = type(handler)
+            field_name = field_names.get(handler_class) or _strategy_using(handler_class)
+            if field_name is None:
+                known_classes = [
+                    *(handler_class.__name__ for handler_class in field_names),
+                    *(row.settings.rpartition(":")[2] for row in _strategies_by_handler()),
+                ]
+                raise ConfigError(
+                    f"kwargs_handlers got a {handler_class.__name__}: {handler!r}. It would have "
+                    f"no effect. Give objects of {', '.join(known_classes)}."
+                )
+            if field_name in handlers_by_field:
+                first_handler = handlers_by_field[field_name]
+                class_names = sorted({type(first_handler).__name__, type(handler).__name__})
+                raise ConfigError(
+                    f"kwargs_handlers got two {' and '.join(class_names)}: {first_handler} and "
+                    f"{handler}. Only one can apply. Give one with both settings."
+                )
+            handlers_by_field[field_name] = handler
+        own_handlers = {
+            field_name: handler
+            for field_name, handler in handlers_by_field.items()
+            if field_name in field_names.values()
+        }
+        return cls(**own_handlers, given=tuple(given_handlers or ()))
+
+
+def _subclasses(settings_class: type[Fp8Handler]) -> Iterator[type[Fp8Handler]]:
+    for handler_class in settings_class.__subclasses__():
+        yield handler_class
+        yield from _subclasses(handler_class)
+
+
+def _strategy_using(settings_class: type) -> str | None:
+    """The strategy whose settings are objects of a class; None where none has it."""
+    # Compared as text: importing the classes of all rows would import their libraries.
+    path = f"{settings_class.__module__}:{settings_class.__qualname__}"
+    return next(
+        (
+            f"strategy {strategy.name}"
+            for strategy in _strategies_by_handler()
+            if strategy.settings == path
+        ),
+        None,
+    )
+
+
+def _strategies_by_handler() -> Iterator[StrategyRow]:
+    """The strategies whose settings have no argument of their own."""
+    return (strategy for strategy in STRATEGIES if strategy.settings and not strategy.arguments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Everything that was asked of an `Accelerator`, complete."""
+
+    asked: TrainingRequest
+    handlers: Handlers
+    accumulation: GradientAccumulationPlugin
+    data: DataLoaderConfiguration
+    project: ProjectConfiguration
+    settings: Any = None
+    """Those of the strategy that was asked for; None where none was."""
+    said_by_settings: SaidBySettings = field(default_factory=SaidBySettings)
+    activation_checkpointing: bool = False
+    downcast_bf16: bool = False
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether every process writes its own part of a checkpoint."""
+        return self.said_by_settings.writes_shards
+
+    @property
+    def logging_dir(self) -> Any:
+        """Folder of the trackers, if any was given."""
+        return self.project.logging_dir
+
+    def settings_for(self, strategy_name: str) -> Any:
+        """The settings of the strategy that the plan names."""
+        strategy = self.asked.strategy
+        if strategy is not None and strategy.strategy == strategy_name:
+            return self.settings
+        return registry.strategy_settings(strategy_name, self.handlers.given)
+
+    def settings_of(self, argument_name: str) -> Any:
+        """The settings that an argument of `Accelerator` stands for, if that strategy was asked."""
+        strategy = self.asked.strategy
+        if strategy is None or argument_name not in strategy_row(strategy.strategy).arguments:
+            return None
+        return self.settings
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        mixed_precision: str | None,
+        cpu: bool,
+        gradient_accumulation_steps: int | None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+        split_batches: bool | None,
+        dataloader_config: DataLoaderConfiguration | None,
+        project_dir: Any,
+        project_config: ProjectConfiguration | None,
+        plugins: Mapping[str, Any],
+        kwargs_handlers: Sequence[Handler] | None,
+        config: RunConfig | Configured | None,
+        downcast_bf16: bool = False,
+        kwarg_handlers: Sequence[Handler] | None = None,
+    ) -> Request:
+        """Merge what was given in several places."""
+        run_config = None if config is None else run_config_of(config)
+        handlers = Handlers.of(_one_spelling(kwargs_handlers, kwarg_handlers))
+        strategy = registry.wanted_strategy(
+            Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
+        )
+        # Before precision and accumulation, because a DeepSpeed file may set both.
+        strategy, strategy_settings, request = _read_settings(strategy)
+        loader_config = _loader_settings(dataloader_config, split_batches)
+        accumulation_steps, steps_source, accumulation_plugin = _accumulation_settings(
+            gradient_accumulation_steps, gradient_accumulation_plugin, run_config
+        )
+        precision_name, precision_source = _merge_precision(
+            request, *_requested_precision(mixed_precision, run_config)
+        )
+        if steps_source == "default" and request.accumulation_steps is not None:
+            accumulation_steps = request.accumulation_steps
+            steps_source = "config"
+            accumulation_plugin = replace(accumulation_plugin, num_steps=accumulation_steps)
+        project_settings = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and project_settings.project_dir is None:
+            project_settings.set_directories(project_dir)
+        asked = TrainingRequest(
+            mixed_precision=precision_name,
+            precision_source=precision_source,
+            accumulation_steps=accumulation_steps,
+            accumulation_source=steps_source,
+            strategy=strategy,
+            fp8=_fp8_settings(run_config, handlers.fp8, precision_name),
+            device=_requested_device(run_config, cpu=cpu),
+            split_batches=loader_config.split_batches,
+        )
+        return cls(
+            downcast_bf16=downcast_bf16 or bool(env.flag("ACCELERATE_DOWNCAST_BF16")),
+            asked=asked,
+            handlers=handlers,
+            accumulation=accumulation_plugin,
+            data=loader_config,
+            project=project_settings,
+            settings=strategy_settings,
+            said_by_settings=request,
+            activation_checkpointing=_activation_checkpointing(run_config),
+        )
+
+
+def _loader_settings(
+    config: DataLoaderConfiguration | None, split_batches: bool | None
+) -> DataLoaderConfiguration:
+    # A copy, because `accelerator.even_batches = ...` is about this accelerator alone.
+    loader_config = DataLoaderConfiguration() if config is None else replace(config)
+    if split_batches is None or split_batches == loader_config.split_batches:
+        return loader_config
+    if config is not None:
+        raise ConfigError(
+            f"split_batches={split_batches} contradicts "
+            f"dataloader_config.split_batches={loader_config.split_batches}. Batches would have "
+            "another size than one of them says. Give it in the DataLoaderConfiguration alone."
+        )
+    return replace(loader_config, split_batches=split_batches)
+
+
+def _accumulation_settings(
+    num_steps: int | None,
+    accumulation_plugin: GradientAccumulationPlugin | None,
+    run_config: RunConfig | None,
+) -> tuple[int, Any, GradientAccumulationPlugin]:
+    if num_steps is not None and num_steps < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: the "
+            "number of batches in one optimizer step. Give 1 to step after every batch."
+        )
+    if (
+        accumulation_plugin is not None
+        and num_steps is not None
+        and accumulation_plugin.num_steps not in (None, num_steps)
+    ):
+        raise ConfigError(
+            f"gradient_accumulation_steps={num_steps} contradicts "
+            f"gradient_accumulation_plugin.num_steps={accumulation_plugin.num_steps}. Only one "
+            "can apply. Give num_steps in the plugin alone."
+        )
+    if accumulation_plugin is not None and accumulation_plugin.num_steps is not None:
+        return accumulation_plugin.num_steps, "argument", accumulation_plugin
+    accumulation_plugin = accumulation_plugin or GradientAccumulationPlugin()
+    if num_steps is not None:
+        # `replace` copies: the caller may give the same plugin to another accelerator.
+        return num_steps, "argument", replace(accumulation_plugin, num_steps=num_steps)
+    if run_config is not None and run_config.gradient_accumulation_steps is not None:
+        num_steps = run_config.gradient_accumulation_steps
+        return num_steps, "config", replace(accumulation_plugin, num_steps=num_steps)
+    text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
+    if not text.strip():
+        return 1, "default", replace(accumulation_plugin, num_steps=1)
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must "
+            "be a whole number of at least 1: the number of batches in one optimizer step. Correct "
+            "or unset it."
+        )
+    return int(text), "environment", replace(accumulation_plugin, num_steps=int(text))
+
+
+def _activation_checkpointing(run_config: RunConfig | None) -> bool:
+    flag = bool(env.flag(ACTIVATION_CHECKPOINTING))
+    return flag if run_config is None else run_config.activation_checkpointing
+
+
+def _requested_precision(precision: str | None, run_config: RunConfig | None) -> tuple[str, Any]:
+    if precision is not None:
+        # A member of Accelerate's PrecisionType counts as its value.
+        return str(getattr(precision, "value", precision)).lower(), "argument"
+    if run_config is not None:
+        return run_config.mixed_precision, "config"
+    text = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
+    return (text, "environment") if text else ("no", "default")
+
+
+def _fp8_settings(
+    run_config: RunConfig | None, handler: Fp8Handler | None, name: str
+) -> Fp8Config | None:
+    if handler is None:
+        return Fp8Config.from_environment() if run_config is None else run_config.fp8
+    if not any(row.name == name and row.has_backends for row in PRECISIONS):
+        raise ConfigError(
+            f"kwargs_handlers got {type(handler).__name__} with mixed_precision="
+            f"{name!r}: nothing would compute in 8 bits. Give mixed_precision='fp8', or "
+            "leave the handler out."
+        )
+    settings = handler.to_config()
+    if run_config is not None and run_config.fp8 not in (None, settings):
+        raise ConfigError(
+            f"kwargs_handlers got {handler}, and config.fp8 is {run_config.fp8}: only one can "
+            "hold. Give it in one of them."
+        )
+    return settings
+
+
+def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
+    """The row of the device that was asked for; empty where none was."""
+    if distributed.wants_cpu(cpu):
+        # The first row is the host.
+        return DEVICES[0].name
+    device = "" if run_config is None or run_config.device == "auto" else run_config.device
+    return device if device and registry.device(device).is_available() else ""
+
+
+def _read_settings(strategy: Wanted | None) -> tuple[Wanted | None, Any, SaidBySettings]:
+    """The request with the reason that its settings give, these, and what they say of training."""
+    if strategy is None:
+        return None, None, SaidBySettings()
+    settings = strategy.settings()
+    said = registry.strategy(strategy.strategy).said_by(settings)
+    return replace(strategy, reason=said.reason or strategy.reason), settings, said
+
+
+def _merge_precision(
+    settings_request: SaidBySettings, name: str, precision_source: Any
+) -> tuple[str, Any]:
+    """A file may set the precision, too; it wins over defaults, those of the launcher included."""
+    # The launcher exports its default, so `no` in the environment need not be a user's choice.
+    gives_way = precision_source == "default" or (
+        precision_source == "environment" and name == "no"
+    )
+    if settings_request.mixed_precision is None or settings_request.mixed_precision == name:
+        return name, precision_source
+    if gives_way:
+        return settings_request.mixed_precision, "config"
+    raise ConfigError(
+        f"mixed_precision={name!r} contradicts {settings_request.speaker}, which sets "
+        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
+        f"one out{settings_request.remedy}."
+    )
+
+
+def _one_spelling(
+    kwargs_handlers: Sequence[Handler] | None, kwarg_handlers: Sequence[Handler] | None
+) -> Sequence[Handler] | None:
+    """What was given under either name of the argument."""
+    if kwargs_handlers is not None and kwarg_handlers is not None:
+        raise ConfigError(
+            f"Accelerator got kwargs_handlers={kwargs_handlers} and kwarg_handlers="
+            f"{kwarg_handlers}: two spellings of one argument. Give kwargs_handlers alone."
+        )
+    return kwargs_handlers if kwarg_handlers is None else kwarg_handlers
+
+
+def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """How prepared models are compiled, said in one of two ways."""
+    if plugin is None:
+        return TorchDynamoPlugin(backend=backend)
+    if not isinstance(plugin, TorchDynamoPlugin):
+        raise ConfigError(
+            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin: it is unknown how to "
+            "compile. Give TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
+        )
+    if backend is not None:
+        raise ConfigError(
+            f"Accelerator got dynamo_backend={backend!r} and dynamo_plugin={plugin}: only one can "
+            "hold. Give the backend in the plugin alone."
+        )
+    return plugin
+
+
+_UNSERVED_ARGUMENTS = {
+    "torch_tp_plugin": "tensor parallelism",
+    "megatron_lm_plugin": "Megatron-LM",
+    "parallelism_config": "a mix of parallelisms",
+}
+
+
+def refuse_unserved(torch_tp_plugin: Any, megatron_lm_plugin: Any, parallelism_config: Any) -> None:
+    """Refuse arguments of Accelerator that this version does not serve, rather than ignore them."""
+    values = (torch_tp_plugin, megatron_lm_plugin, parallelism_config)
+    for name, argument_value in zip(_UNSERVED_ARGUMENTS, values, strict=True):
+        if argument_value is not None:
+            raise PlatformUnsupported(
+                f"Accelerator({name}={argument_value!r}) means "
+                f"{_UNSERVED_ARGUMENTS[name]}, which this version of nbaccel does not "
+                "support; training without it would be something else. Leave it out, and use "
+                "fsdp_plugin for models too big for one device."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """What all parts of one `Accelerator` are given; it does not change while training.
+    """What all parts of one `Accelerator` are given; it does not change while training."""
 
-    Attributes:
-        request: The arguments, the environment and the configuration, made one.
-        place: This process among the others.
-        initial_plan: The decisions that need no model, each with its reason.
-        strategy: How the processes train a model together.
-        precision: The number format that layers compute in.
-        collectives: Collective operations over all processes.
-        dynamo: How prepared models are compiled, if at all.
-    """
-
-    request: Request
-    place: Place
-    initial_plan: TrainingPlan
-    strategy: Strategy
-    precision: Precision
-    collectives: Collectives
-    dynamo: TorchDynamoPlugin
+    request: Request  # the arguments, the environment and the configuration, made one
+    place: Place  # this process among the others
+    initial_plan: TrainingPlan  # the decisions that need no model, each with its reason
+    strategy: Strategy  # how the processes train a model together
+    precision: Precision  # the number format that layers compute in
+    collectives: Collectives  # collective operations over all processes
+    dynamo: TorchDynamoPlugin  # how prepared models are compiled, if at all
 
     @classmethod
     def begin(cls, request: Request, dynamo: TorchDynamoPlugin) -> TrainingRun:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -159,10 +158,7 @@ class Preparer(RunDescription):
         optimizers = [
             prepared_optimizer
             for prepared_optimizer in self._optimizers
-            if any(
-                optimizer is optimizer_part
-                for optimizer_part in _optimizer_parts(prepared_optimizer)
-            )
+            if any(optimizer is part for part in _optimizer_parts(prepared_optimizer))
         ]
         prepared_scheduler = AcceleratedScheduler(
             scheduler,
@@ -440,12 +436,13 @@ def _restore_layers(bundle: Bundle) -> Bundle:
             for optimizer in bundle.optimizers if replaced else ():
                 # Only when an FP8 library has been used: importing it earlier costs every start.
                 conversion = registry.load_object("nbaccel.precision.fp8_layers")
-                list(conversion.follow_parameters(optimizer, partial(_in_place_of, replaced)))
+                list(
+                    conversion.follow_parameters(
+                        optimizer,
+                        lambda parameter: replaced.get(id(parameter)),  # noqa: B023 - at once
+                    )
+                )
     return bundle
-
-
-def _in_place_of(replaced: Mapping[int, Any], parameter: torch.Tensor) -> Any:
-    return replaced.get(id(parameter))
 
 
 def _is_scheduler(given_object: Any) -> bool:

@@ -14,7 +14,7 @@ from nbaccel.accelerator.gradient_steps import GradientSteps
 from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.base import torch_private
 from nbaccel.train import checkpoint
-from nbaccel.train.checkpoint.own_disks import send_to_writers
+from nbaccel.train.checkpoint.folder_writing import send_to_writers
 
 
 class TrainingCheckpoints(GradientSteps):

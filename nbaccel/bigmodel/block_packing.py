@@ -18,75 +18,47 @@ DecisionText = tuple[str, tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a model that goes to one device, or is split into the blocks inside of it.
+    """A part of a model that goes to one device, or is split into the blocks inside of it."""
 
-    Attributes:
-        name: Dotted, unique.
-        size: Bytes of all in it; what is tied counts at its first name only.
-        inside: The name of the block that it is a part of; None at the top. A block that must not
-            be split is listed without parts.
-        is_layer: Whether it is brought onto a device whole when it is used.
-    """
-
-    name: str
-    size: float
+    name: str  # dotted, unique
+    size: float  # bytes of all in it; what is tied counts at its first name only
+    # The name of the block that it is a part of; None at the top. A block that must not be split is
+    # listed without parts.
     inside: str | None = None
-    is_layer: bool = False
+    is_layer: bool = False  # whether it is brought onto a device whole when it is used
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A device that blocks can lie on.
+    """A device that blocks can lie on."""
 
-    Attributes:
-        device: Its name or number.
-        budget: Bytes that it may hold; None where there is no limit.
-        level: 0 where blocks are computed, higher where they are kept and brought back from.
-        keeps_room: Whether room is kept for the largest layer that lies on a slower tier.
-    """
-
-    device: int | str
-    budget: int | None
-    level: int = 0
+    device: int | str  # its name or number
+    budget: int | None  # bytes that it may hold; None where there is no limit
+    level: int = 0  # 0 where blocks are computed, higher where they are kept and brought back from
+    # Whether room is kept for the largest layer that lies on a slower tier.
     keeps_room: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The block for which a tier had no room, so that the next tier was taken.
-
-    Attributes:
-        block: Its name.
-        size: Bytes of it and of what must share its device.
-        room_kept: Bytes that were kept free for a layer of a slower tier.
-    """
+    """The block for which a tier had no room, so that the next tier was taken."""
 
     block: str
-    size: float
-    room_kept: float
+    size: float  # bytes of it and of what must share its device
+    room_kept: float  # bytes that were kept free for a layer of a slower tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Where the blocks went.
+    """Where the blocks went."""
 
-    Attributes:
-        tiers: In the order in which they were filled.
-        devices: The device of each block by name, in the order of placing.
-        held: Bytes on each device.
-        refusals: By device, for those that were left.
-        decisions: What was decided, and why.
-        is_complete: Whether all blocks have a place.
-        largest_kept_away: Bytes of the largest layer on a tier that is not computed on.
-    """
-
-    tiers: tuple[Tier, ...]
-    devices: dict[str, int | str]
-    held: dict[int | str, float]
-    refusals: dict[int | str, Refusal]
-    decisions: tuple[DecisionText, ...]
-    is_complete: bool
-    largest_kept_away: float
+    tiers: tuple[Tier, ...]  # in the order in which they were filled
+    devices: dict[str, int | str]  # the device of each block by name, in the order of placing
+    held: dict[int | str, float]  # bytes on each device
+    refusals: dict[int | str, Refusal]  # by device, for those that were left
+    decisions: tuple[DecisionText, ...]  # what was decided, and why
+    is_complete: bool  # whether all blocks have a place
+    largest_kept_away: float  # bytes of the largest layer on a tier that is not computed on
 
     @property
     def lacking_room(self) -> float:
@@ -115,23 +87,17 @@ class Packing:
 
 # ------------------------------------------------------------------------------- blocks
 class BlockForest:
-    """Blocks by number: those inside of a block follow it, so that it is a range of numbers.
-
-    Attributes:
-        blocks: The blocks.
-        parents: The block that each is a part of; -1 at the top.
-        roots: The blocks at the top.
-        children: The parts of each.
-        ends: For each the number behind the last block inside of it.
-        layers: The blocks that are layers, the largest first.
-    """
+    """Blocks by number: those inside of a block follow it, so that it is a range of numbers."""
 
     def __init__(self, blocks: Sequence[Block], tied_groups: Iterable[Iterable[str]] = ()) -> None:
         self.blocks = tuple(blocks)
         self._numbers = {block.name: number for number, block in enumerate(self.blocks)}
+        # The block that each is a part of; -1 at the top.
         self.parents = [self._numbers.get(block.inside, -1) for block in self.blocks]  # type: ignore[arg-type]
+        # The blocks at the top.
         self.roots = [number for number, parent in enumerate(self.parents) if parent < 0]
-        self.children: list[list[int]] = [[] for _ in self.blocks]
+        self.children: list[list[int]] = [[] for _ in self.blocks]  # the parts of each
+        # For each the number behind the last block inside of it.
         self.ends = [number + 1 for number in range(len(self.blocks))]
         for number, parent in enumerate(self.parents):
             if parent >= 0:
@@ -143,6 +109,7 @@ class BlockForest:
         self._ties: dict[int, list[int]] = {}
         for tied_names in tied_groups:
             self._add_ties(tied_names)
+        # The blocks that are layers, the largest first.
         self.layers = sorted(
             (number for number, block in enumerate(self.blocks) if block.is_layer),
             key=lambda number: (-self.blocks[number].size, number),
@@ -237,10 +204,8 @@ def pack_blocks(
     others += [replace(rules, stays_far_below=False)] if may_skip_ahead else []
     computing = [tier for tier in tiers if tier.level == tiers[0].level]
     if len(computing) > 1:
-        others += [
-            replace(rules, room_kept=bytes_kept)
-            for bytes_kept in (0.0, first_packing.largest_kept_away)
-        ]
+        rooms = (0.0, first_packing.largest_kept_away)
+        others += [replace(rules, room_kept=room) for room in rooms]
     packings = [first_packing, *(_BlockPacker(forest, tiers, other).pack() for other in others)]
     if len(computing) > 1 and first_packing.lacking_room:
         # Layers are brought back to the first device in use. Accelerate keeps room on the one that
@@ -249,36 +214,27 @@ def pack_blocks(
         later_tiers = [next_tier, *(tier for tier in tiers if tier not in computing[:2])]
         packings.append(pack_blocks(forest, later_tiers, may_skip_ahead=may_skip_ahead))
     with_room = [packing for packing in packings if not packing.lacking_room]
-    best = _best_packing(with_room) if with_room else first_packing
+    best = with_room[0] if with_room else first_packing
+    for packing in with_room[1:]:
+        best = packing if packing.is_better(best) else best
     slowest = tiers[-1].device
     leaves_more = best.held[slowest] > first_packing.held[slowest]
     return first_packing if leaves_more and first_packing.is_complete else best
 
 
-def _best_packing(packings: Sequence[Packing]) -> Packing:
-    best = packings[0]
-    for packing in packings[1:]:
-        best = packing if packing.is_better(best) else best
-    return best
-
-
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What ways through the blocks differ in.
+    """What ways through the blocks differ in."""
 
-    Attributes:
-        may_skip_ahead: As in `pack_blocks`.
-        counts_members: Whether blocks that come along with another are known not to be brought
-            back, when room is kept.
-        room_kept: Bytes kept free on the first tier; None keeps as many as the largest layer that
-            has no place yet.
-        stays_far_below: Whether a block that is placed before its turn leaves room for the block
-            whose turn it was, on any tier, as Accelerate's does.
-    """
-
-    may_skip_ahead: bool
+    may_skip_ahead: bool  # as in `pack_blocks`
+    # Whether a block that is placed before its turn leaves room for the block whose turn it was, on
+    # any tier, as Accelerate's does.
     stays_far_below: bool = True
+    # Whether blocks that come along with another are known not to be brought back, when room is
+    # kept.
     counts_members: bool = False
+    # Bytes kept free on the first tier; None keeps as many as the largest layer that has no place
+    # yet.
     room_kept: float | None = None
 
 

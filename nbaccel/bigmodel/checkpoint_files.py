@@ -45,25 +45,17 @@ _REMEDY = "Nothing has been changed. Copy or save the checkpoint again."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointTensor:
-    """One tensor of a checkpoint.
+    """One tensor of a checkpoint."""
 
-    Attributes:
-        name: As in the state dict.
-        path: The file.
-        dtype: Its format there.
-        shape: Its shape.
-        first_byte: Where it begins in a safetensors file, whose elements are not packed otherwise.
-        opened: The tensor, of a file of torch.
-        is_mapped: Whether the bytes stay in the file until they are used; not so in files of torch
-            before 1.6, which are read as a whole.
-    """
-
-    name: str
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    name: str  # as in the state dict
+    path: Path  # the file
+    dtype: torch.dtype  # its format there
+    shape: tuple[int, ...]  # its shape
+    # Where it begins in a safetensors file, whose elements are not packed otherwise.
     first_byte: int = 0
-    opened: torch.Tensor | None = None
+    opened: torch.Tensor | None = None  # the tensor, of a file of torch
+    # Whether the bytes stay in the file until they are used; not so in files of torch before 1.6,
+    # which are read as a whole.
     is_mapped: bool = True
 
     @property
@@ -79,15 +71,10 @@ class CheckpointTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointContent:
-    """The tensors of a checkpoint, by name.
+    """The tensors of a checkpoint, by name."""
 
-    Attributes:
-        source: What the user named.
-        tensors: All of them.
-    """
-
-    source: Path
-    tensors: Mapping[str, CheckpointTensor]
+    source: Path  # what the user named
+    tensors: Mapping[str, CheckpointTensor]  # all of them
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +90,9 @@ def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
     problems: list[str] = []
     for path in file_paths:
         try:
-            tensors_by_file[path.name] = {stored.name: stored for stored in _read_file(path)}
+            _refuse_pointer(path)
+            read = _read_safetensors if path.suffix == _SAFE_SUFFIX else _read_torch
+            tensors_by_file[path.name] = {stored.name: stored for stored in read(path)}
         except CheckpointDamaged as damage:
             problems += damage.mistakes
     if not problems and weight_map is not None:
@@ -122,7 +111,7 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files, and by which name of a file each tensor is listed where there is an index."""
     if _is_readable_file(source):
         return _indexed_files(source) if source.suffix == ".json" else ([source], None)
-    if not _names_folder(source):
+    if not os.path.isdir(source):  # noqa: PTH112 - as below
         raise ConfigError(
             f"checkpoint={str(source)!r} is no file and no folder: there are no weights to load. "
             "Give a .safetensors or .bin file, an *.index.json, or the folder that holds them. "
@@ -148,18 +137,8 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def _is_readable_file(path: Path) -> bool:
-    # An impossible name (too long, a folder that is not ours) is an OSError in some Pythons.
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _names_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
+    # Not by its method, for which an impossible name (too long, a folder not ours) is an OSError.
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def _folder_listing(folder: Path) -> str:
@@ -229,11 +208,6 @@ def _index_problems(
 
 
 # ------------------------------------------------------------------------------ what is in one
-def _read_file(path: Path) -> list[CheckpointTensor]:
-    _refuse_pointer(path)
-    return _read_safetensors(path) if path.suffix == _SAFE_SUFFIX else _read_torch(path)
-
-
 def _refuse_pointer(path: Path) -> None:
     """Say what a file of Git LFS is, which a clone without it leaves where weights should be."""
     try:
@@ -387,7 +361,9 @@ class WeightFiles:
             if stored.opened is not None or not stored.num_bytes or stored.path in problems:
                 continue
             try:
-                num_bytes = self._bytes_in(stored.path)
+                path = stored.path
+                is_mapped = _HAS_MEMORY_FILES
+                num_bytes = self._arena_of(path).nbytes if is_mapped else path.stat().st_size
             except OSError as error:
                 problems[stored.path] = (
                     f"{stored.path} cannot be mapped ({error.strerror or error})"
@@ -403,9 +379,6 @@ class WeightFiles:
                     for problem in problems.values()
                 )
             )
-
-    def _bytes_in(self, path: Path) -> int:
-        return self._arena_of(path).nbytes if _HAS_MEMORY_FILES else path.stat().st_size
 
     def view(self, stored: CheckpointTensor) -> torch.Tensor:
         """A tensor over the file's bytes, of the file's dtype.
@@ -445,10 +418,9 @@ class WeightFiles:
         return self._arenas[path]
 
     def bring_in(
-        self, stored: CheckpointTensor, when_read: Callable[[int], object] | None = None
+        self, stored: CheckpointTensor, count_bytes: Callable[[int], object] = int
     ) -> None:
-        """Read a tensor's bytes into memory now."""
-        count_bytes = when_read or _count_nothing
+        """Read a tensor's bytes into memory now, and tell (by default nobody) how many."""
         mapped = self._span_of(stored)
         if mapped is None:
             count_bytes(stored.num_bytes)
@@ -476,10 +448,6 @@ class WeightFiles:
         if file_arena is None or stored.opened is not None or not stored.num_bytes:
             return None
         return file_arena, stored.first_byte, stored.first_byte + stored.num_bytes
-
-
-def _count_nothing(num_bytes: int) -> None:
-    """A progress bar that is none."""
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):

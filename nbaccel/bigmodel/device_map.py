@@ -241,8 +241,6 @@ def _bytes_around_share(
 
 DeviceOfMap = int | str | torch.device
 
-_log = get_logger(__name__)
-
 
 def infer_auto_device_map(
     model: nn.Module,
@@ -358,9 +356,7 @@ def _list_blocks(
     """All blocks that may be placed alone, each before those inside of it."""
     parts, whole_classes = parts_and_classes
     blocks: list[Block] = []
-    stack: list[tuple[str, Any, str | None]] = [
-        (part_name, part, None) for part_name, part in reversed([*parts])
-    ]
+    stack: list[tuple[str, Any, str | None]] = [(*pair, None) for pair in reversed([*parts])]
     while stack:
         part_name, part, outer_name = stack.pop()
         inner_parts = _divided(part_name, part, whole_classes)
@@ -482,7 +478,7 @@ def clean_device_map(
         wholes = [
             outer_name
             for outer_name in names_upwards(name)
-            if _is_within(outer_name, module_name)
+            if module_name in names_upwards(outer_name)
             and len(devices_below[outer_name]) == 1
             and names_below[outer_name] > 1
         ]
@@ -490,10 +486,6 @@ def clean_device_map(
     device_map.clear()
     device_map.update(cleaned_map)
     return device_map  # type: ignore[return-value]  # it is the caller's own mapping
-
-
-def _is_within(name: str, module_name: str) -> bool:
-    return not module_name or name == module_name or name.startswith(f"{module_name}.")
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) -> None:

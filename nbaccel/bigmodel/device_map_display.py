@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.units import count_noun, first_few, format_bytes
+from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.bigmodel.device_map import (
     DISK,
     HOST,
@@ -28,7 +28,7 @@ from nbaccel.bigmodel.device_map import (
 )
 from nbaccel.bigmodel.module_sizes import compute_module_sizes, named_module_tensors, names_upwards
 from nbaccel.memory.estimate import table_lines
-from nbaccel.output.panel.live_html import ADVICE_COLOUR, html_table
+from nbaccel.output.panel.live_html import html_table
 from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
@@ -38,50 +38,25 @@ _FREE_CHAR = "·"
 _RUN_CHARS = "█▓"
 _NUMBER_AT_END = re.compile(r"(.*?)(\d+)")
 
-# Colours that the colour-blind can tell apart (Okabe and Ito).
-_RUN_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442")
-_TRACK_STYLE = (
-    "position:relative;display:flex;width:24em;max-width:40vw;height:1.4em;overflow:hidden;"
-    "border:1px solid rgba(128,128,128,0.5);background:rgba(128,128,128,0.12)"
-)
-_SEGMENT_STYLE = (
-    "flex:none;min-width:2px;box-sizing:border-box;border-right:1px solid rgba(128,128,128,0.6)"
-)
-_CAPACITY_STYLE = "position:absolute;top:0;bottom:0;border-left:3px solid currentColor"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockRun:
-    """Blocks that follow one another and lie on one device.
+    """Blocks that follow one another and lie on one device."""
 
-    Attributes:
-        label: Their name: ``model.embed``, or ``model.layers.0-11`` for numbered ones.
-        device: Where they lie.
-        size: Bytes of them all; what is tied counts where its first name is.
-        num_blocks: How many names of the map they are.
-    """
-
-    label: str
-    device: DeviceKey
-    size: int
-    num_blocks: int
+    label: str  # their name: ``model.embed``, or ``model.layers.0-11`` for numbered ones
+    device: DeviceKey  # where they lie
+    size: int  # bytes of them all; what is tied counts where its first name is
+    num_blocks: int  # how many names of the map they are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierBar:
-    """One device, with what lies on it.
+    """One device, with what lies on it."""
 
-    Attributes:
-        device: Its number or name.
-        label: What it is called.
-        capacity: Bytes that the model may take there; None where that is not known.
-        runs: What lies there, in the model's order.
-    """
-
-    device: DeviceKey
-    label: str
-    capacity: int | None
-    runs: tuple[BlockRun, ...]
+    device: DeviceKey  # its number or name
+    label: str  # what it is called
+    capacity: int | None  # bytes that the model may take there; None where that is not known
+    runs: tuple[BlockRun, ...]  # what lies there, in the model's order
 
     @property
     def used(self) -> int:
@@ -93,38 +68,38 @@ class TierBar:
         """Bytes that are left, negative where it holds too much; None where that is not known."""
         return None if self.capacity is None else self.capacity - self.used
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it holds too much."""
-        return self.left is not None and self.left < 0
-
-    def holdings_text(self) -> str:
-        """What it holds, of how much."""
+    def cells(self, runs: Sequence[BlockRun]) -> tuple[str, ...]:
+        """Its row: what it is called, a bar, what it holds, and what is left."""
         of_capacity = "" if self.capacity is None else f" of {format_bytes(self.capacity)}"
-        return f"holds {format_bytes(self.used)}{of_capacity}"
-
-    def rest_text(self) -> str:
-        """What is left, or too much."""
+        holds = f"holds {format_bytes(self.used)}{of_capacity}"
         if self.left is None:
-            return "no limit known"
-        if self.left < 0:
-            return f"{format_bytes(-self.left)} too much"
-        return f"{format_bytes(self.left)} left"
+            rest = "no limit known"
+        elif self.left < 0:
+            rest = f"✗ {format_bytes(-self.left)} too much"
+        else:
+            rest = f"{format_bytes(self.left)} left"
+        return self.label, self._bar(runs), holds, rest
+
+    def _bar(self, runs: Sequence[BlockRun]) -> str:
+        # Without a capacity, and beyond it, the bar is scaled to what lies there.
+        size = max(self.capacity or 0, self.used, 1)
+        text = ""
+        size_before = 0
+        for block_run in self.runs:
+            size_before += block_run.size
+            # Ends are rounded, not lengths: the sum of many short runs is as long as it should be.
+            run_end = round(_BAR_CHARS * size_before / size)
+            text += _RUN_CHARS[runs.index(block_run) % len(_RUN_CHARS)] * (run_end - len(text))
+        return f"[{text:{_FREE_CHAR}<{_BAR_CHARS}}]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DeviceMapView:
-    """Where the blocks of a model lie; it shows itself in terminals and notebooks.
+    """Where the blocks of a model lie; it shows itself in terminals and notebooks."""
 
-    Attributes:
-        model_name: The model's class.
-        bars: The devices, the fastest first.
-        runs: All blocks in the model's order.
-    """
-
-    model_name: str
-    bars: tuple[TierBar, ...]
-    runs: tuple[BlockRun, ...]
+    model_name: str  # the model's class
+    bars: tuple[TierBar, ...]  # the devices, the fastest first
+    runs: tuple[BlockRun, ...]  # all blocks in the model's order
 
     def _table_rows(self) -> list[tuple[str, ...]]:
         """The table: a head, and a line for each run of blocks."""
@@ -135,10 +110,7 @@ class DeviceMapView:
         ]
 
     def __str__(self) -> str:
-        bars = [
-            (bar.label, _bar_text(bar, self.runs), bar.holdings_text(), bar.rest_text())
-            for bar in self.bars
-        ]
+        bars = [bar.cells(self.runs) for bar in self.bars]
         tables = (*table_lines(bars), "", *table_lines(self._table_rows()))
         return "\n".join([self._headline(), *tables])
 
@@ -158,69 +130,15 @@ class DeviceMapView:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
-        bars = [
-            (escape(bar.label), _bar_html(bar, self.runs), bar.holdings_text(), _rest_html(bar))
-            for bar in self.bars
-        ]
-        head, *rows = self._table_rows()
-        blocks = [
-            (f"{_swatch_html(number)}{escape(label)}", escape(device), size)
-            for number, (label, device, size) in enumerate(rows)
-        ]
+        rows = [tuple(map(escape, bar.cells(self.runs))) for bar in self.bars]
+        bars = [(name, f"<code>{bar}</code>", *texts) for name, bar, *texts in rows]
         # With `tabindex` the keyboard can scroll the table.
         return (
             f'<div role="heading" aria-level="3"><b>{escape(self._headline())}</b></div>'
             f"{html_table([('device', '', '', ''), *bars], is_html=True)}"
             '<div style="max-height:340px;overflow:auto" tabindex="0">'
-            f"{html_table([head, *blocks], is_html=True)}</div>"
+            f"{html_table(self._table_rows())}</div>"
         )
-
-
-# ------------------------------------------------------------------------------- as text
-def _bar_text(bar: TierBar, runs: Sequence[BlockRun]) -> str:
-    # Without a capacity, and beyond it, the bar is scaled to what lies there.
-    size = max(bar.capacity or 0, bar.used, 1)
-    text = ""
-    size_before = 0
-    for block_run in bar.runs:
-        size_before += block_run.size
-        # Ends are rounded, not lengths: the sum of many short runs is as long as it should be.
-        run_end = round(_BAR_CHARS * size_before / size)
-        text += _RUN_CHARS[runs.index(block_run) % len(_RUN_CHARS)] * (run_end - len(text))
-    return f"[{text:{_FREE_CHAR}<{_BAR_CHARS}}]"
-
-
-# ------------------------------------------------------------------------------- as HTML
-def _bar_html(bar: TierBar, runs: Sequence[BlockRun]) -> str:
-    bar_size = max(bar.capacity or 0, bar.used, 1)
-    inside_html = "".join(
-        f'<span title="{escape(run.label)}: {format_bytes(run.size)}" style="{_SEGMENT_STYLE};'
-        f'width:{100 * run.size / bar_size:.3f}%;background:{_colour(runs.index(run))}"></span>'
-        for run in bar.runs
-        if run.size
-    )
-    if bar.is_over:
-        place = 100 * (bar.capacity or 0) / bar_size
-        inside_html += f'<span style="{_CAPACITY_STYLE};left:{place:.2f}%"></span>'
-    texts = [f"{run.label} {format_bytes(run.size)}" for run in bar.runs]
-    words = f"{bar.label}: {first_few(texts, 12) or 'nothing'}"
-    return (
-        f'<div role="img" aria-label="{escape(words)}" style="{_TRACK_STYLE}">{inside_html}</div>'
-    )
-
-
-def _rest_html(bar: TierBar) -> str:
-    text = bar.rest_text()
-    return f'<b style="color:{ADVICE_COLOUR}">✗ {text}</b>' if bar.is_over else text
-
-
-def _swatch_html(number: int) -> str:
-    style = "display:inline-block;width:0.8em;height:0.8em;margin-right:0.5em"
-    return f'<span style="{style};background:{_colour(number)}"></span>'
-
-
-def _colour(number: int) -> str:
-    return _RUN_COLOURS[number % len(_RUN_COLOURS)]
 
 
 # ------------------------------------------------------------------------------- what is shown

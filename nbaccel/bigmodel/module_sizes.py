@@ -152,19 +152,15 @@ def compute_module_sizes(
     for tensor_name, tensor in named_tensors:
         bytes_each = special_bytes.get(tensor_name)
         if bytes_each is None:
-            bytes_each = _loaded_bytes(tensor.dtype, number_bytes)
+            bytes_each = dtype_byte_size(tensor.dtype)
+            # Loading converts floating-point (and complex) numbers only.
+            if number_bytes is not None and (tensor.is_floating_point() or tensor.is_complex()):
+                bytes_each = min(number_bytes, bytes_each)
         tensor_bytes = tensor.numel() * bytes_each
         for module_name in names_upwards(tensor_name):
             # Formats below a byte make fractions; whole numbers stay whole.
             module_sizes[module_name] += tensor_bytes  # type: ignore[assignment]
     return module_sizes
-
-
-def _loaded_bytes(own_dtype: torch.dtype, number_bytes: float | None) -> float:
-    own_bytes = dtype_byte_size(own_dtype)
-    # Loading converts floating-point (and complex) numbers only.
-    is_converted = own_dtype.is_floating_point or own_dtype.is_complex
-    return own_bytes if number_bytes is None or not is_converted else min(number_bytes, own_bytes)
 
 
 def _read_format(number_format: WeightFormat) -> torch.dtype | CustomDtype:
@@ -325,19 +321,13 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     model_config: Any = getattr(model, "config", None)
     read_text_config = getattr(model_config, "get_text_config", None)
     text_config = model_config if read_text_config is None else read_text_config(decoder=True)
-    words = getattr(text_config, "tie_word_embeddings", False) and _has_word_output(model)
+    ties_words = getattr(text_config, "tie_word_embeddings", False)
+    outputs: Any = getattr(model, "get_output_embeddings", lambda: None)
     ties_halves = getattr(model_config, "is_encoder_decoder", False) and getattr(
         model_config, "tie_encoder_decoder", False
     )
-    return bool(words or ties_halves or any(map(_ties_its_own, model.modules())))
-
-
-def _has_word_output(model: Any) -> bool:
-    return model.get_output_embeddings() is not None
-
-
-def _ties_its_own(module: nn.Module) -> bool:
-    return hasattr(module, "_tie_weights")
+    ties_own = any(hasattr(module, "_tie_weights") for module in model.modules())
+    return bool((ties_words and outputs() is not None) or ties_halves or ties_own)
 
 
 def check_tied_parameters_on_same_device(

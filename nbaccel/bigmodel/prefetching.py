@@ -60,17 +60,11 @@ def release_weights(weights_map: Any, names: Sequence[str]) -> None:
 
 
 class OffloadedBlock(Protocol):
-    """A module whose weights are elsewhere while it does not run.
+    """A module whose weights are elsewhere while it does not run."""
 
-    Attributes:
-        weight_bytes: How large they are.
-        weights_map: Where they are.
-        offloaded_names: Their names there.
-    """
-
-    weight_bytes: int
-    weights_map: Mapping[str, Any] | None
-    offloaded_names: Sequence[str]
+    weight_bytes: int  # how large they are
+    weights_map: Mapping[str, Any] | None  # where they are
+    offloaded_names: Sequence[str]  # their names there
 
     def copy_ahead(self) -> None:
         """Begin to copy the weights to where the block computes, if that can be done beside."""
@@ -199,17 +193,11 @@ def _next_index(order: Sequence[OffloadedBlock], block: OffloadedBlock, start: i
 
 @dataclass(frozen=True)
 class CopiesUnderWay:
-    """Weights that a device is receiving.
+    """Weights that a device is receiving."""
 
-    Attributes:
-        tensors: Where they will be, by name.
-        device: The device.
-        end: Reached when all are there.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    device: torch.device
-    end: torch.Event
+    tensors: Mapping[str, torch.Tensor]  # where they will be, by name
+    device: torch.device  # the device
+    end: torch.Event  # reached when all are there
 
     def finish(self) -> Mapping[str, torch.Tensor]:
         """Let what is computed from now on wait for the copies; the host does not wait."""

@@ -111,18 +111,12 @@ class DdpStrategy(Strategy):
             return model
         names = self._precision.own_gradients(model)
         # DDP raises for a model that has nothing for it to average.
-        if not any(
-            parameter.requires_grad and name not in names
-            for name, parameter in model.named_parameters()
-        ):
+        if not any(p.requires_grad and name not in names for name, p in model.named_parameters()):
             return self._averaged_alone(model) if names else model
         if names:
             torch_private.exclude_from_ddp(model, names)
-        arguments = {
-            name: value
-            for name, value in self._settings.to_kwargs().items()
-            if name not in _NOT_TORCHS
-        }
+        settings = self._settings.to_kwargs()
+        arguments = {name: settings[name] for name in settings if name not in _NOT_TORCHS}
         device = self.place.device
         # torch refuses `device_ids` for a model on the CPU.
         wrapped = DistributedDataParallel(

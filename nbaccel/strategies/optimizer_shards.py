@@ -27,9 +27,8 @@ def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> 
     process 0 counts.
     """
     for param_group in optimizer.param_groups:
-        param_group["params"] = [
-            _new_parameter(old_parameter, became) for old_parameter in param_group["params"]
-        ]
+        old_parameters = param_group["params"]
+        param_group["params"] = [became.get(p, p) for p in old_parameters]  # type: ignore[no-untyped-call]
         _disable_mixed_foreach(param_group)
     # A list, because the loop replaces keys of the dictionary.
     for old_parameter in [
@@ -43,13 +42,6 @@ def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> 
             else state_value
             for state_name, state_value in parameter_state.items()
         }
-
-
-def _new_parameter(old_parameter: torch.Tensor, became: WeakTensorKeyDictionary) -> torch.Tensor:
-    new_parameter: torch.Tensor = old_parameter
-    if old_parameter in became:
-        new_parameter = became[old_parameter]
-    return new_parameter
 
 
 def _disable_mixed_foreach(group: dict[str, Any]) -> None:
@@ -189,11 +181,5 @@ def _placed_value(
     if not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
     number, name = key
-    return place_like(
-        state["state"][number][name] if source else _empty_like_outline(value),
-        parameter,
-    )
-
-
-def _empty_like_outline(outline: torch.Tensor) -> torch.Tensor:
-    return torch.empty(outline.shape, dtype=outline.dtype)
+    empty = torch.empty(value.shape, dtype=value.dtype)
+    return place_like(state["state"][number][name] if source else empty, parameter)

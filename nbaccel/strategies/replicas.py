@@ -9,7 +9,7 @@ a recording device makes it part of the step's program.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -133,7 +133,7 @@ def _check_gradients(gradients: list[torch.Tensor], world_size: int) -> None:
 
 def _take_weights_of_first(model: nn.Module) -> None:
     """Copy process 0's parameters and buffers to all processes that have others."""
-    named_tensors = dict(_tensors_of(model))
+    named_tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own_digests = {name: _digest(tensor) for name, tensor in named_tensors.items()}
     digests_by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests_by_rank, own_digests)
@@ -146,11 +146,6 @@ def _take_weights_of_first(model: nn.Module) -> None:
             host = tensor.cpu().contiguous()
             dist.broadcast(host, 0)
             tensor.copy_(host.to(tensor.device))
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _digest(tensor: torch.Tensor) -> str:

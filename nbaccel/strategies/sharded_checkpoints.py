@@ -289,12 +289,7 @@ def read_entries(
 def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step: int) -> list[str]:
     """The problems of files of shards."""
     stored_entries = sorted(
-        (
-            info.relative_path,
-            info.offset,
-            info.length,
-            index.fqn,
-        )
+        (info.relative_path, info.offset, info.length, index.fqn)
         for index, info in metadata.storage_data.items()
         # An extension of the user's has compressed the others, so they are no archives.
         if not info.transform_descriptors
@@ -540,11 +535,8 @@ def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: 
 def _check_optimizer(optimizer: Optimizer, folder: Path, metadata: Mapping[str, Any]) -> None:
     _check_has_optimizer(folder, metadata)
     parameters = optimizer_shards.numbered_parameters(optimizer)
-    numbers = {
-        int(key.removeprefix(_STATE_PREFIX).partition(".")[0])
-        for key in metadata
-        if key.startswith(_STATE_PREFIX)
-    }
+    keys = (key.removeprefix(_STATE_PREFIX) for key in metadata if key.startswith(_STATE_PREFIX))
+    numbers = {int(key.partition(".")[0]) for key in keys}
     # Parameters that have not stepped have no state, so the numbers need not be complete.
     if max(numbers, default=-1) >= len(parameters):
         raise ConfigError(

@@ -9,13 +9,13 @@ speed. Later programs have a cause that can be removed, and it is named once.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from nbaccel.base.log import write_notice
-from nbaccel.base.units import count_noun, format_seconds
 from nbaccel.loops import metrics_reporter
 from nbaccel.plan.contracts.device import CompileCounts, DeviceRuntime
 from nbaccel.train.trees import leaves
@@ -30,23 +30,16 @@ _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class CompileWatch:
-    """Counts the programs that steps compile.
-
-    Attributes:
-        counts: What the device's compiler had done when the last step ended.
-        steps: Batches since the last one whose shapes had not been met before; 0 before the first.
-        phase: What the step under way is doing, in words; empty at full speed, and between steps.
-        named_causes: The causes that have been named: ``shapes``, ``numbers``.
-    """
+    """Counts the programs that steps compile."""
 
     def __init__(self, device: DeviceRuntime, counts: CompileCounts) -> None:
         self._device = device
-        self._known_shapes: dict[_Shapes, int] = {}
-        self.counts = counts
+        self.counts = counts  # what the device's compiler had done when the last step ended
+        self._times_met: Counter[_Shapes] = Counter()
         self._in_a_row = 0
-        self._shapes: _Shapes = ()
-        self.steps = 0
+        # What the step under way is doing, in words; empty at full speed, and between steps.
         self.phase = ""
+        # The causes that have been named: ``shapes``, ``numbers``.
         self.named_causes: set[str] = set()
 
     @classmethod
@@ -58,51 +51,43 @@ class CompileWatch:
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
         """The loop's body at work on a batch, which it may leave early."""
-        self._begin(batch)
+        shapes = _shapes_of(batch)
+        self._times_met[shapes] += 1
+        number = self._times_met[shapes]
+        is_warm = number >= WARM_UP_STEPS
+        self._enter_phase("" if is_warm else f"compiling, step {number} of about {WARM_UP_STEPS}")
         try:
             yield
         finally:
             self._enter_phase("")
-        self._end()
-
-    def _begin(self, batch: Any) -> None:
-        self._shapes = _shapes_of(batch)
-        uses = self._known_shapes.get(self._shapes, 0)
-        self._known_shapes[self._shapes] = uses + 1
-        self.steps = uses + 1
-        is_warm = self.steps >= WARM_UP_STEPS
-        self._enter_phase(
-            "" if is_warm else f"compiling, step {self.steps} of about {WARM_UP_STEPS}"
-        )
+        self._end(shapes, number)
 
     def _enter_phase(self, phase: str) -> None:
         self.phase = phase
         if reporter := metrics_reporter.current():
             reporter.note_phase(phase)
 
-    def _end(self) -> None:
+    def _end(self, shapes: _Shapes, number: int) -> None:
         counts = self._device.compile_counts() or self.counts
-        programs = counts.programs - self.counts.programs
+        has_compiled = counts.programs > self.counts.programs
         self.counts = counts
         if reporter := metrics_reporter.current():
             reporter.note_compiled(counts.programs, counts.seconds)
-        if not programs:
+        if not has_compiled:
             self._in_a_row = 0
-            return
-        if self.steps <= WARM_UP_STEPS:
-            # The first shapes of all have to be compiled; others could have been the same.
-            if self.steps == 1 and len(self._known_shapes) > 1:
-                self._tell_of_shapes()
-            return
-        self._in_a_row += 1
-        if self._in_a_row == _SCALAR_STEPS:
-            self._tell_of_numbers()
+        # The first shapes of all have to be compiled; others could have been the same.
+        elif number == 1 and len(self._times_met) > 1:
+            self._tell_of_shapes(shapes)
+        elif number > WARM_UP_STEPS:
+            self._in_a_row += 1
+            if self._in_a_row == _SCALAR_STEPS:
+                self._tell_of_numbers()
 
-    def _tell_of_shapes(self) -> None:
-        earlier = next(shapes for shapes in self._known_shapes if shapes != self._shapes)
+    def _tell_of_shapes(self, shapes: _Shapes) -> None:
+        earlier = next(iter(self._times_met))
         self._tell(
             "shapes",
-            f"this batch has other shapes ({_describe(self._shapes)}) than those before "
+            f"this batch has other shapes ({_describe(shapes)}) than those before "
             f"({_describe(earlier)}), and the device compiled for them again. Where it is a "
             "loader's last batch, give the DataLoader drop_last=True, or pad it; in evaluation, "
             "use the batch size of training; pad texts to one length.",
@@ -121,11 +106,6 @@ class CompileWatch:
         if cause not in self.named_causes:
             self.named_causes.add(cause)
             write_notice(f"nbaccel: {text}\n")
-
-    def describe(self) -> str:
-        """How much was compiled so far: ``14 programs compiled in 3.2 s``."""
-        programs = count_noun(self.counts.programs, "program")
-        return f"{programs} compiled in {format_seconds(self.counts.seconds)}"
 
 
 def _shapes_of(batch: Any) -> _Shapes:

@@ -1,8 +1,8 @@
 """``DataLoaderDispatcher``: process 0 reads, the others get their part from it.
 
 For data that only one process can read, or that cannot be shared out by index. Each round, process
-0 tells the others what comes (:class:`_RoundAnnouncement`: the batch without its values, the end,
-or what went wrong), then sends the tensors; every process keeps its rows.
+0 tells the others what comes (the batch without its values, nothing at the end, or what went
+wrong), then sends the tensors; every process keeps its rows.
 """
 
 from __future__ import annotations
@@ -10,21 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe
 
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
+from nbaccel.train import distributed
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.loader import (
-    LoaderSettings,
-    PreparedLoader,
-    place_settings,
-    reading_class,
-    refuse_mesh,
-)
+from nbaccel.train.loader import PreparedLoader, reading_class, refuse_mesh, settings_by_hand
 from nbaccel.train.trees import (
     concatenate,
     find_batch_size,
@@ -42,19 +36,6 @@ _DISPATCH_ADVICE = (
     "DataLoaderConfiguration(dispatch_batches=False), so that each process reads its own "
     "batches, or split_batches=True, so that each batch is cut by itself"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RoundAnnouncement:
-    """What process 0 sends to the others before the tensors, which are on meta in its batch.
-
-    An error is sent as text, because not every exception can be pickled.
-    """
-
-    batch: Any = None
-    is_end: bool = False
-    error_text: str = ""
-    is_mistake: bool = False
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -101,10 +82,10 @@ class DataLoaderDispatcher(PreparedLoader):
     ) -> None:
         refuse_mesh(type(self), torch_device_mesh)
         loader = reading_class(use_stateful_dataloader)(dataset, **kwargs)
-        own_settings = place_settings(loader, splits_batches=split_batches)
-        loader_settings = LoaderSettings(
-            **own_settings,
-            device=own_settings["place"].device,
+        loader_settings = settings_by_hand(
+            loader,
+            is_shared=True,
+            device=distributed.init_process().device,
             non_blocking=_non_blocking,
             drop_last=_drop_last,
             split_batches=split_batches,
@@ -124,16 +105,9 @@ class DataLoaderDispatcher(PreparedLoader):
             )
         return max(0, num_batches - self.batches_to_drop)
 
-    def _expected_remainder(self) -> int:
-        if self.settings.place.is_alone:
-            return super()._expected_remainder()
-        return -1  # known when the last round arrives
-
-    def _set_remainder(self) -> None:
-        if self.settings.place.is_alone:
-            super()._set_remainder()
-        else:
-            self.remainder = self._last_rows
+    def _count_remainder(self, last_batch: Any) -> int:
+        alone = self.settings.place.is_alone
+        return super()._count_remainder(last_batch) if alone else self._last_rows
 
     def _base_snapshot(self) -> dict[str, Any] | None:
         return super()._base_snapshot() if self.settings.place.is_main else None
@@ -197,13 +171,19 @@ class DataLoaderDispatcher(PreparedLoader):
     def _exchange_round(self, source: Iterator[Any]) -> Any:
         """The next round's batch, on every process; None at the end."""
         settings = self.settings
-        batch, announcement, read_error = _announce_round(source)
-        announcement = settings.collectives.broadcast_object(announcement)
-        if announcement.error_text:
+        batch, read_error, text = None, None, ""
+        try:
+            batch = next(source, None)
+        except Exception as error:  # of any kind: the others wait for an announcement
+            read_error, text = error, f"{type(error).__name__}: {error}"
+        blank_batch = map_tensors(lambda tensor: tensor.detach().to("meta"), batch)
+        announcement = (blank_batch, text, isinstance(read_error, ConfigError))
+        blank_batch, text, is_mistake = settings.collectives.broadcast_object(announcement)
+        if text:
             # Process 0 raises the exception itself, with its traceback; the others have only its
-            # text.
-            raise read_error or _reader_error(announcement)
-        if announcement.is_end:
+            # text, because not every exception can be pickled.
+            raise read_error or _reader_error(text, is_mistake=is_mistake)
+        if blank_batch is None:
             return None
         device = settings.device or settings.place.device
         if settings.place.is_main:
@@ -214,36 +194,19 @@ class DataLoaderDispatcher(PreparedLoader):
             # Not `empty_like`, which would keep strides.
             batch = map_tensors(
                 lambda blank: torch.empty(blank.shape, dtype=blank.dtype, device=device),
-                announcement.batch,
+                blank_batch,
             )
         tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
         settings.collectives.broadcast(tensors)
         return batch
 
 
-def _announce_round(
-    source: Iterator[Any],
-) -> tuple[Any, _RoundAnnouncement, Exception | None]:
-    """A batch of all processes, its announcement, and the error if reading failed."""
-    try:
-        batch = next(source, None)
-    except Exception as error:  # of any kind: the others wait for an announcement
-        text = f"{type(error).__name__}: {error}"
-        is_mistake = isinstance(error, ConfigError)
-        return None, _RoundAnnouncement(error_text=text, is_mistake=is_mistake), error
-    if batch is None:
-        return None, _RoundAnnouncement(is_end=True), None
-    blank_batch = map_tensors(lambda tensor: tensor.detach().to("meta"), batch)
-    return batch, _RoundAnnouncement(batch=blank_batch), None
-
-
-def _reader_error(announcement: _RoundAnnouncement) -> Exception:
-    if announcement.is_mistake:
-        return ConfigError(announcement.error_text.partition(": ")[2])
+def _reader_error(text: str, *, is_mistake: bool) -> Exception:
+    if is_mistake:
+        return ConfigError(text.partition(": ")[2])
     return CollectiveMismatch(
-        "Process 0, which reads for all, could not read the next batch: "
-        f"{announcement.error_text}\nThis process gets its batches from there. See what process "
-        "0 raised."
+        f"Process 0, which reads for all, could not read the next batch: {text}\nThis process "
+        "gets its batches from there. See what process 0 raised."
     )
 
 

@@ -20,7 +20,6 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.config.capabilities import DEVICES
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.contracts.training import Place
 from nbaccel.plan.topology import DEVICE_VARIABLE
 from nbaccel.train import call_check
@@ -134,14 +133,10 @@ def name_device(*, cpu: bool = False) -> str:
         return _check_device_name(variable)
     if (asked_device := _asked_device()) is not None:
         return _row_of(asked_device)
-    # The first device is the host, which is what remains if none of the others is ready.
-    ready_devices = (device.name for device in registry.devices()[1:] if _is_device_ready(device))
-    return next(ready_devices, row.name)
-
-
-def _is_device_ready(device: Device) -> bool:
-    # A backend that has never run must not be chosen by default, only by name.
-    return not device.row.never_run and device.is_available()
+    # The first device is the host, which is what remains if none of the others is ready. A backend
+    # that has never run must not be chosen by default, only by name.
+    others = [device for device in registry.devices()[1:] if not device.row.never_run]
+    return next((device.name for device in others if device.is_available()), row.name)
 
 
 def _asked_device() -> torch.device | None:

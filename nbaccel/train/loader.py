@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from nbaccel.base import optional_packages, spent_time, torch_private
 from nbaccel.base.errors import ConfigError
@@ -36,7 +36,6 @@ from nbaccel.train.sampling import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
-    SkipBatchSampler,
 )
 from nbaccel.train.trees import find_batch_size, leaves, map_tensors, send_to_device
 
@@ -47,22 +46,17 @@ _HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn on the host,
 
 
 class LoaderPosition:
-    """The epoch and batch that a loader, and the loaders that skip some of its batches, are at.
-
-    Attributes:
-        epoch: Epochs that were iterated to their end.
-        batches_seen: Batches of the running epoch that were given out, skipped ones included.
-        ahead: Torch's random state before the batch after the current one was read.
-        restored_state: What the next iteration starts from; None draws a new order.
-        has_begun: Whether any epoch was begun before the next one.
-    """
+    """The epoch and batch that a loader, and the loaders that skip some of its batches, are at."""
 
     def __init__(self, generators: Mapping[str, torch.Generator]) -> None:
-        self.epoch = 0
+        self.epoch = 0  # epochs that were iterated to their end
+        # Batches of the running epoch that were given out, skipped ones included.
         self.batches_seen = 0
+        # Torch's random state before the batch after the current one was read.
         self.ahead: torch.Tensor | None = None
+        # What the next iteration starts from; None draws a new order.
         self.restored_state: dict[str, Any] | None = None
-        self.has_begun = False
+        self.has_begun = False  # whether any epoch was begun before the next one
         self._owned_generators = dict(generators)
         self._epoch_start: dict[str, Any] | None = None  # of the running epoch; None between two
 
@@ -191,37 +185,36 @@ _TORCHDATA_KEYS = frozenset({"_num_yielded", "_snapshot"})
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a prepared loader.
+    """Settings of a prepared loader."""
 
-    Attributes:
-        place: This process among the others.
-        collectives: Collectives of all processes.
-        device: Where batches are put; None leaves them where they are.
-        non_blocking: Whether copies to the device may still be under way.
-        rng_types: Random generators that all processes take from process 0 at each epoch.
-        synchronized: What ``generator`` stands for in them.
-        batch_size: Samples of one batch of this process; None where it is not known.
-        total_batch_size: The same of all processes together.
-        drop_last: Whether a last batch that is not full is dropped.
-        split_batches: Whether batches of the base are split over the processes.
-        skip_batches: Batches that are left out at the beginning of an epoch.
-        stateful: Whether the base can tell its state (torchdata's).
-        place_batch: Lays out a tensor that has been put on the device; None leaves it as it is.
-    """
-
-    place: Place
-    collectives: Collectives
-    device: torch.device | None = None
-    non_blocking: bool = False
+    place: Place  # this process among the others
+    collectives: Collectives  # collectives of all processes
+    device: torch.device | None = None  # where batches are put; None leaves them where they are
+    non_blocking: bool = False  # whether copies to the device may still be under way
+    # Random generators that all processes take from process 0 at each epoch.
     rng_types: tuple[str, ...] = ()
-    synchronized: torch.Generator | None = None
-    batch_size: int | None = None
-    total_batch_size: int | None = None
-    drop_last: bool = False
-    split_batches: bool = False
-    skip_batches: int = 0
-    stateful: bool = False
+    synchronized: torch.Generator | None = None  # what ``generator`` stands for in them
+    # Samples of one batch of the base; None where it is not known.
+    base_batch_size: int | None = None
+    num_sharing: int = 1  # processes that the batches are shared out among
+    drop_last: bool = False  # whether a last batch that is not full is dropped
+    split_batches: bool = False  # whether batches of the base are split over the processes
+    skip_batches: int = 0  # batches that are left out at the beginning of an epoch
+    stateful: bool = False  # whether the base can tell its state (torchdata's)
+    # Lays out a tensor that has been put on the device; None leaves it as it is.
     place_batch: Callable[[torch.Tensor], None] | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of one batch of this process; None where it is not known."""
+        divisor = self.num_sharing if self.split_batches else 1
+        return self.base_batch_size and self.base_batch_size // divisor
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of one batch of all processes together; None where it is not known."""
+        factor = 1 if self.split_batches else self.num_sharing
+        return self.base_batch_size and self.base_batch_size * factor
 
     def skipping(self, more_batches: int) -> LoaderSettings:
         """The same with so many more batches left out."""
@@ -242,8 +235,8 @@ class PreparedLoader(DataLoader[Any]):
             where they cannot be skipped without being read.
         end_of_dataloader: True while the last batch is in the loop's body.
         prepared_from: The loader that it was made of; None where it was made by hand.
-        remainder: Samples of the last total batch that are no copies; 0 where it was full, -1
-            where that is not known (yet).
+        remainder: At the last batch: samples of all processes together that are no copies; 0 where
+            the total batch was full, -1 where that is not known (yet).
     """
 
     @classmethod
@@ -357,11 +350,7 @@ class PreparedLoader(DataLoader[Any]):
             shard.even_batches = even
 
     def _batch_shards(self) -> list[BatchSamplerShard]:
-        return [
-            sampler
-            for sampler in chain_of_samplers(self.base)
-            if isinstance(sampler, BatchSamplerShard)
-        ]
+        return [s for s in chain_of_samplers(self.base) if isinstance(s, BatchSamplerShard)]
 
     def __len__(self) -> int:
         return max(0, len(self.base) - self.batches_to_drop)
@@ -458,7 +447,7 @@ class PreparedLoader(DataLoader[Any]):
                 next_batch = next(batch_source, _END_OF_EPOCH)
             if next_batch is _END_OF_EPOCH:
                 self.end_of_dataloader = True
-                self._set_remainder()
+                self.remainder = self._count_remainder(current_batch)
             batches_seen += 1
             position.batches_seen = batches_seen
             with watch.step(current_batch) if watch else contextlib.nullcontext():
@@ -485,7 +474,7 @@ class PreparedLoader(DataLoader[Any]):
     def _begin_epoch(self) -> tuple[Iterator[Any], Any]:
         """Make the epoch's iterator and read its first batch. See [Note: the same order again]."""
         self.end_of_dataloader = False
-        self.remainder = self._expected_remainder()
+        self.remainder = -1
         position = self.position
         settings = self.settings
         is_resumed = position.restored_state is not None
@@ -560,30 +549,22 @@ class PreparedLoader(DataLoader[Any]):
             isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves(batch)
         )
 
-    def _expected_remainder(self) -> int:
-        """The remainder, as far as it is known before the epoch ends."""
-        total_batch_size = self.settings.total_batch_size
-        *_, sampler = [None, *chain_of_samplers(self.base)]
-        is_shared = self.settings.place.is_alone or bool(self._batch_shards())
-        if (
-            self.settings.drop_last
-            or not total_batch_size
-            or not is_shared
-            or not hasattr(sampler, "__len__")
-        ):
+    def _count_remainder(self, last_batch: Any) -> int:
+        """The remainder: at the last batch the samplers' counts are complete."""
+        settings = self.settings
+        if settings.drop_last:
             return -1
-        return len(sampler) % total_batch_size if _yields_plain_batches(self.base) else -1
-
-    def _set_remainder(self) -> None:
-        """Set the remainder: at the last batch the samplers' counts are complete."""
-        if self.remainder >= 0 or self.settings.drop_last:
-            return
-        remainder_counters: list[Any] = list(self._batch_shards())
+        if settings.place.is_alone:
+            rows = find_batch_size(last_batch)
+            full_rows = settings.total_batch_size
+            if rows is None or not full_rows or isinstance(self.dataset, IterableDataset):
+                return -1
+            return rows % full_rows
+        counters: list[Any] = list(self._batch_shards())
         # Worker processes read copies of the dataset, whose counts stay there.
         if isinstance(self.dataset, IterableDatasetShard) and not self.num_workers:
-            remainder_counters += [self.dataset] if self.settings.batch_size else []
-        for counter in remainder_counters:
-            self.remainder = counter.remainder
+            counters += [self.dataset] if settings.batch_size else []
+        return int(counters[-1].remainder) if counters else -1
 
     # ------------------------------------------------------------------------- position
 
@@ -637,11 +618,7 @@ class PreparedLoader(DataLoader[Any]):
             sampler.initial_seed = seed
 
     def _seedable_samplers(self) -> list[SeedableRandomSampler]:
-        return [
-            sampler
-            for sampler in chain_of_samplers(self.base)
-            if isinstance(sampler, SeedableRandomSampler)
-        ]
+        return [s for s in chain_of_samplers(self.base) if isinstance(s, SeedableRandomSampler)]
 
 
 class DataLoaderShard(PreparedLoader):
@@ -684,8 +661,8 @@ class DataLoaderShard(PreparedLoader):
     ) -> None:
         refuse_mesh(type(self), torch_device_mesh)
         loader = reading_class(use_stateful_dataloader)(dataset, **kwargs)
-        loader_settings = LoaderSettings(
-            **place_settings(loader),
+        loader_settings = settings_by_hand(
+            loader,
             device=None if device is None else torch.device(device),
             non_blocking=_non_blocking,
             rng_types=tuple(str(rng_type) for rng_type in rng_types or ()),
@@ -719,10 +696,8 @@ class SkipDataLoader(PreparedLoader):
         **kwargs: Any,
     ) -> None:
         loader = reading_class(use_stateful_dataloader)(dataset, **kwargs)
-        loader_settings = LoaderSettings(
-            **place_settings(loader),
-            skip_batches=skip_batches,
-            stateful=use_stateful_dataloader,
+        loader_settings = settings_by_hand(
+            loader, skip_batches=skip_batches, stateful=use_stateful_dataloader
         )
         super().__init__(loader, GradientState(), loader_settings, drop=skip_batches)
 
@@ -747,27 +722,22 @@ def reading_class(is_stateful: bool) -> Any:
     return module.StatefulDataLoader
 
 
-def place_settings(
-    base_loader: DataLoader[Any], *, splits_batches: bool | None = None
-) -> dict[str, Any]:
-    """Settings of a loader: this process among the others, and the samples in a batch."""
+def settings_by_hand(
+    loader: DataLoader[Any], *, is_shared: bool | None = None, **settings: Any
+) -> LoaderSettings:
+    """Settings of a loader that was made without `prepare`: this process among the others."""
     place = distributed.init_process()
-    batch_sampler = base_loader.batch_sampler
-    # A loader with a batch sampler has no batch size itself, and not every sampler has one.
-    batch_size = base_loader.batch_size or getattr(batch_sampler, "batch_size", None) or 0
-    if splits_batches is None:
-        total_batch_size = batch_size * (
-            # Behind a shard each process reads other batches, so a round has one per process.
-            place.world_size if isinstance(batch_sampler, BatchSamplerShard) else 1
-        )
-    else:
-        total_batch_size = batch_size if splits_batches else batch_size * place.world_size
-    return {
-        "place": place,
-        "collectives": Collectives(place, distributed.timeout_s(None)),
-        "batch_size": (batch_size // place.world_size if splits_batches else batch_size) or None,
-        "total_batch_size": total_batch_size or None,
-    }
+    sampler = loader.batch_sampler
+    # Behind a shard each process reads other batches, so a round has one per process.
+    shares = isinstance(sampler, BatchSamplerShard) if is_shared is None else is_shared
+    return LoaderSettings(
+        place=place,
+        collectives=Collectives(place, distributed.timeout_s(None)),
+        # A loader with a batch sampler has no batch size itself, and not every sampler has one.
+        base_batch_size=loader.batch_size or getattr(sampler, "batch_size", None),
+        num_sharing=place.world_size if shares else 1,
+        **settings,
+    )
 
 
 def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:
@@ -775,46 +745,20 @@ def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:
     samplers: list[Any] = []
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     # A sampler may refer back to itself, which would make this loop endless.
-    while sampler is not None and not any(
-        sampler is earlier_sampler for earlier_sampler in samplers
-    ):
+    while sampler is not None and not any(sampler is earlier for earlier in samplers):
         samplers.append(sampler)
         inner_sampler = getattr(sampler, "batch_sampler", None)
         sampler = getattr(sampler, "sampler", None) if inner_sampler is None else inner_sampler
     return samplers
 
 
-def _yields_plain_batches(loader: DataLoader[Any]) -> bool:
-    """Whether every sample drawn is in one batch; a batch sampler of the user's own may differ."""
-    shard_types = (BatchSamplerShard, SkipBatchSampler)
-    batch_samplers = [
-        sampler for sampler in chain_of_samplers(loader) if isinstance(sampler, BatchSampler)
-    ]
-    user_types = [
-        type(batch_sampler)
-        for batch_sampler in batch_samplers
-        if not isinstance(batch_sampler, shard_types)
-    ]
-    # torchdata has a BatchSampler of its own, which yields the same batches as torch's.
-    return all(
-        sampler_type is BatchSampler or sampler_type.__module__.startswith("torchdata.")
-        for sampler_type in user_types
-    )
-
-
 def _order_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
     """The generators that draw a loader's order, by their owner."""
     dataset: Any = loader.dataset
-    generator_owners = {
+    owners = {
         "loader": loader,
         "sampler": [None, *chain_of_samplers(loader)][-1],
         "dataset": dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset,
     }
-    generators_by_owner = {
-        name: getattr(owner, "generator", None) for name, owner in generator_owners.items()
-    }
-    return {
-        name: generator
-        for name, generator in generators_by_owner.items()
-        if isinstance(generator, torch.Generator)
-    }
+    found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
+    return {name: it for name, it in found.items() if isinstance(it, torch.Generator)}

@@ -32,13 +32,7 @@ _NO_BATCH = object()
 
 
 class Progress(Generic[_LoaderBatch]):
-    """An iterable over a loader, with a bar.
-
-    Attributes:
-        samples: Rows that this process has had.
-        bar: The bar; hidden on other processes than 0. Shown are batches of process 0, the mean of
-            all processes' last losses, and samples per second of all together.
-    """
+    """An iterable over a loader, with a bar."""
 
     def __init__(
         self,
@@ -57,12 +51,14 @@ class Progress(Generic[_LoaderBatch]):
         self._had_phase = False
         self._description = description
         self._epochs = epochs
-        self.samples = 0
+        self.samples = 0  # rows that this process has had
         try:
             self._num_batches: int | None = len(loader)  # type: ignore[arg-type]
         except TypeError:  # an iterable dataset has no length
             self._num_batches = None
         reporter = metrics_reporter.current()
+        # The bar; hidden on other processes than 0. Shown are batches of process 0, the mean of all
+        # processes' last losses, and samples per second of all together.
         self.bar = Bar(
             total=self._num_batches,
             desc=description or None,
@@ -145,11 +141,9 @@ class Progress(Generic[_LoaderBatch]):
         all_samples = sum(rank_numbers["samples"] for rank_numbers in all_numbers)
         # A loop over numbers has none.
         postfix = {"samples/s": f"{all_samples / elapsed_s:.0f}"} if all_samples else {}
-        known_losses = [
-            rank_numbers["loss"] for rank_numbers in all_numbers if rank_numbers["loss"] is not None
-        ]
-        if known_losses:
-            postfix = {"loss": f"{sum(known_losses) / len(known_losses):.4g}", **postfix}
+        losses = [numbers["loss"] for numbers in all_numbers if numbers["loss"] is not None]
+        if losses:
+            postfix = {"loss": f"{sum(losses) / len(losses):.4g}", **postfix}
         if not self._place.is_alone:
             num_heard = len(all_numbers)
             num_all = self._place.world_size
@@ -174,14 +168,8 @@ class Progress(Generic[_LoaderBatch]):
                     if store.check([key])
                 ]
                 # An earlier run on the same store may have left numbers of its own.
-                return [
-                    own_numbers,
-                    *(
-                        rank_numbers
-                        for rank_numbers in posted_numbers
-                        if rank_numbers["since"] > self._start_time - 3600
-                    ),
-                ]
+                since = self._start_time - 3600
+                return [own_numbers, *(n for n in posted_numbers if n["since"] > since)]
         return [own_numbers]
 
     def _store_key(self, rank: int) -> str:

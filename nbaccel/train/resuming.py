@@ -29,26 +29,19 @@ _Item = TypeVar("_Item")
 class Resuming:
     """What an accelerator keeps of a launch that is stopped, and how the next one goes on.
 
-    Args:
-        folder: Where it is kept.
-        place: This process among the others.
-        loaders: Prepared loaders, in the order in which they were prepared.
-        save: Saves the accelerator's state to a folder; a collective.
-        load: Loads it; a collective.
-        rest_of: A loader without the batches that its restored position has seen.
-
     Attributes:
         is_skipping: Whether what the function does now was done before it was stopped.
     """
 
     def __init__(
         self,
-        folder: Path,
-        place: Place,
-        loaders: Sequence[Any],
+        folder: Path,  # where it is kept
+        place: Place,  # this process among the others
+        loaders: Sequence[Any],  # prepared loaders, in the order in which they were prepared
         *,
-        save: Callable[[Path], Any],
-        load: Callable[[Path], Any],
+        save: Callable[[Path], Any],  # saves the accelerator's state to a folder; a collective
+        load: Callable[[Path], Any],  # loads it; a collective
+        # A loader without the batches that its restored position has seen.
         rest_of: Callable[[Any], Iterable[Any]],
     ) -> None:
         self._folder = folder

@@ -25,10 +25,19 @@ from nbaccel.train.collectives import Collectives
 
 _NUM_SEEDS = 2**32  # numpy takes no larger ones
 
-# The names under which Accelerate keeps them, too.
-_PYTHON_KEY = "random_state"
-_NUMPY_KEY = "numpy_random_seed"
-_TORCH_KEY = "torch_manual_seed"
+
+def _set_python_state(state: Any) -> None:
+    version, internal_state, next_gauss = state
+    random.setstate((version, tuple(internal_state), next_gauss))
+
+
+# By the name in `rng_types`: the name in a checkpoint, as Accelerate has it, and how it is read and
+# set. A checkpoint that was read with map_location has its states on the accelerator.
+_HOST_GENERATORS: dict[str, tuple[str, Callable[[], Any], Callable[[Any], Any]]] = {
+    "python": ("random_state", random.getstate, _set_python_state),
+    "numpy": ("numpy_random_seed", np.random.get_state, np.random.set_state),
+    "torch": ("torch_manual_seed", torch.get_rng_state, lambda s: torch.set_rng_state(s.cpu())),
+}
 
 
 def _device_state_key(device_runtime: DeviceRuntime) -> str:
@@ -101,33 +110,21 @@ def preserve_rng_states() -> Iterator[None]:
 
 
 def _generator_states(*devices: DeviceRuntime) -> dict[str, Any]:
-    states_by_name = {
-        _PYTHON_KEY: random.getstate(),
-        _NUMPY_KEY: np.random.get_state(),
-        _TORCH_KEY: torch.get_rng_state(),
-    }
+    states = {key: get_state() for key, get_state, _ in _HOST_GENERATORS.values()}
     for device in devices:
         if device.has_random_state:
-            states_by_name[_device_state_key(device)] = [
-                device.random_state(i) for i in range(device.count())
-            ]
-    return states_by_name
+            numbers = range(device.count())
+            states[_device_state_key(device)] = [device.random_state(i) for i in numbers]
+    return states
 
 
-def _set_generator_states(states_by_name: Mapping[str, Any], *devices: DeviceRuntime) -> None:
-    if _PYTHON_KEY in states_by_name:
-        version, python_state, next_gauss = states_by_name[_PYTHON_KEY]
-        random.setstate((version, tuple(python_state), next_gauss))
-    if _NUMPY_KEY in states_by_name:
-        np.random.set_state(states_by_name[_NUMPY_KEY])
-    if _TORCH_KEY in states_by_name:
-        # A checkpoint that was read with map_location has its states on the accelerator.
-        torch.set_rng_state(states_by_name[_TORCH_KEY].cpu())
+def _set_generator_states(states: Mapping[str, Any], *devices: DeviceRuntime) -> None:
+    for key, _, set_state in _HOST_GENERATORS.values():
+        if key in states:
+            set_state(states[key])
     for device in devices:
+        device_states = states.get(_device_state_key(device), ()) if device.has_random_state else ()
         # A checkpoint may come from a machine with more devices than this one has.
-        device_states = (
-            states_by_name.get(_device_state_key(device), ()) if device.has_random_state else ()
-        )
         for index, device_state in enumerate(device_states[: device.count()]):
             device.set_random_state(device_state, index)
 
@@ -164,9 +161,7 @@ def _state_accessors(type_name: str, generator: torch.Generator | None) -> _Stat
             "could be shared. Give a torch.Generator, or leave it out of rng_types."
         )
     accessors: dict[str, _StateAccessors] = {
-        "python": (random.getstate, random.setstate),
-        "numpy": (np.random.get_state, np.random.set_state),
-        "torch": (torch.get_rng_state, torch.set_rng_state),
+        name: (get_state, set_state) for name, (_, get_state, set_state) in _HOST_GENERATORS.items()
     }
     accessors |= {
         device.kind: (device.random_state, device.set_random_state)

@@ -183,19 +183,16 @@ class BatchSamplerShard(BatchSampler):
             current_round.append(batch)
             if len(first_round) < self.num_processes:
                 first_round.append(batch)
-            if len(current_round) == self.num_processes and self._is_whole(batch):
+            is_whole = self.batch_size is None or len(batch) == self.batch_size
+            if len(current_round) == self.num_processes and is_whole:
                 yield current_round[self.process_index]
                 current_round = []
         # Single indices, with batch_size=None, stand for batches of unknown length.
-        self.remainder = (
-            sum(map(len, current_round)) if all(map(_has_length, current_round)) else -1
-        )
+        has_lengths = all(isinstance(batch, Sized) for batch in current_round)
+        self.remainder = sum(map(len, current_round)) if has_lengths else -1
         share = self._last_share(current_round, first_round)
         if share is not None:
             yield share
-
-    def _is_whole(self, batch: list[int]) -> bool:
-        return self.batch_size is None or len(batch) == self.batch_size
 
     def _last_share(self, last_round: list[list[int]], first_round: list[list[int]]) -> Any:
         """This process's part of a round that is not full; None where there is none."""
@@ -205,23 +202,14 @@ class BatchSamplerShard(BatchSampler):
         if self.drop_last or not self.even_batches:
             return last_round[self.process_index] if self.process_index < len(last_round) else None
         if self.batch_size is None:
-            return [*last_round, *_repeat_items(first_round, self.num_processes)][
-                self.process_index
-            ]
+            batches = itertools.chain(last_round, itertools.cycle(first_round))
+            return next(itertools.islice(batches, self.process_index, None))
         # `cycle`, because the whole epoch may be shorter than what is missing in its only round.
         sample_indices = itertools.chain(
             *last_round, itertools.cycle(list(itertools.chain(*first_round)))
         )
         first_sample = self.process_index * self.batch_size
         return list(itertools.islice(sample_indices, first_sample, first_sample + self.batch_size))
-
-
-def _repeat_items(cycled_items: list[Any], num_items: int) -> Iterator[Any]:
-    return itertools.islice(itertools.cycle(cycled_items), num_items)
-
-
-def _has_length(batch: Any) -> bool:
-    return isinstance(batch, Sized)
 
 
 class SkipBatchSampler(BatchSampler):

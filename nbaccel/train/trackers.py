@@ -8,7 +8,6 @@ them in ``init_kwargs``; what a service cannot show is left out, with one warnin
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import math
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from nbaccel.base import env
-from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, is_package, require
 from nbaccel.config.given_values import shown
 from nbaccel.train import distributed
@@ -130,7 +129,6 @@ class JsonlTracker(GeneralTracker):
         return self.path.open("a", encoding="utf-8")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See :meth:`GeneralTracker.store_init_configuration`."""
         self._write_line({"config": _plain_value(values), "time": time.time()})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -145,7 +143,6 @@ class JsonlTracker(GeneralTracker):
         self.tracker.flush()
 
     def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
         # `cached_property` puts it there: asking for it would open a file just to close it.
         if "tracker" in vars(self):
             self.tracker.close()
@@ -198,21 +195,10 @@ class TensorBoardTracker(GeneralTracker):
         }
         # Not `add_hparams`, which would write another run into a subfolder named by the time.
         for summary in hparams(shown_values, {}):  # type: ignore[no-untyped-call]
-            self._file_writer().add_summary(summary)
+            self.writer.file_writer.add_summary(summary)
         self.tracker.flush()
         yaml_text = yaml.safe_dump(flat_values, sort_keys=False)
         (self.logging_dir / "hparams.yml").write_text(yaml_text, encoding="utf-8")
-
-    def _file_writer(self) -> Any:
-        # Seen in torch 2.6 to 2.15: no public method adds a summary that is made already.
-        writer = getattr(self.tracker, "_get_file_writer", None)
-        if writer is None:
-            installed = importlib.metadata.version("torch")
-            raise PlatformUnsupported(
-                f"torch {installed} has no SummaryWriter._get_file_writer: TensorBoard's HPARAMS "
-                "cannot be written. Call init_trackers() without config=, or use torch 2.6 to 2.15."
-            )
-        return writer()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write numbers, texts, and dicts of numbers (several curves in one chart).
@@ -255,7 +241,6 @@ class TensorBoardTracker(GeneralTracker):
         self.tracker.flush()
 
     def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
         if "tracker" in vars(self):
             self.tracker.close()
 
@@ -323,12 +308,10 @@ class ServiceTracker(GeneralTracker):
         return SERVICES[self.name]
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         names = {self._service.project: self.run_name} if self._service.project else {}
         self.run = getattr(self.package, self._service.begin)(**names, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See :meth:`GeneralTracker.store_init_configuration`."""
         attrgetter(self._service.configure)(self)(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -336,7 +319,6 @@ class ServiceTracker(GeneralTracker):
         self.run.log(values, step=step, **kwargs)
 
     def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
         if self.run is not None:
             attrgetter(self._service.end)(self)()
 
@@ -381,12 +363,10 @@ class AimTracker(ServiceTracker):
         return self.run
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         super().start()
         self.run.name = self.run_name
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See :meth:`GeneralTracker.store_init_configuration`."""
         self.run["hparams"] = values
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -457,7 +437,6 @@ class MLflowTracker(ServiceTracker):
         return self.run
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         self.run = self.package.start_run(
             run_id=self.run_id,
             experiment_id=self._experiment_id(),
@@ -530,7 +509,6 @@ class DVCLiveTracker(ServiceTracker):
         return self.run
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         if self.run is None:
             super().start()
 
@@ -572,7 +550,6 @@ class WandBTracker(ServiceTracker):
     log_images = _log_image_lists
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See :meth:`GeneralTracker.store_init_configuration`."""
         # wandb refuses other values for a run that is continued, unless this is given.
         self.run.config.update(values, allow_val_change=True)
 
@@ -623,7 +600,6 @@ class ClearMLTracker(ServiceTracker):
     name = "clearml"
 
     def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
         task_class = self.package.Task
         # A task of the user's is not closed in `finish`.
         self._existing_task = task_class.current_task()
@@ -678,7 +654,6 @@ class ClearMLTracker(ServiceTracker):
         )
 
     def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
         if self.run is not None and self._existing_task is None:
             super().finish()
 

@@ -16,7 +16,6 @@ from nbaccel import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
-    ProjectConfiguration,
 )
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.utils import TERecipeKwargs
@@ -236,12 +235,7 @@ def test_a_second_accelerator_leaves_the_first_ones_steps_alone() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "dispatch_batches",
-        "even_batches",
-        "use_seedable_sampler",
-        "logging_dir",
-    ],
+    ["dispatch_batches", "even_batches", "use_seedable_sampler", "logging_dir"],
 )
 def test_arguments_that_do_not_exist_are_refused(name: str) -> None:
     make: Any = Accelerator
@@ -269,23 +263,6 @@ def test_fp16_on_the_cpu_computes_in_fp16_and_scales_the_loss() -> None:
     assert float(model.weight.grad) == 8.0
     optimizer.step()
     assert weight(body) == pytest.approx(0.9)
-
-
-def test_checkpoints_made_after_resuming_get_new_numbers(tmp_path: Path) -> None:
-    def start() -> Accelerator:
-        project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
-        accelerator = Accelerator(cpu=True, project_config=project)
-        accelerator.prepare(line())
-        return accelerator
-
-    first = start()
-    assert [first.save_state().name for _ in range(2)] == ["checkpoint_0", "checkpoint_1"]
-    second = start()
-    second.load_state()
-    assert second.save_iteration == 2
-    assert second.save_state().name == "checkpoint_2"
-    third = start()  # which has not loaded anything
-    assert third.save_state().name == "checkpoint_3"
 
 
 def test_splitting_a_dict_leaves_the_callers_one_as_it_was() -> None:

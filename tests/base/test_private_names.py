@@ -221,18 +221,3 @@ def test_a_torch_tpu_without_its_names_is_told_of(monkeypatch):
     monkeypatch.delattr(torch._C, "_get_privateuse1_backend_name")
     with pytest.raises(PlatformUnsupported, match=r"_get_privateuse1_backend_name, which was seen"):
         TorchTpuDriver().is_loaded()
-
-
-def test_a_tensorboard_writer_without_its_name(monkeypatch, tmp_path):
-    pytest.importorskip("tensorboard")
-    from torch.utils.tensorboard import SummaryWriter
-
-    from nbaccel.tracking import TensorBoardTracker
-
-    tracker = TensorBoardTracker("run", tmp_path)
-    assert isinstance(tracker.tracker, SummaryWriter)  # which calls it, too
-    monkeypatch.delattr(SummaryWriter, "_get_file_writer")
-    with pytest.raises(PlatformUnsupported, match=r"has no SummaryWriter\._get_file_writer"):
-        tracker.store_init_configuration({"lr": 0.1})
-    monkeypatch.undo()
-    tracker.finish()

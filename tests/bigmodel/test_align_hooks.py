@@ -217,32 +217,6 @@ def test_a_copy_of_an_offloaded_model_runs_by_itself(duplicate):
 # ------------------------------------------------------------------------- parts and ties
 
 
-def test_parts_compute_on_devices_of_their_own():
-    model = make_model()
-    expected, state = model(X), state_of(model)
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device={"": "cpu", "0": "cpu", "1": "cpu", "2": "cpu"},
-        offload={"0": False, "1": True, "2": False},
-        weights_map=state,
-    )
-    assert [part.weight.device.type for part in model] == ["cpu", "meta", "cpu"]
-    assert model._hf_hook.io_same_device
-    assert torch.equal(model(X), expected)
-    assert [part.weight.device.type for part in model] == ["cpu", "meta", "cpu"]
-
-
-@pytest.mark.parametrize("devices", ["cpu", {"0": "cpu", "1": "cpu", "2": "cpu"}])
-@pytest.mark.parametrize("offload", [True, False, {"0": True, "1": False, "2": True}])
-def test_one_setting_may_hold_for_all_parts(devices, offload):
-    model = make_model()
-    expected = model(X)
-    attach_align_device_hook_on_blocks(model, devices, offload, weights_map=state_of(model))
-    assert torch.equal(model(X), expected)
-    offloads = offload if isinstance(offload, dict) else dict.fromkeys("012", offload)
-    assert [part.weight.is_meta for part in model] == list(offloads.values())
-
-
 def test_submodules_without_hooks_get_one_that_moves_arguments():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
     attach_execution_device_hook(model, "meta")

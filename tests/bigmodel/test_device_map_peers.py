@@ -15,10 +15,10 @@ from nbaccel.bigmodel import module_sizes
 from nbaccel.bigmodel.device_map import clean_device_map, infer_auto_device_map
 from nbaccel.plan.inventory import Gpu, Inventory
 from tests.bigmodel import map_rules
+from tests.bigmodel.families import FAMILIES, build
 from tests.bigmodel.map_rules import rules_broken, slow_bytes
 
 peer = pytest.importorskip("accelerate.utils.modeling")
-transformers = pytest.importorskip("transformers")
 
 MACHINE = Inventory(
     cpu_cores=4,
@@ -27,44 +27,6 @@ MACHINE = Inventory(
     gpus=tuple(Gpu(index=number, name="GPU", free_bytes=1 << 30) for number in range(4)),
     torch_version="2.13.0+cu130",
 )
-TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-
-
-def gpt2(*, ties: bool) -> nn.Module:
-    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": 200, "n_positions": 32}
-    config = transformers.GPT2Config(**sizes, **TOKENS, tie_word_embeddings=ties)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama(*, ties: bool) -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 200}
-    config = transformers.LlamaConfig(
-        **sizes, **TOKENS, num_attention_heads=2, tie_word_embeddings=ties
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def t5(*, ties: bool) -> nn.Module:
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2}
-    config = transformers.T5Config(
-        **sizes, **TOKENS, vocab_size=200, decoder_start_token_id=0, tie_word_embeddings=ties
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def bert(*, ties: bool) -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 200}
-    config = transformers.BertConfig(
-        **sizes,
-        pad_token_id=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=ties,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-FAMILIES = [gpt2, llama, t5, bert]
 
 
 def both_maps(model: nn.Module, budgets: dict[Any, int], **options: Any) -> tuple[dict, dict]:
@@ -114,7 +76,7 @@ def many_budgets(total: int):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_maps_of_transformers_models_are_those_of_accelerate_or_better(family, ties):
     with torch.device("meta"):
-        model = family(ties=ties)
+        model = build(family, tie_word_embeddings=ties)
     model.tie_weights()
     total = module_sizes.compute_module_sizes(model)[""]
     results: Counter = Counter()
@@ -155,7 +117,7 @@ def test_a_clean_map_is_that_of_accelerate():
 @pytest.mark.parametrize("dtype", [None, "float16", torch.float64])
 def test_sizes_are_those_of_accelerate(family, dtype):
     with torch.device("meta"):
-        model = family(ties=True)
+        model = build(family, tie_word_embeddings=True)
     model.tie_weights()
     special = {next(name for name, _ in model.named_parameters()): "float64"}
     for options in ({}, {"dtype": dtype}, {"dtype": dtype, "special_dtypes": special}):

@@ -25,6 +25,7 @@ from nbaccel import (
 from nbaccel.bigmodel.checkpoint_files import StoredWeights, WeightFiles, read_checkpoint
 from nbaccel.errors import UnsafeMoment
 from nbaccel.hooks import remove_hook_from_submodules
+from tests.bigmodel.families import FAMILIES, build, inputs
 
 
 class Tower(nn.Module):
@@ -266,32 +267,6 @@ def test_a_read_that_fails_is_an_error_where_the_weight_is_needed(
 
 
 # ------------------------------------------------------------------------------ beside Accelerate
-FAMILIES = ("gpt2", "llama", "t5", "bert")
-
-
-def family(name: str) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    """A configuration, the class of models that it is for, and what they are called with."""
-    transformers = pytest.importorskip("transformers")
-    tokens = torch.arange(3, 11).unsqueeze(0)
-    common: dict[str, Any] = {"vocab_size": 40}
-    if name == "gpt2":
-        config = transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, n_positions=16, **common)
-        return config, transformers.AutoModelForCausalLM, {"input_ids": tokens}
-    if name == "t5":
-        config = transformers.T5Config(
-            d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, **common
-        )
-        both = {"input_ids": tokens, "decoder_input_ids": tokens}
-        return config, transformers.AutoModelForSeq2SeqLM, both
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    kind = transformers.LlamaConfig if name == "llama" else transformers.BertConfig
-    config = kind(num_hidden_layers=3, **sizes, **common)
-    auto = (
-        transformers.AutoModelForCausalLM if name == "llama" else transformers.AutoModelForMaskedLM
-    )
-    return config, auto, {"input_ids": tokens}
-
-
 # Of Accelerate, where transformers 4 ties T5's embeddings.
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match")
 @pytest.mark.parametrize("share", [2.0, 0.7, 0.0])
@@ -302,15 +277,14 @@ def test_families_of_transformers_give_accelerates_numbers(
     accelerate = pytest.importorskip("accelerate")
     import nbaccel
 
-    config, auto, inputs = family(name)
     torch.manual_seed(0)
-    whole = auto.from_config(config).eval()
+    whole = build(name).eval()
     whole.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     budget = {"cpu": int(share * sum(tensor.nbytes for tensor in whole.parameters()))}
     logits = []
     for library in (nbaccel, accelerate):
         with library.init_empty_weights():
-            model = auto.from_config(config)
+            model = build(name)
         model.tie_weights()
         try:
             model = library.load_checkpoint_and_dispatch(
@@ -327,9 +301,9 @@ def test_families_of_transformers_give_accelerates_numbers(
             assert "disk" in str(error)  # noqa: PT017
             continue
         with torch.no_grad():
-            logits.append(model(**inputs).logits)
+            logits.append(model(**inputs(name)).logits)
     with torch.no_grad():
-        expected = whole(**inputs).logits
+        expected = whole(**inputs(name)).logits
     assert all(torch.equal(found, expected) for found in logits)
 
 

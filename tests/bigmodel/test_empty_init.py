@@ -13,6 +13,7 @@ import nbaccel
 from nbaccel.big_modeling import init_empty_weights, init_on_device
 from nbaccel.bigmodel.module_sizes import find_tied_parameters
 from nbaccel.errors import ConfigError
+from tests.bigmodel.families import build
 
 REGISTERING = (nn.Module.register_parameter, nn.Module.register_buffer)
 
@@ -210,46 +211,34 @@ def test_a_device_that_is_not_there_is_refused():
 
 def test_a_block_can_be_used_as_a_decorator():
     @init_empty_weights()
-    def build():
+    def made():
         return nn.Linear(2, 2)
 
-    assert build().weight.is_meta
-    assert build().weight.is_meta
-
-
-@pytest.fixture
-def gpt2_config():
-    transformers = pytest.importorskip("transformers")
-    return transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
+    assert made().weight.is_meta
+    assert made().weight.is_meta
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])
-def test_models_of_transformers_are_built_empty(gpt2_config, include_buffers):
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_config(gpt2_config)
+def test_models_of_transformers_are_built_empty(include_buffers):
+    plain = build("gpt2")
     with init_empty_weights(include_buffers):
-        model = AutoModelForCausalLM.from_config(gpt2_config)
+        model = build("gpt2")
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert find_tied_parameters(model) == find_tied_parameters(plain) != []
     found = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
     assert found == {n: (p.shape, p.dtype, p.requires_grad) for n, p in plain.named_parameters()}
 
 
-def test_an_empty_model_can_be_planned_with(gpt2_config):
+def test_an_empty_model_can_be_planned_with():
     """Estimates, the picker and the advice need shapes only."""
-    from transformers import AutoModelForCausalLM
-
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(gpt2_config)
-    real = AutoModelForCausalLM.from_config(gpt2_config)
+        model = build("gpt2")
+    real = build("gpt2")
     empty_estimate, real_estimate = nbaccel.estimate_memory(model), nbaccel.estimate_memory(real)
     assert replace(empty_estimate, host_free=0) == replace(real_estimate, host_free=0)
-    advice = nbaccel.advise(model, try_it=False, device_memory="8GiB", num_processes=1)
-    assert (
-        advice.config
-        == nbaccel.advise(real, try_it=False, device_memory="8GiB", num_processes=1).config
-    )
+    options = {"try_it": False, "device_memory": "8GiB", "num_processes": 1}
+    advice, expected = (nbaccel.advise(each, **options) for each in (model, real))
+    assert advice.config == expected.config
 
 
 def test_the_picker_takes_an_empty_model():

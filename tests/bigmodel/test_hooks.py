@@ -209,9 +209,7 @@ def test_a_model_goes_back_to_host_memory():
     UserCpuOffloadHook(module, hook).offload()
     assert module.weight.device.type == "cpu"
     assert CpuOffload().execution_device is not None
-
-
-def test_a_module_without_parameters_can_be_offloaded():
+    # One without parameters, too.
     module = nn.ReLU()
     add_hook_to_module(module, CpuOffload("cpu", UserCpuOffloadHook(nn.ReLU(), ModelHook())))
     assert torch.equal(module(-X), torch.zeros(2))

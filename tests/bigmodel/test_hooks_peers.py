@@ -10,6 +10,7 @@ from torch import nn
 
 from nbaccel import big_modeling, hooks as our_hooks
 from nbaccel.utils import modeling, offload
+from tests.bigmodel.families import FAMILIES, build, inputs
 
 accelerate = pytest.importorskip("accelerate")
 peer_hooks = pytest.importorskip("accelerate.hooks")
@@ -122,40 +123,21 @@ def test_hooks_do_the_same(way):
         assert alike(own, other), (step, own, other)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_models_of_transformers_give_the_same(name):
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16},
-        "llama": {
-            "num_hidden_layers": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-        },
-        "t5": {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16},
-    }[name]
-    config = transformers.AutoConfig.for_model(name, vocab_size=64, **sizes)
-    encoder_decoder = name == "t5"
-    auto = (
-        transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM
-    )
-    tokens = torch.tensor([[1, 2, 3, 4]])
-    inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if encoder_decoder else {})
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_give_the_same(family):
     torch.manual_seed(0)
-    plain = auto.from_config(config).eval()
+    plain = build(family).eval()
     state = state_copy(plain)
     found = {}
     for hooks in (our_hooks, peer_hooks):
         with big_modeling.init_empty_weights():
-            model = auto.from_config(config).eval()
+            model = build(family).eval()
         model.load_state_dict(state, assign=True)
         hooks.attach_align_device_hook(model, "cpu", offload=True, weights_map=dict(state))
         with torch.no_grad():
-            found[hooks] = model(**inputs).logits, facts(model)["devices"]
+            found[hooks] = model(**inputs(family)).logits, facts(model)["devices"]
     with torch.no_grad():
-        expected = plain(**inputs).logits
+        expected = plain(**inputs(family)).logits
     (our_logits, our_devices), (their_logits, their_devices) = found.values()
     assert torch.equal(our_logits, expected)
     assert torch.equal(their_logits, expected)

@@ -20,6 +20,7 @@ from nbaccel.bigmodel.module_sizes import (
 )
 from nbaccel.config.enumerations import CustomDtype
 from nbaccel.errors import ConfigError
+from tests.bigmodel.families import build
 
 
 def encoder() -> nn.Module:
@@ -36,7 +37,8 @@ def encoder() -> nn.Module:
 
 
 def test_sizes_add_up_to_those_of_the_modules_around():
-    assert compute_module_sizes(encoder()) == {
+    sizes = compute_module_sizes(encoder())
+    assert sizes == {
         "": 320 + 128 + 72,
         "embed": 320,
         "embed.weight": 320,
@@ -50,11 +52,7 @@ def test_sizes_add_up_to_those_of_the_modules_around():
         "body.1.running_var": 16,
         "body.1.num_batches_tracked": 8,
     }
-
-
-def test_a_tied_weight_counts_at_its_first_name_and_the_others_answer_zero():
-    sizes = compute_module_sizes(encoder())
-    assert sizes["embed"] == 320
+    # A tied weight counts at its first name.
     assert sizes["head"] == sizes["head.weight"] == 0
 
 
@@ -65,28 +63,27 @@ def test_tensors_on_meta_count_with_what_they_will_take():
     assert compute_module_sizes(empty) == compute_module_sizes(encoder())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, "float16", "torch.float16"])
-def test_a_dtype_makes_floats_smaller_and_leaves_integers(dtype):
-    sizes = compute_module_sizes(encoder(), dtype=dtype)
-    assert sizes["embed"] == 160
-    assert sizes["body.1.num_batches_tracked"] == 8
+SPECIAL = {"embed.weight": torch.float64}
 
 
-def test_a_dtype_never_makes_a_tensor_larger():
-    assert compute_module_sizes(encoder().half(), dtype="float32")["embed"] == 160
-
-
-@pytest.mark.parametrize("dtype", [CustomDtype.INT4, "int4"])
-def test_formats_below_a_byte_count_by_their_bits(dtype):
-    assert compute_module_sizes(encoder(), dtype=dtype)["embed"] == 40
-
-
-def test_a_special_dtype_wins_over_the_dtype_and_over_the_tensors_own():
-    sizes = compute_module_sizes(
-        encoder(), dtype="float16", special_dtypes={"embed.weight": torch.float64}
-    )
-    assert sizes["embed"] == 640
-    assert sizes["body.0"] == 64
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # Floats become smaller, and integers stay.
+        *(
+            ({"dtype": dtype}, {"embed": 160, "body.1.num_batches_tracked": 8})
+            for dtype in (torch.float16, "float16", "torch.float16")
+        ),
+        ({"dtype": "float64"}, {"embed": 320}),  # nothing becomes larger
+        # Below a byte the bits count.
+        ({"dtype": CustomDtype.INT4}, {"embed": 40}),
+        ({"dtype": "int4"}, {"embed": 40}),
+        ({"dtype": "float16", "special_dtypes": SPECIAL}, {"embed": 640, "body.0": 64}),
+    ],
+)
+def test_formats_count(options, expected):
+    sizes = compute_module_sizes(encoder(), **options)
+    assert {name: sizes[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("dtype", ["half-precision", "nn", "torch.linear"])
@@ -110,13 +107,6 @@ def test_the_largest_layer_and_all_of_its_size():
     parts = list(model.named_children())
     assert get_max_layer_size(parts, sizes, []) == (80, ["0", "1.0"])
     assert get_max_layer_size(parts, sizes, "Sequential") == (80, ["0", "1"])
-
-
-def test_a_block_that_is_not_split_is_a_layer():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    sizes = compute_module_sizes(model)
-    layer = get_max_layer_size(list(model.named_children()), sizes, ["Sequential"])
-    assert layer == (160, ["1"])
 
 
 def test_maximum_sizes_know_what_a_model_says_of_its_blocks():
@@ -165,19 +155,8 @@ def test_a_tied_weight_without_a_device_is_refused():
 
 
 def test_only_models_of_transformers_say_that_they_tie():
-    transformers = pytest.importorskip("transformers")
     assert not check_tied_parameters_in_config(encoder())
     for ties in (True, False):
-        settings = transformers.GPT2Config(
-            n_layer=1,
-            n_embd=8,
-            n_head=2,
-            vocab_size=16,
-            n_positions=8,
-            tie_word_embeddings=ties,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
         with torch.device("meta"):
-            model = transformers.GPT2LMHeadModel(settings)
+            model = build("gpt2", tie_word_embeddings=ties)
         assert check_tied_parameters_in_config(model) == ties

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from nbaccel import notebook_launcher
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.strategies.fsdp import _span_of as span_of
+from tests.bigmodel import families
 from tests.bigmodel.sharded_runs import (
     build,
     load_after,
@@ -171,22 +172,8 @@ def test_no_process_ever_holds_the_whole_model(large, kind, precision, trains, s
 
 @DEEPSPEED
 def test_an_empty_model_of_transformers_is_loaded_although_zero_3_cuts_what_it_builds(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=2,
-        n_embd=16,
-        n_head=2,
-        vocab_size=32,
-        n_positions=16,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
     torch.manual_seed(5)
-    model = GPT2LMHeadModel(config)
+    model = families.build("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     model.save_pretrained(tmp_path)
     words = torch.arange(8)[None]
     expected = model(words, labels=words).loss.item()

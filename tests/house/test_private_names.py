@@ -32,7 +32,6 @@ _ALLOWED = {
     },
     "nbaccel/devices/tpu/torch_xla_driver.py": {"_XLAC", "_xla_runtime_is_initialized"},
     "nbaccel/strategies/model_blocks.py": {"_no_split_modules"},  # transformers' models name it
-    "nbaccel/train/trackers.py": {"_get_file_writer"},
     "nbaccel/workers/reaping.py": {
         # What Python does at the end of a process: atexit's, weakref's, threading's, and that of
         # multiprocessing.

@@ -1,4 +1,4 @@
-"""What tests of data loaders share."""
+"""What tests of training share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 from torch.utils.data._utils import signal_handling
+
+from nbaccel.train import rng
+
+
+@pytest.fixture(autouse=True)
+def _global_generators_stay() -> Iterator[None]:
+    with rng.preserve_rng_states():
+        yield
 
 
 @pytest.fixture

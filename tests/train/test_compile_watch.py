@@ -43,7 +43,6 @@ def test_the_first_steps_are_said_to_compile():
     ]
     assert watch.counts == CompileCounts(programs=14, seconds=21.0)
     assert watch.phase == ""
-    assert watch.describe() == "14 programs compiled in 21.0 s"
     assert watch.named_causes == set()
 
 

@@ -116,18 +116,26 @@ def resumed(run: Run, path: Any, step: int | None, *, skips: bool = True) -> Non
     run.finish()
 
 
+def goes_on(
+    path: Any, kind: str, step: int, skipped: int | None, *, skips: bool = True, **settings: Any
+) -> tuple[Run, Run]:
+    """A run that is saved after a step, and another one that goes on from there."""
+    whole = Run(kind, **settings)
+    unbroken(whole, step, path)
+    later = Run(kind, seed=99, **{k: v for k, v in settings.items() if k != "data_seed"})
+    resumed(later, path, skipped, skips=skips)
+    assert later.seen == whole.seen
+    assert later.end == whole.end
+    return whole, later
+
+
 KINDS = ["plain", "augmented", "generator", "stream", "python"]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_training_goes_on_bit_by_bit(kind, step, tmp_path):
-    whole = Run(kind)
-    unbroken(whole, step, tmp_path / "state")
-    later = Run(kind, seed=99)
-    resumed(later, tmp_path / "state", step)
-    assert later.seen == whole.seen
-    assert later.end == whole.end
+    _, later = goes_on(tmp_path / "state", kind, step, step)
     assert later.loader.iteration == EPOCHS
 
 
@@ -135,44 +143,25 @@ def test_a_killed_training_goes_on_bit_by_bit(kind, step, tmp_path):
 @pytest.mark.parametrize("kind", ["workers", "persistent"])
 def test_worker_processes_change_nothing_about_it(kind, tmp_path):
     """Waiting workers save torch a draw at each epoch but the first: that must be repeated, too."""
-    whole = Run(kind)
-    unbroken(whole, 2, tmp_path / "state")
-    later = Run(kind, seed=99)
-    resumed(later, tmp_path / "state", 2)
-    assert later.seen == whole.seen
-    assert later.end == whole.end
+    whole, _ = goes_on(tmp_path / "state", kind, 2, 2)
     again = [*whole.seen]
     whole.seen = []
     resumed(whole, tmp_path / "state", 2)  # in the process that wrote it, with workers waiting
     assert whole.seen == again
 
 
-@pytest.mark.parametrize("number", [None, 2])
-def test_the_loader_knows_by_itself_how_many_to_skip(number, tmp_path):
-    whole = Run("plain")
-    unbroken(whole, 2, tmp_path / "state")
-    later = Run("plain", seed=99)
-    resumed(later, tmp_path / "state", number)
-    assert later.end == whole.end
+def test_the_loader_knows_by_itself_how_many_to_skip(tmp_path):
+    goes_on(tmp_path / "state", "plain", 2, None)
 
 
 @pytest.mark.parametrize("kind", ["plain", "augmented", "generator", "stream"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_stateful_loader_goes_on_in_the_middle(kind, step, tmp_path):
-    whole = Run(kind, use_stateful_dataloader=True)
-    unbroken(whole, step, tmp_path / "state")
-    later = Run(kind, seed=99, use_stateful_dataloader=True)
-    resumed(later, tmp_path / "state", None, skips=False)
-    assert later.seen == whole.seen
-    assert later.end == whole.end
+    goes_on(tmp_path / "state", kind, step, None, skips=False, use_stateful_dataloader=True)
 
 
 def test_skipping_from_the_beginning_of_a_stateful_loader_leaves_out_as_many_once(tmp_path):
-    whole = Run("plain", use_stateful_dataloader=True)
-    unbroken(whole, 2, tmp_path / "state")
-    later = Run("plain", seed=99, use_stateful_dataloader=True)
-    resumed(later, tmp_path / "state", 2)
-    assert later.end == whole.end
+    goes_on(tmp_path / "state", "plain", 2, 2, use_stateful_dataloader=True)
 
 
 def test_a_stateful_loader_saved_at_its_last_batch_begins_the_next_epoch(tmp_path):
@@ -200,12 +189,7 @@ def test_a_state_saved_between_epochs_begins_the_next_one(tmp_path):
 
 
 def test_a_seeded_order_and_its_seed_come_back(tmp_path):
-    whole = Run("plain", use_seedable_sampler=True, data_seed=5)
-    unbroken(whole, 2, tmp_path / "state")
-    later = Run("plain", seed=99, use_seedable_sampler=True)
-    resumed(later, tmp_path / "state", 2)
-    assert later.seen == whole.seen
-    assert later.end == whole.end
+    goes_on(tmp_path / "state", "plain", 2, 2, use_seedable_sampler=True, data_seed=5)
 
 
 def test_a_state_can_be_saved_again_before_anything_was_read(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +18,6 @@ from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 
 CPU = Place(device=torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def _global_generators_stay() -> Any:
-    with rng.preserve_rng_states():
-        yield
 
 
 def draw() -> tuple[float, float, float]:

@@ -252,15 +252,16 @@ def test_a_package_can_bring_a_tracker(monkeypatch, tmp_path):
     assert found in filter_trackers("all", tmp_path)
 
 
-def test_a_package_that_is_broken_is_named(monkeypatch, tmp_path):
-    install(monkeypatch, tmp_path, "no_such_module:Brought")
-    with pytest.raises(MissingBackend, match=r"'brought'.*no_such_module"):
-        filter_trackers("brought")
-
-
-def test_a_package_that_brings_something_else_is_named(monkeypatch, tmp_path):
-    install(monkeypatch, tmp_path, "json:dumps")
-    with pytest.raises(ConfigError, match=r"'brought'.*not a subclass"):
+@pytest.mark.parametrize(
+    ("value", "error", "said"),
+    [
+        ("no_such_module:Brought", MissingBackend, "no_such_module"),
+        ("json:dumps", ConfigError, "not a subclass"),
+    ],
+)
+def test_a_package_that_is_broken_is_named(monkeypatch, tmp_path, value, error, said):
+    install(monkeypatch, tmp_path, value)
+    with pytest.raises(error, match=rf"'brought'.*{said}"):
         filter_trackers("brought")
 
 

@@ -12,7 +12,9 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
@@ -46,6 +48,51 @@ def read_torch_outline(path: Path, **options: Any) -> Any:
     with path.open("rb") as file:
         is_old = file.read(len(OLD_TORCH_FORMAT)) == OLD_TORCH_FORMAT
     return read_torch_file(path, **{**options, "map_location": "cpu" if is_old else "meta"})
+
+
+def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Weights by name, those too that were not written because they are tied to others.
+
+    For the device ``meta`` no values are read.
+    """
+    is_outline = device.type == "meta"
+    if path.suffix != ".safetensors":
+        state = (
+            read_torch_outline(path) if is_outline else read_torch_file(path, map_location=device)
+        )
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"{path} holds no weights by name, but a {type(state).__name__}.")
+        weights = {str(name): value for name, value in state.items()}
+        stored_names: Mapping[str, str] = {}
+    else:
+        try:
+            with safe_open(path, "pt", device="cpu" if is_outline else str(device)) as file:
+                weights = {
+                    name: torch.empty(file.get_slice(name).get_shape(), device="meta")
+                    if is_outline
+                    else file.get_tensor(name)
+                    for name in file.keys()  # noqa: SIM118 - safe_open has no __iter__
+                }
+                # huggingface_hub notes under which name a tied tensor was stored.
+                stored_names = file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointDamaged(
+                f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
+                "checkpoint."
+            ) from error
+    for names in (*_tied_names(model), *stored_names.items()):
+        stored = [name for name in names if name in weights]
+        weights |= {name: weights[stored[0]] for name in names if stored and name not in weights}
+    return weights
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """For each tensor of a model all its names."""
+    names_by_tensor: dict[int, list[str]] = {}
+    for list_named in (model.named_parameters, model.named_buffers):
+        for name, tensor in list_named(remove_duplicate=False):
+            names_by_tensor.setdefault(id(tensor), []).append(name)
+    return list(names_by_tensor.values())
 
 
 def why_unreadable(path: Path, error: Exception) -> str:
@@ -235,11 +282,7 @@ def _check_only_tensors(state_dict: Any, remedy: str) -> None:
             f"Weights were to be saved, but this is {shown(state_dict)}, and files of weights "
             f"hold a dict of tensors. Give one, or use {remedy}."
         )
-    other_names = [
-        tensor_name
-        for tensor_name, any_value in state_dict.items()
-        if not isinstance(any_value, torch.Tensor)
-    ]
+    other_names = [n for n, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if other_names:
         raise ConfigError(
             f"{', '.join(map(repr, other_names[:3]))}{' …' if len(other_names) > 3 else ''} "

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from nbaccel.base.errors import CheckpointDamaged
 
@@ -41,26 +41,35 @@ CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"
 MANIFEST_FILE = "nbaccel_manifest.json"
 LEFT_OUT_FILE = "nbaccel_left_out.json"
 OPTIMIZER_SHARDS = "optimizer_{}"
-SHARD_FOLDERS = {
-    "fsdp": re.compile(r"pytorch_model_fsdp_(\d+)"),
-    "deepspeed": re.compile(r"pytorch_model(?:_(\d+))?"),
-}
-"""Strategies whose processes write shards, and what folders they write for each model."""
-
-# Anything that does not match is the user's: a save moves it into the new folder.
-_CHECKPOINT_PART = re.compile(
-    r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin"
-    r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
-    r"|scaler\.pt|fp8_scales\.bin|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
-    r"|gradients_\d+\.bin|pytorch_model_fsdp_\d+|optimizer_\d+"
+# A kind's parts have their number in the last group, where it is not 0. Anything that matches none
+# of them is the user's: a save moves it into the new folder.
+_PARTS = {
+    "model": r"model(?:_(\d+))?\.safetensors|pytorch_model(?:_(\d+))?\.bin",
+    "optimizer": r"optimizer(?:_(\d+))?\.bin",
+    "scheduler": r"scheduler(?:_(\d+))?\.bin",
+    "registered object": r"custom_checkpoint_(\d+)\.pkl",
+    "scaler": r"scaler\.pt",
+    # Strategies whose processes write shards, and what folders they write for each model.
+    "fsdp": r"pytorch_model_fsdp_(\d+)",
+    "deepspeed": r"pytorch_model(?:_(\d+))?",
     # DeepSpeed writes `latest` and the scripts beside its shards.
-    r"|pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py|nbaccel_(manifest|left_out)\.json)"
-)
+    "": r"(?:sampler|dl_state_dict)(?:_\d+)?(?:_rank\d+)?\.bin|fp8_scales\.bin|optimizer_\d+"
+    r"|random_states_\d+\.pkl|gradients_\d+\.bin|latest|zero_to_(?:fp32|torch)\.py"
+    r"|nbaccel_(?:manifest|left_out)\.json",
+}
+SHARD_KINDS = ("fsdp", "deepspeed")
+
+
+def _kind_and_number(name: str) -> tuple[str, int] | None:
+    for kind, pattern in _PARTS.items():
+        if name_match := re.fullmatch(pattern, name):
+            return kind, int(name_match[name_match.lastindex]) if name_match.lastindex else 0
+    return None
 
 
 def is_checkpoint_part(name: str) -> bool:
     """Whether a file or folder of this name is a checkpoint's own, not one of the user's."""
-    return _CHECKPOINT_PART.fullmatch(name) is not None
+    return _kind_and_number(name) is not None
 
 
 def numbered_name(file_name: str, number: int) -> str:
@@ -87,49 +96,10 @@ def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
     return f"{file_stem}_rank{rank}.{file_ending}" if rank else f"{file_stem}.{file_ending}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointContents:
-    """The parts of a checkpoint that a folder has.
-
-    Attributes:
-        models: Numbers of the models with weights in one file.
-        sharded_models: Numbers of those in shards, by kind.
-        optimizers: Numbers of the optimizers in one file.
-        schedulers: Numbers of schedulers.
-        custom: Numbers of registered objects.
-        has_scaler: Whether there is a scaler.
-    """
-
-    models: frozenset[int]
-    sharded_models: Mapping[str, frozenset[int]]
-    optimizers: frozenset[int]
-    schedulers: frozenset[int]
-    custom: frozenset[int]
-    has_scaler: bool
-
-    @classmethod
-    def of(cls, folder: Path) -> CheckpointContents:
-        """Look into a folder."""
-        file_names = [path.name for path in folder.iterdir() if not path.is_dir()]
-        folder_names = [path.name for path in folder.iterdir() if path.is_dir()]
-        return cls(
-            models=_matched_numbers(file_names, r"model(?:_(\d+))?\.safetensors")
-            | _matched_numbers(file_names, r"pytorch_model(?:_(\d+))?\.bin"),
-            sharded_models={
-                shard_kind: model_numbers
-                for shard_kind, pattern in SHARD_FOLDERS.items()
-                if (model_numbers := _matched_numbers(folder_names, pattern))
-            },
-            optimizers=_matched_numbers(file_names, r"optimizer(?:_(\d+))?\.bin"),
-            schedulers=_matched_numbers(file_names, r"scheduler(?:_(\d+))?\.bin"),
-            custom=_matched_numbers(file_names, r"custom_checkpoint_(\d+)\.pkl"),
-            has_scaler=SCALER_FILE in file_names,
-        )
-
-
-def _matched_numbers(file_names: list[str], pattern: str | re.Pattern[str]) -> frozenset[int]:
-    matches = (re.fullmatch(pattern, file_name) for file_name in file_names)
-    return frozenset(int(name_match[1] or 0) for name_match in matches if name_match)
+def numbers_by_kind(folder: Path) -> dict[str, frozenset[int]]:
+    """The numbers of a checkpoint's models, optimizers and so on, those in shards by their kind."""
+    found = list(filter(None, (_kind_and_number(path.name) for path in folder.iterdir())))
+    return {kind: frozenset(n for found_kind, n in found if found_kind == kind) for kind in _PARTS}
 
 
 # ------------------------------------------------------------------------- what was left out
@@ -146,13 +116,25 @@ def read_left_out(folder: Path) -> dict[int, frozenset[str]]:
     path = folder / LEFT_OUT_FILE
     if not path.exists():
         return {}
+    noted: dict[int, frozenset[str]] = read_noted(
+        path,
+        lambda content: {
+            int(number): frozenset(map(str, names))
+            for number, names in content["frozen_parameters_left_out"].items()
+        },
+        "the names of the frozen parameters that were left out. Nothing has been loaded. Load "
+        "another checkpoint, or copy the file again from where it was saved.",
+    )
+    return noted
+
+
+def read_noted(path: Path, take: Callable[[Any], Any], what_it_has: str) -> Any:
+    """What is noted in a checkpoint's JSON file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))["frozen_parameters_left_out"]
-        return {int(number): frozenset(map(str, names)) for number, names in content.items()}
+        return take(json.loads(path.read_text(encoding="utf-8")))
     # JSON of any other shape raises one of these.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(
-            f"{path} is truncated or damaged ({type(error).__name__}: {error}): it has the names "
-            "of the frozen parameters that were left out. Nothing has been loaded. Load another "
-            "checkpoint, or copy the file again from where it was saved."
+            f"{path} is truncated or damaged ({type(error).__name__}: {error}): it has "
+            f"{what_it_has}"
         ) from error

@@ -16,40 +16,48 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from nbaccel.base import torch_private
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.log import get_logger
+from nbaccel.base.units import count_noun
 from nbaccel.base.weight_files import file_problem
 from nbaccel.config.given_values import shown
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import layout
-from nbaccel.train.checkpoint.compatibility import (
-    model_problem,
-    named_as_in,
-    optimizer_problem,
-    pickled_shapes,
-    read_weights,
-    saved_shapes,
-    state_problem,
-    trained_problem,
+from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline, read_weights
+from nbaccel.train.checkpoint.folder_writing import (
+    all_succeed,
+    check_is_own_part,
+    find_checkpoint,
+    ranks_of_part,
+    read_manifest,
 )
-from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline
-from nbaccel.train.checkpoint.folder_writing import all_succeed, find_checkpoint, read_manifest
-from nbaccel.train.checkpoint.own_disks import check_is_own_part, ranks_of_part
-from nbaccel.train.checkpoint.saving import CheckpointParts, check_contents
+from nbaccel.train.checkpoint.saving import CheckpointParts, trained_by_name, uncompiled_name
 from nbaccel.train.collectives import Collectives
 
 LoadHook = Callable[[list[Any], str], None]
 _log = get_logger(__name__)
+
+_SHOWN_NAMES = 3
+# State of torch's optimizers that is as large as the parameter it belongs to; that of others may
+# have any shape (Adafactor's is factored).
+_PARAMETER_SHAPED_STATE = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
+    *("grad_avg", "sum", "acc_delta", "prev", "step_size"),
+}
 
 
 def load_state(
@@ -98,7 +106,8 @@ def load_state(
             load.load_large_parts()
         return load.step
     finally:
-        load.forget()
+        # Its parts refer to it, and would keep models in memory.
+        vars(load).clear()
 
 
 def _judge_together(
@@ -121,35 +130,73 @@ def _read_device(map_location: str | None, place: Place) -> torch.device:
     return place.device if map_location == "on_device" else torch.device("cpu")
 
 
-class _SavedPart:
-    """A file or folder of a checkpoint, on its way back.
+# ------------------------------------------------------------------------- is all there?
 
-    Attributes:
-        is_common: Whether all processes read it; others are one process's own.
+
+def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = True) -> None:
+    """Refuse a folder that does not fit, before anything is loaded from it.
+
+    Kinds of which nothing was prepared may be there: a script that evaluates needs no optimizer.
     """
+    there = layout.numbers_by_kind(folder)
+    text = f"The checkpoint {str(folder)!r}"
+    own_kind = parts.sharder.shard_kind if parts.sharder is not None else ""
+    own_shards = there[own_kind] if own_kind else frozenset()
+    others = [kind for kind in layout.SHARD_KINDS if kind != own_kind and there[kind]]
+    mistakes = []
+    expected: list[tuple[str, int, frozenset[int]]] = []
+    # Another strategy's shards are a mistake only if there is nothing that this run can read.
+    if others and not (own_shards or there["model"]) and (parts.models or parts.optimizers):
+        mistakes += [_foreign_shards(text, kind, len(there[kind])) for kind in others]
+    else:
+        if with_models:
+            expected.append(("model", len(parts.models), there["model"] | own_shards))
+        # An optimizer in shards is in the model's folder, and is checked when that is read.
+        if not own_shards:
+            expected.append(("optimizer", len(parts.optimizers), there["optimizer"]))
+    expected.append(("scheduler", len(parts.schedulers), there["scheduler"]))
+    expected = [row for row in expected if row[1]]
+    expected.append(("registered object", len(parts.custom), there["registered object"]))
+    if parts.scaler is not None:
+        expected.append(("scaler", 1, there["scaler"]))
+    mistakes += [
+        _count_mismatch(text, kind, numbers, num_expected)
+        for kind, num_expected, numbers in expected
+        if numbers != frozenset(range(num_expected))
+    ]
+    if mistakes:
+        raise ConfigError(*mistakes)
 
-    def __init__(
-        self,
-        path: Path,
-        check: Callable[[], Any] | None = None,
-        load: Callable[[], Any] | None = None,
-        *,
-        is_common: bool = True,
-    ) -> None:
-        self.path = path
-        self.is_common = is_common
-        self._check = check
-        self._load = load
 
-    def check(self) -> None:
-        """Refuse what does not fit; nothing is changed."""
-        if self._check is not None:
-            self._check()
+def _count_mismatch(text: str, kind: str, numbers: frozenset[int], num_expected: int) -> str:
+    listed = ", ".join(map(str, sorted(numbers)))
+    return (
+        f"{text} has {count_noun(len(numbers), kind)}{f' ({listed})' if listed else ''}, but "
+        f"{num_expected} {'is' if num_expected == 1 else 'are'} to be loaded. States would go to "
+        "the wrong ones, or be lost. Prepare and register the same objects in the same order as "
+        "when it was saved."
+    )
 
-    def load(self) -> None:
-        """Put it back."""
-        if self._load is not None:
-            self._load()
+
+def _foreign_shards(text: str, shard_kind: str, num_models: int) -> str:
+    remedies = {
+        "fsdp": "with FSDP as it was saved, or save it with state_dict_type='FULL_STATE_DICT'",
+        "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
+    }
+    return (
+        f"{text} has {count_noun(num_models, 'model')} in shards, one file per process. The "
+        f"strategy of this run cannot put them together. Load it {remedies[shard_kind]}."
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class _SavedPart:
+    """A file or folder of a checkpoint, on its way back."""
+
+    path: Path
+    check: Callable[[], Any]  # refuses what does not fit; nothing is changed
+    load: Callable[[], Any]  # puts it back
+    is_common: bool = True  # whether all processes read it; others are one process's own
 
     def files(self, recorded: Iterable[str]) -> Iterable[str]:
         """Names of its files below the checkpoint; `recorded` are those of the manifest."""
@@ -160,43 +207,26 @@ class _SavedPart:
         return [*(path.relative_to(self.path.parent).as_posix() for path in paths), *inside]
 
 
-class _SmallState(_SavedPart):
-    """The state of an object with `state_dict` and `load_state_dict`; loading it can be undone."""
+def _small_state(
+    path: Path,
+    target: Any,
+    read: Callable[[Path], Any],
+    compare: Callable[[Any, Any], str] | None = None,
+    *,
+    is_common: bool = True,
+) -> _SavedPart:
+    """The state of an object, which is kept from the comparison on."""
+    states: list[Any] = []
 
-    def __init__(
-        self,
-        path: Path,
-        target: Any,
-        read: Callable[[Path], Any],
-        compare: Callable[[Any], str] | None = None,
-        *,
-        can_change: bool = True,
-        is_common: bool = True,
-    ) -> None:
-        super().__init__(path, is_common=is_common)
-        self.target = target
-        self._read = read
-        self._compare = compare
-        self._can_change = can_change
-        self._state: Any = None
+    def check() -> None:
+        states.append(read(path))
+        if compare is not None:
+            _refuse(path, compare(target, states[-1]))
 
-    def check(self) -> None:
-        """Read it, and refuse what does not fit."""
-        self._state = self._read(self.path)
-        if self._compare is not None:
-            _refuse(self.path, self._compare(self._state))
+    def load() -> None:
+        target.load_state_dict(states[-1])
 
-    def load(self) -> None:
-        """Put it back."""
-        self.target.load_state_dict(self._state)
-
-    def undo_step(self) -> Callable[[], Any] | None:
-        """What makes the object what it is now; None where its state cannot be copied."""
-        with contextlib.suppress(Exception):
-            if self._can_change:
-                state_before = copy.deepcopy(self.target.state_dict())
-                return lambda: self.target.load_state_dict(state_before)
-        return None
+    return _SavedPart(path=path, check=check, load=load, is_common=is_common)
 
 
 def _refuse(path: Path, problem: str) -> None:
@@ -231,11 +261,7 @@ def _classes_in(state_dict: Any) -> set[type]:
 
 
 class _CheckpointLoad:
-    """One process's share of a load.
-
-    Attributes:
-        step: The accumulation step; None where no file has it.
-    """
+    """One process's share of a load."""
 
     def __init__(
         self,
@@ -254,7 +280,7 @@ class _CheckpointLoad:
         self._read_options = read_options
         self._device = device
         self._options = options
-        self.step: int | None = None
+        self.step: int | None = None  # the accumulation step; None where no file has it
         self._undo_steps: list[Callable[[], Any]] = []
         self._damaged: list[str] = []
         self._recorded = {}
@@ -264,12 +290,16 @@ class _CheckpointLoad:
             self._damaged += error.mistakes
         self._left_out = layout.read_left_out(folder)
         self._rng_states: dict[str, Any] | None = None
-        models = enumerate(parts.models)
-        found = {number: self._find_model(number, model) for number, model in models}
         # A load hook's own files are not known.
-        self._models = {number: part for number, part in found.items() if part is not None}
+        self._models = {
+            number: part
+            for number, model in enumerate(parts.models)
+            if (part := self._find_model(number, model)) is not None
+        }
         self._optimizers = list(self._find_optimizers())
-        self._small = [*self._find_small_states(), *self._find_loaders()]
+        # Each with the object that it is the state of.
+        self._small = list(self._find_small_states())
+        self._loaders = dict(self._find_loaders())
         self._large = list(self._find_large())
 
     # --------------------------------------------------------------------- what is there
@@ -297,18 +327,18 @@ class _CheckpointLoad:
             inner = strategy.unwrap(model)
             is_strict = bool(self._options.get("strict", True))
             if is_strict:
-                _refuse(path, trained_problem(inner, left_out))
-            shapes = saved_shapes(path, inner)
-            _refuse(path, model_problem(inner, shapes, strict=is_strict, left_out=left_out))
+                _refuse(path, _trained_problem(inner, left_out))
+            saved = read_weights(path, inner, torch.device("meta"))
+            _refuse(path, _model_problem(inner, saved, strict=is_strict, left_out=left_out))
 
         def load() -> None:
             inner = strategy.unwrap(model)
-            weights = named_as_in(inner, read_weights(path, inner, self._device))
+            weights = _named_as_in(inner, read_weights(path, inner, self._device))
             # Names have been compared: what is missing is frozen and stays as it is.
             missing = {"strict": False} if left_out else {}
             strategy.load_model_state(model, weights, **{**self._options, **missing})
 
-        return _SavedPart(path, check, load)
+        return _SavedPart(path=path, check=check, load=load)
 
     def _shard_folder(
         self, path: Path, number: int, model: nn.Module, optimizer: Optimizer | None
@@ -319,13 +349,13 @@ class _CheckpointLoad:
         ranks_there = ranks_of_part(self._folder)
 
         def check() -> None:
-            _refuse(path, trained_problem(self._parts.strategy.unwrap(model), left_out))
+            _refuse(path, _trained_problem(self._parts.strategy.unwrap(model), left_out))
             sharder.check_sharded(
                 model, optimizer, path, left_out=left_out, ranks_there=ranks_there
             )
 
         load = partial(sharder.load_sharded, model, optimizer, path, left_out=left_out)
-        return _SavedPart(path, check, load)
+        return _SavedPart(path=path, check=check, load=load)
 
     def _find_optimizers(self) -> Iterator[_SavedPart]:
         """Those with a file or folder of their own; the first one's shards are the model's."""
@@ -344,7 +374,7 @@ class _CheckpointLoad:
         self, path: Path, optimizer: Optimizer, model: nn.Module | None
     ) -> _SavedPart:
         def check() -> None:
-            _refuse(path, optimizer_problem(optimizer, self._read_outline(path)))
+            _refuse(path, _optimizer_problem(optimizer, self._read_outline(path)))
 
         def load() -> None:
             state = self._read(path)
@@ -353,46 +383,42 @@ class _CheckpointLoad:
             else:
                 self._parts.strategy.load_optimizer_state(model, optimizer, state)
 
-        return _SavedPart(path, check, load)
+        return _SavedPart(path=path, check=check, load=load)
 
-    def _find_small_states(self) -> Iterator[_SmallState]:
+    def _find_small_states(self) -> Iterator[tuple[Any, _SavedPart]]:
         parts = self._parts
         for number, scheduler in enumerate(parts.schedulers):
             path = self._folder / layout.numbered_name(layout.SCHEDULER_FILE, number)
-            yield _SmallState(path, scheduler, self._read, partial(state_problem, scheduler))
-        if parts.scaler is not None:
+            yield scheduler, _small_state(path, scheduler, self._read, _state_problem)
+        if (scaler := parts.scaler) is not None:
             path = self._folder / layout.SCALER_FILE
-            compare = partial(state_problem, parts.scaler)
-            yield _SmallState(path, parts.scaler, read_torch_file, compare)
+            yield scaler, _small_state(path, scaler, read_torch_file, _state_problem)
         # A precision without a file, or one saved under another, begins with no history; a state
         # of another model is left to the precision.
         precision_path = self._existing_file(layout.PRECISION_FILE)
         precision = parts.precision_state
-        if precision_path is not None and precision.state_dict():
-            yield _SmallState(precision_path, precision, read_torch_file)
+        if precision_path is not None and precision is not None and precision.state_dict():
+            yield precision, _small_state(precision_path, precision, read_torch_file)
         options = {n: value for n, value in self._read_options.items() if n == "weights_only"}
         for path, custom_object in self._registered():
             if not isinstance(custom_object, (nn.Module, Optimizer)):
                 # Plain data, and classes that its state has now.
                 classes = _classes_in(custom_object.state_dict())
                 read = partial(read_torch_file, allowed=classes, **options)
-                yield _SmallState(path, custom_object, read)
+                yield custom_object, _small_state(path, custom_object, read)
 
     def _registered(self) -> Iterator[tuple[Path, Any]]:
         for number, custom_object in enumerate(self._parts.custom):
             yield self._folder / layout.CUSTOM_OBJECT_FILE.format(number), custom_object
 
-    def _find_loaders(self) -> Iterator[_SmallState]:
+    def _find_loaders(self) -> Iterator[tuple[int, _SavedPart]]:
         for number, loader in self._parts.stateful_loaders():
             is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
             name = layout.loader_file(number, stateful=is_stateful, rank=self._place.rank)
             path = self._existing_file(name, layout.loader_file(number, stateful=is_stateful))
             if path is not None:
-                compare = partial(_loader_problem, loader)
-                # A loader that refuses its state has not changed.
-                yield _SmallState(
-                    path, loader, self._read, compare, can_change=False, is_common=False
-                )
+                part = _small_state(path, loader, self._read, _loader_problem, is_common=False)
+                yield number, part
 
     def _find_large(self) -> Iterator[_SavedPart]:
         for path, custom_object in self._registered():
@@ -402,7 +428,7 @@ class _CheckpointLoad:
         gradients = self._existing_file(layout.gradients_file(self._place.rank))
         if gradients is not None and self._parts.sharder is None:
             yield _SavedPart(
-                gradients,
+                path=gradients,
                 check=lambda: self._read_outline(gradients),
                 load=lambda: self._parts.set_gradients(self._read(gradients)),
                 is_common=False,
@@ -411,7 +437,7 @@ class _CheckpointLoad:
         generators = self._existing_file(layout.random_states_file(self._place.rank))
         if generators is not None:
             yield _SavedPart(
-                generators,
+                path=generators,
                 check=lambda: self._check_generators(generators),
                 load=lambda: rng.restore_rng_states(self._place, self._rng_states or {}),
                 is_common=False,
@@ -432,7 +458,9 @@ class _CheckpointLoad:
 
     @property
     def _all(self) -> list[_SavedPart]:
-        return [*self._models.values(), *self._optimizers, *self._small, *self._large]
+        small = [part for _, part in self._small]
+        files = (self._models.values(), self._optimizers, small, self._loaders.values())
+        return [*itertools.chain(*files), *self._large]
 
     # --------------------------------------------------------------------- does it fit?
 
@@ -461,7 +489,8 @@ class _CheckpointLoad:
         damaged: list[str] = []
         unfit: list[str] = []
         # Weights are compared with the models that load hooks leave.
-        checked = self._all if with_models else [p for p in self._all if not self._is_weights(p)]
+        weights = [part for part in self._models.values() if not part.path.is_dir()]
+        checked = self._all if with_models else [p for p in self._all if p not in weights]
         for check in (*(part.check for part in checked), self._read_step):
             try:
                 check()
@@ -470,9 +499,6 @@ class _CheckpointLoad:
             except ConfigError as error:
                 unfit += error.mistakes
         return damaged, unfit
-
-    def _is_weights(self, part: _SavedPart) -> bool:
-        return part in self._models.values() and not part.path.is_dir()
 
     def _read_step(self) -> None:
         # A run with more processes than the saved one has ranks without a file of their own.
@@ -515,24 +541,22 @@ class _CheckpointLoad:
 
     def load_small_states(self) -> None:
         """Schedulers, scaler, registered objects and loaders: any may refuse its state."""
-        for part in self._small:
-            if (undo_step := part.undo_step()) is not None:
-                self._undo_steps.append(undo_step)
+        for target, part in self._small:
+            # One whose state cannot be copied cannot be undone.
+            with contextlib.suppress(Exception):
+                state_before = copy.deepcopy(target.state_dict())
+                self._undo_steps.append(partial(target.load_state_dict, state_before))
             part.load()
-        known = {id(part.target) for part in self._small}
-        for number, loader in self._parts.stateful_loaders():
-            if id(loader) not in known:
+        # Last, and not undone: one that refuses its state has not changed.
+        for number, _ in self._parts.stateful_loaders():
+            if number in self._loaders:
+                self._loaders[number].load()
+            else:
                 _log.warning(
                     "%s has no state of loader %d: it begins at its first epoch",
                     self._folder,
                     number,
                 )
-
-    def forget(self) -> None:
-        """Let go of all parts: they refer to this object, and would keep models in memory."""
-        self._models.clear()
-        for parts in (self._optimizers, self._small, self._large, self._undo_steps):
-            parts.clear()
 
     def load_large_parts(self) -> None:
         """Weights, optimizers, registered models, gradients and random numbers; not undone."""
@@ -548,11 +572,15 @@ def _registered_large(path: Path, target: nn.Module | Optimizer) -> _SavedPart:
 
     def check() -> None:
         if isinstance(target, nn.Module):
-            _refuse(path, model_problem(target, pickled_shapes(path)))
+            saved = read_weights(path, target, torch.device("meta"))
+            _refuse(path, _model_problem(target, saved))
         else:
-            _refuse(path, optimizer_problem(target, read_torch_outline(path)))
+            _refuse(path, _optimizer_problem(target, read_torch_outline(path)))
 
-    return _SavedPart(path, check, lambda: target.load_state_dict(read_torch_file(path)))
+    def load() -> None:
+        target.load_state_dict(read_torch_file(path))
+
+    return _SavedPart(path=path, check=check, load=load)
 
 
 def _loader_problem(loader: Any, state: Any) -> str:
@@ -561,7 +589,9 @@ def _loader_problem(loader: Any, state: Any) -> str:
     if compare is not None:
         compare(state)
         return ""
-    return "" if getattr(loader, "use_stateful_dataloader", False) else state_problem(loader, state)
+    return (
+        "" if getattr(loader, "use_stateful_dataloader", False) else _state_problem(loader, state)
+    )
 
 
 def _missing_weights(folder: Path, number: int) -> str:
@@ -573,4 +603,170 @@ def _missing_weights(folder: Path, number: int) -> str:
         f"The checkpoint {str(folder)!r} has neither {safe_name} nor {pickle_name}, but model "
         f"{number} is to be loaded, and no load hook took it. Prepare the models that were "
         "saved, or register the hook that loads this one."
+    )
+
+
+# ------------------------------------------------------------------------- does it fit?
+
+
+def _model_problem(
+    model: nn.Module,
+    saved_weights: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    left_out: Collection[str] = (),
+) -> str:
+    """What keeps weights, of which only shapes are looked at, from being loaded into a model."""
+    adapting_prefixes = _adapting_prefixes(model)
+    # Parts that load a state in a way of their own cannot be compared by name or shape.
+    model_shapes = {
+        tensor_name: tensor_shape
+        for tensor_name, tensor_shape in _shapes_of(model).items()
+        if not tensor_name.startswith(adapting_prefixes)
+    }
+    saved_shapes = {
+        uncompiled_name(tensor_name): tuple(value.shape)
+        for tensor_name, value in saved_weights.items()
+        if hasattr(value, "shape")
+        and not uncompiled_name(tensor_name).startswith(adapting_prefixes)
+    }
+    # None is the shape of a lazy parameter, which takes that of the file.
+    reshaped = [
+        tensor_name
+        for tensor_name in model_shapes
+        if tensor_name in saved_shapes
+        and model_shapes[tensor_name] is not None
+        and model_shapes[tensor_name] != saved_shapes[tensor_name]
+    ]
+    # BatchNorm starts its counter at 0 where an old file has none, so that is no mismatch.
+    missing_names = [
+        tensor_name
+        for tensor_name in model_shapes
+        if tensor_name not in saved_shapes
+        and tensor_name not in left_out
+        and not tensor_name.endswith("num_batches_tracked")
+    ]
+    unknown_names = [tensor_name for tensor_name in saved_shapes if tensor_name not in model_shapes]
+    problems = []
+    if reshaped:
+        pairs = (
+            f"{tensor_name} {list(saved_shapes[tensor_name])} for "
+            f"{list(model_shapes[tensor_name] or ())}"
+            for tensor_name in reshaped[:_SHOWN_NAMES]
+        )
+        problems.append(f"other shapes ({', '.join(pairs)}{_count_more(reshaped)})")
+    if strict and missing_names:
+        problems.append(f"no {', '.join(missing_names[:_SHOWN_NAMES])}{_count_more(missing_names)}")
+    if strict and unknown_names:
+        problems.append(
+            f"{', '.join(unknown_names[:_SHOWN_NAMES])}{_count_more(unknown_names)}, which the "
+            "model does not have"
+        )
+    if not problems:
+        return ""
+    return f"is of another model than the {type(model).__name__}: it has {'; '.join(problems)}"
+
+
+def _count_more(names: list[str]) -> str:
+    return f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+
+
+def _named_as_in(model: nn.Module, saved_weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved weights under the names of a model that is compiled, or was, unlike the saved one."""
+    names = {uncompiled_name(name): name for name in model.state_dict(keep_vars=True)}
+    return {names.get(uncompiled_name(name), name): it for name, it in saved_weights.items()}
+
+
+def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """Shapes by name; None where any fits."""
+    shapes_by_name = {
+        uncompiled_name(tensor_name): None if is_lazy(value) else tuple(value.shape)
+        for tensor_name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+    }
+    for tensor_name, parameter in model.named_parameters(remove_duplicate=False):
+        if hasattr(parameter, "ds_shape"):  # ZeRO-3 has a placeholder there
+            shapes_by_name[uncompiled_name(tensor_name)] = tuple(parameter.ds_shape)
+    return shapes_by_name
+
+
+def _adapting_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Parts of a model that read a state in a way of their own: they may rename or reshape."""
+    return tuple(
+        uncompiled_name(f"{module_name}." if module_name else "")
+        for module_name, module in model.named_modules()
+        if any(map(_is_user_code, torch_private.state_readers(module)))
+    )
+
+
+def _is_user_code(function: Any) -> bool:
+    return not str(getattr(function, "__module__", "")).startswith(("torch.", "deepspeed."))
+
+
+def _optimizer_problem(optimizer: Optimizer, saved_state: Any) -> str:
+    """What keeps a state from being loaded into an optimizer."""
+    hooks = torch_private.has_state_loading_hooks(optimizer)
+    if hooks or _is_user_code(type(optimizer).load_state_dict):
+        return ""
+    if not isinstance(saved_state, Mapping) or not {"state", "param_groups"} <= saved_state.keys():
+        return f"holds no state of an optimizer, but {_describe_state(saved_state)}"
+    try:
+        # A file of something else may have any structure below these two keys.
+        saved_counts = [len(param_group["params"]) for param_group in saved_state["param_groups"]]
+        expected_counts = [len(param_group["params"]) for param_group in optimizer.param_groups]
+        if saved_counts != expected_counts:
+            return (
+                f"is of another optimizer: it has groups of {saved_counts} parameters, and the "
+                f"{type(optimizer).__name__} has groups of {expected_counts}"
+            )
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        return _shape_problem(optimizer, saved_state) if is_torchs else ""
+    except (LookupError, TypeError, AttributeError) as error:
+        return f"holds no state of an optimizer ({type(error).__name__}: {error})"
+
+
+def _shape_problem(optimizer: Optimizer, saved_state: Mapping[str, Any]) -> str:
+    numbers = [number for group in saved_state["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in saved_state["state"].get(number, {}).items():
+            if name in _PARAMETER_SHAPED_STATE and value.shape != parameter.shape:
+                return (
+                    f"is of another model: its {name} of parameter {number} has shape "
+                    f"{list(value.shape)}, and the parameter has {list(parameter.shape)}"
+                )
+    return ""
+
+
+def _state_problem(item: Any, saved_state: Any) -> str:
+    """What keeps a state from being loaded into a scheduler, scaler or loader."""
+    try:
+        state = item.state_dict()
+    except Exception:  # the user's own, which need not have a state before it has loaded one
+        return ""
+    if not isinstance(state, Mapping) or not state:
+        return ""
+    if isinstance(saved_state, Mapping) and (state.keys() & saved_state.keys()):
+        return ""
+    return f"holds no state of a {type(item).__name__}, but {_describe_state(saved_state)}"
+
+
+def _describe_state(saved_state: Any) -> str:
+    if isinstance(saved_state, Mapping):
+        return f"{', '.join(map(str, list(saved_state)[:6])) or 'nothing'}"
+    return f"a {type(saved_state).__name__}"
+
+
+def _trained_problem(model: nn.Module, names: Collection[str]) -> str:
+    """Why a model cannot do without values for parameters that were frozen when it was saved."""
+    is_trained = trained_by_name(model)
+    trained_names = sorted(name for name in names if is_trained.get(name, True))
+    if not trained_names:
+        return ""
+    how_many = f" ({len(trained_names)} such parameters)" if len(trained_names) > 1 else ""
+    first_state = "is trained in" if trained_names[0] in is_trained else "is not in"
+    return (
+        "was saved with exclude_frozen_parameters=True and has no values for "
+        f"{trained_names[0]}{how_many}, which was frozen then and {first_state} the "
+        f"{type(model).__name__} now"
     )

@@ -27,7 +27,7 @@ class Checkpoints:
     def __init__(
         self, configuration: ProjectConfiguration, place: Place, collectives: Collectives
     ) -> None:
-        self._project_configuration = configuration
+        self._project = configuration
         self._place = place
         self._collectives = collectives
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
@@ -54,10 +54,10 @@ class Checkpoints:
         **options: Any,
     ) -> Path:
         """Save everything that the run needs to continue; a collective."""
-        configuration = self._project_configuration
-        is_numbered = configuration.automatic_checkpoint_naming and may_be_numbered
+        project = self._project
+        is_numbered = project.automatic_checkpoint_naming and may_be_numbered
         checkpoint_path = save_state(
-            self._target_folder(folder, is_numbered=is_numbered),
+            self._numbered_target(folder) if is_numbered else self._named_target(folder),
             parts,
             self._place,
             self._collectives,
@@ -65,28 +65,30 @@ class Checkpoints:
             series=is_numbered,
             **options,
         )
-        # From the folder's name, which process 0 chose; the count of this process may be another
-        # one.
-        checkpoint_number = _number_of(checkpoint_path) if is_numbered else None
-        configuration.iteration = (
-            configuration.iteration if checkpoint_number is None else checkpoint_number
-        ) + 1
+        # From the folder's name, which process 0 chose: the count of this process may be another.
+        number = _number_of(checkpoint_path) if is_numbered else None
+        project.iteration = (project.iteration if number is None else number) + 1
         # After the new one is in place: a save that fails must not cost an older checkpoint.
         if is_numbered and self._place.is_local_main:
-            _delete_oldest(checkpoint_path.parent, configuration.total_limit)
+            existing = list(_numbered_checkpoints(checkpoint_path.parent).values())
+            for path in existing[: -project.total_limit if project.total_limit else 0]:
+                discard_checkpoint(path)
         return checkpoint_path
 
-    def _target_folder(self, folder: str | Path | None, *, is_numbered: bool) -> Path:
-        if not is_numbered:
-            if folder is None:
-                raise ConfigError(
-                    f"save_state(output_dir={folder!r}) has nowhere to save to, because "
-                    "checkpoints are not numbered. Give a folder, or "
-                    "ProjectConfiguration(automatic_checkpoint_naming=True)."
-                )
-            return Path(folder)
-        number = _next_number(self._project_configuration)
-        numbered_folder = _folder_of(self._project_configuration) / f"checkpoint_{number}"
+    def _named_target(self, folder: str | Path | None) -> Path:
+        if folder is None:
+            raise ConfigError(
+                f"save_state(output_dir={folder!r}) has nowhere to save to, because checkpoints "
+                "are not numbered. Give a folder, or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True)."
+            )
+        return Path(folder)
+
+    def _numbered_target(self, folder: str | Path | None) -> Path:
+        parent = _folder_of(self._project)
+        # After all existing ones, also of an earlier run.
+        number = max([self._project.iteration, *(n + 1 for n in _numbered_checkpoints(parent))])
+        numbered_folder = parent / f"checkpoint_{number}"
         if folder is not None:
             _log.warning(
                 "checkpoints are numbered: saving to %s, not to %s", numbered_folder, folder
@@ -106,33 +108,29 @@ class Checkpoints:
         )
         checkpoint_number = _number_of(source_folder)
         if folder is None and checkpoint_number is not None:
-            self._project_configuration.iteration = checkpoint_number + 1
+            self._project.iteration = checkpoint_number + 1
         return saved_step
 
     def _source_folder(self, folder: str | Path | None) -> Path:
         if folder is not None:
             return Path(folder)
-        if not self._project_configuration.automatic_checkpoint_naming:
+        if not self._project.automatic_checkpoint_naming:
             raise ConfigError(
                 f"load_state(input_dir={folder!r}) has nothing to load from, because checkpoints "
                 "are not numbered. Give the folder that save_state returned."
             )
-        # Process 0 chooses: another one might look a moment later, when there is one more.
+        # Process 0 chooses: another one might look a moment later, when there is one more. What is
+        # wrong is sent as text, because the others wait for the broadcast.
         choice: tuple[Path | None, str] = (None, "")
         if self._place.is_main:
-            choice = _latest_or_problem(self._project_configuration)
+            try:
+                choice = (_latest_checkpoint(_folder_of(self._project)), "")
+            except ConfigError as error:
+                choice = (None, str(error))
         path, text = self._collectives.broadcast_object(choice)
         if path is None:
             raise ConfigError(text)
         return Path(path)
-
-
-def _latest_or_problem(configuration: ProjectConfiguration) -> tuple[Path | None, str]:
-    try:
-        # Returned as text, because the others wait for the broadcast that follows.
-        return _latest_checkpoint(configuration), ""
-    except ConfigError as error:
-        return None, str(error)
 
 
 def _folder_of(configuration: ProjectConfiguration) -> Path:
@@ -154,20 +152,13 @@ def _number_of(folder: Path) -> int | None:
 
 def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
     paths = folder.iterdir() if folder.is_dir() else ()
-    numbered_paths = {_number_of(path): path for path in paths if path.is_dir()}
+    numbered = [(_number_of(path), path) for path in paths if path.is_dir()]
     # By number: by name, checkpoint_10 would come before checkpoint_9.
-    return {n: numbered_paths[n] for n in sorted(n for n in numbered_paths if n is not None)}
+    return dict(sorted((number, path) for number, path in numbered if number is not None))
 
 
-def _next_number(configuration: ProjectConfiguration) -> int:
-    """The number of the next checkpoint: after all existing ones, also of an earlier run."""
-    existing = _numbered_checkpoints(_folder_of(configuration))
-    return max(configuration.iteration, max(existing, default=-1) + 1)
-
-
-def _latest_checkpoint(configuration: ProjectConfiguration) -> Path:
+def _latest_checkpoint(folder: Path) -> Path:
     """The checkpoint of the highest number."""
-    folder = _folder_of(configuration)
     existing = _numbered_checkpoints(folder)
     if not existing:
         raise ConfigError(
@@ -175,10 +166,3 @@ def _latest_checkpoint(configuration: ProjectConfiguration) -> Path:
             "continue from. Save one first, or give load_state the folder of a checkpoint."
         )
     return existing[max(existing)]
-
-
-def _delete_oldest(folder: Path, total_limit: int | None) -> None:
-    """Delete the checkpoints of the lowest numbers beyond a limit."""
-    existing = list(_numbered_checkpoints(folder).values())
-    for path in existing[: -total_limit if total_limit else 0]:
-        discard_checkpoint(path)

@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 
-from nbaccel.base import atomic
+from nbaccel.base import atomic, torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.units import count_noun
 from nbaccel.plan.contracts.training import Place, Precision, ShardedCheckpoints, Strategy
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import layout
-from nbaccel.train.checkpoint.compatibility import frozen_names, without_names
 from nbaccel.train.checkpoint.files import save
-from nbaccel.train.checkpoint.folder_writing import new_checkpoint
-from nbaccel.train.checkpoint.layout import CheckpointContents
-from nbaccel.train.checkpoint.own_disks import FolderDisks, send_to_writers
+from nbaccel.train.checkpoint.folder_writing import FolderDisks, new_checkpoint, send_to_writers
 from nbaccel.train.collectives import Collectives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointParts:
-    """What is saved together, in the order in which it was prepared.
+    """What is saved together, in the order in which it was prepared."""
 
-    Attributes:
-        strategy: Knows how the models are wrapped or sharded.
-        models: Models, wrapped or not.
-        optimizers: Torch optimizers, or objects that have theirs as ``optimizer``.
-        schedulers: Objects with `state_dict` and `load_state_dict`.
-        loaders: Data loaders; those without `state_dict` are passed over.
-        scaler: The loss scaler of fp16, if there is one.
-        precision: What layers compute in; it may have a state of its own.
-        custom: Registered objects.
-        in_shards: Whether every process is to write its shards, if the strategy can.
-        amid_group: Whether gradients of some batches wait for an optimizer step. They are saved,
-            too, unless they are sharded: torch gives no access to those.
-        leaves_out_frozen: Whether parameters that are not trained are not saved.
-    """
-
-    strategy: Strategy
-    models: Sequence[nn.Module] = ()
-    optimizers: Sequence[Any] = ()
-    schedulers: Sequence[Any] = ()
-    loaders: Sequence[Any] = ()
-    scaler: torch.amp.GradScaler | None = None
-    precision: Precision | None = None
-    custom: Sequence[Any] = ()
-    in_shards: bool = False
+    strategy: Strategy  # knows how the models are wrapped or sharded
+    models: Sequence[nn.Module] = ()  # models, wrapped or not
+    optimizers: Sequence[Any] = ()  # torch optimizers, or objects that have theirs as ``optimizer``
+    schedulers: Sequence[Any] = ()  # objects with `state_dict` and `load_state_dict`
+    loaders: Sequence[Any] = ()  # data loaders; those without `state_dict` are passed over
+    scaler: torch.amp.GradScaler | None = None  # the loss scaler of fp16, if there is one
+    precision: Precision | None = None  # what layers compute in; it may have a state of its own
+    custom: Sequence[Any] = ()  # registered objects
+    in_shards: bool = False  # whether every process is to write its shards, if the strategy can
+    # Whether gradients of some batches wait for an optimizer step. They are saved, too, unless they
+    # are sharded: torch gives no access to those.
     amid_group: bool = False
-    leaves_out_frozen: bool = False
+    leaves_out_frozen: bool = False  # whether parameters that are not trained are not saved
 
     @property
     def sharder(self) -> ShardedCheckpoints | None:
@@ -62,10 +46,15 @@ class CheckpointParts:
         return self.strategy if isinstance(self.strategy, ShardedCheckpoints) else None
 
     @property
-    def precision_state(self) -> _PrecisionOfModels:
-        """What the precision keeps beside weights and optimizers."""
+    def precision_state(self) -> Any:
+        """What the precision keeps beside weights and optimizers, as an object with a state."""
+        if self.precision is None:
+            return None
         models = [self.strategy.unwrap(model) for model in self.models]
-        return _PrecisionOfModels(self.precision, models)
+        return SimpleNamespace(
+            state_dict=partial(self.precision.state_dict, models),
+            load_state_dict=partial(self.precision.load_state_dict, models),
+        )
 
     def plain_optimizers(self) -> list[tuple[torch.optim.Optimizer, nn.Module | None]]:
         """Torch's own optimizers, each with the model whose parameters it steps."""
@@ -107,125 +96,29 @@ class CheckpointParts:
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The first optimizer that steps a model's parameters; its shards lie with the model's."""
-        model_optimizers = (
-            optimizer
-            for optimizer, stepped_model in self.plain_optimizers()
-            if stepped_model is model
-        )
-        return next(model_optimizers, None)
+        pairs = self.plain_optimizers()
+        return next((optimizer for optimizer, stepped in pairs if stepped is model), None)
 
     def stateful_loaders(self) -> list[tuple[int, Any]]:
         """Loaders with a `state_dict`, by their number among all."""
-        return [
-            (number, loader)
-            for number, loader in enumerate(self.loaders)
-            if hasattr(loader, "state_dict")
-        ]
-
-
-class _PrecisionOfModels(NamedTuple):
-    """A precision with the models that it has a state for."""
-
-    precision: Precision | None
-    models: list[nn.Module]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty where it has none."""
-        return {} if self.precision is None else self.precision.state_dict(self.models)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave."""
-        if self.precision is not None:
-            self.precision.load_state_dict(self.models, state)
+        numbered = enumerate(self.loaders)
+        return [(number, loader) for number, loader in numbered if hasattr(loader, "state_dict")]
 
 
 def check_checkpointable(objects: Sequence[Any]) -> None:
     """Refuse objects that cannot be part of a checkpoint."""
     mistakes = []
-    for object_number, custom_object in enumerate(objects):
-        needed_methods = ("state_dict", "load_state_dict")
-        missing_methods = [
-            method_name
-            for method_name in needed_methods
-            if not callable(getattr(custom_object, method_name, None))
-        ]
-        if missing_methods:
+    for number, registered in enumerate(objects):
+        methods = ("state_dict", "load_state_dict")
+        missing = [name for name in methods if not callable(getattr(registered, name, None))]
+        if missing:
             mistakes.append(
-                f"register_for_checkpointing: object {object_number}, a "
-                f"{type(custom_object).__name__}, has no {' and no '.join(missing_methods)}, so "
-                "it could be neither saved nor restored. Give it both methods, or register an "
-                "object that has them."
+                f"register_for_checkpointing: object {number}, a {type(registered).__name__}, has "
+                f"no {' and no '.join(missing)}, so it could be neither saved nor restored. Give "
+                "it both methods, or register an object that has them."
             )
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-# ------------------------------------------------------------------------- is all there?
-
-
-def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = True) -> None:
-    """Refuse a folder that does not fit, before anything is loaded from it.
-
-    Kinds of which nothing was prepared may be there: a script that evaluates needs no optimizer.
-    """
-    contents = CheckpointContents.of(folder)
-    text = f"The checkpoint {str(folder)!r}"
-    mistakes = []
-    expected_kinds = [("scheduler", len(parts.schedulers), contents.schedulers)]
-    own_kind = parts.sharder.shard_kind if parts.sharder is not None else ""
-    own_shards = contents.sharded_models.get(own_kind, frozenset())
-    other_shards = {
-        object_kind: model_numbers
-        for object_kind, model_numbers in contents.sharded_models.items()
-        if object_kind != own_kind
-    }
-    # Another strategy's shards are a mistake only if there is nothing that this run can read.
-    if other_shards and not (own_shards or contents.models) and (parts.models or parts.optimizers):
-        mistakes += [
-            _foreign_shards(text, object_kind, model_numbers)
-            for object_kind, model_numbers in other_shards.items()
-        ]
-    else:
-        # An optimizer in shards is in the model's folder, and is checked when that is read.
-        if not own_shards:
-            expected_kinds.insert(0, ("optimizer", len(parts.optimizers), contents.optimizers))
-        if with_models:
-            expected_kinds.insert(0, ("model", len(parts.models), contents.models | own_shards))
-    for object_kind, num_expected, numbers_there in expected_kinds:
-        if num_expected and numbers_there != frozenset(range(num_expected)):
-            mistakes.append(_count_mismatch(text, object_kind, numbers_there, num_expected))
-    if contents.custom != frozenset(range(len(parts.custom))):
-        mistakes.append(
-            _count_mismatch(text, "registered object", contents.custom, len(parts.custom))
-        )
-    if parts.scaler is not None and not contents.has_scaler:
-        mistakes.append(_count_mismatch(text, "scaler", frozenset(), 1))
-    if mistakes:
-        raise ConfigError(*mistakes)
-
-
-def _count_mismatch(
-    folder_text: str, object_kind: str, numbers_found: frozenset[int], num_expected: int
-) -> str:
-    numbers_text = f" ({', '.join(map(str, sorted(numbers_found)))})" if numbers_found else ""
-    return (
-        f"{folder_text} has {count_noun(len(numbers_found), object_kind)}{numbers_text}, but "
-        f"{num_expected} {'is' if num_expected == 1 else 'are'} to be loaded. States would go to "
-        "the wrong ones, or be lost. Prepare and register the same objects in the same order as "
-        "when it was saved."
-    )
-
-
-def _foreign_shards(text: str, shard_kind: str, numbers: frozenset[int]) -> str:
-    remedies = {
-        "fsdp": "with FSDP as it was saved, or save it with state_dict_type='FULL_STATE_DICT'",
-        "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
-    }
-    return (
-        f"{text} has {count_noun(len(numbers), 'model')} in shards, one file per "
-        "process. The strategy of this run cannot put them together. Load it "
-        f"{remedies[shard_kind]}."
-    )
 
 
 SaveHook = Callable[[list[Any], list[Any], str], None]
@@ -294,45 +187,46 @@ class _StateWriter:
             self._write(layout.gradients_file(place.rank), self._parts.gradients, is_own=True)
         # The step is in this file because Accelerate keeps it there.
         states = {"step": step, **rng.capture_rng_states(place)}
-        self._write(layout.random_states_file(place.rank), lambda: states, is_own=True)
+        self._write(layout.random_states_file(place.rank), states, is_own=True)
         if self._met_errors:
             raise self._met_errors[0]
 
     def _write_models(self, hooks: list[SaveHook], safetensors: bool) -> None:
         parts = self._parts
-        model_states = []
-        left_out_of_states: dict[int, frozenset[str]] = {}
-        for model_number, model in enumerate(parts.models):
+        states: list[dict[str, Any]] = []
+        left_out_by_state: dict[int, frozenset[str]] = {}
+        for number, model in enumerate(parts.models):
+            if self._sharder is not None:
+                shard_folder = self._sharder.shard_folder(number)
+                self._left_out[number] = self._names_left_out(model)
+                self._write_shards(model, parts.optimizer_of(model), shard_folder)
+                continue
             left_out = self._names_left_out(model)
-            if self._sharder is None:
-                model_state = without_names(
-                    self._on_writers(parts.strategy.model_state(model)), left_out
-                )
-                left_out_of_states[id(model_state)] = left_out
-                model_states.append(model_state)
-            else:
-                folder = self._folder / self._sharder.shard_folder(model_number)
-                self._sharder.save_sharded(
-                    model,
-                    parts.optimizer_of(model),
-                    folder,
-                    left_out=left_out,
-                    ranks_by_folder=self._ranks_by_folder,
-                )
-                self._left_out[model_number] = left_out
+            states.append(
+                without_names(self._on_writers(parts.strategy.model_state(model)), left_out)
+            )
+            left_out_by_state[id(states[-1])] = left_out
         # A copy, because hooks may remove models; the weights of all are gathered before they run.
         remaining_models = list(parts.models)
         for save_hook in hooks:
-            self._attempt_step(
-                partial(save_hook, remaining_models, model_states, str(self._folder))
-            )
+            self._attempt_step(partial(save_hook, remaining_models, states, str(self._folder)))
         # Numbered as the hooks left the list, which may have removed entries.
-        for model_number, model_state in enumerate(model_states):
-            self._left_out[model_number] = left_out_of_states.get(id(model_state), frozenset())
-            file_name = layout.numbered_name(
-                layout.SAFE_WEIGHTS if safetensors else layout.PICKLED_WEIGHTS, model_number
-            )
-            self._write(file_name, lambda: model_state, safetensors=safetensors)  # noqa: B023 - at once
+        base_name = layout.SAFE_WEIGHTS if safetensors else layout.PICKLED_WEIGHTS
+        for number, state in enumerate(states):
+            self._left_out[number] = left_out_by_state.get(id(state), frozenset())
+            self._write(layout.numbered_name(base_name, number), state, safetensors=safetensors)
+
+    def _write_shards(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder_name: str
+    ) -> None:
+        sharder: Any = self._sharder
+        sharder.save_sharded(
+            model,
+            optimizer,
+            self._folder / folder_name,
+            left_out=self._names_left_out(model),
+            ranks_by_folder=self._ranks_by_folder,
+        )
 
     def _on_writers(self, whole_state: Any) -> Any:
         """A state that was gathered on process 0, on all processes that write it."""
@@ -358,17 +252,10 @@ class _StateWriter:
                 self._write(name, optimizer.state_dict)
             elif self._sharder is None:
                 state = self._on_writers(self._parts.strategy.optimizer_state(model, optimizer))
-                self._write(name, lambda: state)  # noqa: B023 - called at once
+                self._write(name, state)
             # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
-                folder = self._folder / layout.OPTIMIZER_SHARDS.format(number)
-                self._sharder.save_sharded(
-                    model,
-                    optimizer,
-                    folder,
-                    left_out=self._names_left_out(model),
-                    ranks_by_folder=self._ranks_by_folder,
-                )
+                self._write_shards(model, optimizer, layout.OPTIMIZER_SHARDS.format(number))
 
     def _write_loaders(self, place: Place) -> None:
         for number, loader in self._parts.stateful_loaders():
@@ -383,23 +270,26 @@ class _StateWriter:
             self._write(name, scheduler.state_dict)
         if self._parts.scaler is not None:
             self._write(layout.SCALER_FILE, self._parts.scaler.state_dict)
-        if state := self._parts.precision_state.state_dict():
-            self._write(layout.PRECISION_FILE, lambda: state)
+        precision = self._parts.precision_state
+        if precision is not None and (state := precision.state_dict()):
+            self._write(layout.PRECISION_FILE, state)
         for number, custom_object in enumerate(self._parts.custom):
             self._write(layout.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
 
     def _write(
         self,
         file_name: str,
-        get_state: Callable[[], Any],
+        state: Any,
         *,
         safetensors: bool = False,
         is_own: bool = False,
     ) -> None:
-        """Write a file, one of every process or one that is there once in a folder."""
+        """Write a state, or what makes it: a file of every process, or one per folder."""
         if is_own or self._writes_shared:
             path = self._folder / file_name
-            self._attempt_step(lambda: save(get_state(), path, safetensors))
+            self._attempt_step(
+                lambda: save(state() if callable(state) else state, path, safetensors)
+            )
 
     def _attempt_step(self, step: Callable[[], None]) -> None:
         if self._met_errors:
@@ -408,3 +298,30 @@ class _StateWriter:
             step()
         except Exception as error:  # raised at the end of `write_all`, see the class
             self._met_errors.append(error)
+
+
+# ------------------------------------------------------------------------- frozen, left out
+
+
+def uncompiled_name(tensor_name: str) -> str:
+    """The name of a tensor in a model that is not compiled."""
+    # The model or the saved one may have been compiled, without the other being so.
+    return tensor_name.replace(torch_private.COMPILED_PREFIX, "")
+
+
+def frozen_names(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that are not trained, those of tied ones all."""
+    return frozenset(name for name, trained in trained_by_name(model).items() if not trained)
+
+
+def trained_by_name(model: nn.Module) -> dict[str, bool]:
+    """Which parameters are trained, those of tied ones under all their names."""
+    return {
+        uncompiled_name(parameter_name): parameter.requires_grad
+        for parameter_name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def without_names(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A state dict without these tensors."""
+    return {name: it for name, it in state.items() if uncompiled_name(name) not in names}

@@ -33,12 +33,6 @@ FILES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _global_generators_stay():
-    with rng.preserve_rng_states():
-        yield
-
-
 def whole_training(seed: int) -> Training:
     training = Training(seed=seed)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed)

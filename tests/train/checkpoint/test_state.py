@@ -19,12 +19,6 @@ from nbaccel.train.checkpoint.files import read_torch_file
 from tests.train.checkpoint.training import ALONE, Training, arrived
 
 
-@pytest.fixture(autouse=True)
-def _global_generators_stay():
-    with rng.preserve_rng_states():
-        yield
-
-
 class Halving:
     def __init__(self) -> None:
         self.factor = 0.5

@@ -1,8 +1,12 @@
+"""What an `Accelerator` is asked: arguments, the environment, a configuration or a picker."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.optim import SGD
 
 from nbaccel import (
     Accelerator,
@@ -12,8 +16,10 @@ from nbaccel import (
     GradScalerKwargs,
     ProjectConfiguration,
     RunConfig,
+    notebook_launcher,
 )
 from nbaccel.errors import ConfigError, PlatformUnsupported
+from tests.strategies.needs import SHARDING
 
 
 @pytest.mark.parametrize(
@@ -31,6 +37,7 @@ from nbaccel.errors import ConfigError, PlatformUnsupported
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "got two AutocastKwargs"),
         ({"kwargs_handlers": ["text"]}, "kwargs_handlers got a str"),
         ({"log_with": "nonsense"}, "nonsense"),
+        ({"config": "bf16"}, "config must be a RunConfig, or a picker: got 'bf16'"),
     ],
 )
 def test_wrong_arguments_are_refused_with_what_was_given(
@@ -40,14 +47,7 @@ def test_wrong_arguments_are_refused_with_what_was_given(
         Accelerator(cpu=True, **arguments)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "torch_tp_plugin",
-        "megatron_lm_plugin",
-        "parallelism_config",
-    ],
-)
+@pytest.mark.parametrize("name", ["torch_tp_plugin", "megatron_lm_plugin", "parallelism_config"])
 def test_what_cannot_be_served_is_refused_not_ignored(name: str) -> None:
     arguments: dict[str, Any] = {name: "something"}
     with pytest.raises(PlatformUnsupported, match=name):
@@ -75,9 +75,11 @@ def test_a_plugin_without_a_number_takes_that_of_the_argument() -> None:
 
 def test_a_configuration_gives_way_to_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    config = RunConfig(mixed_precision="bf16", device="cpu")
+    config = Picker.config
+    accelerator = Accelerator(config=config, mixed_precision="no", gradient_accumulation_steps=2)
+    assert accelerator.mixed_precision == "no"
+    assert accelerator.gradient_accumulation_steps == 2
     assert Accelerator(config=config).mixed_precision == "bf16"
-    assert Accelerator(config=config, mixed_precision="no").mixed_precision == "no"
     assert Accelerator(cpu=True).mixed_precision == "fp16"
 
 
@@ -136,3 +138,121 @@ def test_the_state_prints_as_users_know_it() -> None:
     assert text.startswith("Distributed environment: NO\nNum processes: 1\nProcess index: 0\n")
     assert text.endswith("Device: cpu\n\nMixed precision type: bf16\n")
     assert accelerator.state.distributed_type == accelerator.distributed_type == "NO"
+
+
+# ------------------------------------------------------------------------- a configuration
+
+
+class Switched(nn.Linear):
+    """A module with the switch that models of transformers have."""
+
+    recomputes = False
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.recomputes = True
+
+
+class Picker:
+    """Has a configuration."""
+
+    config = RunConfig(device="cpu", mixed_precision="bf16", gradient_accumulation_steps=3)
+
+
+def test_a_picker_is_taken_as_its_configuration():
+    accelerator = Accelerator(config=Picker())
+
+    assert accelerator.mixed_precision == "bf16"
+    assert accelerator.gradient_accumulation_steps == 3
+    choices = {choice.name: choice.reason for choice in accelerator.plan.choices}
+    assert "config" in choices["gradient_accumulation_steps"]
+
+
+def test_activations_are_recomputed_where_that_is_asked_for():
+    model = Switched(2, 2)
+    Accelerator(config=RunConfig(device="cpu", activation_checkpointing=True)).prepare(model)
+    assert model.recomputes
+
+    left_alone = Switched(2, 2)
+    Accelerator(config=RunConfig(device="cpu")).prepare(left_alone)
+    assert not left_alone.recomputes
+    with pytest.raises(ConfigError, match=r"Linear has no gradient_checkpointing_enable\(\)"):
+        Accelerator(config=RunConfig(device="cpu", activation_checkpointing=True)).prepare(
+            nn.Linear(2, 2)
+        )
+
+
+def asked(model):
+    accelerator = Accelerator()
+    prepared = accelerator.prepare(model)
+    return (
+        accelerator.unwrap_model(prepared).recomputes,
+        accelerator.gradient_accumulation_steps,
+        accelerator.mixed_precision,
+    )
+
+
+def test_workers_are_told_what_was_picked():
+    config = RunConfig(
+        num_processes=2,
+        device="cpu",
+        mixed_precision="bf16",
+        gradient_accumulation_steps=4,
+        activation_checkpointing=True,
+    )
+    assert notebook_launcher(asked, (Switched(2, 2),), config=config) == [(True, 4, "bf16")] * 2
+
+
+def test_inline_is_told_the_same_and_forgets_it():
+    config = RunConfig(num_processes=1, device="cpu", gradient_accumulation_steps=4)
+    assert notebook_launcher(asked, (Switched(2, 2),), config=config) == [(False, 4, "no")]
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@SHARDING
+def test_fsdp_is_set_up_as_the_configuration_says():
+    config = RunConfig(
+        num_processes=2,
+        device="cpu",
+        strategy="fsdp",
+        fsdp={
+            "transformer_cls_names_to_wrap": ["Block"],
+            "reshard_after_forward": False,
+            "state_dict_type": "FULL_STATE_DICT",
+        },
+    )
+
+    def body():
+        from torch.distributed.fsdp import FSDPModule
+
+        accelerator = Accelerator()
+        model = nn.Sequential(Block(), nn.Linear(4, 4), Block())
+        model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+        plugin = accelerator.state.fsdp_plugin
+        return (
+            [isinstance(part, FSDPModule) for part in accelerator.unwrap_model(model)],
+            plugin.reshard_after_forward,
+            plugin.writes_shards,
+        )
+
+    assert notebook_launcher(body, config=config) == [([True, False, True], False, False)] * 2
+
+
+def test_models_are_compiled_as_the_configuration_says():
+    config = RunConfig(num_processes=1, device="cpu", start_method="template", dynamo="eager")
+
+    def body():
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Linear(2, 2))
+        # Where a model keeps its compiled call.
+        return model._compiled_call_impl is not None, str(accelerator.state.dynamo_plugin.backend)
+
+    assert notebook_launcher(body, config=config) == [(True, "EAGER")]
