@@ -81,11 +81,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"register_tracker_class({shown(tracker_class)}) is no subclass of GeneralTracker: it "
             "could not receive metrics. Derive the class from nbaccel.tracking.GeneralTracker."
         )
-    missing_attributes = [
-        attribute_name
-        for attribute_name in ("name", "requires_logging_directory")
-        if not hasattr(tracker_class, attribute_name)
-    ]
+    needed = ("name", "requires_logging_directory")
+    missing_attributes = [name for name in needed if not hasattr(tracker_class, name)]
     if missing_attributes or not tracker_class.name:
         raise ConfigError(
             f"register_tracker_class({tracker_class.__name__}) does not define "
@@ -156,10 +153,8 @@ def _match_trackers(item: Any) -> list[_Tracker]:
         return [item]
     # A member of an enumeration stands for its value: Accelerate's LoggerType is one.
     tracker_name = getattr(item, "value", item)
-    entry_points = {
-        entry_point.name: entry_point
-        for entry_point in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP)
-    }
+    found = importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP)
+    entry_points = {entry_point.name: entry_point for entry_point in found}
     if tracker_name == _EVERY_TRACKER:
         installed = [LOGGER_TYPE_TO_CLASS[name] for name in BUILT_IN_TRACKERS if is_there(name)]
         return [*installed, *map(_load_entry_point, entry_points.values())]

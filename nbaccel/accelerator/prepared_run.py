@@ -105,11 +105,8 @@ class Handlers:
                     f"{handler}. Only one can apply. Give one with both settings."
                 )
             handlers_by_field[field_name] = handler
-        own_handlers = {
-            field_name: handler
-            for field_name, handler in handlers_by_field.items()
-            if field_name in field_names.values()
-        }
+        own_names = handlers_by_field.keys() & set(field_names.values())
+        own_handlers = {name: handlers_by_field[name] for name in own_names}
         return cls(**own_handlers, given=tuple(given_handlers or ()))
 
 

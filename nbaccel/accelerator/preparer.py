@@ -65,10 +65,9 @@ class Preparer(RunDescription):
                 f"device_placement has {len(device_placement)} entries for {len(args)} arguments: "
                 "it would be unclear which is meant. Give one for each."
             )
-        placements = [
-            self.device_placement if placement is None else placement
-            for placement in device_placement or [None] * len(args)
-        ]
+        default = self.device_placement
+        given = device_placement or [None] * len(args)
+        placements = [default if placement is None else placement for placement in given]
         # Reversed, so that an object given twice keeps its first index.
         first_index = {id(given_item): index for index, given_item in reversed([*enumerate(args)])}
         # What is given twice is prepared once; but two loops over one loader are two loaders.
@@ -464,11 +463,9 @@ def _optimizer_parts(optimizer: AcceleratedOptimizer) -> tuple[Any, ...]:
 
 
 def _refuse_stand_ins(bundle: Bundle, strategy_name: str) -> None:
-    stand_in_names = [
-        type(item).__name__
-        for item in (*bundle.optimizers, *bundle.schedulers)
-        if isinstance(item, (DummyOptim, DummyScheduler))
-    ]
+    items = (*bundle.optimizers, *bundle.schedulers)
+    stand_ins = (item for item in items if isinstance(item, (DummyOptim, DummyScheduler)))
+    stand_in_names = [type(item).__name__ for item in stand_ins]
     if stand_in_names:
         raise ConfigError(
             f"prepare got {' and '.join(stand_in_names)} with strategy {strategy_name!r}: they "

@@ -511,11 +511,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) ->
             UserWarning,
             stacklevel=2,
         )
-    homeless_names = [
-        tensor_name
-        for tensor_name in model.state_dict(keep_vars=True)
-        if not any(name in device_map for name in names_upwards(tensor_name))
-    ]
+    tensor_names = model.state_dict(keep_vars=True)
+    homeless_names = [n for n in tensor_names if device_map.keys().isdisjoint(names_upwards(n))]
     if homeless_names:
         raise ConfigError(
             f"The device_map has no device for {len(homeless_names)} tensors of "

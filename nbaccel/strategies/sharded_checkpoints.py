@@ -298,11 +298,8 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
         (file_name, list(file_entries))
         for file_name, file_entries in itertools.groupby(stored_entries, key=lambda entry: entry[0])
     ]
-    plain_names = {
-        entry_name
-        for entry_name, entry_metadata in metadata.state_dict_metadata.items()
-        if isinstance(entry_metadata, BytesStorageMetadata)
-    }
+    entries = metadata.state_dict_metadata.items()
+    plain_names = {name for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
     return [
         f"{folder / entry_name} {text}. {SHARDS_REMEDY}"
         for entry_name, own_entries in files_with_entries[first_file::file_step]
@@ -383,11 +380,9 @@ class OwnPartCheckpoints:
         _refuse_old_groups()
         # Made by all processes in the same order, also by those that are not in them.
         all_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in ranks_by_folder]
-        own_groups = [
-            process_group
-            for process_group, ranks in zip(all_groups, ranks_by_folder, strict=True)
-            if dist.get_rank() in ranks
-        ]
+        rank = dist.get_rank()
+        pairs = zip(all_groups, ranks_by_folder, strict=True)
+        own_groups = [group for group, ranks in pairs if rank in ranks]
         try:
             write_shards(
                 saved_content,
@@ -423,15 +418,12 @@ class OwnPartCheckpoints:
         }
         model_tensors = _model_slots(model, left_out)
         expected_shapes = {
-            tensor_name: tuple(tensor_value.shape)
-            for tensor_name, tensor_value in model_tensors.items()
-            if isinstance(tensor_value, torch.Tensor)
+            name: tuple(value.shape)
+            for name, value in model_tensors.items()
+            if isinstance(value, torch.Tensor)
         }
-        other_names = [
-            tensor_name
-            for tensor_name, tensor_shape in expected_shapes.items()
-            if saved_shapes.get(tensor_name) != tensor_shape
-        ]
+        expected = expected_shapes.items()
+        other_names = [name for name, shape in expected if saved_shapes.get(name) != shape]
         if other_names:
             raise ConfigError(
                 f"{folder} is of another model than the {type(model).__name__}: {other_names[0]} "

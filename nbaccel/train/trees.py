@@ -19,8 +19,8 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, skip_keys: frozenset[str] = 
         return sequence_like(tree, [map_leaves(fn, item, skip_keys) for item in tree])
     if isinstance(tree, Mapping):
         new_items = {
-            item_key: value if item_key in skip_keys else map_leaves(fn, value, skip_keys)
-            for item_key, value in tree.items()
+            key: value if key in skip_keys else map_leaves(fn, value, skip_keys)
+            for key, value in tree.items()
         }
         return _mapping_like(tree, new_items)
     return fn(tree)

@@ -62,10 +62,8 @@ from nbaccel.train.trees import leaves, map_tensors
 
 def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) -> None:
     """Note every file of a checkpoint; all processes have written theirs."""
-    entries = {
-        manifest_path.relative_to(folder).as_posix(): _manifest_entry(manifest_path)
-        for manifest_path in sorted(_checkpoint_files(folder))
-    }
+    paths = sorted(_checkpoint_files(folder))
+    entries = {path.relative_to(folder).as_posix(): _manifest_entry(path) for path in paths}
     manifest_path = folder / layout.MANIFEST_FILE
     manifest: dict[str, Any] = {"version": 1, "files": entries}
     if part_entry is not None:
@@ -306,11 +304,8 @@ def all_succeed(
     except Exception as caught:  # of any kind: the others must be told before it is raised
         error = caught
     own_failure = None if error is None else f"{type(error).__name__}: {error}"
-    failures = " ".join(
-        f"Process {rank}: {failure}."
-        for rank, failure in enumerate(collectives.answers(text, own_failure))
-        if failure
-    )
+    by_rank = enumerate(collectives.answers(text, own_failure))
+    failures = " ".join(f"Process {rank}: {failure}." for rank, failure in by_rank if failure)
     if not failures:
         return
     # What to correct is said best by the mistake itself; the others get the summary.

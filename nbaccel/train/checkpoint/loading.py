@@ -595,10 +595,8 @@ def _loader_problem(loader: Any, state: Any) -> str:
 
 
 def _missing_weights(folder: Path, number: int) -> str:
-    safe_name, pickle_name = (
-        layout.numbered_name(base_name, number)
-        for base_name in (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
-    )
+    bases = (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
+    safe_name, pickle_name = (layout.numbered_name(base, number) for base in bases)
     return (
         f"The checkpoint {str(folder)!r} has neither {safe_name} nor {pickle_name}, but model "
         f"{number} is to be loaded, and no load hook took it. Prepare the models that were "
@@ -619,11 +617,8 @@ def _model_problem(
     """What keeps weights, of which only shapes are looked at, from being loaded into a model."""
     adapting_prefixes = _adapting_prefixes(model)
     # Parts that load a state in a way of their own cannot be compared by name or shape.
-    model_shapes = {
-        tensor_name: tensor_shape
-        for tensor_name, tensor_shape in _shapes_of(model).items()
-        if not tensor_name.startswith(adapting_prefixes)
-    }
+    shapes = _shapes_of(model).items()
+    model_shapes = {n: shape for n, shape in shapes if not n.startswith(adapting_prefixes)}
     saved_shapes = {
         uncompiled_name(tensor_name): tuple(value.shape)
         for tensor_name, value in saved_weights.items()

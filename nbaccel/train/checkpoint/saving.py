@@ -58,11 +58,8 @@ class CheckpointParts:
 
     def plain_optimizers(self) -> list[tuple[torch.optim.Optimizer, nn.Module | None]]:
         """Torch's own optimizers, each with the model whose parameters it steps."""
-        torch_optimizers = [
-            getattr(prepared_optimizer, "optimizer", prepared_optimizer)
-            for prepared_optimizer in self.optimizers
-        ]
-        return [(optimizer, self._model_of(optimizer)) for optimizer in torch_optimizers]
+        inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
+        return [(optimizer, self._model_of(optimizer)) for optimizer in inner]
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module | None:
         engine_model = getattr(optimizer, "model", None)  # an engine's optimizer says it
@@ -316,10 +313,8 @@ def frozen_names(model: nn.Module) -> frozenset[str]:
 
 def trained_by_name(model: nn.Module) -> dict[str, bool]:
     """Which parameters are trained, those of tied ones under all their names."""
-    return {
-        uncompiled_name(parameter_name): parameter.requires_grad
-        for parameter_name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    named = model.named_parameters(remove_duplicate=False)
+    return {uncompiled_name(name): parameter.requires_grad for name, parameter in named}
 
 
 def without_names(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
