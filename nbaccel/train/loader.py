@@ -235,8 +235,9 @@ class PreparedLoader(DataLoader[Any]):
             where they cannot be skipped without being read.
         end_of_dataloader: True while the last batch is in the loop's body.
         prepared_from: The loader that it was made of; None where it was made by hand.
-        remainder: At the last batch: samples of all processes together that are no copies; 0 where
-            the total batch was full, -1 where that is not known (yet).
+        remainder: Samples of the last total batch that are no copies, counted over all processes
+            at the last batch and before foretold by the dataset's length; 0 where it is full, -1
+            where that is not known.
     """
 
     @classmethod
@@ -474,7 +475,7 @@ class PreparedLoader(DataLoader[Any]):
     def _begin_epoch(self) -> tuple[Iterator[Any], Any]:
         """Make the epoch's iterator and read its first batch. See [Note: the same order again]."""
         self.end_of_dataloader = False
-        self.remainder = -1
+        self.remainder = self._foretold_remainder()
         position = self.position
         settings = self.settings
         is_resumed = position.restored_state is not None
@@ -548,6 +549,15 @@ class PreparedLoader(DataLoader[Any]):
         return any(
             isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves(batch)
         )
+
+    def _foretold_remainder(self) -> int:
+        """The remainder as Accelerate tells it from the first batch on: by the dataset's length."""
+        if self.settings.drop_last or not self.settings.total_batch_size:
+            return -1
+        try:
+            return len(self.dataset) % self.settings.total_batch_size  # type: ignore[arg-type]
+        except TypeError:  # a stream has no length
+            return -1
 
     def _count_remainder(self, last_batch: Any) -> int:
         """The remainder: at the last batch the samplers' counts are complete."""

@@ -48,7 +48,7 @@ def test_the_last_batch_is_known_while_it_is_in_the_body(loader, state):
         assert state.active_dataloader is loader
         assert loader.batches_seen == len(ends)
         assert batch.shape[0] == (1 if state.end_of_dataloader else 3)
-    assert ends == [(False, False, -1)] * 3 + [(True, True, 1)]
+    assert ends == [(False, False, 1)] * 3 + [(True, True, 1)]
     assert not state.in_dataloader
     assert not loader.end_of_dataloader
     assert (loader.iteration, loader.batches_seen) == (1, 0)
