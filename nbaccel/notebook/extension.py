@@ -70,7 +70,6 @@ class WorkerBoard:
         self._events = session.shell.events
         self._handle: Any = None
         self._pool: Any = None
-        self._is_new = False
         self._shown: StatusTable | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -88,9 +87,8 @@ class WorkerBoard:
         status = pool.status()
         self._handle = display(status, display_id=True)  # type: ignore[no-untyped-call]
         self._pool = pool
-        self._is_new = True
         self._shown = status
-        self._events.register("post_run_cell", self._after_cell)
+        self._events.register("post_run_cell", self._renew)
         self._session.on_poll = self._renew
         self._poll_later()
 
@@ -108,17 +106,10 @@ class WorkerBoard:
         if self._handle is not None:
             self._handle = None
             self._session.on_poll = None
-            self._events.unregister("post_run_cell", self._after_cell)
+            self._events.unregister("post_run_cell", self._renew)
 
     def _is_captured(self) -> bool:
         return isinstance(self._session.shell.display_pub, CapturingDisplayPublisher)
-
-    def _after_cell(self, _result: object = None) -> None:
-        # The cell that shows it has just done so.
-        is_new = self._is_new
-        self._is_new = False
-        if not is_new:
-            self._renew()
 
     def _poll_later(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -135,7 +126,7 @@ class WorkerBoard:
         if self._handle is not None:
             self._poll_later()
 
-    def _renew(self) -> None:
+    def _renew(self, _result: object = None) -> None:
         # A cell that captures its output would get the board, too.
         if self._is_captured():
             return

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -160,16 +160,10 @@ def _source_text(source: str | Path) -> tuple[str, str]:
 
 # ---------------------------------------------------------------------- mistakes at their lines
 KeyPath = tuple[str, ...]
+TextMistake = tuple[int | None, str]
+"""The line, from 1, or None where the mistake is in no single one; and the message."""
 _KEY_END = re.compile(r"[\s=:]")
 _LINE_IN_MESSAGE = re.compile(r"\bline (\d+)")
-
-
-class TextMistake(NamedTuple):
-    """A mistake and where it is."""
-
-    line: int | None
-    """From 1; None where the mistake is in no single line."""
-    message: str
 
 
 def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMistake, ...]:
@@ -182,13 +176,10 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
         if syntax_mistake is not None:
             return (syntax_mistake,)
         lines = key_lines(text)
-        mistakes = [
-            TextMistake(line=_line_of(mistake, lines), message=str(mistake))
-            for mistake in error.args
-        ]
-        return tuple(sorted(mistakes, key=lambda found: found.line or len(text)))
+        mistakes = [(_line_of(mistake, lines), str(mistake)) for mistake in error.args]
+        return tuple(sorted(mistakes, key=lambda found: found[0] or len(text)))
     except UnicodeError as error:  # half of a pair of surrogates, as some editors paste
-        return (TextMistake(line=None, message=str(error)),)
+        return ((None, str(error)),)
     return ()
 
 
@@ -202,9 +193,9 @@ def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
     if isinstance(cause, json.JSONDecodeError):
         line, reason = likely_reason(cause)
         words = reason.rstrip() or f"{cause.msg} (column {cause.colno})."
-        return TextMistake(line=min(line, num_lines), message=words)
+        return min(line, num_lines), words
     if cause is not None and (line_match := _LINE_IN_MESSAGE.search(str(cause))):
-        return TextMistake(line=int(line_match[1]), message=error.mistakes[0])
+        return int(line_match[1]), error.mistakes[0]
     return None
 
 

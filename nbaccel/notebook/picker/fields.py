@@ -287,17 +287,17 @@ class OptionsField(SettingField):
         labels: dict[str, list[str]] = {}
         meaning = ""
         on_number = None
-        for number, offer in enumerate(self._model.offers(self.setting.name)):
+        for number, (option, reason) in enumerate(self._model.offers(self.setting.name)):
             button = self._toggles.buttons[number]
-            button.disabled = bool(refusal or offer.reason)
-            button.tooltip = refusal or offer.reason or offer.option.meaning
+            button.disabled = bool(refusal or reason)
+            button.tooltip = refusal or reason or option.meaning
             if self._look == "brief":
-                toggle_class(button, "nbaccel-hidden", bool(offer.reason))
-            if offer.option.value == value:
+                toggle_class(button, "nbaccel-hidden", bool(reason))
+            if option.value == value:
                 on_number = number
-                meaning = offer.option.meaning
-            if offer.reason:
-                labels.setdefault(offer.reason, []).append(offer.option.label)
+                meaning = option.meaning
+            if reason:
+                labels.setdefault(reason, []).append(option.label)
         self._toggles.show(on_number)
         reasons = [f"{', '.join(names)}: {reason}" for reason, names in labels.items()]
         self._note.value = self._explain(refusal, meaning=meaning, reasons=reasons)
@@ -321,8 +321,8 @@ class ListField(SettingField):
         is_truth = self.setting.kind == "truth"
         offers = [] if is_truth else self._model.offers(self.setting.name)
         options = self._truths() if is_truth else []
-        options += [(one.option.label, one.option.value) for one in offers if not one.reason]
-        lines = [f"{one.option.label}: {one.reason}" for one in offers if one.reason]
+        options += [(one.label, one.value) for one, reason in offers if not reason]
+        lines = [f"{one.label}: {reason}" for one, reason in offers if reason]
         if shown_value not in [value for _, value in options]:
             # A file may hold a value that cannot be chosen on this machine.
             options.append((as_text(shown_value) or _OPEN_LABEL, shown_value))

@@ -52,13 +52,6 @@ _MOST_COUNTS = 5
 _Computation = TypeVar("_Computation", bound=Callable[..., Any])
 
 
-class OptionOffer(NamedTuple):
-    """An option, and why it cannot be chosen; empty where it can."""
-
-    option: ChoiceOption
-    reason: str = ""
-
-
 class FitVerdict(NamedTuple):
     """Whether a run fits, None where nothing is known, and what to do if it does not."""
 
@@ -109,7 +102,9 @@ class PickerModel:
             self._finder = CandidateFinder(self._memory_model)
         self.is_memory_postponed = False
         """Whether the memory is still to be estimated."""
-        self._compares_precisions = self._may_hint = False
+        self._compares_precisions = False
+        self.has_compared = False
+        """Whether all precisions have been measured, so that none of them is waited for."""
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
@@ -168,8 +163,30 @@ class PickerModel:
     @property
     @_kept
     def machine_parts(self) -> tuple[tuple[str, bool], ...]:
-        """Devices, host memory and cores, each with whether the run computes on it."""
-        return machine_parts(self.inventory, self.plan)
+        """Each device, host memory and cores, with what is free and whether the run uses it."""
+        machine, plan = self.inventory, self.plan
+        of_plan = [] if plan is None else registry.device(plan.device).units(machine)
+        num_used = 0 if plan is None else min(plan.num_processes, len(of_plan))
+        described = [
+            (one.kind, one.name + _unit_size(one.total_bytes, one.free_bytes), place < num_used)
+            for place, one in enumerate(of_plan or registry.usable_units(machine))
+        ]
+        parts: list[tuple[str, bool]] = []
+        place = 0
+        for (kind, text, is_used), equal_units in groupby(described):
+            last = place + len(list(equal_units)) - 1
+            noun = device_row(kind).noun
+            numbers = [f"{noun} {number}" for number in range(place, last + 1)]
+            if len(numbers) > _MAX_SINGLE_UNITS:
+                numbers = [f"{noun} {place} to {last}"]
+            parts += [(f"{number} · {text}", is_used) for number in numbers]
+            place = last + 1
+        host_text = _unit_size(machine.host_total_bytes, machine.host_available_bytes)
+        return (
+            *parts,
+            (f"host memory{host_text}", num_used == 0),
+            (count_noun(machine.cpu_cores, "core"), num_used == 0),
+        )
 
     @property
     def usual_process_counts(self) -> list[int]:
@@ -200,13 +217,10 @@ class PickerModel:
     # ------------------------------------------------------------------- what is greyed
 
     @_kept
-    def offers(self, name: str) -> tuple[OptionOffer, ...]:
-        """The options of a choice, those that cannot be chosen with the reason."""
+    def offers(self, name: str) -> tuple[tuple[ChoiceOption, str], ...]:
+        """The options of a choice, each with why it cannot be chosen; empty where it can."""
         setting = self.setting(name)
-        return tuple(
-            OptionOffer(option, self._option_refusal(setting, option.value))
-            for option in setting.options
-        )
+        return tuple((one, self._option_refusal(setting, one.value)) for one in setting.options)
 
     def _option_refusal(self, setting: Setting, value: Any) -> str:
         if value == self.value(setting.name):
@@ -227,8 +241,8 @@ class PickerModel:
 
     def refusal(self, name: str) -> str:
         """Why a whole choice is greyed; empty where it can be made."""
-        if name == "activation_checkpointing":
-            return "" if self.module is None else _switch_refusal(self.module)
+        if name == "activation_checkpointing" and self.module is not None:
+            return _switch_refusal(self.module)
         form = choices.form_of(name)
         return "" if form is None else form.setting_refusal(self.config, self.setting(name))
 
@@ -268,10 +282,10 @@ class PickerModel:
         """Make a choice."""
         setting = self.setting(name)
         # Python code can give a value that the form shows greyed.
-        for offer in self.offers(name):
-            if offer.option.value == value and offer.reason:
+        for option, reason in self.offers(name):
+            if option.value == value and reason:
                 raise ConfigError(
-                    f"{name}={value!r} cannot be chosen: {offer.reason}. Training would "
+                    f"{name}={value!r} cannot be chosen: {reason}. Training would "
                     "fail or ignore it. Choose another."
                 )
         device = self.plan.device if self.plan is not None else "cpu"
@@ -296,12 +310,11 @@ class PickerModel:
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
         """Take over a file: DeepSpeed's configuration, or a `RunConfig` as JSON or YAML."""
-        config, remarks = read_settings_source(source, self.config, self.inventory)
-        self._become(config, remarks)
+        self._become(*self.read(source))
 
-    def check_source(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Read a file as `load` does, and take nothing over."""
-        read_settings_source(source, self.config, self.inventory)
+    def read(self, source: str | Path | Mapping[str, Any]) -> tuple[RunConfig, tuple[str, ...]]:
+        """Read a file, and take nothing over."""
+        return read_settings_source(source, self.config, self.inventory)
 
     def editable_text(self) -> str:
         """The configuration as JSON that `load` takes: a strategy's own, or the `RunConfig`."""
@@ -466,7 +479,7 @@ class PickerModel:
     def precisions(self) -> tuple[str, ...]:
         """The precisions that the machine has, as things are; the chosen one is among them."""
         offers = self.offers("mixed_precision")
-        return tuple(str(offer.option.value) for offer in offers if not offer.reason)
+        return tuple(str(option.value) for option, reason in offers if not reason)
 
     @property
     def compares_precisions(self) -> bool:
@@ -486,11 +499,6 @@ class PickerModel:
         """The `candidates`; of each way one for each precision while these are compared."""
         return self.compared_candidates() if self.compares_precisions else self.candidates()
 
-    @property
-    def has_compared(self) -> bool:
-        """Whether all precisions have been measured, so that none of them is waited for."""
-        return self._may_hint
-
     @_kept
     def compared_candidates(self) -> tuple[Candidate, ...]:
         """The `candidates`, of each way one for each of `precisions`: all of these are measured."""
@@ -504,7 +512,7 @@ class PickerModel:
 
         It is known once all precisions have been measured, by `later_estimates`.
         """
-        if not self._may_hint or self.compares_precisions or self.is_memory_postponed:
+        if not self.has_compared or self.compares_precisions or self.is_memory_postponed:
             return ""
         return choices.hint_of(self.candidates(), self.compared_candidates())
 
@@ -558,7 +566,7 @@ class PickerModel:
             model.activation_bytes(config, next(filter(None, sizes), None))
 
     def _compare_in_advance(self) -> None:
-        self._may_hint = True
+        self.has_compared = True
         if self.precision_hint:
             self._call_observers()
 
@@ -629,35 +637,6 @@ def describe_model(module: Any) -> str:
         "on meta: shapes only" if is_on_meta else "",
     )
     return " · ".join(filter(None, facts))
-
-
-def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[tuple[str, bool], ...]:
-    """The machine piece by piece, with what is free of each and whether it is used."""
-    units = registry.usable_units(inventory)
-    num_used = 0
-    if plan is not None and (units_of_plan := registry.device(plan.device).units(inventory)):
-        units = units_of_plan
-        num_used = min(plan.num_processes, len(units_of_plan))
-    described = [
-        (unit.kind, f"{unit.name}{_unit_size(unit.total_bytes, unit.free_bytes)}", place < num_used)
-        for place, unit in enumerate(units)
-    ]
-    parts: list[tuple[str, bool]] = []
-    place = 0
-    for (kind, text, is_used), equal_units in groupby(described):
-        last = place + len(list(equal_units)) - 1
-        noun = device_row(kind).noun
-        numbers = [f"{noun} {number}" for number in range(place, last + 1)]
-        if len(numbers) > _MAX_SINGLE_UNITS:
-            numbers = [f"{noun} {place} to {last}"]
-        parts += [(f"{number} · {text}", is_used) for number in numbers]
-        place = last + 1
-    host_text = _unit_size(inventory.host_total_bytes, inventory.host_available_bytes)
-    return (
-        *parts,
-        (f"host memory{host_text}", num_used == 0),
-        (count_noun(inventory.cpu_cores, "core"), num_used == 0),
-    )
 
 
 def _unit_size(total_bytes: int, free_bytes: int) -> str:

@@ -205,18 +205,10 @@ class BarRow:
 
 
 def shown_rows(model: PickerModel) -> Iterator[BarRow]:
-    """The rows of the ways that the form shows."""
-    candidates = model.shown_candidates()
-    return rows_of_ways(candidates, compares=model.compares_precisions, best_mark=model.best_mark)
-
-
-def rows_of_ways(
-    candidates: Sequence[Candidate], *, compares: bool = False, best_mark: str = "★ best"
-) -> Iterator[BarRow]:
-    """A row for each candidate."""
-    for name, of_way in groups_of_ways(candidates):
+    """A row for each way that the form shows."""
+    for name, of_way in groups_of_ways(model.shown_candidates()):
         for number, candidate in enumerate(of_way):
-            has_label = compares and not is_shown_once(of_way)
+            has_label = model.compares_precisions and not is_shown_once(of_way)
             label = precision_label(candidate.precision) if has_label else ""
             yield BarRow(
                 name="" if number else name,
@@ -226,7 +218,7 @@ def rows_of_ways(
                 words=verdict_text(candidate),
                 fits=None if candidate.refusal else candidate.fits,
                 is_refused=bool(candidate.refusal),
-                mark=best_mark if candidate.is_best else "",
+                mark=model.best_mark if candidate.is_best else "",
                 is_chosen=candidate.is_taken,
             )
 
@@ -524,7 +516,7 @@ def text_mistakes_html(mistakes: Sequence[TextMistake], text: str, otherwise: st
     if not mistakes:
         return f'<div class="nbaccel-note" role="status">{escape(otherwise)}</div>'
     lines = text.splitlines()
-    items = "".join(_text_mistake(mistake, lines) for mistake in mistakes)
+    items = "".join(_text_mistake(line, message, lines) for line, message in mistakes)
     count_text = count_noun(len(mistakes), "mistake")
     return (
         f'<div role="status"><b class="nbaccel-word">⚠ {count_text}</b>'
@@ -532,17 +524,17 @@ def text_mistakes_html(mistakes: Sequence[TextMistake], text: str, otherwise: st
     )
 
 
-def _text_mistake(mistake: TextMistake, lines: Sequence[str]) -> str:
-    if mistake.line is None:
-        return f"<li>{escape(mistake.message)}</li>"
-    text = lines[mistake.line - 1].strip() if mistake.line <= len(lines) else ""
+def _text_mistake(line: int | None, message: str, lines: Sequence[str]) -> str:
+    if line is None:
+        return f"<li>{escape(message)}</li>"
+    text = lines[line - 1].strip() if line <= len(lines) else ""
     button = (
-        f'<button type="button" class="nbaccel-to-line" data-line="{mistake.line}" '
+        f'<button type="button" class="nbaccel-to-line" data-line="{line}" '
         f'onclick="{escape(_part("select_line.js"))}" title="Select this line">'
-        f"line {mistake.line}</button>"
+        f"line {line}</button>"
     )
     code = f" <code>{escape(text[:_MAX_LINE_CHARS])}</code>" if text else ""
-    return f"<li>{button}{code} {escape(mistake.message)}</li>"
+    return f"<li>{button}{code} {escape(message)}</li>"
 
 
 def remarks_html(remarks: Iterable[str]) -> str:

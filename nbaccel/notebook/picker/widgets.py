@@ -8,7 +8,7 @@ while a cell runs, so every action takes one lock.
 
 The configuration as text is checked while one types:
 
-    typed or pasted text ── a moment without a key ──► PickerModel.check_source
+    typed or pasted text ── a moment without a key ──► PickerModel.read
           │                                              │ mistakes, each with its line
           └── Apply, once there is no mistake            └──► listed beside the text
 """
@@ -138,7 +138,7 @@ class ConfigEditor:
         with self._model.lock:
             text = self._text.value
             is_edited = self._is_edited and bool(text.strip())
-            mistakes = mistakes_in_text(text, self._model.check_source) if is_edited else ()
+            mistakes = mistakes_in_text(text, self._model.read) if is_edited else ()
             said = "This is what is chosen now: edit it, or paste over."
             said = "No mistakes." if is_edited else said
             self._told.value = rendering.text_mistakes_html(mistakes, text, said)

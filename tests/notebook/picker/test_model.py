@@ -13,9 +13,8 @@ from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.choices import PANELS, by_name, settings
-from nbaccel.notebook.picker.model import PickerModel, describe_model, machine_parts
+from nbaccel.notebook.picker.model import PickerModel, describe_model
 from nbaccel.notebook.picker.rendering import picker_text
-from nbaccel.plan import resolve
 from tests import needs
 from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
 from tests.notebook.shown import BUCKET, OPTIMIZER_PLACE, big, net
@@ -30,7 +29,7 @@ def measure_all(picker: PickerModel) -> None:
 
 
 def reasons(picker: PickerModel, name: str) -> dict[str, str]:
-    return {offer.option.label: offer.reason for offer in picker.offers(name)}
+    return {option.label: reason for option, reason in picker.offers(name)}
 
 
 # ------------------------------------------------------------------------------ choosing
@@ -292,14 +291,14 @@ def test_every_option_that_is_offered_can_be_chosen_and_no_other():
             for setting in settings(panel):
                 if picker.refusal(setting.name) or not picker.is_shown(setting.name):
                     continue
-                for offer in picker.offers(setting.name):
+                for option, reason in picker.offers(setting.name):
                     fresh = PickerModel(start, inventory=with_gpus(2))
-                    if offer.reason:
+                    if reason:
                         with pytest.raises(ConfigError):
-                            fresh.choose(setting.name, offer.option.value)
+                            fresh.choose(setting.name, option.value)
                     else:
-                        fresh.choose(setting.name, offer.option.value)
-                        assert fresh.plan is not None, (setting.name, offer, fresh.problems)
+                        fresh.choose(setting.name, option.value)
+                        assert fresh.plan is not None, (setting.name, option, fresh.problems)
 
 
 # ------------------------------------------------------------------------------ memory
@@ -714,7 +713,7 @@ def test_a_batch_is_described_by_its_shapes():
 
 def test_devices_that_are_used_are_marked():
     machine = with_gpus(3)
-    parts = machine_parts(machine, resolve(RunConfig(num_processes=2), machine))
+    parts = PickerModel(RunConfig(num_processes=2), inventory=machine).machine_parts
     assert [is_used for _, is_used in parts] == [True, True, False, False, False]
     assert parts[0][0] == "GPU 0 · NVIDIA H100 · 80.0 GiB, 78.0 free"
     assert parts[-2][0] == "host memory · 256.0 GiB, 200.0 free"
@@ -723,14 +722,15 @@ def test_devices_that_are_used_are_marked():
 
 def test_many_equal_devices_are_one_part():
     machine = with_gpus(8)
-    parts = machine_parts(machine, resolve(RunConfig(), machine))
+    parts = PickerModel(inventory=machine).machine_parts
     assert parts[0][0].startswith("GPU 0 to 7 · ")
     assert len(parts) == 3
-    parts = machine_parts(V5E_8, resolve(RunConfig(), V5E_8))
+    parts = PickerModel(inventory=V5E_8).machine_parts
     assert "0 to 7" in parts[0][0]
 
 
 def test_without_a_device_the_host_computes():
-    parts = machine_parts(WITHOUT_GPU, resolve(RunConfig(), WITHOUT_GPU))
+    parts = PickerModel(inventory=WITHOUT_GPU).machine_parts
     assert [is_used for _, is_used in parts] == [True, True]
-    assert machine_parts(replace(WITHOUT_GPU, cpu_cores=1), None)[-1][0] == "1 core"
+    lone = PickerModel(inventory=replace(WITHOUT_GPU, cpu_cores=1))
+    assert lone.machine_parts[-1][0] == "1 core"

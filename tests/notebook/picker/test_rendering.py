@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from nbaccel.notebook.picker.choices import (
     name_with_precision,
     precision_label,
 )
-from nbaccel.notebook.picker.config_text import TextMistake
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.rendering import (
     TABLE_CHARS,
@@ -59,7 +59,10 @@ def candidate(**facts) -> Candidate:
 
 
 def table(*candidates, compares: bool = False, hint: str = "") -> str:
-    return rendering.table_html(rendering.rows_of_ways(candidates, compares=compares), hint)
+    model = SimpleNamespace(
+        shown_candidates=lambda: candidates, compares_precisions=compares, best_mark="★ best"
+    )
+    return rendering.table_html(rendering.shown_rows(model), hint)
 
 
 ENOUGH = bar(parameters=4 * GIB, free=5 * GIB)
@@ -85,7 +88,7 @@ DRAWN = {
     "label": rendering.label_html(EVIL),
     "face": rendering.face_html(EVIL, EVIL),
     "resolved": rendering.resolved_html([Choice(EVIL, EVIL, EVIL)]),
-    "mistakes": rendering.text_mistakes_html([TextMistake(line=1, message=EVIL)], EVIL, ""),
+    "mistakes": rendering.text_mistakes_html([(1, EVIL)], EVIL, ""),
     "no mistakes": rendering.text_mistakes_html([], "", EVIL),
     "kept": rendering.kept_html("kept", [], EVIL),
     "ways": table(replace(FITTING, is_best=True)),
