@@ -109,6 +109,21 @@ def test_the_tests_that_make_quick_names_are_there():
 MACHINE_PATH = re.compile(r"(?<![\w.$}~])/(?:[w]ork|[r]oot|opt/[w]heels)(?=/|\b)")
 
 
+def test_modules_that_the_architecture_names_are_there():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    package = ROOT / "nbaccel"
+    lost = []
+    for name in re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)[`(]", text):
+        folder, *path = name.split(".")
+        if (package / folder).is_dir():
+            while path and (package / folder / path[0]).is_dir():
+                folder = f"{folder}/{path.pop(0)}"
+            file = package / folder / f"{path[0]}.py" if path else package / folder / "__init__.py"
+            if not file.is_file() or any(part not in file.read_text() for part in path[1:]):
+                lost.append(name)
+    assert lost == []
+
+
 def test_no_file_names_a_path_of_one_machine():
     files = tracked_files()
     if files is None:
