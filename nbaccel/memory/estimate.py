@@ -18,26 +18,17 @@ from nbaccel.plan import Inventory, registry
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bytes:
-    """Memory in one place, by what it holds.
+    """Memory in one place, by what it holds."""
 
-    Attributes:
-        parameters: The model as it computes.
-        gradients: What the backward pass leaves for the optimizer.
-        optimizer: Its states and its own copy of the parameters.
-        buckets: Room to communicate, to gather parameters and to read from disk.
-        activations: What the forward pass keeps for the backward pass, and what that adds.
-        in_backward: What lives for a moment besides the activations: gradients in transfer,
-            gathered parameters.
-        in_step: What lives for a moment when the optimizer begins, and activations are gone:
-            gradients made flat, or in fp32.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    buckets: int = 0
-    activations: int = 0
+    parameters: int = 0  # the model as it computes
+    gradients: int = 0  # what the backward pass leaves for the optimizer
+    optimizer: int = 0  # its states and its own copy of the parameters
+    buckets: int = 0  # room to communicate, to gather parameters and to read from disk
+    activations: int = 0  # what the forward pass keeps for the backward pass, and what that adds
+    # What lives for a moment besides the activations: gradients in transfer, gathered parameters.
     in_backward: int = 0
+    # What lives for a moment when the optimizer begins, and activations are gone: gradients made
+    # flat, or in fp32.
     in_step: int = 0
 
     @property
@@ -70,37 +61,23 @@ _KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "tot
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryEstimate:
-    """What a run needs, and what this machine has.
+    """What a run needs, and what this machine has."""
 
-    Attributes:
-        device: On each device. Where processes compute on the CPU this is host memory, too.
-        host: On each host, for all of its processes.
-        nvme: On each host's disk.
-        shape: The model.
-        strategy: How it is trained, in words: ``ZeRO-3, bf16, optimizer on cpu``.
-        settings: The counted part of the strategy's configuration; None where it has none.
-        num_processes: Processes on each host.
-        num_nodes: Hosts.
-        device_free: Free memory of the fullest GPU used; None where there is none.
-        host_free: Free memory of this host.
-        nvme_free: Free space where the configuration swaps to; None where it names no folder.
-        nvme_folders: The folders that it swaps to.
-        notes: Notes about these numbers.
-    """
-
+    # On each device. Where processes compute on the CPU this is host memory, too.
     device: Bytes
-    host: Bytes
-    nvme: Bytes
-    shape: Shape
-    strategy: str
-    settings: Any
-    num_processes: int
-    num_nodes: int
-    device_free: int | None
-    host_free: int
+    host: Bytes  # on each host, for all of its processes
+    nvme: Bytes  # on each host's disk
+    shape: Shape  # the model
+    strategy: str  # how it is trained, in words: ``ZeRO-3, bf16, optimizer on cpu``
+    settings: Any  # the counted part of the strategy's configuration; None where it has none
+    num_processes: int  # processes on each host
+    num_nodes: int  # hosts
+    device_free: int | None  # free memory of the fullest GPU used; None where there is none
+    host_free: int  # free memory of this host
+    # Free space where the configuration swaps to; None where it names no folder.
     nvme_free: int | None = None
-    nvme_folders: tuple[Path, ...] = ()
-    notes: tuple[str, ...] = ()
+    nvme_folders: tuple[Path, ...] = ()  # the folders that it swaps to
+    notes: tuple[str, ...] = ()  # notes about these numbers
 
     @property
     def host_needed(self) -> int:

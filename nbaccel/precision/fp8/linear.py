@@ -49,12 +49,7 @@ GRADIENT = 2
 
 
 class AmaxHistory:
-    """Magnitudes and scales of all layers of a model; see [Note: delayed scaling].
-
-    Attributes:
-        amaxes: Magnitudes of the step at hand: ``[3, layers]``, float32.
-        scales: ``[3, layers]``, float32; 0 where there is no history.
-    """
+    """Magnitudes and scales of all layers of a model; see [Note: delayed scaling]."""
 
     def __init__(
         self,
@@ -74,6 +69,7 @@ class AmaxHistory:
         self._takes_latest = takes_latest
         self._step = 0
         self._history = torch.zeros(length, 3, len(self._names), device=device)
+        # Magnitudes of the step at hand; a scale is 0 where there is no history.
         self.amaxes = torch.zeros(3, len(self._names), device=device)
         self.scales = torch.zeros(3, len(self._names), device=device)
 

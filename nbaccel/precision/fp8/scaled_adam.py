@@ -36,11 +36,7 @@ _STORED_AS = {"exp_avg": E4M3, "exp_avg_sq": FP16, "master": FP16}
 
 
 class ScaledAdam(Optimizer):
-    """Takes the place of an Adam or AdamW of torch's, with its groups, settings and state.
-
-    Attributes:
-        given: As given.
-    """
+    """Takes the place of an Adam or AdamW of torch's, with its groups, settings and state."""
 
     def __init__(
         self,
