@@ -153,8 +153,8 @@ def two_shots(parts: torch.Tensor) -> torch.Tensor:
 
 def paper_sum(parts: torch.Tensor) -> torch.Tensor:
     """What `summed_mean` computes, with the factor that its automatic scaling comes to."""
-    from nbaccel.precision.fp8.formats import E4M3, largest_magnitude, power_of_two_scale
     from nbaccel.precision.fp8.gradient_exchange import AutomaticScaling, sum_payloads
+    from nbaccel.precision.fp8.scaled_tensor import E4M3, largest_magnitude, power_of_two_scale
 
     scaling = AutomaticScaling()
     amax = largest_magnitude(parts)

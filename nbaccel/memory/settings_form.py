@@ -17,8 +17,7 @@ from nbaccel.plan import Inventory, Plan, registry
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
-    from nbaccel.memory.estimate import MemoryEstimate
-    from nbaccel.memory.model_size import Shape
+    from nbaccel.memory.estimate import MemoryEstimate, Shape
 
 
 @dataclass(frozen=True, slots=True)

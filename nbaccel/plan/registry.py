@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, InternalError, MissingBackend, PlatformUnsupported
-from nbaccel.base.unsupported_names import NOT_INSTALLED, missing_name_of
+from nbaccel.base.public_names import NOT_INSTALLED, missing_name_of
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
     DEVICES,

@@ -9,9 +9,8 @@ import pytest
 
 from nbaccel import RunConfig, resolve
 from nbaccel.config.capabilities import DEVICES
-from nbaccel.devices import xpu
-from nbaccel.devices.mps import MpsDevice
-from nbaccel.devices.xpu import XpuDevice
+from nbaccel.devices import never_run
+from nbaccel.devices.never_run import MpsDevice, XpuDevice
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory
 
@@ -28,10 +27,10 @@ def test_intels_cards_are_found_by_their_vendor(tmp_path, monkeypatch):
         folder = tmp_path / f"renderD{128 + number}" / "device"  # codespell:ignore
         folder.mkdir(parents=True)
         (folder / "vendor").write_text(f"{vendor}\n")
-    monkeypatch.setattr(xpu, "_CARDS", tmp_path)
+    monkeypatch.setattr(never_run, "_CARDS", tmp_path)
     found = XpuDevice().detect({})["accelerators"]
     assert [(unit.kind, unit.index) for unit in found] == [("xpu", 0), ("xpu", 1)]
-    monkeypatch.setattr(xpu, "_CARDS", tmp_path / "none")
+    monkeypatch.setattr(never_run, "_CARDS", tmp_path / "none")
     assert XpuDevice().detect({}) == {"accelerators": ()}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from nbaccel import Accelerator, notebook_launcher
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.memory.model_states import model_states, short_formats
+from nbaccel.memory.memory_model import model_states, short_formats
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.utils import FP8RecipeKwargs
 from tests import needs

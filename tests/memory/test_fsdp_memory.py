@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, debug_launcher
-from nbaccel.memory.model_size import measure
-from nbaccel.memory.model_states import fsdp_estimate, wrapped_sizes
+from nbaccel.memory.estimate import measure
+from nbaccel.memory.memory_model import fsdp_estimate, wrapped_sizes
 from nbaccel.plan import Inventory
 
 MACHINE = Inventory(cpu_cores=2, host_total_bytes=2**34, host_available_bytes=2**33)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from nbaccel.base import torch_private
-from nbaccel.precision.fp8.formats import BF16, E4M3, E5M2, FP16, scale_and_quantize
 from nbaccel.precision.fp8.linear import (
     GRADIENT,
     INPUT,
@@ -21,7 +20,14 @@ from nbaccel.precision.fp8.linear import (
     convert_layer,
     scaled_product,
 )
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8.scaled_tensor import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    ScaledTensor,
+    scale_and_quantize,
+)
 from nbaccel.precision.fp8_layers import require_layers, restore_layers, select_layers
 
 CPU = torch.device("cpu")

@@ -20,12 +20,13 @@ from nbaccel.base.processes import describe_process
 from nbaccel.config.capabilities import strategy_row
 from nbaccel.devices.tpu import chips
 from nbaccel.devices.tpu.chip_topology import without_stale
-from nbaccel.devices.tpu.driver import TpuDriver, move_parameters
 from nbaccel.devices.tpu.drivers import (
     TORCH_TPU_EXTENSION,
     DriverChoice,
+    TpuDriver,
     choose_driver,
     find_packages,
+    move_parameters,
 )
 from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 from nbaccel.devices.tpu.torch_xla_driver import RUNTIME_VARIABLE, TorchXlaDriver

@@ -31,15 +31,15 @@ import torch
 import torch.distributed as dist
 
 from nbaccel.base import torch_private
-from nbaccel.precision.fp8.formats import (
+from nbaccel.precision.fp8.scaled_tensor import (
     E4M3,
     NumberFormat,
+    ScaledTensor,
     dequantize,
     largest_magnitude,
     power_of_two_scale,
     quantize,
 )
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
 BLOCK = 256
 """Values under one scale."""

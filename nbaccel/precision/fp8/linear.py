@@ -33,15 +33,15 @@ from torch import nn
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.precision.fp8.formats import (
+from nbaccel.precision.fp8.scaled_tensor import (
     E4M3,
     E5M2,
     NumberFormat,
+    ScaledTensor,
     largest_magnitude,
     power_of_two_scale,
     quantize,
 )
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
 INPUT = 0
 WEIGHT = 1
@@ -187,7 +187,7 @@ class LayerRecipe:
             # A layer may be called several times in a step.
             seen.copy_(torch.maximum(seen, amax))
             known_scale = self.history.scales[kind, self.layer_index]
-            # An infinite value must not be cut to the range: see formats, [Note: infinite values].
+            # One that is infinite must not be cut: see scaled_tensor, [Note: infinite values].
             usable = (known_scale > 0) & torch.isfinite(amax)
             scale = torch.where(usable, known_scale, scale)
         return quantize(values, scale, number_format), scale.reciprocal()

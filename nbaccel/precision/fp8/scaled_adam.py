@@ -29,8 +29,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.precision.fp8.formats import E4M3, FP16
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8.scaled_tensor import E4M3, FP16, ScaledTensor
 
 _STORED_AS = {"exp_avg": E4M3, "exp_avg_sq": FP16, "master": FP16}
 
