@@ -16,6 +16,7 @@ where a device node says that there is something to ask about.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from nbaccel.base.errors import MissingBackend
+from nbaccel.base import env
 from nbaccel.base.optional_packages import require
 from nbaccel.base.units import count_noun
 from nbaccel.plan.contracts.device import Device
@@ -53,7 +54,6 @@ class CudaDevice(Device):
     after_fork: ClassVar[str] = "a forked worker could not use the GPU at all"
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """See :meth:`Device.detect`; by NVML."""
         setting = environ.get("CUDA_VISIBLE_DEVICES")
         gpus, note = find_gpus(setting)
         # CUDA counts the fastest first, unless it is told to count as NVML does.
@@ -112,7 +112,6 @@ class CudaDevice(Device):
         return ()
 
     def driver_meter(self) -> Meter | None:
-        """See :meth:`Device.driver_meter`; the driver needs no CUDA context for it."""
         return Meter.open()
 
     def is_available(self) -> bool:
@@ -128,11 +127,7 @@ class CudaDevice(Device):
 
 def driver_in_use(process: Path = Path("/proc/self")) -> bool:
     """Whether a process has the CUDA driver initialised, by the traces it leaves."""
-    try:
-        # Paths in it need not be UTF-8.
-        mapped = _DRIVER_LIBRARY in (process / "maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        return False
+    mapped = _DRIVER_LIBRARY in env.read_file(process / "maps")
     return mapped and any(name.startswith(_DEVICE_NODES) for name in _open_files(process / "fd"))
 
 
@@ -226,37 +221,35 @@ def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
 def find_cards() -> tuple[tuple[Card, ...], str]:
     """All cards of this machine."""
     try:
-        nvml = require("pynvml", extra="", why="Finding GPUs")
-    except MissingBackend as error:
+        with _driver("Finding GPUs") as nvml:
+            return tuple(_read_cards(nvml)), ""
+    except Exception as error:  # no library, no driver, or one that does not fit the kernel module
         return (), str(error)
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:  # no driver, or one that does not fit the kernel module
-        return (), str(error)
-    try:
-        return tuple(_read_cards(nvml)), ""
-    except nvml.NVMLError as error:
-        return (), str(error)
-    finally:
-        # NVML counts initialisations, so this one is closed even if a `Meter` is open.
-        nvml.nvmlShutdown()
 
 
 def driver_versions() -> tuple[str, str]:
     """Versions of the driver and of the newest CUDA that it serves, without a CUDA context."""
     try:
-        nvml = require("pynvml", extra="", why="Asking for the driver's version")
-        nvml.nvmlInit()
+        with _driver("Asking for the driver's version") as nvml:
+            version = _ask_driver(nvml, "", nvml.nvmlSystemGetDriverVersion)
+            # CUDA's number for 12.4 is 12040.
+            number = _ask_driver(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
     except Exception:  # without the library or a driver there is nothing to read
         return "", ""
-    try:
-        version = _ask_driver(nvml, "", nvml.nvmlSystemGetDriverVersion)
-        # CUDA's number for 12.4 is 12040.
-        number = _ask_driver(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
-    finally:
-        nvml.nvmlShutdown()
     text = f"{number // 1000}.{number % 1000 // 10}" if number else ""
     return str(version), text
+
+
+@contextlib.contextmanager
+def _driver(why: str) -> Iterator[ModuleType]:
+    """The module by which NVML is asked, in a block in which it is initialised."""
+    nvml = require("pynvml", extra="", why=why)
+    nvml.nvmlInit()
+    try:
+        yield nvml
+    finally:
+        # NVML counts initialisations, so this one is closed even if a `Meter` is open.
+        nvml.nvmlShutdown()
 
 
 class Meter:

@@ -25,7 +25,6 @@ class XpuDevice(Device):
     name: ClassVar[str] = "xpu"
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """See :meth:`Device.detect`; by the kernel's render nodes of Intel's cards."""
         # Render nodes, one per GPU: `card*` has entries for connectors, too.
         vendor_files = sorted(_CARDS.glob("render*/device/vendor")) if _CARDS.is_dir() else []
         intel_files = [
@@ -65,7 +64,6 @@ class MpsDevice(Device):
         return self.is_available()
 
     def random_state(self, index: int | None = None) -> torch.Tensor:
-        """See :meth:`DeviceRuntime.random_state`; there is one device, and it has no number."""
         return super().random_state()
 
     def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:

@@ -28,11 +28,9 @@ class Shape:
     """The sizes that memory depends on, in numbers of parameters."""
 
     total: int
-    largest_layer: int
-    """Of the module that has most of its own, children not counted."""
+    largest_layer: int  # of the module that has most of its own, children not counted
     trainable: int
-    sizes: tuple[int, ...] = ()
-    """Elements of each parameter; empty where only the sums are known."""
+    sizes: tuple[int, ...] = ()  # elements of each parameter; empty where only the sums are known
 
     def at_most(self, threshold: int) -> int:
         """How many parameters are in tensors of at most so many elements."""
@@ -355,15 +353,11 @@ class BarSegment:
 class MemoryBar:
     """Memory in one place, in bytes."""
 
-    label: str
-    """``cuda:0 · NVIDIA H100``, ``host memory``"""
-    capacity: int
-    """0 where it is unknown."""
-    segments: tuple[BarSegment, ...]
-    """In order; ``free`` comes last."""
+    label: str  # ``cuda:0 · NVIDIA H100``, ``host memory``
+    capacity: int  # 0 where it is unknown
+    segments: tuple[BarSegment, ...]  # in order; ``free`` comes last
     needed: int
-    lacking: int
-    """What is needed and not free."""
+    lacking: int  # what is needed and not free
 
     @property
     def place(self) -> str:

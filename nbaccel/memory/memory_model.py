@@ -68,8 +68,7 @@ class MemoryModel:
     sample_batch: Any
     inventory: Inventory
     limits: MemoryLimits = field(default_factory=MemoryLimits)
-    num_nodes: int | None = None
-    """None: as many as the run says."""
+    num_nodes: int | None = None  # none: as many as the run says
     _activations: dict[tuple[int, str, bool], int] = field(default_factory=dict)
     _states: dict[tuple[int, ShortFormats | None], Bytes] = field(default_factory=dict)
     _wrapped: dict[str, WrappedSizes] = field(default_factory=dict)
@@ -114,10 +113,12 @@ class MemoryModel:
             estimate = self._sharded(config, plan, inputs)
         else:
             formats = short_formats(config, plan.device)
-            world_size = plan.num_processes * inputs["num_nodes"]
+            key = (plan.num_processes * inputs["num_nodes"], formats)
+            if key not in self._states:
+                self._states[key] = model_states(self.model, world_size=key[0], formats=formats)
             estimate = replicated(
                 self.shape,
-                states=self._states_at(world_size, formats),
+                states=self._states[key],
                 level="" if formats is None else formats.level,
                 **inputs,
             )
@@ -138,13 +139,6 @@ class MemoryModel:
             and not device_row(plan.device).in_host_memory,
             **inputs,
         )
-
-    def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
-        """Parameters, gradients and optimizer: counted once for each level."""
-        key = (world_size, formats)
-        if key not in self._states:
-            self._states[key] = model_states(self.model, world_size=world_size, formats=formats)
-        return self._states[key]
 
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
         """What activations need on a device: measured once for each batch and precision."""

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class ChoiceOption:
     """One of the values of a choice."""
 
-    value: Any
-    """None leaves it to the plan or to the strategy."""
+    value: Any  # none leaves it to the plan or to the strategy
     label: str
     meaning: str = ""
 
@@ -64,8 +63,8 @@ class Edit:
 class FilledConfig:
     """A strategy's configuration, filled in, with each key that was or will be, and its reason."""
 
+    # With ``"auto"`` where only the training decides; None where the strategy is not chosen.
     config: dict[str, Any] | None
-    """With ``"auto"`` where only the training decides; None where the strategy is not chosen."""
     choices: tuple[Choice, ...] = ()
 
 
@@ -73,10 +72,9 @@ class FilledConfig:
 class StatePlacement:
     """Who holds what in a way to train."""
 
-    divided: int = 0
-    """How many of optimizer, gradients and parameters, in this order, are in parts."""
+    divided: int = 0  # how many of optimizer, gradients and parameters, in this order, are in parts
+    # Where it is: ``none`` (on the device), ``cpu`` or ``nvme``; so of unused parameters.
     optimizer: str = "none"
-    """Where it is: ``none`` (on the device), ``cpu`` or ``nvme``; so of unused parameters."""
     parameters: str = "none"
 
     @property
@@ -94,13 +92,11 @@ class StatePlacement:
 class TrainingWay:
     """One way to train."""
 
-    name: str
-    """As people call it: ``ZeRO-2, optimizer on the CPU``."""
+    name: str  # as people call it: ``ZeRO-2, optimizer on the CPU``
+    # The fastest first, each in less memory than the one before; made while they are looked at.
     configs: Iterable[RunConfig]
-    """The fastest first, each in less memory than the one before; made while they are looked at."""
     placement: StatePlacement
-    refusal: str = ""
-    """Why it cannot be taken: a clause."""
+    refusal: str = ""  # why it cannot be taken: a clause
 
 
 class SettingsForm(Protocol):

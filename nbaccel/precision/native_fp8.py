@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, require
@@ -167,8 +166,6 @@ class MsAmpFp8(NativeFp8):
     def __init__(self, settings: PrecisionSettings) -> None:
         super().__init__(settings)
         self._uses_package = not settings.emulates_fp8 and is_installed("msamp")
-        # Optimizers hold the parameters that models had before; some are prepared later.
-        self._became = WeakTensorKeyDictionary()
         self._optimizers: list[ScaledAdam] = []
         self._averaging: WeakKeyDictionary[nn.Module, ScaledGradients] = WeakKeyDictionary()
 

@@ -108,7 +108,6 @@ class TorchXlaDriver(TpuDriver):
         return {RUNTIME_VARIABLE: runtime, "XLA_USE_SPMD": "1"}
 
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """See :meth:`TpuDriver.average_gradients`; recorded into the program of the step."""
         if not self._computes_on_chips():
             return False
         model = importlib.import_module("torch_xla.core.xla_model")
@@ -116,7 +115,6 @@ class TorchXlaDriver(TpuDriver):
         return True
 
     def downcast_floats(self) -> str:
-        """See :meth:`TpuDriver.downcast_floats`; the library reads the variable once."""
         import torch
 
         env.update({"XLA_DOWNCAST_BF16": "1", "XLA_USE_BF16": None})
@@ -149,7 +147,6 @@ class TorchXlaDriver(TpuDriver):
         return CompileCounts(programs=int(said[0]), seconds=said[1] * _NANOSECONDS)
 
     def random_state(self) -> torch.Tensor:
-        """See :meth:`TpuDriver.random_state`; the generator's seed, 8 bytes."""
         import torch
 
         seed = importlib.import_module("torch_xla.core.xla_model").get_rng_state()

@@ -139,14 +139,6 @@ def sum_payloads(payloads: torch.Tensor) -> tuple[torch.Tensor, float]:
     return total, float((total.float().abs() >= E4M3.maximum).float().mean())
 
 
-def message_bytes(num_values: int, num_ranks: int) -> int:
-    """Bytes that a process sends for the mean of so many values by :func:`two_shot_mean`."""
-    chunk_size = -(-num_values // (num_ranks * BLOCK)) * BLOCK
-    chunk_bytes = chunk_size + chunk_size // BLOCK * _SCALE_BYTES
-    # A chunk to each of the others, and then the own mean to each of them.
-    return 2 * (num_ranks - 1) * chunk_bytes
-
-
 def average(scaling: AutomaticScaling | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
     """A function of flat values and a number: their mean over the default group."""
     if scaling is None:
