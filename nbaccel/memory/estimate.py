@@ -257,7 +257,9 @@ def torch_estimate(
     host: Bytes = Bytes(),
 ) -> MemoryEstimate:
     """Training with one of torch's own strategies: states on each device, and on each host."""
-    free_bytes = free_on_devices(inventory, num_processes)
+    units = (inventory.gpus or registry.usable_units(inventory))[:num_processes]
+    # Each process needs as much, so the fullest device that they use decides.
+    free_bytes = min((unit.free_bytes for unit in units), default=None)
     return MemoryEstimate(
         device=states + Bytes(activations=activation_bytes),
         host=host,
@@ -271,12 +273,6 @@ def torch_estimate(
         host_free=inventory.host_available_bytes,
         notes=common_notes(activation_bytes, on_cpu=free_bytes is None),
     )
-
-
-def free_on_devices(inventory: Inventory, num_processes: int) -> int | None:
-    """What is free on the fullest device that processes use: each needs as much, so it decides."""
-    units = (inventory.gpus or registry.usable_units(inventory))[:num_processes]
-    return min((unit.free_bytes for unit in units), default=None)
 
 
 def common_notes(activation_bytes: int, *, on_cpu: bool) -> tuple[str, ...]:

@@ -113,12 +113,10 @@ class MemoryModel:
             estimate = self._sharded(config, plan, inputs)
         else:
             formats = short_formats(config, plan.device)
-            key = (plan.num_processes * inputs["num_nodes"], formats)
-            if key not in self._states:
-                self._states[key] = model_states(self.model, world_size=key[0], formats=formats)
+            world_size = plan.num_processes * inputs["num_nodes"]
             estimate = replicated(
                 self.shape,
-                states=self._states[key],
+                states=self._states_at(world_size, formats),
                 level="" if formats is None else formats.level,
                 **inputs,
             )
@@ -139,6 +137,13 @@ class MemoryModel:
             and not device_row(plan.device).in_host_memory,
             **inputs,
         )
+
+    def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
+        """Parameters, gradients and optimizer: counted once for each level."""
+        key = (world_size, formats)
+        if key not in self._states:
+            self._states[key] = model_states(self.model, world_size=world_size, formats=formats)
+        return self._states[key]
 
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
         """What activations need on a device: measured once for each batch and precision."""
