@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 # Where its classes say that they are: what pickles them by that name has to find it.
 from nbaccel import errors as errors
-from nbaccel.base.lazy_names import names_handed_on
-from nbaccel.base.unsupported_names import register_stand_in
+from nbaccel.base.public_names import names_handed_on, register_stand_in
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

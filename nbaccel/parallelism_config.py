@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbaccel.base.unsupported_names import missing_names_of
+from nbaccel.base.public_names import missing_names_of
 
 _MISSING = missing_names_of(__name__)
 __all__ = list(_MISSING)

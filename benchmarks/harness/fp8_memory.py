@@ -153,8 +153,8 @@ def two_shots(parts: torch.Tensor) -> torch.Tensor:
 
 def paper_sum(parts: torch.Tensor) -> torch.Tensor:
     """What `summed_mean` computes, with the factor that its automatic scaling comes to."""
-    from nbaccel.precision.fp8.formats import E4M3, largest_magnitude, power_of_two_scale
     from nbaccel.precision.fp8.gradient_exchange import AutomaticScaling, sum_payloads
+    from nbaccel.precision.fp8.scaled_tensor import E4M3, largest_magnitude, power_of_two_scale
 
     scaling = AutomaticScaling()
     amax = largest_magnitude(parts)
@@ -181,7 +181,6 @@ def bf16_ring(parts: torch.Tensor) -> torch.Tensor:
 def replicas(steps: int) -> dict[str, Any]:
     """In a worker: 200 steps at O2, and whether all replicas are equal after each of them."""
     from nbaccel import Accelerator
-    from nbaccel.precision.fp8.gradient_exchange import message_bytes
     from nbaccel.utils import MSAMPRecipeKwargs
 
     torch.set_num_threads(1)
@@ -203,6 +202,15 @@ def replicas(steps: int) -> dict[str, Any]:
     size = accelerator.num_processes
     ring = 2 * (size - 1) / size * 2  # bytes of bf16 per value that a ring sends
     return {"equal": equal, "sent to bf16": message_bytes(VALUES, size) / VALUES / ring}
+
+
+def message_bytes(num_values: int, num_ranks: int) -> int:
+    """Bytes that a process sends for the mean of so many values by `two_shot_mean`."""
+    from nbaccel.precision.fp8.gradient_exchange import BLOCK
+
+    chunk_size = -(-num_values // (num_ranks * BLOCK)) * BLOCK
+    # A byte a value and four a block: to each of the others, and then the own mean to each of them.
+    return 2 * (num_ranks - 1) * (chunk_size + chunk_size // BLOCK * 4)
 
 
 def _same_everywhere(parameter: Any) -> bool:

@@ -21,6 +21,7 @@ from nbaccel.config.capabilities import (
     PRECISIONS,
     STRATEGIES,
     device_row,
+    fp8_backend,
     precision_row,
     strategy_row,
 )
@@ -53,7 +54,6 @@ from nbaccel.plan.topology import ACTIVATION_CHECKPOINTING
 from nbaccel.plan.training_plan import (
     ProcessFacts,
     TrainingPlan,
-    choose_fp8,
     is_emulated,
     plan_training,
     recipe_of,
@@ -514,16 +514,16 @@ def _build_precision(
     request: Request, place: Place, precision_name: str, plan: TrainingPlan
 ) -> Precision:
     facts = _observed_facts(place)
-    fp8 = request.asked.fp8
-    choice = choose_fp8(fp8, device_row(facts.device), facts.compute_capability)
+    fp8 = request.asked.fp8 or Fp8Config()
+    choice = fp8_backend(fp8.backend, device_row(facts.device), facts.compute_capability)
     has_backends = precision_row(precision_name).has_backends
     if has_backends and choice.row is not None and choice.row.recipes:
-        fp8 = (fp8 or Fp8Config()).changed(recipe=recipe_of(fp8 or Fp8Config(), choice.row))
+        fp8 = fp8.changed(recipe=recipe_of(fp8, choice.row))
     precision_settings = PrecisionSettings(
         device=place.device,
         autocast=request.handlers.autocast,
         scaler=request.handlers.scaler,
-        fp8=fp8,
+        fp8=fp8 if has_backends else request.asked.fp8,
         emulates_fp8=choice.row is not None and is_emulated(choice.row, facts.compute_capability),
         world_size=place.world_size,
         is_main=place.is_main,

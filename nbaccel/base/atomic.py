@@ -3,6 +3,9 @@
 The files that a killed process has left are removed by the next one that writes to that place. A
 lock (a file beside the hidden folder, locked by the system) tells them from what a living process
 is writing: the system releases the lock when its holder dies.
+
+Folders that nobody will write to again are reported to the notebook beforehand: a worker that ends
+by itself removes its own, and of one that is killed the notebook removes what is still there.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _INDEX_SUFFIX = ".index.json"
@@ -200,3 +204,41 @@ def nearest_folder(folder: Path) -> Path:
         for existing_folder in (absolute_folder, *absolute_folder.parents)
         if existing_folder.exists()
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverFolders:
+    """Folders of one process."""
+
+    base: Path  # the folder that holds them
+    pattern: str  # which of the folders below it, as `Path.glob` reads it
+    whole: bool = False  # whether the base itself goes, too, once nothing is in it
+
+    def remove(self) -> None:
+        """Remove them, and the folders above them in which nothing is left."""
+        for folder in self.base.glob(self.pattern):
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in folder.parents:
+                if parent == self.base:
+                    break
+                # Not empty: another process, or the user, has files there.
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+        if self.whole:
+            with contextlib.suppress(OSError):
+                self.base.rmdir()
+
+
+_LEFTOVER_LISTENERS: list[Callable[[LeftoverFolders, bool], None]] = []
+
+
+def listen_for_leftovers(listener: Callable[[LeftoverFolders, bool], None]) -> None:
+    """Report this process's folders to a listener from now on."""
+    # Replaced, not added to: a live worker has a new reporter for each cell.
+    _LEFTOVER_LISTENERS[:] = [listener]
+
+
+def announce_leftover(leftover: LeftoverFolders, *, is_there: bool) -> None:
+    """Say what will have to be removed if this process cannot do it."""
+    for listener in _LEFTOVER_LISTENERS:
+        listener(leftover, is_there)

@@ -1,6 +1,7 @@
 """The process environment: the only file that touches ``os.environ``.
 
 All other modules use these functions, so that it is visible which code reads and changes it.
+What the system says of itself in small files is read here, too.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ def changes() -> dict[str, str]:
         for name, value in os.environ.items()
         if os.fsencode(f"{name}={value}") not in started_with and name not in _OF_THIS_MACHINE
     }
+
+
+def read_file(path: Path) -> str:
+    """What a file of ``/proc`` or ``/sys`` says; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # another system, no such thing here, or no permission
+        return ""
 
 
 def replace_all(environment: Mapping[str, str]) -> None:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
-def by_dtype(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in groups of one data type, in the order in which the types come."""
+def average(tensors: Sequence[torch.Tensor], world_size: int, *, by_host: bool = False) -> None:
+    """Average tensors over all processes in place, in one collective for each data type.
+
+    By way of host memory that is one copy down and one up, whatever their number; on a device that
+    compiles each collective, one program.
+    """
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        yield [tensor for tensor in tensors if tensor.dtype == dtype]
-
-
-def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new tensor of shape ``[n]`` with the elements of all."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy the elements of a flat tensor into tensors, in place."""
-    untyped: Any = flat  # torch's `split` has no types
-    pieces = untyped.split([tensor.numel() for tensor in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        tensor.detach().copy_(piece.view_as(tensor))
+        alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        reduced = flat.cpu() if by_host else flat
+        dist.all_reduce(reduced)
+        means: Any = (reduced / world_size).to(flat.device)  # torch's `split` has no types
+        pieces = means.split([tensor.numel() for tensor in alike])
+        for tensor, piece in zip(alike, pieces, strict=True):
+            tensor.copy_(piece.view_as(tensor))

@@ -239,22 +239,13 @@ def render_failure(error: BaseException) -> list[str]:
         lines.append(f"Launched at {' → '.join(map(place, user_frames))}.")
     # Offered only where it has more frames than the message shows.
     shown_frames = sum("---->" in line for line in lines)
-    if len(_foreign_files(str(error.__cause__))) > shown_frames:
+    files = _FILE_LINE.findall(str(error.__cause__))
+    if sum(not Frame(file=file, line=0, function="").is_house for file in files) > shown_frames:
         command = "%accelerate traceback" if has_magic("accelerate") else _TRACEBACK_COMMAND
         lines.append(f"The whole traceback: {command}")
     if error.__cause__ is not None:
         lines.append(_NO_DEBUGGER_HINT)
     return lines
-
-
-def _foreign_files(text: str) -> list[str]:
-    """The file of each frame that is not nbaccel's own."""
-    file_names = _FILE_LINE.findall(text)
-    return [
-        file_name
-        for file_name in file_names
-        if not Frame(file=file_name, line=0, function="").is_house
-    ]
 
 
 def _render_error_text(error: BaseException) -> list[str]:

@@ -155,25 +155,26 @@ def wrap_completions(
     completer: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
     """Replace what all completions of IPython before 8.6 come from."""
-    complete = getattr(completer, "_complete", None)
-    if complete is None:
-        _warn(_COMPLETE)
-        return lambda: None
-    # In the instance, so that removing it brings the class's method back.
-    vars(completer)["_complete"] = wrapper(complete)
-    return lambda: vars(completer).pop("_complete", None)
+    return _replace_method(completer, _COMPLETE, wrapper)
 
 
 def inspect_also(
     shell: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
     """Replace what `name?` calls."""
-    inspect = getattr(shell, "_inspect", None)
-    if inspect is None:
-        _warn(_INSPECT)
+    return _replace_method(shell, _INSPECT, wrapper)
+
+
+def _replace_method(
+    owner: Any, name: PrivateName, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    method = getattr(owner, name.name, None)
+    if method is None:
+        _warn(name)
         return lambda: None
-    vars(shell)["_inspect"] = wrapper(inspect)
-    return lambda: vars(shell).pop("_inspect", None)
+    # In the instance, so that removing it brings the class's method back.
+    vars(owner)[name.name] = wrapper(method)
+    return lambda: vars(owner).pop(name.name, None)
 
 
 def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: list[str]) -> None:

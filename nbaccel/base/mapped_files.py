@@ -7,7 +7,6 @@ strategies that cut a tensor into shards then drop the pages that they have read
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import mmap
 import platform
@@ -15,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
+
+from nbaccel.base import env
 
 _BOOT_NUMBER = Path("/proc/sys/kernel/random/boot_id")  # drawn anew by each start of a system
 
@@ -107,7 +108,4 @@ def same_bytes(spans: Iterable[tuple[int, int] | None]) -> tuple[object, ...] | 
 @functools.cache
 def _machine_identity() -> tuple[str, str]:
     """What no two nodes of a run share: the numbers of devices and inodes may well be equal."""
-    number = ""
-    with contextlib.suppress(OSError):  # not Linux, or a sandbox without it
-        number = _BOOT_NUMBER.read_text(encoding="ascii").strip()
-    return platform.node(), number
+    return platform.node(), env.read_file(_BOOT_NUMBER)

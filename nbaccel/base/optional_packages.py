@@ -24,9 +24,14 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingBackend(
-            _missing_module_message(module, extra, why, error), name=module
-        ) from error
+        name = module.partition(".")[0]
+        text = f"{why} needs {module}: {name} is not installed. Install it: {install_line(extra)}"
+        if is_installed(name):
+            text = (
+                f"{why} needs {module}, which is installed but cannot be imported: {error}. "
+                f"Its version may not fit the rest. Reinstall it: {install_line(extra)}"
+            )
+        raise MissingBackend(text, name=module) from error
 
 
 def is_installed(module_name: str) -> bool:
@@ -86,17 +91,6 @@ def _find_submodule(parent_spec: ModuleSpec | None, name: str) -> ModuleSpec | N
     return PathFinder.find_spec(
         f"{parent_spec.name}.{name}", parent_spec.submodule_search_locations
     )
-
-
-def _missing_module_message(module: str, extra: str, why: str, error: ImportError) -> str:
-    name = module.partition(".")[0]
-    pip_line = install_line(extra)
-    if is_installed(name):
-        return (
-            f"{why} needs {module}, which is installed but cannot be imported: {error}. "
-            f"Its version may not fit the rest. Reinstall it: {pip_line}"
-        )
-    return f"{why} needs {module}: {name} is not installed. Install it: {pip_line}"
 
 
 @lru_cache

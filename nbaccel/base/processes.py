@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from nbaccel.base import env
 from nbaccel.base.errors import PortTaken
 from nbaccel.base.units import format_bytes
 
@@ -63,18 +64,8 @@ def take_held_interrupt(handler: object) -> bool:
 
 def oom_kills(folder: Path = Path("/proc")) -> int:
     """How many processes the kernel has killed for lack of memory since it started."""
-    try:
-        vmstat_lines = (folder / "vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next(
-        (
-            int(vmstat_line.split()[1])
-            for vmstat_line in vmstat_lines
-            if vmstat_line.startswith("oom_kill ")
-        ),
-        0,
-    )
+    counts = re.search(r"^oom_kill (\d+)", env.read_file(folder / "vmstat"), re.MULTILINE)
+    return int(counts[1]) if counts else 0
 
 
 def explain_kill(exit_status: int, kills_before: int) -> str:

@@ -25,15 +25,13 @@ class SpentTime:
     """Where one rank's time has gone since its first loop over batches began, in seconds."""
 
     total_s: float
-    data_s: float
-    """Waiting for batches."""
-    communication_s: float
-    """In collectives, which includes waiting for other ranks there."""
+    data_s: float  # waiting for batches
+    communication_s: float  # in collectives, which includes waiting for other ranks there
+    # Whether some exchange of gradients could not be measured; it is part of the computing.
     is_partial: bool = False
-    """Whether some exchange of gradients could not be measured; it is part of the computing."""
+    # What the first step computed for longer than the second: devices and libraries start in it,
+    # which tells nothing of the steps to come.
     starting_s: float = 0.0
-    """What the first step computed for longer than the second: devices and libraries start in it,
-    which tells nothing of the steps to come."""
 
     @property
     def computing_s(self) -> float:
@@ -48,12 +46,11 @@ class TimeAccount:
         self._clock = read_clock
         self._thread_id = threading.get_ident()
         self._began_at: float | None = None
-        self._kinds: list[str] = []
-        """What the thread is in, the innermost last."""
+        self._kinds: list[str] = []  # what the thread is in, the innermost last
         self._since = 0.0
         self._seconds = {"data": 0.0, "communication": 0.0}
+        # Each with its seconds before this account.
         self._exchanges: list[tuple[ExchangeSource, float]] = []
-        """Each with its seconds before this account."""
         self._exchange_s = 0.0
         self._first_step_s: float | None = None
         self._starting_s: float | None = None

@@ -22,7 +22,7 @@ from nbaccel import __version__
 from nbaccel.base import env
 from nbaccel.base.optional_packages import installed_version
 from nbaccel.base.units import format_bytes
-from nbaccel.devices.nvml import driver_versions
+from nbaccel.devices.cuda import driver_versions
 from nbaccel.plan.inventory import Gpu, Inventory
 
 Facts = dict[str, dict[str, Any]]

@@ -22,10 +22,8 @@ from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import PRECISIONS
 from nbaccel.config.given_values import closest
-from nbaccel.memory.estimate import Bytes, MemoryEstimate, table_lines
-from nbaccel.memory.memory_model import MemoryModel
-from nbaccel.memory.model_size import Shape, measure
-from nbaccel.memory.model_states import ShortFormats
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, measure, table_lines
+from nbaccel.memory.memory_model import MemoryModel, ShortFormats
 from nbaccel.memory.ways import Candidate, CandidateFinder
 from nbaccel.notebook.picker.rendering import precision_table_lines
 from nbaccel.plan import Plan

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from nbaccel.base.unsupported_names import MEGATRON_LM, MIXED_PARALLELISMS, LaterPart
+from nbaccel.base.public_names import MEGATRON_LM, MIXED_PARALLELISMS, LaterPart
 
 Effect = Literal["setting", "variable", "fp8-setting", "computed", "none", "refused"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbaccel.base.lazy_names import lazy_names, names_handed_on
+from nbaccel.base.public_names import lazy_names, names_handed_on
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.auto_values import (

@@ -23,9 +23,14 @@ from nbaccel.deepspeed.auto_values import TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.form import LOWERED_KEYS, DeepSpeedForm
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
-from nbaccel.memory.estimate import MemoryEstimate, paragraphs, table_html, table_lines
+from nbaccel.memory.estimate import (
+    MemoryEstimate,
+    paragraphs,
+    refuse_unsized,
+    table_html,
+    table_lines,
+)
 from nbaccel.memory.memory_model import MemoryLimits, MemoryModel
-from nbaccel.memory.model_size import refuse_unsized
 from nbaccel.memory.settings_form import SettingsForm, TrainingWay
 from nbaccel.memory.ways import FASTEST_FIRST, Candidate, CandidateFinder, best_precision, halvings
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve

@@ -41,8 +41,7 @@ from nbaccel.deepspeed.zero_memory import (
     nvme_folders,
     place_at_stage,
 )
-from nbaccel.memory.estimate import MemoryEstimate
-from nbaccel.memory.model_size import Shape
+from nbaccel.memory.estimate import MemoryEstimate, Shape
 from nbaccel.memory.settings_form import (
     ChoiceOption,
     Edit,

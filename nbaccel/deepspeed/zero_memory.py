@@ -20,9 +20,16 @@ from nbaccel.config import RunConfig
 from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, load_settings, old_forms
-from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes, replicated
-from nbaccel.memory.model_size import Shape, refuse_unsized, shape_of
-from nbaccel.memory.model_states import ShortFormats, model_states, short_formats
+from nbaccel.memory.estimate import (
+    Bytes,
+    MemoryEstimate,
+    Shape,
+    common_notes,
+    refuse_unsized,
+    replicated,
+    shape_of,
+)
+from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 

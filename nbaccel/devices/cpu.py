@@ -21,28 +21,23 @@ class CpuDevice(Device):
     has_random_state: ClassVar[bool] = False
 
     def refusal(self, inventory: Inventory) -> str:
-        """See :meth:`Device.refusal`; never one."""
         return ""
 
     def is_available(self) -> bool:
-        """See :meth:`DeviceRuntime.is_available`; always."""
         return True
 
     def random_state(self, index: int | None = None) -> torch.Tensor:
-        """See :meth:`DeviceRuntime.random_state`; the host's."""
         import torch
 
         return torch.get_rng_state()
 
     def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
-        """See :meth:`DeviceRuntime.set_random_state`; the host's."""
         import torch
 
         # torch accepts host tensors only; a checkpoint may have been read to a device.
         torch.set_rng_state(state.cpu())
 
     def torch_device(self, local_rank: int) -> torch.device:
-        """See :meth:`Device.torch_device`; the same for all."""
         import torch
 
         return torch.device(self.kind)

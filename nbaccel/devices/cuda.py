@@ -1,24 +1,46 @@
-"""NVIDIA GPUs: one for each worker, or shared in turn.
+"""NVIDIA GPUs: one for each worker, or shared in turn; and the cards, as the driver reports them.
 
 A CUDA context cannot be forked: its copy fails in the first call. So nothing here touches CUDA
 outside a worker, and :meth:`CudaDevice.hazards` finds a context by the traces it leaves.
+
+NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context.
+Which of them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``,
+whose rules are followed here. Cards are counted in PCI order; where different cards are mixed,
+``CUDA_DEVICE_ORDER=PCI_BUS_ID`` makes CUDA count the same way.
+
+Where it cannot be asked (a container without the driver's library, some of WSL, ROCm), nothing
+tells without creating a CUDA context, which a notebook's process must not have: then torch is
+asked, in a process that ends with its answer. That takes seconds, so it is done once, and only
+where a device node says that there is something to ask about.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.metadata
+import json
 import os
+import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from nbaccel.devices import nvml
+from nbaccel.base import env
+from nbaccel.base.optional_packages import require
+from nbaccel.base.units import count_noun
 from nbaccel.plan.contracts.device import Device
+from nbaccel.plan.inventory import Gpu
 
 if TYPE_CHECKING:
     import torch
 
-    from nbaccel.plan.inventory import Gpu, Inventory
+    from nbaccel.plan.inventory import Inventory
+
 
 _DRIVER_LIBRARY = "/libcuda.so"
 # The driver's own devices, and the one it has under WSL.
@@ -32,9 +54,8 @@ class CudaDevice(Device):
     after_fork: ClassVar[str] = "a forked worker could not use the GPU at all"
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """See :meth:`Device.detect`; by NVML."""
         setting = environ.get("CUDA_VISIBLE_DEVICES")
-        gpus, note = nvml.find_gpus(setting)
+        gpus, note = find_gpus(setting)
         # CUDA counts the fastest first, unless it is told to count as NVML does.
         is_same_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         is_mixed = len({gpu.compute_capability for gpu in gpus}) > 1
@@ -90,9 +111,8 @@ class CudaDevice(Device):
             )
         return ()
 
-    def driver_meter(self) -> nvml.Meter | None:
-        """See :meth:`Device.driver_meter`; the driver needs no CUDA context for it."""
-        return nvml.Meter.open()
+    def driver_meter(self) -> Meter | None:
+        return Meter.open()
 
     def is_available(self) -> bool:
         import torch
@@ -107,11 +127,7 @@ class CudaDevice(Device):
 
 def driver_in_use(process: Path = Path("/proc/self")) -> bool:
     """Whether a process has the CUDA driver initialised, by the traces it leaves."""
-    try:
-        # Paths in it need not be UTF-8.
-        mapped = _DRIVER_LIBRARY in (process / "maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        return False
+    mapped = _DRIVER_LIBRARY in env.read_file(process / "maps")
     return mapped and any(name.startswith(_DEVICE_NODES) for name in _open_files(process / "fd"))
 
 
@@ -123,3 +139,264 @@ def _open_files(folder: Path) -> list[str]:
         except OSError:  # closed meanwhile, as the descriptor of this listing is
             continue
     return names
+
+
+DEVICE_NODES = ("nvidia0", "dxg", "kfd")
+"""Of NVIDIA's driver, of WSL, of AMD's driver."""
+
+_TIMEOUT_S = 60
+_SCRIPT = """
+import json, torch
+found = []
+for index in range(torch.cuda.device_count()):
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    found.append([properties.name, total, free, properties.major, properties.minor])
+print(json.dumps(found))
+"""
+
+
+def is_worth_it(folder: Path = Path("/dev"), torch_version: str | None = None) -> bool:
+    """Whether there are device nodes of GPUs, and a torch that could use them."""
+    if not any((folder / name).exists() for name in DEVICE_NODES):
+        return False
+    try:
+        version = importlib.metadata.version("torch") if torch_version is None else torch_version
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return not version.endswith("+cpu")
+
+
+@functools.cache
+def probe_gpus(interpreter: Sequence[str] = (sys.executable,)) -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that torch sees."""
+    try:
+        done = subprocess.run(
+            [*interpreter, "-c", _SCRIPT],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+        answers = json.loads(done.stdout.strip().splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return (), f"a process that asked torch for GPUs failed: {error}"
+    gpus = tuple(
+        Gpu(
+            index=index,
+            name=name,
+            total_bytes=total,
+            free_bytes=free,
+            compute_capability=(major, minor),
+        )
+        for index, (name, total, free, major, minor) in enumerate(answers)
+    )
+    return gpus, "" if gpus else "torch sees no GPU"
+
+
+_Answer = TypeVar("_Answer")
+_LEADING_NUMBER = re.compile(r"\s*([+-]?\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A physical card."""
+
+    gpu: Gpu  # the card as a whole; its index is that of NVML
+    partitioned: bool = False  # whether it is in MIG mode, in which only its parts can be used
+    parts: tuple[Gpu, ...] = ()  # its MIG devices
+
+
+def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA will show, numbered as CUDA will number them."""
+    if setting is None:
+        # CUDA prefers whole GPUs, and shows a process one MIG device at most.
+        whole_gpus = [card.gpu for card in cards if not card.partitioned]
+        return _renumber_gpus(whole_gpus or [device for card in cards for device in card.parts][:1])
+    if setting.startswith(("GPU-", "MIG-")):
+        return _renumber_gpus(_gpus_by_uuid(cards, setting))
+    return _renumber_gpus(_gpus_by_number(cards, setting))
+
+
+def find_cards() -> tuple[tuple[Card, ...], str]:
+    """All cards of this machine."""
+    try:
+        with _driver("Finding GPUs") as nvml:
+            return tuple(_read_cards(nvml)), ""
+    except Exception as error:  # no library, no driver, or one that does not fit the kernel module
+        return (), str(error)
+
+
+def driver_versions() -> tuple[str, str]:
+    """Versions of the driver and of the newest CUDA that it serves, without a CUDA context."""
+    try:
+        with _driver("Asking for the driver's version") as nvml:
+            version = _ask_driver(nvml, "", nvml.nvmlSystemGetDriverVersion)
+            # CUDA's number for 12.4 is 12040.
+            number = _ask_driver(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
+    except Exception:  # without the library or a driver there is nothing to read
+        return "", ""
+    text = f"{number // 1000}.{number % 1000 // 10}" if number else ""
+    return str(version), text
+
+
+@contextlib.contextmanager
+def _driver(why: str) -> Iterator[ModuleType]:
+    """The module by which NVML is asked, in a block in which it is initialised."""
+    nvml = require("pynvml", extra="", why=why)
+    nvml.nvmlInit()
+    try:
+        yield nvml
+    finally:
+        # NVML counts initialisations, so this one is closed even if a `Meter` is open.
+        nvml.nvmlShutdown()
+
+
+class Meter:
+    """Reads what each process holds on the machine's GPUs, as the driver counts it."""
+
+    def __init__(self, nvml: ModuleType) -> None:
+        self._nvml = nvml
+
+    @classmethod
+    def open(cls) -> Meter | None:
+        """A meter to be closed after use; None where there is no driver to ask."""
+        try:
+            nvml = require("pynvml", extra="", why="Weighing what workers hold on GPUs")
+            nvml.nvmlInit()
+        except Exception:  # without the library or a driver there is nothing to read
+            return None
+        return cls(nvml)
+
+    def read(self) -> dict[int, int]:
+        """Process id → bytes on all cards; only of processes that the driver reports."""
+        held_bytes: dict[int, int] = {}
+        nvml = self._nvml
+        for index in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetCount)):
+            handle = _ask_driver(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
+            processes = (
+                _ask_driver(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+                if handle
+                else ()
+            )
+            for process in processes:
+                if process.usedGpuMemory:  # None where the driver may not report it
+                    held_bytes[process.pid] = held_bytes.get(process.pid, 0) + process.usedGpuMemory
+        return held_bytes
+
+    def close(self) -> None:
+        """Shut NVML down again."""
+        _ask_driver(self._nvml, None, self._nvml.nvmlShutdown)
+
+
+def _gpus_by_number(cards: Sequence[Card], setting: str) -> list[Gpu]:
+    gpus: list[Gpu] = []
+    seen_numbers: set[int] = set()
+    for entry in setting.split(","):
+        # CUDA reads the number at the start and ignores what follows it.
+        number_match = _LEADING_NUMBER.match(entry)
+        card_number = int(number_match.group(1)) if number_match else -1
+        if card_number in seen_numbers:
+            return []
+        if not 0 <= card_number < len(cards):
+            break
+        seen_numbers.add(card_number)
+        card = cards[card_number]
+        if card.partitioned:
+            return gpus or list(card.parts[:1])
+        gpus.append(card.gpu)
+    return gpus
+
+
+def _gpus_by_uuid(cards: Sequence[Card], setting: str) -> list[Gpu]:
+    gpus: list[Gpu] = []
+    for entry in (entry.strip() for entry in setting.split(",")):
+        if entry.startswith("MIG-") != setting.startswith("MIG-"):
+            break
+        matching_gpus = [gpu for gpu in _nameable_gpus(cards, entry) if gpu.uuid.startswith(entry)]
+        if len(matching_gpus) != 1:  # unknown, or more than one begins like that
+            break
+        if matching_gpus[0] in gpus:
+            return []
+        gpus.append(matching_gpus[0])
+    return gpus[:1] if setting.startswith("MIG-") else gpus
+
+
+def _nameable_gpus(cards: Sequence[Card], entry: str) -> list[Gpu]:
+    if entry.startswith("MIG-"):
+        return [device for card in cards for device in card.parts]
+    return [card.gpu for card in cards if not card.partitioned]
+
+
+def _renumber_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    return tuple(replace(gpu, index=index) for index, gpu in enumerate(gpus))
+
+
+def _read_cards(nvml: ModuleType) -> Iterator[Card]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        gpu = _gpu_of_handle(nvml, handle, index, _compute_capability(nvml, handle))
+        # The first is the mode in force, the second the one after the next reset.
+        partitioned = _ask_driver(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
+        yield Card(
+            gpu=gpu,
+            partitioned=partitioned,
+            parts=tuple(_read_mig_devices(nvml, handle, gpu)) if partitioned else (),
+        )
+
+
+def _read_mig_devices(nvml: ModuleType, card_handle: Any, whole_gpu: Gpu) -> Iterator[Gpu]:
+    for slot in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, card_handle)):
+        handle = _ask_driver(
+            nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card_handle, slot
+        )
+        if handle is not None:  # slots may be empty
+            yield _gpu_of_handle(nvml, handle, slot, whole_gpu.compute_capability)
+
+
+def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[int, int]) -> Gpu:
+    # GPUs that share the host's memory report none.
+    memory_info = _ask_driver(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
+    return Gpu(
+        index=index,
+        name=_decode_text(_ask_driver(nvml, "NVIDIA GPU", nvml.nvmlDeviceGetName, handle)),
+        total_bytes=int(memory_info.total) if memory_info else 0,
+        free_bytes=int(memory_info.free) if memory_info else 0,
+        compute_capability=capability,
+        uuid=_decode_text(nvml.nvmlDeviceGetUUID(handle)),
+    )
+
+
+def _compute_capability(nvml: ModuleType, handle: Any) -> tuple[int, int]:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return int(major), int(minor)
+
+
+def _ask_driver(
+    nvml: ModuleType, answer: _Answer, function: Callable[..., Any], *args: Any
+) -> _Answer | Any:
+    """Answer of NVML, or ``answer`` where this card does not know."""
+    try:
+        return function(*args)
+    except nvml.NVMLError:
+        return answer
+
+
+def _decode_text(any_text: str | bytes) -> str:
+    # Older bindings give bytes.
+    return any_text.decode() if isinstance(any_text, bytes) else any_text
+
+
+def find_gpus(setting: str | None) -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that CUDA shows to a process."""
+    cards, note = find_cards()
+    if not cards and is_worth_it():
+        return probe_gpus()
+    gpus = visible_gpus(cards, setting)
+    return gpus, _hidden_note(len(cards), setting) if cards and not gpus else note
+
+
+def _hidden_note(num_cards: int, setting: str | None) -> str:
+    if setting is None:
+        return f"{count_noun(num_cards, 'GPU')} in MIG mode without a MIG device"
+    return f"CUDA_VISIBLE_DEVICES={setting!r} shows none of {count_noun(num_cards, 'GPU')}"

@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 
 from nbaccel.base import env
-from nbaccel.base.leftovers import LeftoverFolders
+from nbaccel.base.atomic import LeftoverFolders
 from nbaccel.base.processes import ProcessUse, listen, process_use
 from nbaccel.hosts.ray_host import OWN_PATH
 from nbaccel.plan.inspecting import inspect_machine

@@ -44,8 +44,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from nbaccel.base.atomic import LeftoverFolders
 from nbaccel.base.errors import StartupFailed
-from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.processes import ProcessUse
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.base.units import shorten_text

@@ -59,14 +59,12 @@ class StepBoundaries:
     """
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
+        # Whether the function is to be stopped; called at each boundary, in its thread.
         self._is_asked = is_asked
-        """Whether the function is to be stopped; called at each boundary, in its thread."""
         self.savers: list[Callable[[], None]] = []
         self.has_stepped = False
-        self._is_open = False
-        """Whether an optimizer has stepped since the last boundary."""
-        self._first: int | None = None
-        """The optimizer that steps first in each step."""
+        self._is_open = False  # whether an optimizer has stepped since the last boundary
+        self._first: int | None = None  # the optimizer that steps first in each step
         self._steps_since_first: dict[int, int] = {}
         self._steps_since_batch: dict[int, int] = {}
         self._reads_batches = False
@@ -119,12 +117,11 @@ class _Watch:
         self.streams = (sys.stdout, sys.stderr)
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._step_hooks: list[Any] = []
-        self.is_told = False
-        """Whether what happens now is reported by who does it."""
+        self.is_told = False  # whether what happens now is reported by who does it
         self.boundaries: StepBoundaries | None = None
         self.num_backwards = 0
+        # Of each optimizer, by its id: a weak key would cost microseconds in each step.
         self._backwards_at_step: dict[int, int] = {}
-        """Of each optimizer, by its id: a weak key would cost microseconds in each step."""
 
     @property
     def reporter(self) -> Reporter | None:

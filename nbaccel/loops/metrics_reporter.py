@@ -75,20 +75,20 @@ class Reporter:
         self, channel: MetricsChannel, hardware: Device, device: str, *, shows_bars: bool = False
     ) -> None:
         self._channel = channel
+        # Whether a panel shows loops and bars, so that nothing else need draw them.
         self.shows_bars = shows_bars
-        """Whether a panel shows loops and bars, so that nothing else need draw them."""
         self._hardware = hardware
         self._device = torch.device(device)
+        # The process that it reports of; a forked DataLoader worker inherits it.
         self.process_id = os.getpid()
-        """The process that it reports of; a forked DataLoader worker inherits it."""
         spent_time.open_account()
         self._new_points: defaultdict[str, MetricHistory] = defaultdict(MetricHistory)
         self._names: dict[str, None] = {}
         self._logged: set[str] = set()
+        # Metric, step, and value on its device.
         self._unread: list[tuple[str, float, torch.Tensor]] = []
-        """Metric, step, and value on its device."""
+        # How many of these were there at the last message: their device has computed them.
         self._num_older = 0
-        """How many of these were there at the last message: their device has computed them."""
         self._replaced: set[str] = set()
         self._left_out: dict[str, None] = {}
         self._loops = TrainingLoops()
@@ -96,8 +96,8 @@ class Reporter:
         self._bar_is_whole = False
         self._samples = 0
         self._batches = 0
+        # Batches of loops that say when they begin, or the latest step that was logged.
         self._told_steps: int | None = None
-        """Batches of loops that say when they begin, or the latest step that was logged."""
         self._counts_batches = False
         self._optimizer_steps: dict[int, int] = {}
         self._learning_rate: float | None = None
@@ -385,8 +385,8 @@ class EpochCount:
     def __init__(self, total: int, began_at: float, began_steps: int) -> None:
         self.total = total
         self.done = 0
+        # Counts the epochs of one of these, where they are rounds of an outer loop (folds).
         self.within: EpochCount | None = None
-        """Counts the epochs of one of these, where they are rounds of an outer loop (folds)."""
         self.began_at = self._done_at = began_at
         self._began_steps = self._done_steps = began_steps
 
@@ -429,17 +429,14 @@ class RunningLoop:
     """A loop that is under way, or was last."""
 
     name: str = ""
-    is_seen: bool = False
-    """Whether it was seen from outside, and did not say itself that it begins."""
+    is_seen: bool = False  # whether it was seen from outside, and did not say itself that it begins
     began_at_step: int = 0
-    epoch: int = 0
-    """How many of its kind have begun, this one included."""
+    epoch: int = 0  # how many of its kind have begun, this one included
     batches: int = 0
     total_batches: int | None = None
+    # Of a loop of known length: for the case that other loops begin within it.
     epochs: EpochCount | None = None
-    """Of a loop of known length: for the case that other loops begin within it."""
-    holds_loops: bool = False
-    """Whether its rounds are no batches, as others have begun within them."""
+    holds_loops: bool = False  # whether its rounds are no batches, as others have begun within them
     had_loops: bool = False
     uncounted: int = 0
 
@@ -452,10 +449,9 @@ class TrainingLoops:
         self._open: list[RunningLoop] = []
         self._begun: dict[_LoopKey, int] = {}
         self._around: EpochCount | None = None
+        # The loop whose number of epochs was given, if that is where it is known from.
         self._given_key: _LoopKey | None = None
-        """The loop whose number of epochs was given, if that is where it is known from."""
-        self._since_given = 0
-        """Other loops since that one has begun last."""
+        self._since_given = 0  # other loops since that one has begun last
 
     def begin(
         self,
@@ -608,8 +604,7 @@ class _KnownBar:
     rounds: float
     total: float | None
     began_steps: int
-    moved_at: float
-    """When its number was another one, and what the training had come to then."""
+    moved_at: float  # when its number was another one, and what the training had come to then
     moved_s: float = 0.0
     moved_steps: int = 0
     is_closed: bool = False
@@ -619,8 +614,7 @@ class ProgressBars:
     """The bars of one function."""
 
     def __init__(self) -> None:
-        self._bars: dict[int, _KnownBar] = {}
-        """By the id of tqdm's object, the outer one first."""
+        self._bars: dict[int, _KnownBar] = {}  # by the id of tqdm's object, the outer one first
 
     def note(self, tqdm_bar: Any, now: float, steps: int, *, is_elsewhere: bool = False) -> bool:
         """A bar would draw itself now; returns whether it is a new one."""

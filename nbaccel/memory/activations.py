@@ -197,10 +197,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Activations:
     """What one forward and backward pass needs besides parameters, in bytes."""
 
-    saved: int
-    """What is kept at the end of the forward pass, each storage once."""
+    saved: int  # what is kept at the end of the forward pass, each storage once
+    # The most at once: what is computed again, too, and gradients until a parameter has them.
     peak: int
-    """The most at once: what is computed again, too, and gradients until a parameter has them."""
 
 
 def measure_activations(

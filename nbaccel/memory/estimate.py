@@ -1,43 +1,119 @@
-"""``MemoryEstimate``: what a run needs on device, host and disk; as bars beside what there is."""
+"""How large a model is; what a run needs on device, host and disk, as bars beside what there is.
+
+Tied weights count once. Parameters on ``meta`` count with their future size, and ZeRO-3's
+placeholders with the size of what they stand for. DeepSpeed's count, by address, finds one or none.
+"""
 
 from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.atomic import nearest_folder
-from nbaccel.base.units import count_noun, format_bytes
-from nbaccel.memory.model_size import Shape
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import count_noun, first_few, format_bytes
 from nbaccel.plan import Inventory, registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The sizes that memory depends on, in numbers of parameters."""
+
+    total: int
+    largest_layer: int  # of the module that has most of its own, children not counted
+    trainable: int
+    sizes: tuple[int, ...] = ()  # elements of each parameter; empty where only the sums are known
+
+    def at_most(self, threshold: int) -> int:
+        """How many parameters are in tensors of at most so many elements."""
+        return sum(size for size in self.sizes if size <= threshold)
+
+
+def measure(model: nn.Module, *, trains: bool = True) -> Shape:
+    """Count a model."""
+    # By id, not by address: all tensors on `meta` have the address 0.
+    parameters = {id(p): p for p in model.parameters()}.values()
+    return Shape(
+        total=_count(parameters),
+        largest_layer=max(_count(module.parameters(recurse=False)) for module in model.modules()),
+        trainable=_count(p for p in parameters if p.requires_grad) if trains else 0,
+        sizes=tuple(_numel(p) for p in parameters),
+    )
+
+
+def refuse_unsized(model: Any) -> None:
+    """Refuse a class in the place of a model, and a model whose weights have no shape yet."""
+    if isinstance(model, type):
+        raise ConfigError(
+            f"model={model.__name__} is a class, no module: it has no weights before it is "
+            f"called. Give an object of it: {model.__name__}(...)."
+        )
+    unsized_names = [
+        parameter_name
+        for parameter_name, parameter in getattr(model, "named_parameters", dict)() or ()
+        if hasattr(parameter, "materialize")  # of torch's lazy modules, with torch not imported
+    ]
+    if unsized_names:
+        raise ConfigError(
+            f"This {type(model).__name__} has weights without a shape "
+            f"({first_few(unsized_names, 2)}), which torch makes in the first forward pass: its "
+            "memory is unknown. Call it once: model(sample_batch)."
+        )
+
+
+def shape_of(model_or_shape: Any) -> Shape:
+    """Read what a user gives as a model's size."""
+    if isinstance(model_or_shape, Shape):
+        return model_or_shape
+    # By its method: for plain numbers torch need not be imported.
+    if callable(getattr(model_or_shape, "modules", None)):
+        refuse_unsized(model_or_shape)
+        return measure(model_or_shape)
+    try:
+        total, largest = (int(number) for number in model_or_shape)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"A model's memory cannot be estimated from {model_or_shape!r}: its size is unknown. "
+            "Give the module (it may be on meta), or (parameters, parameters of the largest layer)."
+        ) from error
+    if not 0 < largest <= total:
+        raise ConfigError(
+            f"A model of {total:_} parameters cannot have a largest layer of {largest:_}: the "
+            "estimate would mean nothing. Give (parameters, parameters of the largest layer)."
+        )
+    return Shape(total=total, largest_layer=largest, trainable=total)
+
+
+def _count(parameters: Iterable[Any]) -> int:
+    return sum(_numel(p) for p in parameters)
+
+
+def _numel(parameter: Any) -> int:
+    # `ds_numel` is what ZeRO-3 writes on a parameter before it leaves a placeholder.
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bytes:
-    """Memory in one place, by what it holds.
+    """Memory in one place, by what it holds."""
 
-    Attributes:
-        parameters: The model as it computes.
-        gradients: What the backward pass leaves for the optimizer.
-        optimizer: Its states and its own copy of the parameters.
-        buckets: Room to communicate, to gather parameters and to read from disk.
-        activations: What the forward pass keeps for the backward pass, and what that adds.
-        in_backward: What lives for a moment besides the activations: gradients in transfer,
-            gathered parameters.
-        in_step: What lives for a moment when the optimizer begins, and activations are gone:
-            gradients made flat, or in fp32.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    buckets: int = 0
-    activations: int = 0
+    parameters: int = 0  # the model as it computes
+    gradients: int = 0  # what the backward pass leaves for the optimizer
+    optimizer: int = 0  # its states and its own copy of the parameters
+    buckets: int = 0  # room to communicate, to gather parameters and to read from disk
+    activations: int = 0  # what the forward pass keeps for the backward pass, and what that adds
+    # What lives for a moment besides the activations: gradients in transfer, gathered parameters.
     in_backward: int = 0
+    # What lives for a moment when the optimizer begins, and activations are gone: gradients made
+    # flat, or in fp32.
     in_step: int = 0
 
     @property
@@ -70,37 +146,23 @@ _KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "tot
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryEstimate:
-    """What a run needs, and what this machine has.
+    """What a run needs, and what this machine has."""
 
-    Attributes:
-        device: On each device. Where processes compute on the CPU this is host memory, too.
-        host: On each host, for all of its processes.
-        nvme: On each host's disk.
-        shape: The model.
-        strategy: How it is trained, in words: ``ZeRO-3, bf16, optimizer on cpu``.
-        settings: The counted part of the strategy's configuration; None where it has none.
-        num_processes: Processes on each host.
-        num_nodes: Hosts.
-        device_free: Free memory of the fullest GPU used; None where there is none.
-        host_free: Free memory of this host.
-        nvme_free: Free space where the configuration swaps to; None where it names no folder.
-        nvme_folders: The folders that it swaps to.
-        notes: Notes about these numbers.
-    """
-
+    # On each device. Where processes compute on the CPU this is host memory, too.
     device: Bytes
-    host: Bytes
-    nvme: Bytes
-    shape: Shape
-    strategy: str
-    settings: Any
-    num_processes: int
-    num_nodes: int
-    device_free: int | None
-    host_free: int
+    host: Bytes  # on each host, for all of its processes
+    nvme: Bytes  # on each host's disk
+    shape: Shape  # the model
+    strategy: str  # how it is trained, in words: ``ZeRO-3, bf16, optimizer on cpu``
+    settings: Any  # the counted part of the strategy's configuration; None where it has none
+    num_processes: int  # processes on each host
+    num_nodes: int  # hosts
+    device_free: int | None  # free memory of the fullest GPU used; None where there is none
+    host_free: int  # free memory of this host
+    # Free space where the configuration swaps to; None where it names no folder.
     nvme_free: int | None = None
-    nvme_folders: tuple[Path, ...] = ()
-    notes: tuple[str, ...] = ()
+    nvme_folders: tuple[Path, ...] = ()  # the folders that it swaps to
+    notes: tuple[str, ...] = ()  # notes about these numbers
 
     @property
     def host_needed(self) -> int:
@@ -195,7 +257,9 @@ def torch_estimate(
     host: Bytes = Bytes(),
 ) -> MemoryEstimate:
     """Training with one of torch's own strategies: states on each device, and on each host."""
-    free_bytes = free_on_devices(inventory, num_processes)
+    units = (inventory.gpus or registry.usable_units(inventory))[:num_processes]
+    # Each process needs as much, so the fullest device that they use decides.
+    free_bytes = min((unit.free_bytes for unit in units), default=None)
     return MemoryEstimate(
         device=states + Bytes(activations=activation_bytes),
         host=host,
@@ -209,12 +273,6 @@ def torch_estimate(
         host_free=inventory.host_available_bytes,
         notes=common_notes(activation_bytes, on_cpu=free_bytes is None),
     )
-
-
-def free_on_devices(inventory: Inventory, num_processes: int) -> int | None:
-    """What is free on the fullest device that processes use: each needs as much, so it decides."""
-    units = (inventory.gpus or registry.usable_units(inventory))[:num_processes]
-    return min((unit.free_bytes for unit in units), default=None)
 
 
 def common_notes(activation_bytes: int, *, on_cpu: bool) -> tuple[str, ...]:
@@ -291,15 +349,11 @@ class BarSegment:
 class MemoryBar:
     """Memory in one place, in bytes."""
 
-    label: str
-    """``cuda:0 · NVIDIA H100``, ``host memory``"""
-    capacity: int
-    """0 where it is unknown."""
-    segments: tuple[BarSegment, ...]
-    """In order; ``free`` comes last."""
+    label: str  # ``cuda:0 · NVIDIA H100``, ``host memory``
+    capacity: int  # 0 where it is unknown
+    segments: tuple[BarSegment, ...]  # in order; ``free`` comes last
     needed: int
-    lacking: int
-    """What is needed and not free."""
+    lacking: int  # what is needed and not free
 
     @property
     def place(self) -> str:

@@ -1,26 +1,35 @@
-"""One model on one machine: what a run of it needs, with what was measured kept."""
+"""One model on one machine: what a run of it needs, with what was measured kept.
+
+Parameters, gradients and optimizer states are counted for torch's own strategies, DDP and FSDP:
+weights, gradients and moments have the format of their parameter, whatever the precision. MS-AMP's
+levels are the exception: see the table in `nbaccel.precision.native_fp8`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nbaccel.config import RunConfig
-from nbaccel.config.capabilities import device_row
-from nbaccel.memory.estimate import Bytes, MemoryEstimate, MemoryNeed, bars_of, replicated
-from nbaccel.memory.model_size import Shape, measure
-from nbaccel.memory.model_states import (
-    ShortFormats,
-    WrappedSizes,
-    fsdp_estimate,
-    model_states,
-    short_formats,
-    wrapped_sizes,
+from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config.capabilities import device_row, fp8_backend, precision_row
+from nbaccel.memory.estimate import (
+    Bytes,
+    MemoryEstimate,
+    MemoryNeed,
+    Shape,
+    bars_of,
+    measure,
+    replicated,
+    torch_estimate,
 )
 from nbaccel.memory.settings_form import SettingsForm
 from nbaccel.plan import Gpu, Inventory, Plan, registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 FSDP = "fsdp"
 
@@ -59,8 +68,7 @@ class MemoryModel:
     sample_batch: Any
     inventory: Inventory
     limits: MemoryLimits = field(default_factory=MemoryLimits)
-    num_nodes: int | None = None
-    """None: as many as the run says."""
+    num_nodes: int | None = None  # none: as many as the run says
     _activations: dict[tuple[int, str, bool], int] = field(default_factory=dict)
     _states: dict[tuple[int, ShortFormats | None], Bytes] = field(default_factory=dict)
     _wrapped: dict[str, WrappedSizes] = field(default_factory=dict)
@@ -161,3 +169,181 @@ class MemoryModel:
                 gradient_checkpointing=config.activation_checkpointing,
             ).peak
         return self._activations[key]
+
+
+_FLOAT32_BYTES = 4
+_COPIES_IN_STEP = {"O1": 3, "O2": 5, "O3": 5}
+"""float32 copies of one parameter while Adam steps: at O1 of weight, gradient and divisor, at O2
+and O3 also of both moments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortFormats:
+    """Which of MS-AMP's levels a run trains at, ``O1``, ``O2`` or ``O3``, and how."""
+
+    level: str
+    skip_first_and_last: bool
+    accumulation_steps: int
+
+
+def short_formats(run: RunConfig | None, device: str = "") -> ShortFormats | None:
+    """The level that a run asks for."""
+    if run is None or not precision_row(run.mixed_precision).has_backends:
+        return None
+    fp8 = run.fp8 or Fp8Config()
+    row = fp8_backend(fp8.backend, device_row(device) if device else None).row
+    if row is None or "opt_level" not in row.settings:
+        return None
+    return ShortFormats(
+        level=fp8.opt_level,
+        # Levels convert all layers unless they are told otherwise.
+        skip_first_and_last=bool(fp8.skip_first_and_last),
+        accumulation_steps=run.gradient_accumulation_steps or 1,
+    )
+
+
+def model_states(
+    model: nn.Module, *, world_size: int = 1, formats: ShortFormats | None = None
+) -> Bytes:
+    """What one process keeps with Adam, without activations.
+
+    Among several processes DDP keeps gradients twice, the second time in the buckets that it
+    reduces (torch's documentation of ``gradient_as_bucket_view``). Gradients in 8 bits have no
+    such buckets.
+    """
+    if formats is not None:
+        return _short_states(model, world_size, formats)
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+    trained_bytes = sum(size for size, is_trained in sizes if is_trained)
+    return Bytes(
+        parameters=sum(size for size, _ in sizes),
+        gradients=trained_bytes,
+        optimizer=2 * trained_bytes,  # Adam's two moments
+        buckets=trained_bytes if world_size > 1 else 0,
+    )
+
+
+def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> Bytes:
+    # Not at the top: they import torch, which an estimate from plain numbers need not wait for.
+    from nbaccel.precision.fp8.scaled_adam import owners_of
+    from nbaccel.precision.fp8.scaled_tensor import E4M3, FP16, accumulation_format
+    from nbaccel.precision.fp8_layers import select_layers, unshared_weights
+
+    selection = select_layers(model, skip_first_and_last=formats.skip_first_and_last)
+    short_weights = {id(weight) for weight in unshared_weights(model, selection)}
+    is_divided = formats.level == "O3"
+    weight_bytes = (E4M3 if is_divided else FP16).dtype.itemsize
+    gradient_bytes = accumulation_format(formats.accumulation_steps).dtype.itemsize
+    moment_bytes = E4M3.dtype.itemsize + FP16.dtype.itemsize
+    parameters = list(model.parameters())
+    owners = owners_of(parameters, world_size) if is_divided else {}
+    kept = 0
+    gradients = 0
+    buckets = 0
+    optimizer = [0] * world_size
+    for parameter in parameters:
+        count = parameter.numel()
+        is_short = id(parameter) in short_weights
+        own_bytes = count * parameter.element_size()
+        kept += weight_bytes * count if is_short else own_bytes
+        if not parameter.requires_grad:
+            continue
+        gradients += gradient_bytes * count if is_short else own_bytes
+        buckets += 0 if is_short else own_bytes
+        state_bytes = 2 * own_bytes if formats.level == "O1" else moment_bytes * count
+        # The owner's master.
+        state_bytes += FP16.dtype.itemsize * count if is_divided and is_short else 0
+        optimizer[owners.get(id(parameter), 0)] += state_bytes
+    largest = max((item.numel() for item in parameters if item.requires_grad), default=0)
+    return Bytes(
+        parameters=kept,
+        gradients=gradients,
+        optimizer=max(optimizer),
+        buckets=buckets if world_size > 1 else 0,
+        in_step=_FLOAT32_BYTES * _COPIES_IN_STEP[formats.level] * largest,
+    )
+
+
+# ------------------------------------------------------------------------------ FSDP
+# torch's ``fully_shard`` (FSDP2): each process keeps one part of parameters, gradients and
+# optimizer states, in the parameters' own format (Rajbhandari et al. 2020, ZeRO, section 5.3; the
+# same as ZeRO-3). The layers that are wrapped on their own are gathered for their forward and
+# backward pass, in the format of the computation, and the next one is gathered ahead. What no
+# wrapped layer holds belongs to the model itself, which stays gathered from the forward to the
+# backward pass (torch's documentation of ``reshard_after_forward``).
+
+_GATHERED_LAYERS = 2
+"""The one that computes and the one that is gathered ahead (torch's default prefetching)."""
+_REDUCED_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrappedSizes:
+    """How a model is cut into layers that are gathered together.
+
+    Bytes are of all parameters, and of those that get gradients, in their own formats; numbers of
+    parameters are those of the largest wrapped layer, and those that no such layer holds.
+    """
+
+    kept_bytes: int
+    trained_bytes: int
+    largest_layer: int
+    root: int
+
+
+def wrapped_sizes(model: nn.Module, settings: Mapping[str, Any] | None = None) -> WrappedSizes:
+    """Find the layers that ``prepare`` would wrap."""
+    # Not at the top: it imports torch, which a form without a model need not wait for.
+    from nbaccel.config.handlers import FullyShardedDataParallelPlugin
+    from nbaccel.strategies.model_blocks import choose_modules
+
+    plugin = FullyShardedDataParallelPlugin(**dict(settings or {}))
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    held_by_layers: set[int] = set()
+    largest_layer = 0
+    for layer in choose_modules(model, plugin):
+        own_keys = {id(parameter) for parameter in layer.parameters()} - held_by_layers
+        held_by_layers |= own_keys
+        largest_layer = max(largest_layer, sum(sizes[key] for key in own_keys))
+    byte_sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+    return WrappedSizes(
+        kept_bytes=sum(size for size, _ in byte_sizes),
+        trained_bytes=sum(size for size, is_trained in byte_sizes if is_trained),
+        largest_layer=largest_layer,
+        root=sum(size for key, size in sizes.items() if key not in held_by_layers),
+    )
+
+
+def fsdp_estimate(
+    shape: Shape,
+    sizes: WrappedSizes,
+    *,
+    compute_bytes: int,
+    offloads: bool,
+    **inputs: Any,
+) -> MemoryEstimate:
+    """Sharded training with Adam; `inputs` are those of `torch_estimate`."""
+    num_processes: int = inputs["num_processes"]
+    world_size = num_processes * inputs["num_nodes"]
+    shards = Bytes(
+        parameters=-(-sizes.kept_bytes // world_size),
+        gradients=-(-sizes.trained_bytes // world_size),
+        optimizer=-(-2 * sizes.trained_bytes // world_size),  # Adam's two moments
+    )
+    gathered = Bytes()
+    # A single process gathers nothing: its shard is the whole parameter.
+    if world_size > 1 or offloads:
+        layer_bytes = compute_bytes * sizes.largest_layer
+        # Gradients are whole until they are reduced, from a copy in float32.
+        layer_moment = (_GATHERED_LAYERS + 1) * layer_bytes + _REDUCED_BYTES * sizes.largest_layer
+        root_moment = (compute_bytes + _REDUCED_BYTES) * sizes.root
+        gathered = Bytes(
+            buckets=compute_bytes * sizes.root, in_backward=max(layer_moment, root_moment)
+        )
+    return torch_estimate(
+        shape,
+        strategy="FSDP, parameters and optimizer on cpu" if offloads else "FSDP",
+        states=gathered if offloads else shards + gathered,
+        host=shards * num_processes if offloads else Bytes(),
+        **inputs,
+    )

@@ -17,57 +17,38 @@ from nbaccel.plan import Inventory, Plan, registry
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
-    from nbaccel.memory.estimate import MemoryEstimate
-    from nbaccel.memory.model_size import Shape
+    from nbaccel.memory.estimate import MemoryEstimate, Shape
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOption:
     """One of the values of a choice."""
 
-    value: Any
-    """None leaves it to the plan or to the strategy."""
+    value: Any  # none leaves it to the plan or to the strategy
     label: str
     meaning: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One choice.
+    """One choice."""
 
-    Attributes:
-        name: Its name among all choices; for a key of a strategy's configuration that key, with
-            dots.
-        label: Its name in the form.
-        meaning: What it does, in one line.
-        unit: Of a number: ``elements``, ``samples``; empty where it counts nothing.
-        panel: ``precision``, ``zero`` or ``launch``.
-        section: Its heading among the advanced; empty where it is shown at once.
-        kind: ``one-of``, ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``.
-        options: The values of ``one-of``.
-        run_field: Where it lands in `RunConfig`, with dots.
-        strategy_key: Where it lands in the strategy's own configuration, with dots; empty where it
-            does not.
-        default: The value where nothing is chosen; None where that depends.
-        takes_auto: Whether ``"auto"`` may stand there.
-        may_be_open: Whether nothing need stand there, also where there is a default.
-        docs_link: Where its library documents it; empty where nowhere.
-    """
-
+    # Its name among all choices; for a key of a strategy's configuration that key, with dots.
     name: str
-    label: str
-    meaning: str
-    panel: str
-    kind: str
-    run_field: str
-    unit: str = ""
-    section: str = ""
-    options: tuple[ChoiceOption, ...] = ()
+    label: str  # its name in the form
+    meaning: str  # what it does, in one line
+    panel: str  # ``precision``, ``zero`` or ``launch``
+    kind: str  # ``one-of``, ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``
+    run_field: str  # where it lands in `RunConfig`, with dots
+    unit: str = ""  # of a number: ``elements``, ``samples``; empty where it counts nothing
+    section: str = ""  # its heading among the advanced; empty where it is shown at once
+    options: tuple[ChoiceOption, ...] = ()  # the values of ``one-of``
+    # Where it lands in the strategy's own configuration, with dots; empty where it does not.
     strategy_key: str = ""
-    default: Any = None
-    takes_auto: bool = False
-    may_be_open: bool = False
-    docs_link: str = ""
+    default: Any = None  # the value where nothing is chosen; None where that depends
+    takes_auto: bool = False  # whether ``"auto"`` may stand there
+    may_be_open: bool = False  # whether nothing need stand there, also where there is a default
+    docs_link: str = ""  # where its library documents it; empty where nowhere
 
 
 @dataclass(slots=True)
@@ -82,8 +63,8 @@ class Edit:
 class FilledConfig:
     """A strategy's configuration, filled in, with each key that was or will be, and its reason."""
 
+    # With ``"auto"`` where only the training decides; None where the strategy is not chosen.
     config: dict[str, Any] | None
-    """With ``"auto"`` where only the training decides; None where the strategy is not chosen."""
     choices: tuple[Choice, ...] = ()
 
 
@@ -91,10 +72,9 @@ class FilledConfig:
 class StatePlacement:
     """Who holds what in a way to train."""
 
-    divided: int = 0
-    """How many of optimizer, gradients and parameters, in this order, are in parts."""
+    divided: int = 0  # how many of optimizer, gradients and parameters, in this order, are in parts
+    # Where it is: ``none`` (on the device), ``cpu`` or ``nvme``; so of unused parameters.
     optimizer: str = "none"
-    """Where it is: ``none`` (on the device), ``cpu`` or ``nvme``; so of unused parameters."""
     parameters: str = "none"
 
     @property
@@ -112,32 +92,24 @@ class StatePlacement:
 class TrainingWay:
     """One way to train."""
 
-    name: str
-    """As people call it: ``ZeRO-2, optimizer on the CPU``."""
+    name: str  # as people call it: ``ZeRO-2, optimizer on the CPU``
+    # The fastest first, each in less memory than the one before; made while they are looked at.
     configs: Iterable[RunConfig]
-    """The fastest first, each in less memory than the one before; made while they are looked at."""
     placement: StatePlacement
-    refusal: str = ""
-    """Why it cannot be taken: a clause."""
+    refusal: str = ""  # why it cannot be taken: a clause
 
 
 class SettingsForm(Protocol):
-    """The choices of one strategy.
+    """The choices of one strategy."""
 
-    Attributes:
-        title: Its panel's heading.
-        file_name: How its configuration is called among the languages that can be copied:
-            ``DeepSpeed JSON``.
-        not_chosen: Why there is none while the strategy is not chosen.
-        common: Names of the choices that come first in its panel, in order; settings of
-            `RunConfig` that belong there are among them.
-        everyday: Names of the few choices that are shown as soon as the strategy is taken.
-    """
-
-    title: ClassVar[str]
+    title: ClassVar[str]  # its panel's heading
+    # How its configuration is called among the languages that can be copied: ``DeepSpeed JSON``.
     file_name: ClassVar[str]
-    not_chosen: ClassVar[str]
+    not_chosen: ClassVar[str]  # why there is none while the strategy is not chosen
+    # Names of the choices that come first in its panel, in order; settings of `RunConfig` that
+    # belong there are among them.
     common: ClassVar[tuple[str, ...]]
+    # Names of the few choices that are shown as soon as the strategy is taken.
     everyday: ClassVar[tuple[str, ...]] = ()
 
     def settings(self) -> Iterator[Setting]:

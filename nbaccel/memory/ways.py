@@ -20,6 +20,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, InternalError, NbaccelError
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config import RunConfig
@@ -56,19 +57,13 @@ class Candidate:
     name: str
     config: RunConfig
     placement: StatePlacement = field(default_factory=StatePlacement)
-    document: Mapping[str, Any] = field(default_factory=dict)
-    """The strategy's own configuration."""
-    need: MemoryNeed | None = None
-    """None where it cannot be estimated."""
-    refusal: str = ""
-    """Why it cannot be taken here: a clause."""
-    recomputes: bool = False
-    """Whether it computes activations again, which was not asked for."""
+    document: Mapping[str, Any] = field(default_factory=dict)  # the strategy's own configuration
+    need: MemoryNeed | None = None  # None where it cannot be estimated
+    refusal: str = ""  # why it cannot be taken here: a clause
+    recomputes: bool = False  # whether it computes activations again, which was not asked for
     is_taken: bool = False
-    is_best: bool = False
-    """Of those that fit."""
-    reason: str = ""
-    """Why it is the best, or what it costs beside the best: a clause."""
+    is_best: bool = False  # of those that fit
+    reason: str = ""  # why it is the best, or what it costs beside the best: a clause
 
     @property
     def precision(self) -> str:
@@ -346,8 +341,7 @@ _MAX_NOT_CHOSEN = 5
 class Proposal:
     """Settings to take, as a colleague would explain them: a clause for each reason."""
 
-    title: str
-    """``2 processes, bf16, ZeRO-2, batch 8 each``"""
+    title: str  # ``2 processes, bf16, ZeRO-2, batch 8 each``
     config: RunConfig
     candidate: Candidate
     why: tuple[str, ...]
@@ -537,11 +531,7 @@ def best_precision(plan: Plan, machine: Inventory) -> tuple[str, str]:
 @cache
 def computes_in_bf16() -> bool:
     """Whether this processor has instructions for bfloat16, as Linux tells it."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # another system
-        return False
-    for line in text.splitlines():
+    for line in env.read_file(Path("/proc/cpuinfo")).splitlines():
         name, _, words = line.partition(":")
         if name.strip().lower() in ("flags", "features"):
             return not set(_BF16_INSTRUCTIONS).isdisjoint(words.split())

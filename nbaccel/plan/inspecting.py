@@ -45,23 +45,19 @@ class Limits:
 
 def read_limits(root: Path = Path("/")) -> Limits:
     """Read the limits from the file system."""
+    cpu_folders, memory_folders = (_cgroup_folders(root, name) for name in ("cpu", "memory"))
     return Limits(
-        cpu_cores=_smallest_limit(
-            _cgroup_cpu_cores(folder) for folder in _cgroup_folders(root, "cpu")
-        ),
-        memory_bytes=_smallest_limit(
-            _cgroup_memory_limit(folder) for folder in _cgroup_folders(root, "memory")
-        ),
-        memory_free_bytes=_smallest_limit(
-            _cgroup_memory_free(folder) for folder in _cgroup_folders(root, "memory")
-        ),
+        cpu_cores=_smallest_limit(map(_cgroup_cpu_cores, cpu_folders)),
+        memory_bytes=_smallest_limit(map(_cgroup_memory_limit, memory_folders)),
+        memory_free_bytes=_smallest_limit(map(_cgroup_memory_free, memory_folders)),
     )
 
 
-def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+def _cgroup_folders(root: Path, controller: str) -> list[Path]:
     """Folders of this process's groups for a controller, from its own up to the mount."""
+    folders = []
     groups_by_controller = dict(_process_groups_of_host(root))
-    for mount_line in _read_lines(root / "proc/self/mountinfo"):
+    for mount_line in env.read_file(root / "proc/self/mountinfo").splitlines():
         mount_fields_text, _, filesystem_text = mount_line.partition(" - ")
         mount_fields = mount_fields_text.split()
         filesystem_fields = filesystem_text.split()
@@ -76,12 +72,14 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
             continue
         if path is not None:
             mount_folder = root / mount_fields[4].lstrip("/")
-            yield from _walk_up(mount_folder, _path_below_mount(path, mount_fields[3]))
+            own_path = _path_below_mount(path, mount_fields[3])
+            folders += [mount_folder / part for part in (own_path, *own_path.parents)]
+    return folders
 
 
 def _process_groups_of_host(root: Path) -> Iterator[tuple[str, str]]:
     """Each controller and the group of this process; version 2 has no controller's name."""
-    for group_line in _read_lines(root / "proc/self/cgroup"):
+    for group_line in env.read_file(root / "proc/self/cgroup").splitlines():
         _, _, text = group_line.partition(":")
         controllers, _, path = text.partition(":")
         for controller in controllers.split(","):
@@ -98,17 +96,11 @@ def _path_below_mount(group_path: str, mounted_path: str) -> PurePosixPath:
         return PurePosixPath()
 
 
-def _walk_up(folder: Path, path: PurePosixPath) -> Iterator[Path]:
-    yield folder / path
-    for parent in path.parents:
-        yield folder / parent
-
-
 def _cgroup_cpu_cores(folder: Path) -> float | None:
-    quota_text, period_text = [*_read_cgroup(folder / "cpu.max").split(), "", ""][:2]  # version 2
+    quota_text, period_text = [*env.read_file(folder / "cpu.max").split(), "", ""][:2]  # version 2
     if not quota_text:
-        quota_text = _read_cgroup(folder / "cpu.cfs_quota_us")
-        period_text = _read_cgroup(folder / "cpu.cfs_period_us")
+        quota_text = env.read_file(folder / "cpu.cfs_quota_us")
+        period_text = env.read_file(folder / "cpu.cfs_period_us")
     if quota_text.isdecimal() and period_text.isdecimal() and int(period_text) > 0:
         return int(quota_text) / int(period_text)
     return None
@@ -116,7 +108,7 @@ def _cgroup_cpu_cores(folder: Path) -> float | None:
 
 def _cgroup_memory_limit(folder: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
-        text = _read_cgroup(folder / name)
+        text = env.read_file(folder / name)
         if text.isdecimal() and int(text) < _NO_LIMIT_BYTES:
             return int(text)
     return None
@@ -126,7 +118,8 @@ def _cgroup_memory_free(folder: Path) -> int | None:
     memory_limit = _cgroup_memory_limit(folder)
     if memory_limit is None:
         return None
-    text = _read_cgroup(folder / "memory.current") or _read_cgroup(folder / "memory.usage_in_bytes")
+    used_files = (folder / name for name in ("memory.current", "memory.usage_in_bytes"))
+    text = next(filter(None, map(env.read_file, used_files)), "")
     # Without the use the limit alone is known, which is still tighter than the host's memory.
     if not text.isdecimal():
         return memory_limit
@@ -135,9 +128,8 @@ def _cgroup_memory_free(folder: Path) -> int | None:
 
 def _droppable_bytes(folder: Path) -> int:
     """File cache that the kernel takes back before it kills anything, in bytes."""
-    memory_stat = dict(
-        line.split()[:2] for line in _read_lines(folder / "memory.stat") if " " in line
-    )
+    lines = env.read_file(folder / "memory.stat").splitlines()
+    memory_stat = dict(line.split()[:2] for line in lines if " " in line)
     # Version 1 has both; the total includes groups below, as the limit does.
     text = memory_stat.get("total_inactive_file") or memory_stat.get("inactive_file") or "0"
     return int(text) if text.isdecimal() else 0
@@ -145,17 +137,6 @@ def _droppable_bytes(folder: Path) -> int:
 
 def _smallest_limit(values: Iterable[_LimitNumber | None]) -> _LimitNumber | None:
     return min((value for value in values if value is not None), default=None)
-
-
-def _read_cgroup(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):  # no such controller, or no permission
-        return ""
-
-
-def _read_lines(path: Path) -> list[str]:
-    return _read_cgroup(path).splitlines()
 
 
 def _host_memory() -> tuple[int, int]:

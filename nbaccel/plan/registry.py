@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, InternalError, MissingBackend, PlatformUnsupported
-from nbaccel.base.unsupported_names import NOT_INSTALLED, missing_name_of
+from nbaccel.base.public_names import NOT_INSTALLED, missing_name_of
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
     DEVICES,
@@ -85,11 +85,8 @@ def has_sign(signs: DeviceSigns, root: Path = Path("/")) -> bool:
 
 @functools.cache  # a launch asks for several vendors
 def _vendors_on_bus(root: Path) -> set[str]:
-    vendors = set()
-    for path in (root / "sys/bus/pci/devices").glob("*/vendor"):
-        with contextlib.suppress(OSError):  # gone, or hidden
-            vendors.add(path.read_text().strip().lower())
-    return vendors
+    paths = (root / "sys/bus/pci/devices").glob("*/vendor")
+    return {env.read_file(path).lower() for path in paths}
 
 
 def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:

@@ -12,12 +12,13 @@ from importlib.metadata import entry_points
 
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.units import count_noun, format_bytes
-from nbaccel.config import RunConfig
+from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
     DEVICES,
     ENGINES,
     device_row,
     engine_row,
+    fp8_backend,
     group_backend,
     precision_row,
     start_method_row,
@@ -32,7 +33,6 @@ from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.plan.launch_plan import Choice, Plan
 from nbaccel.plan.training_plan import (
-    choose_fp8,
     fp8_choices,
     fp8_mistakes,
     fp8_warnings,
@@ -388,8 +388,8 @@ def _choose_fp8(run: _Run) -> Fp8Choice:
         return Fp8Choice()
     # That of the oldest GPU that gets a worker; None where no GPU does.
     capability = min((gpu.compute_capability for gpu in run.units_with_workers), default=None)
-    said = run.config.fp8
-    choice = choose_fp8(said, run.device, capability)
+    said = run.config.fp8 or Fp8Config()
+    choice = fp8_backend(said.backend, run.device, capability)
     if choice.row is not None and not choice.problem:
         mistakes = fp8_mistakes(said, choice.row, capability, world_size=run.world_size)
         run.findings.mistakes.extend(mistakes)

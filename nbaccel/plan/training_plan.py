@@ -90,13 +90,6 @@ def _described(gpus: Mapping[str, tuple[int, int]]) -> str:
     return ", ".join(f"{name} of {_dotted(capability)}" for name, capability in gpus.items())
 
 
-def choose_fp8(
-    fp8: Fp8Config | None, device: DeviceRow, compute_capability: tuple[int, int] | None
-) -> Fp8Choice:
-    """The library that computes."""
-    return fp8_backend("" if fp8 is None else fp8.backend, device, compute_capability)
-
-
 def recipe_of(fp8: Fp8Config, row: Fp8Row) -> str:
     """The way to find scales: the one asked for, or the library's default; empty: it has none."""
     return fp8.recipe if fp8.recipe != "auto" else next(iter(row.recipes), "")
@@ -396,7 +389,8 @@ def _fp8_choice(asked: TrainingRequest, found: ProcessFacts) -> Fp8Choice:
     row = {row.name: row for row in PRECISIONS}.get(asked.mixed_precision)
     if row is None or not row.has_backends:
         return Fp8Choice()
-    return choose_fp8(asked.fp8, device_row(found.device), found.compute_capability)
+    settings = asked.fp8 or Fp8Config()
+    return fp8_backend(settings.backend, device_row(found.device), found.compute_capability)
 
 
 def _judge_precision(
@@ -419,11 +413,11 @@ def _judge_precision(
     computing_row = fp8.row or precision_choice
     if not strategy_fits(strategy, computing_row):
         own_reason = fp8.row and refused_strategy(asked.fp8, fp8.row, strategy)
+        backend_text = f" by the backend {fp8.row.name!r}" if fp8.row is not None else ""
         raise ConfigError(
             f'mixed_precision="{precision_name}" is not supported with the strategy '
-            f"{strategy.name!r}{_backend_text(fp8)}, which trains in "
-            f"{', '.join(strategy.precisions)}. {own_reason or _FAILS_EARLY} "
-            'Give "bf16" or "no".'
+            f"{strategy.name!r}{backend_text}, which trains in {', '.join(strategy.precisions)}. "
+            f'{own_reason or "Training would fail in its first step."} Give "bf16" or "no".'
         )
     if fp8.row is not None:
         recipe_mistakes = [
@@ -433,10 +427,3 @@ def _judge_precision(
             raise ConfigError(*recipe_mistakes)
         yield from fp8_warnings(asked.fp8, fp8.row, device, found.compute_capability)
     yield from precision_warnings(precision_choice, device, gpus)
-
-
-_FAILS_EARLY = "Training would fail in its first step."
-
-
-def _backend_text(fp8: Fp8Choice) -> str:
-    return f" by the backend {fp8.row.name!r}" if fp8.row is not None else ""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
@@ -142,7 +143,6 @@ class MasterReader(ShardReader):
         return isinstance(tensor, ScaledTensor) and tensor.owner is not None
 
     def local_pieces(self, tensor: Any, held: object = None) -> list[Piece]:
-        """See :meth:`ShardReader.local_pieces`: the master, where it is."""
         return [] if tensor.master is None else [(0, tensor.master.dequantize().reshape(-1))]
 
     def assign(self, tensor: Any, whole: torch.Tensor) -> None:
@@ -168,6 +168,8 @@ class Fp8Precision(Bf16):
         self.settings = settings
         self.fp8 = settings.fp8 or Fp8Config()
         self.choices: tuple[Choice, ...] = ()  # what was decided while preparing
+        # Optimizers hold the parameters that models had before; some are prepared later.
+        self._became = WeakTensorKeyDictionary()
 
     @classmethod
     def build(cls, settings: PrecisionSettings) -> Fp8Precision:

@@ -171,7 +171,6 @@ class _AutocastPrecision(Precision):
         )
 
     def unwrap_forward(self, model: nn.Module) -> None:
-        """See :meth:`Precision.unwrap_forward`; nothing happens to a model that is not wrapped."""
         self.take_off_autocast(model)
 
     def take_off_autocast(self, model: nn.Module) -> None:

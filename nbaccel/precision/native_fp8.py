@@ -1,12 +1,23 @@
-"""``NativeFp8``: nbaccel's own linear layers, with current or delayed scaling.
+"""FP8 by nbaccel's own linear layers: ``NativeFp8``, and with MS-AMP's levels ``MsAmpFp8``.
 
-Parameters stay the user's own objects in float32; nothing but the three products of each linear
-layer is computed in 8 bits.
+With the first, parameters stay the user's own objects in float32; nothing but the three products of
+each linear layer is computed in 8 bits, with current or delayed scaling. The second shortens
+weights, gradients and moments, too, or has the package `msamp` do it:
+
+    level  weight        gradient  first, second moment   bytes per parameter with AdamW
+    O1     FP16, scaled  E4M3      float32, float32       2 + 1 + 4 + 4 = 11
+    O2     FP16, scaled  E4M3      E4M3, FP16             2 + 1 + 1 + 2 = 6
+    O3     E4M3          E4M3      as O2, divided         1 + 1 + (1 + 2 + 2) / processes
+
+FP8-LM (arXiv 2310.18313) describes them; O3 keeps an FP16 master of each weight where its moments
+are. They hold for the weights of linear layers; at O2 and O3 all moments are short. The package
+`msamp` cannot be installed beside a current torch, so it is used only where somebody has done it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,14 +25,26 @@ import torch
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
-from nbaccel.precision.fp8.formats import E4M3, E5M2, NumberFormat, accumulation_format
+from nbaccel.precision.fp8.gradient_exchange import AutomaticScaling, ScaledGradients, average
 from nbaccel.precision.fp8.linear import AmaxHistory, Fp8Linear, LayerRecipe, convert_layer
+from nbaccel.precision.fp8.scaled_adam import ScaledAdam, owners_of
+from nbaccel.precision.fp8.scaled_tensor import (
+    E4M3,
+    E5M2,
+    FP16,
+    NumberFormat,
+    ScaledTensor,
+    accumulation_format,
+)
 from nbaccel.precision.fp8_layers import (
     Fp8Precision,
     LayerSelection,
+    follow_parameters,
     require_layers,
     select_layers,
+    unshared_weights,
 )
 
 
@@ -132,4 +155,101 @@ def _steps_layers_of(model: nn.Module, parameter_ids: set[int]) -> bool:
         id(layer.weight) in parameter_ids
         for layer in model.modules()
         if isinstance(layer, Fp8Linear)
+    )
+
+
+class MsAmpFp8(NativeFp8):
+    """Weights, gradients and moments in 8 and 16 bits."""
+
+    skips_ends_by_default = False
+
+    def __init__(self, settings: PrecisionSettings) -> None:
+        super().__init__(settings)
+        self._uses_package = not settings.emulates_fp8 and is_installed("msamp")
+        self._optimizers: list[ScaledAdam] = []
+        self._averaging: WeakKeyDictionary[nn.Module, ScaledGradients] = WeakKeyDictionary()
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        if self._uses_package:
+            return self._by_package(bundle)
+        bundle = super().convert(bundle)
+        return replace(bundle, optimizers=tuple(map(self._scaled_optimizer, bundle.optimizers)))
+
+    def own_gradients(self, model: nn.Module) -> list[str]:
+        return [name for name, weight in _scaled_weights(model) if weight.requires_grad]
+
+    def average_gradients(self, model: nn.Module, is_synced: Callable[[], bool]) -> None:
+        if model in self._averaging:
+            self._averaging[model].detach()
+        scaling = AutomaticScaling() if self.fp8.gradient_reduction == "sum" else None
+        weights = [weight for _, weight in _scaled_weights(model) if weight.requires_grad]
+        self._averaging[model] = ScaledGradients(
+            weights, self._weight_gradients(), average(scaling), is_synced
+        )
+
+    def full_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """See :meth:`Precision.full_state`: at O3 the masters' values."""
+        names_by_id: dict[int, list[str]] = {}
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            names_by_id.setdefault(id(weight), []).append(name)
+        for optimizer in self._optimizers:
+            for parameter, values in optimizer.masters():
+                state |= dict.fromkeys(names_by_id.get(id(parameter), ()), values)
+        return state
+
+    def _description(self) -> str:
+        return f"MS-AMP's {self.fp8.opt_level}, {super()._description()}"
+
+    def _convert_model(self, model: nn.Module, selection: LayerSelection) -> None:
+        super()._convert_model(model, selection)
+        weight_format = E4M3 if self.fp8.opt_level == "O3" else FP16
+        short_weights = {id(weight): weight for weight in unshared_weights(model, selection)}
+        for layer in selection.chosen.values():
+            weight = layer.weight
+            if id(weight) not in short_weights:
+                continue
+            if weight not in self._became:
+                self._became[weight] = nn.Parameter(ScaledTensor.of(weight, weight_format))
+            layer.weight = self._became[weight]
+
+    def _scaled_optimizer(self, optimizer: Any) -> Any:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"fp8 with MS-AMP's levels got {type(optimizer).__name__}, which stands for an "
+                "optimizer of DeepSpeed: it would not know these weights. Give torch.optim.AdamW."
+            )
+        first_values = {
+            id(replacement): parameter.detach()
+            for parameter, replacement in follow_parameters(optimizer, self._became.get)
+        }
+        if self.fp8.opt_level == "O1":
+            return optimizer
+        owners: dict[int, int] = {}
+        if self.fp8.opt_level == "O3":
+            parameters = [item for group in optimizer.param_groups for item in group["params"]]
+            owners = owners_of(parameters, self.settings.world_size)
+        scaled_optimizer = ScaledAdam(optimizer, owners, first_values)
+        self._optimizers.append(scaled_optimizer)
+        return scaled_optimizer
+
+    def _by_package(self, bundle: Bundle) -> Bundle:
+        """Let the package `msamp` do all of it."""
+        if len(bundle.models) != 1 or len(bundle.optimizers) != 1 or self.fp8.opt_level == "O3":
+            raise ConfigError(
+                f"The package msamp prepares one model with one optimizer at O1 or O2; prepare got "
+                f"{len(bundle.models)} and {len(bundle.optimizers)} for {self.fp8.opt_level}. "
+                "Prepare them together, one pair at a time."
+            )
+        msamp = require("msamp", extra="", why="fp8 with the backend 'msamp'")
+        model, optimizer = msamp.initialize(
+            bundle.models[0], bundle.optimizers[0], opt_level=self.fp8.opt_level
+        )
+        return replace(bundle, models=(model,), optimizers=(optimizer,))
+
+
+def _scaled_weights(model: nn.Module) -> Iterator[tuple[str, ScaledTensor]]:
+    return (
+        (name, weight)
+        for name, weight in model.named_parameters()
+        if isinstance(weight, ScaledTensor)
     )

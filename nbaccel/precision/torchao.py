@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.base.optional_packages import require
 from nbaccel.config.fp8 import AORecipeKwargs
-from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
+from nbaccel.plan.contracts.training import Bundle
 from nbaccel.precision.fp8_layers import (
     Fp8Precision,
     LayerSelection,
@@ -38,11 +37,6 @@ _RECIPES = {"current": "tensorwise", "rowwise": "rowwise"}
 
 class TorchaoFp8(Fp8Precision):
     """Linear layers of torchao."""
-
-    def __init__(self, settings: PrecisionSettings) -> None:
-        super().__init__(settings)
-        # Optimizers hold the parameters that models had before; some are prepared later.
-        self._became = WeakTensorKeyDictionary()
 
     def convert(self, bundle: Bundle) -> Bundle:
         float8 = load_torchao()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel.base.errors import CollectiveMismatch
-from nbaccel.base.flat import by_dtype, flatten, unflatten
+from nbaccel.base.flat import average
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Bundle, Place, Strategy
 
@@ -96,23 +96,14 @@ class ReplicasStrategy(Strategy):
             if parameter.requires_grad and parameter.grad is not None
         ]
         if not self._device.average_gradients(gradients, self.place.world_size):
-            _average_by_host(gradients, self.place.world_size)
+            _check_gradients(gradients, self.place.world_size)
+            average(gradients, self.place.world_size, by_host=True)
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         self._has_new_gradients = True
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.average_gradients()
-
-
-def _average_by_host(gradients: list[torch.Tensor], world_size: int) -> None:
-    """Average tensors by way of host memory, in one collective for each data type."""
-    _check_gradients(gradients, world_size)
-    for alike in by_dtype(gradients):
-        # One copy down and one up, whatever the number of parameters.
-        flat = flatten(alike).cpu()
-        dist.all_reduce(flat)
-        unflatten((flat / world_size).to(alike[0].device), alike)
 
 
 def _check_gradients(gradients: list[torch.Tensor], world_size: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from nbaccel.base.unsupported_names import missing_names_of
+from nbaccel.base.public_names import missing_names_of
 from nbaccel.utils import (
     ao,
     constants,
@@ -46,7 +46,7 @@ from nbaccel.utils.tqdm import tqdm as tqdm
 from nbaccel.utils.transformer_engine import *
 from nbaccel.utils.versions import *
 
-# Star imports hand on what they name. Not assigned to `__all__`, see `nbaccel.base.lazy_names`.
+# Star imports hand on what they name. Not assigned to `__all__`, see `nbaccel.base.public_names`.
 _names = ["tqdm"]
 for _module in (
     *(ao, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch, memory),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel.base.lazy_names import name_own
+from nbaccel.base.public_names import name_own
 from nbaccel.precision import torchao
 from nbaccel.precision.fp8.linear import MULTIPLE
 

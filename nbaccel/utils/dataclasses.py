@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from nbaccel.base.lazy_names import hand_on
-from nbaccel.base.unsupported_names import missing_names_of
+from nbaccel.base.public_names import hand_on, missing_names_of
 from nbaccel.config.enumerations import (
     ComputeEnvironment as ComputeEnvironment,
     CustomDtype as CustomDtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.unsupported_names import missing_names_of
+from nbaccel.base.public_names import missing_names_of
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import DummyOptim, DummyScheduler
 

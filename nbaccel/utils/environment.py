@@ -13,10 +13,9 @@ from typing import Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.lazy_names import name_own
 from nbaccel.base.log import get_logger
-from nbaccel.devices.cuda import CudaDevice
-from nbaccel.devices.nvml import find_cards
+from nbaccel.base.public_names import name_own
+from nbaccel.devices.cuda import CudaDevice, find_cards
 from nbaccel.utils import imports
 
 _log = get_logger(__name__)

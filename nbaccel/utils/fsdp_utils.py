@@ -16,7 +16,7 @@ from torch import nn
 
 from nbaccel.base import env, weight_files
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.unsupported_names import missing_names_of
+from nbaccel.base.public_names import missing_names_of
 from nbaccel.bigmodel.checkpoint_files import SAFE_FILE
 from nbaccel.state import PartialState
 from nbaccel.train import checkpoint

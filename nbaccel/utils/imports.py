@@ -16,8 +16,8 @@ from packaging.specifiers import SpecifierSet
 
 from nbaccel.base import env
 from nbaccel.base.errors import MissingBackend
-from nbaccel.base.lazy_names import name_own
 from nbaccel.base.optional_packages import install_line, installed_version, is_installed
+from nbaccel.base.public_names import name_own
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbaccel.base import env
-from nbaccel.base.unsupported_names import missing_names_of
+from nbaccel.base.public_names import missing_names_of
 from nbaccel.config.enumerations import DistributedType
 from nbaccel.utils.environment import get_int_from_env
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from nbaccel.base.errors import ConfigError, NothingFits
-from nbaccel.base.lazy_names import name_own
 from nbaccel.base.log import get_logger
+from nbaccel.base.public_names import name_own
 from nbaccel.plan import registry
 
 _log = get_logger(__name__)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from nbaccel.base import torch_private
-from nbaccel.base.lazy_names import hand_on
 from nbaccel.base.log import get_logger
+from nbaccel.base.public_names import hand_on
 from nbaccel.base.units import first_few, parse_bytes
 from nbaccel.bigmodel.checkpoint_loading import (
     load_checkpoint_in_model as load_checkpoint_in_model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.base.lazy_names import hand_on
+from nbaccel.base.public_names import hand_on
 from nbaccel.bigmodel.offload_folder import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,
     PrefixedDataset as PrefixedDataset,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from nbaccel.base.errors import CollectiveMismatch
-from nbaccel.base.lazy_names import name_own
 from nbaccel.base.optional_packages import require
+from nbaccel.base.public_names import name_own
 from nbaccel.train import distributed, trees
 from nbaccel.train.collectives import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,

@@ -17,8 +17,8 @@ from torch import nn
 
 from nbaccel.base import atomic, env, torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.lazy_names import name_own
 from nbaccel.base.log import get_logger
+from nbaccel.base.public_names import name_own
 from nbaccel.base.units import format_bytes
 from nbaccel.config.enumerations import PrecisionType
 from nbaccel.plan.inspecting import inspect_machine

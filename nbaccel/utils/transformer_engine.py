@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel.base.lazy_names import name_own
+from nbaccel.base.public_names import name_own
 from nbaccel.config.fp8 import Fp8Handler, TERecipeKwargs
 from nbaccel.precision import transformer_engine as engine_layers
 

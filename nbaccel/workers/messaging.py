@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from nbaccel.base.atomic import LeftoverFolders
 from nbaccel.base.frames import Frame
-from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.transfer import memfd
 from nbaccel.transfer.memfd import PackedObject
 from nbaccel.workers.failure import FailureRecord

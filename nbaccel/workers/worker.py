@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from nbaccel.base import env, leftovers, torch_private, training_libraries
+from nbaccel.base import atomic, env, torch_private, training_libraries
 from nbaccel.base.errors import InputRefused, InternalError, StoppedAtStep
 from nbaccel.base.units import shorten_text
 from nbaccel.loops import loop_watch, metrics_reporter
@@ -185,12 +185,12 @@ class WorkerContext:
         has_panel = self.assignment.has_cells and env.flag("NBACCEL_DASHBOARD") is not False
         loop_watch.begin(channel, self.hardware, self.device, shows_bars=has_panel)
 
-        def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
+        def leave(leftover: atomic.LeftoverFolders, is_there: bool) -> None:
             # The notebook is gone, so there is no reader.
             with contextlib.suppress(OSError):
                 channel.send(messaging.Leaves(leftover, is_there))
 
-        leftovers.listen_for_leftovers(leave)
+        atomic.listen_for_leftovers(leave)
 
     def go_to(self, folder: str) -> None:
         """Work in a folder of the notebook; on another host only if it is there, too."""

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import env, processes
+from nbaccel.base.atomic import LeftoverFolders
 from nbaccel.base.errors import PlatformUnsupported, StartupFailed, UnsafeMoment
 from nbaccel.base.frames import Frame
-from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.processes import ProcessUse, explain_kill, process_use
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.inventory import Inventory

@@ -149,10 +149,6 @@ def test_an_ipython_without_its_names_goes_without(capsys):
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
-def _named(name: ipython_private.PrivateName) -> str:
-    return name.name
-
-
 def test_the_ipython_here_has_its_names():
     import ipykernel.comm.comm
     import IPython.core.completer
@@ -162,7 +158,7 @@ def test_the_ipython_here_has_its_names():
     assert [name for name in ipython_private.PRIVATE_NAMES if name.is_missing()] == []
 
 
-@pytest.mark.parametrize("name", ipython_private.PRIVATE_NAMES, ids=_named)
+@pytest.mark.parametrize("name", ipython_private.PRIVATE_NAMES, ids=lambda name: name.name)
 def test_an_ipython_that_has_dropped_a_name_is_told_of_when_it_is_looked_for(name, monkeypatch):
     package_name = name.module.partition(".")[0]
     package = types.ModuleType(package_name)

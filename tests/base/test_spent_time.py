@@ -30,10 +30,16 @@ def account(clock: Clock) -> TimeAccount:
 
 
 @pytest.fixture
-def process_account() -> Iterator[TimeAccount]:
+def no_account() -> Iterator[None]:
     before = spent_time.present_account()
-    yield spent_time.open_account()
+    spent_time.use_account(None)
+    yield
     spent_time.use_account(before)
+
+
+@pytest.fixture
+def process_account(no_account: None) -> TimeAccount:
+    return spent_time.open_account()
 
 
 def test_before_the_first_loop_nothing_is_known(account: TimeAccount, clock: Clock) -> None:
@@ -67,7 +73,6 @@ def test_a_second_loop_does_not_begin_anew(account: TimeAccount, clock: Clock) -
     clock.now += 3
     account.begin()
     spent = account.spent()
-    assert spent is not None
     assert spent.total_s == 3.0
 
 
@@ -123,11 +128,9 @@ def test_blocks_count_for_the_thread_that_opened_the_account(process_account: Ti
     waiting.start()
     waiting.join()
     spent = process_account.spent()
-    assert spent is not None
     assert spent.communication_s == 0.0
     wait()
     spent = process_account.spent()
-    assert spent is not None
     assert 0.05 <= spent.communication_s < spent.total_s
 
 
@@ -137,20 +140,14 @@ def test_a_block_that_raises_is_left(process_account: TimeAccount) -> None:
         _ = 1 / 0
     time.sleep(0.02)
     spent = process_account.spent()
-    assert spent is not None
     assert spent.data_s < 0.02
 
 
-def test_an_account_opened_within_a_block_does_not_end_it_wrongly() -> None:
-    before = spent_time.present_account()
-    spent_time.use_account(None)
-    try:
-        with spent_time.reading_data:
-            account = spent_time.open_account()
-            account.begin()
-        assert account.spent() is not None
-    finally:
-        spent_time.use_account(before)
+def test_an_account_opened_within_a_block_does_not_end_it_wrongly(no_account: None) -> None:
+    with spent_time.reading_data:
+        account = spent_time.open_account()
+        account.begin()
+    assert account.spent() is not None
 
 
 def test_it_travels() -> None:
@@ -158,15 +155,10 @@ def test_it_travels() -> None:
     assert pickle.loads(pickle.dumps(spent)) == spent
 
 
-def test_without_an_account_a_block_costs_next_to_nothing() -> None:
-    before = spent_time.present_account()
-    spent_time.use_account(None)
-    try:
-        began = time.perf_counter()
-        for _ in range(10_000):
-            with spent_time.communicating:
-                pass
-        # Microseconds each, also on a machine that does something else beside.
-        assert time.perf_counter() - began < 0.5
-    finally:
-        spent_time.use_account(before)
+def test_without_an_account_a_block_costs_next_to_nothing(no_account: None) -> None:
+    began = time.perf_counter()
+    for _ in range(10_000):
+        with spent_time.communicating:
+            pass
+    # Microseconds each, also on a machine that does something else beside.
+    assert time.perf_counter() - began < 0.5

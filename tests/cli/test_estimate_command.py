@@ -12,8 +12,8 @@ from nbaccel.base.units import format_bytes
 from nbaccel.cli import main, memory_tables
 from nbaccel.cli.memory_tables import estimate_model, print_tables
 from nbaccel.config import RunConfig
-from nbaccel.memory.model_size import measure
-from nbaccel.memory.model_states import fsdp_estimate, wrapped_sizes
+from nbaccel.memory.estimate import measure
+from nbaccel.memory.memory_model import fsdp_estimate, wrapped_sizes
 from nbaccel.notebook.picker.model import PickerModel
 from tests.needs import DEEPSPEED_ROW
 from tests.notebook.machines import with_gpus

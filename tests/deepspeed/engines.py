@@ -21,7 +21,7 @@ from torch import nn
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.environment import deepspeed_environment
 from nbaccel.deepspeed.zero_memory import estimate_memory
-from nbaccel.memory.model_size import measure
+from nbaccel.memory.estimate import measure
 from tests.deepspeed import operations
 from tests.deepspeed.needs import ABORTS_ON_DISK
 from tests.leak_police import IMPORT_TIME_VARIABLES

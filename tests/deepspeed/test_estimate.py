@@ -18,7 +18,7 @@ from nbaccel import advise
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
-from nbaccel.memory.model_size import measure
+from nbaccel.memory.estimate import measure
 from nbaccel.plan.inventory import Inventory
 from nbaccel.strategies.model_blocks import checkpoints_gradients
 from tests.deepspeed.advisor.models import machine

@@ -13,7 +13,7 @@ from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.deepspeed.zero_memory import check_host_memory, estimate_memory
 from nbaccel.errors import ConfigError
-from nbaccel.memory.model_size import measure
+from nbaccel.memory.estimate import measure
 from nbaccel.plan.inventory import Inventory
 from tests.deepspeed import needs, operations
 from tests.deepspeed.inference import BUFFERS, INNER, LAYERS, WIDTH, config, infer_all, t5

@@ -45,7 +45,6 @@ PARTS = {
             "tests/gpu/test_launch_cuda.py",
             "tests/devices/test_cuda.py",
             "tests/devices/test_device_contract.py",
-            "tests/devices/test_nvml.py",
             "tests/output/panel/test_shown.py",
             "tests/plan/test_inventory.py",
         )

@@ -10,8 +10,8 @@ from torch import nn
 
 from nbaccel import Accelerator, notebook_launcher
 from nbaccel.base.optional_packages import is_installed
-from nbaccel.precision.fp8.formats import E4M3, E5M2, scale_and_quantize
 from nbaccel.precision.fp8.linear import scaled_product
+from nbaccel.precision.fp8.scaled_tensor import E4M3, E5M2, scale_and_quantize
 from nbaccel.utils import FP8RecipeKwargs
 from tests.isolation import isolated
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from nbaccel.base.training_metrics import Metrics, ProgressBar
+from nbaccel.base.training_metrics import Metrics
 from nbaccel.devices.cpu import CpuDevice
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.loops.metrics_reporter import RunningLoop
@@ -100,14 +100,9 @@ def test_a_loop_that_is_through_makes_room_and_three_levels_are_the_outer_two(
         for _ in tqdm(range(1), desc="a"):
             for _ in tqdm(range(1), desc="b"):
                 list(tqdm(range(1), desc="c"))
-    assert {name for message in told.messages for name, *_ in [*map(_name, message.bars)]} <= {
-        *("download", "a", "b", "c")
-    }
+    described = {bar.description for message in told.messages for bar in message.bars}
+    assert described <= {"download", "a", "b", "c"}
     assert [name for name, *_ in told.bars] == ["a", "c"]
-
-
-def _name(bar: ProgressBar) -> tuple[str]:
-    return (bar.description,)
 
 
 def test_a_stream_that_is_the_user_s_own_has_its_bars(screen: io.StringIO) -> None:

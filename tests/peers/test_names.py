@@ -13,7 +13,7 @@ import pytest
 
 import nbaccel
 from nbaccel import utils
-from nbaccel.base.unsupported_names import PIPELINE_PARALLELISM, missing_name_of
+from nbaccel.base.public_names import PIPELINE_PARALLELISM, missing_name_of
 from nbaccel.errors import PlatformUnsupported
 from tests import needs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -550,3 +551,49 @@ for _ in range(5):
             torch.equal(first["3.weight"], second["3.weight"])
             for first, second in itertools.pairwise(states)
         )
+
+
+# ------------------------------------- cells of Accelerate's guide to low-precision training
+
+GUIDE = """
+from accelerate import Accelerator
+from accelerate.utils import FP8RecipeKwargs
+kwargs = [FP8RecipeKwargs({})]
+accelerator = Accelerator(mixed_precision="fp8", kwarg_handlers=kwargs)
+"""
+
+
+def of_guide(cell: str) -> Accelerator:
+    names: dict[str, Any] = {}
+    exec(re.sub(r"\baccelerate\b", "nbaccel", cell), names)
+    return names["accelerator"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell",
+    [
+        'from accelerate import Accelerator\naccelerator = Accelerator(mixed_precision="fp8")',
+        GUIDE.format('backend="msamp"'),
+        GUIDE.format('backend="msamp", optimization_level="O2"'),
+    ],
+    ids=["nothing said", "msamp", "O2"],
+)
+def test_cells_of_the_guide_train(cell):
+    accelerator = of_guide(cell)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    run = Run(accelerator, *accelerator.prepare(model, optimizer, batches()))
+    assert run.train() < 2.3
+    if accelerator.fp8_backend == "msamp":
+        assert isinstance(run.optimizer.optimizer, ScaledAdam)
+        assert isinstance(run.model[3].weight, ScaledTensor)
+
+
+def test_the_guides_cell_with_dots_is_no_python_and_without_them_says_what_is_missing():
+    with pytest.raises(SyntaxError):
+        of_guide(GUIDE.format('backend="te", ...'))
+    if torch.cuda.is_available():
+        pytest.skip("TransformerEngine may be there")
+    with pytest.raises(ConfigError, match=r"'te' needs transformer_engine|not supported on cpu"):
+        of_guide(GUIDE.format('backend="te"'))

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel import Accelerator, DistributedDataParallelKwargs, notebook_launcher
-from nbaccel.precision.fp8.formats import E4M3, FP16
 from nbaccel.precision.fp8.gradient_exchange import (
     BLOCK,
     AutomaticScaling,
@@ -19,7 +18,7 @@ from nbaccel.precision.fp8.gradient_exchange import (
     unpacked_blocks,
 )
 from nbaccel.precision.fp8.linear import LayerRecipe, convert_layer
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8.scaled_tensor import E4M3, FP16, ScaledTensor
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:

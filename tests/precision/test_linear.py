@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from nbaccel.base import torch_private
-from nbaccel.precision.fp8.formats import BF16, E4M3, E5M2, FP16, scale_and_quantize
 from nbaccel.precision.fp8.linear import (
     GRADIENT,
     INPUT,
@@ -21,7 +20,14 @@ from nbaccel.precision.fp8.linear import (
     convert_layer,
     scaled_product,
 )
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8.scaled_tensor import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    ScaledTensor,
+    scale_and_quantize,
+)
 from nbaccel.precision.fp8_layers import require_layers, restore_layers, select_layers
 
 CPU = torch.device("cpu")
@@ -167,9 +173,9 @@ def test_a_scaled_weight_gets_a_scaled_gradient_that_adds_up(case):
 # ---------------------------------------------------------------- delayed scaling
 
 
-def history(**settings: Any) -> AmaxHistory:
+def history(*names: str, **settings: Any) -> AmaxHistory:
     options = {"length": 4, "margin": 0, "interval": 1, "takes_latest": False, "device": CPU}
-    return AmaxHistory(["a"], (E4M3, E4M3, E5M2), **{**options, **settings})
+    return AmaxHistory(names or ["a"], (E4M3, E4M3, E5M2), **{**options, **settings})
 
 
 def after(amaxes: list[float], **settings: Any) -> float:
@@ -237,15 +243,7 @@ def test_history_goes_on_from_a_state():
 def train(compile_with: str | None, with_history: bool) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
-    steps = AmaxHistory(
-        ["0", "2"],
-        (E4M3, E4M3, E5M2),
-        length=16,
-        margin=0,
-        interval=1,
-        takes_latest=False,
-        device=CPU,
-    )
+    steps = history("0", "2", length=16)
     for index, layer in enumerate(select_layers(model, skip_first_and_last=False).chosen.values()):
         recipe = LayerRecipe(
             emulate=True, history=steps if with_history else None, layer_index=index

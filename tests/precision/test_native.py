@@ -335,14 +335,19 @@ def two(lr: float = 1.0):
     return values, [torch.optim.SGD([value], lr=lr) for value in values]
 
 
+def step(scaler, *optimizers):
+    """As a loop for one optimizer does: an update after each."""
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def test_two_optimizers_of_one_loss_are_unscaled_by_the_same_factor():
     """Torch's own scaler, updated after each, divides the second by the factor that grew."""
     values, optimizers = two()
     scaler = LossScaler("cpu", init_scale=8.0, growth_interval=1)
     scaler.scale(values[0].sum() + values[1].sum()).backward()
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-        scaler.update()
+    step(scaler, *optimizers)
     assert [value.item() for value in values] == [1.0, 2.0]
     assert scaler.get_scale() == 16.0
 
@@ -353,9 +358,7 @@ def test_gradients_that_were_unscaled_for_clipping_are_not_unscaled_again():
     scaler.scale(values[0].sum() + values[1].sum()).backward()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-        scaler.update()
+    step(scaler, *optimizers)
     assert [value.item() for value in values] == [1.0, 2.0]
 
 
@@ -364,8 +367,7 @@ def test_optimizers_that_take_turns_update_in_between():
     scaler = LossScaler("cpu", init_scale=8.0, growth_interval=1)
     for value, optimizer in zip(values, optimizers, strict=True):
         scaler.scale(value.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        step(scaler, optimizer)
     assert [value.item() for value in values] == [1.0, 2.0]
     assert scaler.get_scale() == 32.0
 
@@ -374,9 +376,7 @@ def test_one_infinite_gradient_lowers_the_factor_once_and_skips_its_optimizer_al
     values, optimizers = two()
     scaler = LossScaler("cpu", init_scale=8.0)
     scaler.scale(values[0].sum() * float("inf") + values[1].sum()).backward()
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-        scaler.update()
+    step(scaler, *optimizers)
     assert [value.item() for value in values] == [2.0, 2.0]
     assert scaler.get_scale() == 4.0
 
@@ -385,9 +385,7 @@ def test_an_optimizer_may_step_twice_without_a_loss_in_between():
     values, optimizers = two()
     scaler = LossScaler("cpu", init_scale=8.0)
     scaler.scale(values[0].sum()).backward()
-    for _ in range(2):
-        scaler.step(optimizers[0])
-        scaler.update()
+    step(scaler, optimizers[0], optimizers[0])
     assert values[0].item() == 2.0 - 1.0 - 1.0 / 8
 
 
@@ -397,8 +395,7 @@ def test_an_optimizer_without_gradients_does_not_stop_the_other():
     scaler.scale(values[0].sum()).backward()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    scaler.step(optimizers[0])
-    scaler.update()
+    step(scaler, optimizers[0])
     scaler.scale(values[0].sum())
     assert values[0].item() == 1.0
 
@@ -408,8 +405,7 @@ def test_its_state_is_torchs_and_what_waits_is_in_it(enabled):
     values, optimizers = two()
     scaler = LossScaler("cpu", init_scale=8.0, growth_interval=1, enabled=enabled)
     scaler.scale(values[0].sum()).backward()
-    scaler.step(optimizers[0])
-    scaler.update()
+    step(scaler, optimizers[0])
     plain = torch.amp.GradScaler("cpu", enabled=enabled)
     plain.load_state_dict(scaler.state_dict())
     assert plain.get_scale() == (16.0 if enabled else 1.0)

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from nbaccel.errors import ConfigError
-from nbaccel.precision.fp8.formats import E4M3, FP16
 from nbaccel.precision.fp8.scaled_adam import ScaledAdam, owners_of
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8.scaled_tensor import E4M3, FP16, ScaledTensor
 
 CLASSES = pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam])
 

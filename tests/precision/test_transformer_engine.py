@@ -18,7 +18,7 @@ from nbaccel.config import Fp8Config
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.errors import MissingBackend
 from nbaccel.precision import transformer_engine as engine
-from nbaccel.precision.msamp_levels import MsAmpFp8
+from nbaccel.precision.native_fp8 import MsAmpFp8
 from tests.isolation import ROOT, isolated
 
 STAND_INS = Path(__file__).parent / "stand_ins"

@@ -240,7 +240,7 @@ def compile_often(model: TiedNet) -> Programs:
 
 def move_with_all_that_hangs_on_it() -> dict[str, bool]:
     """Move a model that is tied, hooked, referred to and has gradients."""
-    from nbaccel.devices.tpu.driver import move_parameters
+    from nbaccel.devices.tpu.drivers import move_parameters
 
     device = Accelerator().device
     net = make_net()

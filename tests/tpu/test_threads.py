@@ -30,7 +30,7 @@ import torch, torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
-from nbaccel.devices.tpu.driver import move_parameters
+from nbaccel.devices.tpu.drivers import move_parameters
 from tests.tpu import bodies
 
 model = bodies.make_net()

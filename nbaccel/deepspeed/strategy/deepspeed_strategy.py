@@ -42,7 +42,7 @@ from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.weights.checkpoint_layout import is_readable, read_states
 from nbaccel.deepspeed.zero_config import AUTO, ZERO
 from nbaccel.deepspeed.zero_memory import check_disk, check_host_memory, estimate_memory, host_bytes
-from nbaccel.memory.model_size import measure
+from nbaccel.memory.estimate import measure
 from nbaccel.plan.contracts.training import (
     Bundle,
     DummyOptim,

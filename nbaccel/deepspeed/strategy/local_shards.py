@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel.base import torch_private
+from nbaccel.base.atomic import LeftoverFolders, announce_leftover
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.leftovers import LeftoverFolders, announce_leftover
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import first_few, format_bytes
 from nbaccel.config.given_values import drop_at

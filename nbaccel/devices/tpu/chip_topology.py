@@ -101,7 +101,6 @@ def legal_counts(generation: str, chips: int) -> tuple[int, ...]:
 
 def torch_tpu_variables(generation: str, num_workers: int, ports: Sequence[int]) -> dict[str, str]:
     """What torch_tpu's workers must agree on, as its ``set_tpu_launch_env`` would set it."""
-    _check_ports(num_workers, ports)
     if num_workers == 1:
         return {}
     # torch_tpu 0.2.0 has no table for v2 and v3.
@@ -116,7 +115,6 @@ def torch_xla_variables(
     generation: str, num_workers: int, local_rank: int, ports: Sequence[int]
 ) -> dict[str, str]:
     """What a worker of torch_xla needs, as its ``tpu.configure_topology`` would set it."""
-    _check_ports(num_workers, ports)
     known_bounds = _XLA_BOUNDS_OF_7X if generation == "7x" else _bounds_of(generation)
     variables = {
         "PJRT_DEVICE": "TPU",
@@ -157,11 +155,3 @@ def _chosen_bounds(
 
 def _local_addresses(ports: Sequence[int]) -> str:
     return ",".join(f"localhost:{port}" for port in ports)
-
-
-def _check_ports(num_workers: int, ports: Sequence[int]) -> None:
-    if num_workers > 1 and len(ports) != num_workers:
-        raise ValueError(
-            f"{num_workers} workers need a port each: got {list(ports)}. Two of them would listen "
-            "on one port, or on none. Give as many free ports."
-        )

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nbaccel.base import env
 from nbaccel.base.processes import describe_process
 from nbaccel.base.units import count_noun, first_few, shorten_text
 from nbaccel.config.capabilities import TPU_SIGNS
@@ -166,8 +167,8 @@ def _read_bus(root: Path) -> tuple[_BusChip, ...]:
     return tuple(
         _BusChip(device_id, Path(_link_target(device / "iommu_group")).name)
         for device in _list_folder(root / "sys/bus/pci/devices")
-        if _read_sysfs(device / "vendor") == google
-        and (device_id := _read_sysfs(device / "device")) in _GENERATIONS
+        if env.read_file(device / "vendor").lower() == google
+        and (device_id := env.read_file(device / "device").lower()) in _GENERATIONS
     )
 
 
@@ -188,13 +189,6 @@ def _link_target(path: Path) -> str:
     try:
         return str(path.readlink())
     except OSError:  # not there, or a descriptor that was closed meanwhile
-        return ""
-
-
-def _read_sysfs(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip().lower()
-    except (OSError, UnicodeDecodeError):
         return ""
 
 

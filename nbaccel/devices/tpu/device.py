@@ -20,12 +20,13 @@ from nbaccel.base.processes import describe_process
 from nbaccel.config.capabilities import strategy_row
 from nbaccel.devices.tpu import chips
 from nbaccel.devices.tpu.chip_topology import without_stale
-from nbaccel.devices.tpu.driver import TpuDriver, move_parameters
 from nbaccel.devices.tpu.drivers import (
     TORCH_TPU_EXTENSION,
     DriverChoice,
+    TpuDriver,
     choose_driver,
     find_packages,
+    move_parameters,
 )
 from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 from nbaccel.devices.tpu.torch_xla_driver import RUNTIME_VARIABLE, TorchXlaDriver
@@ -67,7 +68,6 @@ class TpuDevice(Device):
     # ---------------------------------------------------------------- before a launch
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """See :meth:`Device.detect`; by device files, the PCI bus and package metadata."""
         host = chips.inspect_host(environ)
         return {"tpu_chips": 0 if host is None else host.chips, "tpu": host}
 
@@ -96,11 +96,9 @@ class TpuDevice(Device):
         )
 
     def idle_reason(self, inventory: Inventory) -> str:
-        """See :meth:`Device.idle_reason`; where no driver is installed."""
         return _choose(inventory).refusal.removesuffix(".")
 
     def launch_problem(self, inventory: Inventory, config: RunConfig, num_processes: int) -> str:
-        """See :meth:`Device.launch_problem`; the driver, and the layouts that the runtime has."""
         if not (inventory.tpu_chips or _is_dry_run(inventory.tpu)):
             return ""  # refused already
         choice = _choose(inventory, config)
@@ -137,7 +135,6 @@ class TpuDevice(Device):
     def plan_choices(
         self, inventory: Inventory, config: RunConfig
     ) -> Iterator[tuple[str, str, str]]:
-        """See :meth:`Device.plan_choices`: the driver."""
         choice = _choose(inventory, config)
         if choice.name:
             yield "tpu_driver", f"{choice.name} {choice.version}".rstrip(), choice.reason
@@ -147,7 +144,6 @@ class TpuDevice(Device):
         return tuple(problem for driver in _all_drivers() if (problem := driver.fork_problem()))
 
     def busy_reason(self, plan: Plan) -> str:
-        """See :meth:`Device.busy_reason`; by the runtime here, and who has the files open."""
         host = plan.inventory.tpu
         if host is None or not host.device_files:
             return ""
@@ -199,15 +195,9 @@ class TpuDevice(Device):
         return {_AUTOLOAD_VARIABLE: "0"} if find_packages({}).torch_tpu else {}
 
     def prepare_template(self) -> None:
-        """See :meth:`Device.prepare_template`; where there is a chip, or a dry run is wanted."""
-        environ = env.snapshot()
-        host = chips.inspect_host(environ)
-        if host is None:
-            return
-        dry_run = "torch_xla" if _is_dry_run(host) else "auto"
-        choice = choose_driver(dry_run, host, installed_version("torch"))
-        if choice.name:
-            _DRIVERS[choice.name]().load()
+        driver = _usable_driver(or_dry_run=True)
+        if driver is not None:
+            driver.load()
 
     def explain_signal(self, signal_name: str) -> tuple[str, str] | None:
         if signal_name != "SIGSEGV" or not chips.count_chips(env.snapshot()):
@@ -218,12 +208,7 @@ class TpuDevice(Device):
         )
 
     def expects_launches(self) -> bool:
-        host = chips.inspect_host(env.snapshot())
-        return (
-            host is not None
-            and bool(host.chips)
-            and bool(choose_driver("auto", host, installed_version("torch")).name)
-        )
+        return _usable_driver() is not None
 
     def keep_asleep(self) -> None:
         """See :meth:`Device.keep_asleep`; torch is told not to import torch_tpu.
@@ -244,19 +229,12 @@ class TpuDevice(Device):
         return _current_driver().torch_type
 
     def is_available(self) -> bool:
-        """See :meth:`DeviceRuntime.is_available`; the driver is imported if it has to be."""
         if env.read(DRIVER_VARIABLE):
             return True
-        host = chips.inspect_host(env.snapshot())
-        if host is None or not host.chips:
-            return False
-        choice = choose_driver("auto", host, installed_version("torch"))
-        if not choice.name:
-            return False
-        driver = _DRIVERS[choice.name]()
-        if not driver.is_loaded():
+        driver = _usable_driver()
+        if driver is not None and not driver.is_loaded():
             driver.load()
-        return driver.is_loaded()
+        return driver is not None and driver.is_loaded()
 
     def is_awake(self) -> bool:
         return any(driver.is_awake() for driver in _all_drivers())
@@ -269,7 +247,6 @@ class TpuDevice(Device):
         """See :meth:`DeviceRuntime.make_current`; there is no other."""
 
     def torch_device(self, local_rank: int) -> torch.device:
-        """See :meth:`Device.torch_device`; each process calls its chip number 0."""
         import torch
 
         return torch.device(self.kind, 0)
@@ -286,7 +263,6 @@ class TpuDevice(Device):
         return driver.process_group_backend() if is_bound else self.row.shared_group_backend
 
     def place_module(self, module: nn.Module, device: torch.device) -> None:
-        """See :meth:`DeviceRuntime.place_module`; in turn where host memory is short."""
         with _turn(module):
             move_parameters(module, device)
             # The last copy has left host memory before the next process begins.
@@ -332,6 +308,16 @@ def _current_driver() -> TpuDriver:
         return _DRIVERS[named]()
     loaded = (driver for driver in _all_drivers() if driver.is_loaded())
     return next(loaded, None) or TorchTpuDriver()
+
+
+def _usable_driver(*, or_dry_run: bool = False) -> TpuDriver | None:
+    """What drives the chips of this machine; None without chips, or without a driver for them."""
+    host = chips.inspect_host(env.snapshot())
+    if host is None:
+        return None
+    asked = TorchXlaDriver.name if or_dry_run and _is_dry_run(host) else "auto"
+    name = choose_driver(asked, host, installed_version("torch")).name
+    return _DRIVERS[name]() if name else None
 
 
 def _choose(inventory: Inventory, config: RunConfig | None = None) -> DriverChoice:

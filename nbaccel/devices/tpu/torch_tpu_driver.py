@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nbaccel.base import env
 from nbaccel.base.errors import PlatformUnsupported
 from nbaccel.devices.tpu.chip_topology import torch_tpu_variables
-from nbaccel.devices.tpu.driver import TpuDriver
+from nbaccel.devices.tpu.drivers import TpuDriver
 from nbaccel.plan.contracts.device import CompileCounts
 
 if TYPE_CHECKING:
@@ -117,18 +117,11 @@ class TorchTpuDriver(TpuDriver):
         return "gloo" if _goes_by_host() else "cpu:gloo,tpu:tpu_dist"
 
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """See :meth:`TpuDriver.average_gradients`; one collective per data type."""
         if _goes_by_host():
             return False
-        import torch.distributed as dist
+        from nbaccel.base.flat import average  # it imports torch
 
-        from nbaccel.base.flat import by_dtype, flatten, unflatten  # it imports torch
-
-        for alike in by_dtype(gradients):
-            # Each eager collective is a program of its own: one for all is compiled once.
-            flat = flatten(alike)
-            dist.all_reduce(flat)
-            unflatten(flat / world_size, alike)
+        average(gradients, world_size)
         return True
 
     def synchronize(self) -> None:

@@ -16,18 +16,19 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.devices.tpu.chip_topology import torch_xla_variables
-from nbaccel.devices.tpu.driver import TpuDriver
+from nbaccel.devices.tpu.drivers import TpuDriver
 from nbaccel.plan.contracts.device import CompileCounts
 
 if TYPE_CHECKING:
     import torch
 
     from nbaccel.plan.inventory import TpuHost
+
 
 RUNTIME_VARIABLE = "PJRT_DEVICE"
 _CACHE_FOLDER = Path("~/.cache/nbaccel/xla_programs")
@@ -82,8 +83,6 @@ class TorchXlaDriver(TpuDriver):
         env.update(
             {name: value for name, value in _IMPORT_VARIABLES.items() if env.read(name) is None}
         )
-        from nbaccel.devices.tpu.refused_collectives import refuse_collectives  # imports torch
-
         refuse_collectives()
         if self._computes_on_chips():
             # It must come before the first computation. On the processor nothing that was written
@@ -109,7 +108,6 @@ class TorchXlaDriver(TpuDriver):
         return {RUNTIME_VARIABLE: runtime, "XLA_USE_SPMD": "1"}
 
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """See :meth:`TpuDriver.average_gradients`; recorded into the program of the step."""
         if not self._computes_on_chips():
             return False
         model = importlib.import_module("torch_xla.core.xla_model")
@@ -117,7 +115,6 @@ class TorchXlaDriver(TpuDriver):
         return True
 
     def downcast_floats(self) -> str:
-        """See :meth:`TpuDriver.downcast_floats`; the library reads the variable once."""
         import torch
 
         env.update({"XLA_DOWNCAST_BF16": "1", "XLA_USE_BF16": None})
@@ -150,7 +147,6 @@ class TorchXlaDriver(TpuDriver):
         return CompileCounts(programs=int(said[0]), seconds=said[1] * _NANOSECONDS)
 
     def random_state(self) -> torch.Tensor:
-        """See :meth:`TpuDriver.random_state`; the generator's seed, 8 bytes."""
         import torch
 
         seed = importlib.import_module("torch_xla.core.xla_model").get_rng_state()
@@ -214,3 +210,71 @@ def _try_backward(write_end: int) -> None:
     untyped.backward()
     if leaf.grad is not None and float(leaf.grad) == 2.0:
         os.write(write_end, b"1")
+
+
+# ------------------------------------------------------------------------- collectives
+# Those of torch that refuse tensors of torch_xla, which gloo would leave as they are:
+#
+#     dist.all_reduce ─────────────┐
+#     from … import all_reduce ────┼──► torch's operation c10d::allreduce_ ──► refused for ``xla``
+#     DistributedDataParallel, … ──┘
+#
+# For this device nobody has written these operations, so torch_xla copies their tensors to the
+# host, runs them there and copies nothing back: they return at once, and every rank goes on with
+# its own values (torch_xla 2.9). Neither a process group of torch_xla's own comes by here, nor
+# functional collectives: torch_xla has written those, and they go from chip to chip.
+
+_REDUCED = "accelerator.reduce(tensor)"
+_GATHERED = "accelerator.gather(tensor)"
+_BROADCAST = "nbaccel.utils.broadcast(tensor)"
+# torch's operation → the function that users call, and what does the same on any device.
+_COLLECTIVES: dict[str, tuple[str, str]] = {
+    "allreduce_": ("all_reduce", _REDUCED),
+    "allreduce_coalesced_": ("all_reduce_coalesced", _REDUCED),
+    "reduce_": ("reduce", _REDUCED),
+    "broadcast_": ("broadcast", _BROADCAST),
+    "allgather_": ("all_gather", _GATHERED),
+    "_allgather_base_": ("all_gather_into_tensor", _GATHERED),
+    "allgather_coalesced_": ("all_gather_coalesced", _GATHERED),
+    "allgather_into_tensor_coalesced_": ("all_gather_into_tensor", _GATHERED),
+    "gather_": ("gather", _GATHERED),
+    "reduce_scatter_": ("reduce_scatter", _REDUCED),
+    "_reduce_scatter_base_": ("reduce_scatter_tensor", _REDUCED),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_tensor", _REDUCED),
+    "scatter_": ("scatter", _BROADCAST),
+    "alltoall_": ("all_to_all", ""),
+    "alltoall_base_": ("all_to_all_single", ""),
+    "send": ("send", ""),
+    "recv_": ("recv", ""),
+    "recv_any_source_": ("recv", ""),
+}
+# What is registered goes with the object that has registered it.
+_REGISTERED: list[Any] = []
+
+
+def refuse_collectives() -> None:
+    """Let this process's collectives of tensors on ``xla`` fail instead of changing nothing."""
+    if _REGISTERED:
+        return
+    import torch
+    import torch.distributed  # defines the operations
+
+    untyped: Any = torch.library.Library
+    library = untyped("c10d", "IMPL", "XLA")
+    _REGISTERED.append(library)
+    for operation, (name, remedy) in _COLLECTIVES.items():
+        if hasattr(torch.ops.c10d, operation):
+            library.impl(operation, _refusal_of(name, remedy))
+
+
+def _refusal_of(name: str, remedy: str) -> Callable[..., NoReturn]:
+    text = f"Use {remedy}, or move it" if remedy else "Move it"
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"torch.distributed.{name} got a tensor on xla, and this process group is "
+            f"gloo's: it would return at once, and change nothing. {text} to the host: "
+            "tensor.cpu()."
+        )
+
+    return refuse

@@ -30,9 +30,8 @@ from nbaccel.config.capabilities import (
 )
 from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.config.given_values import closest
-from nbaccel.memory.estimate import MemoryBar, MemoryNeed
+from nbaccel.memory.estimate import MemoryBar, MemoryNeed, refuse_unsized
 from nbaccel.memory.memory_model import MemoryModel
-from nbaccel.memory.model_size import refuse_unsized
 from nbaccel.memory.settings_form import (
     ChoiceOption,
     FilledConfig,

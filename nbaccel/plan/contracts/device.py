@@ -36,15 +36,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileCounts:
-    """What a device's compiler has done in this process so far.
+    """What a device's compiler has done in this process so far."""
 
-    Attributes:
-        programs: Programs it has compiled.
-        seconds: Time that took, in seconds.
-    """
-
-    programs: int
-    seconds: float
+    programs: int  # programs it has compiled
+    seconds: float  # time that took, in seconds
 
 
 class StepHooks:
@@ -53,22 +48,16 @@ class StepHooks:
     def place_module(self, module: nn.Module, device: torch.device) -> None:
         """Move a module's parameters and buffers to a device of this kind, in place.
 
-        Parameters stay the same objects, so an optimizer made before holds them still.
-
-        Args:
-            module: The module; what is tied in it stays tied.
-            device: Where to.
+        Parameters stay the same objects, so an optimizer made before holds them still; what is tied
+        stays tied.
         """
         module.to(device)
 
     def downcast_floats(self) -> str:
         """Keep float tensors as bfloat16 and double tensors as float on the device, from now on.
 
-        Returns:
-            Why nothing was changed, a clause; empty where it was.
-
-        Raises:
-            ConfigError: It is too late.
+        Returns why nothing was changed, a clause; empty where it was. Raises `ConfigError` where it
+        is too late.
         """
         return (
             "only torch_xla, on TPUs, keeps float tensors as bfloat16. Here autocast computes in "
@@ -79,15 +68,10 @@ class StepHooks:
         """Run what was recorded for the device so far, where operations are recorded first."""
 
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """Average tensors over all processes in place, by the device's own links.
+        """Average tensors of equal shapes over all processes in place, by the device's own links.
 
-        Args:
-            gradients: Tensors on this device, of equal shapes on all processes.
-            world_size: Number of processes.
-
-        Returns:
-            False where the device has no way of its own: nothing has happened, and the process
-            group has to do it.
+        False where the device has no way of its own: nothing has happened, and the process group
+        has to do it.
         """
         return False
 
@@ -105,59 +89,34 @@ class LaunchHooks:
     def launch_problem(self, inventory: Inventory, config: RunConfig, num_processes: int) -> str:
         """Why a launch could not use these devices as it was configured; empty where it can.
 
-        Args:
-            inventory: What the machine has; devices of this kind are among it.
-            config: What the user said.
-            num_processes: Workers on this node.
-
-        Returns:
-            A whole message: the value, why, and what to do.
+        A whole message: the value, why, and what to do. Devices of this kind are among the
+        inventory; `num_processes` counts workers on this node.
         """
         return ""
 
     def plan_choices(
         self, inventory: Inventory, config: RunConfig
     ) -> Iterable[tuple[str, str, str]]:
-        """What is decided for these devices beside what is decided for all.
-
-        Args:
-            inventory: What the machine has.
-            config: What the user said.
-
-        Returns:
-            For each decision its name, its value and the reason.
-        """
+        """What is decided for these devices beside what is decided for all: name, value, reason."""
         return ()
 
     def plan_warnings(self, inventory: Inventory, config: RunConfig) -> tuple[str, ...]:
-        """What is odd about these devices on this machine, for a plan that uses them.
-
-        Args:
-            inventory: What the machine has.
-            config: What the user said.
-        """
+        """What is odd about these devices on this machine, for a plan that uses them."""
         return ()
 
     def busy_reason(self, plan: Plan) -> str:
         """Why workers could not have the devices at this moment; empty where they can.
 
-        Args:
-            plan: The launch that is about to start.
-
-        Returns:
-            A whole message that says who has them, and what to do.
+        A whole message that says who has them, and what to do; asked when the launch is about to
+        start.
         """
         return ""
 
     def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
         """Environment variables of one launch's workers, found anew for each launch.
 
-        Args:
-            plan: The launch.
-
-        Returns:
-            For each worker on this node, by local rank; None removes a variable that it would
-            inherit from the notebook. Empty where workers need none.
+        For each worker on this node, by local rank; None removes a variable that it would inherit
+        from the notebook. Empty where workers need none.
         """
         return ()
 
@@ -166,14 +125,10 @@ class LaunchHooks:
         return {}
 
     def explain_signal(self, signal_name: str) -> tuple[str, str] | None:
-        """Why a signal has probably ended a worker on a machine with these devices.
+        """Why a signal (``SIGSEGV``) has probably ended a worker on a machine with these devices.
 
-        Args:
-            signal_name: As in ``SIGSEGV``.
-
-        Returns:
-            The likely cause and what to do, a sentence each; None where the device knows no more
-            than is known of the signal.
+        The likely cause and what to do, a sentence each; None where the device knows no more than
+        is known of the signal.
         """
         return None
 
@@ -200,17 +155,14 @@ class LaunchHooks:
 
 
 class DeviceRuntime(StepHooks, ABC):
-    """What a process that computes on a device needs of it.
+    """What a process that computes on a device needs of it."""
 
-    Attributes:
-        pins_host_memory: Whether copies to it are faster from page-locked host memory.
-        has_random_state: Whether it has generators of its own, beside the host's.
-        copies_without_blocking: Whether a copy to it that does not block is safe: its source may
-            be written to when the call has returned.
-    """
-
+    # Whether copies to it are faster from page-locked host memory.
     pins_host_memory: ClassVar[bool] = True
+    # Whether a copy to it that does not block is safe: its source may be written to when the call
+    # has returned.
     copies_without_blocking: ClassVar[bool] = True
+    # Whether it has generators of its own, beside the host's.
     has_random_state: ClassVar[bool] = True
 
     @property
@@ -255,25 +207,13 @@ class DeviceRuntime(StepHooks, ABC):
         torch.accelerator.set_device_index(device.index or 0)
 
     def random_state(self, index: int | None = None) -> torch.Tensor:
-        """The generator of one device.
-
-        Args:
-            index: Its number; None means the current one.
-
-        Returns:
-            A uint8 tensor in host memory.
-        """
+        """The generator of one device, None for the current one: a uint8 tensor in host memory."""
         where = () if index is None else (index,)
         state: torch.Tensor = self._module().get_rng_state(*where)
         return state
 
     def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
-        """Set the generator of one device to what :meth:`random_state` gave.
-
-        Args:
-            state: The state, a uint8 tensor on any device.
-            index: The device's number; None means the current one.
-        """
+        """Set the generator of one device to what :meth:`random_state` gave, on any device."""
         where = () if index is None else (index,)
         # torch takes the state in host memory only.
         self._module().set_rng_state(state.cpu(), *where)
@@ -315,11 +255,7 @@ class DeviceRuntime(StepHooks, ABC):
 
 
 class UnlistedDevice(DeviceRuntime):
-    """An accelerator of a package that extends torch, and that no row names.
-
-    Args:
-        kind: What torch calls it.
-    """
+    """An accelerator of a package that extends torch, and that no row names."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -331,25 +267,20 @@ class UnlistedDevice(DeviceRuntime):
 
 
 class Device(LaunchHooks, DeviceRuntime):
-    """One kind of hardware.
+    """One kind of hardware."""
 
-    Attributes:
-        name: As in its capability row.
-        torch_type: What torch calls its kind; the name where it is empty.
-        after_fork: What any of its :meth:`hazards` would do to a forked worker: one clause.
-        own_process: Whether even a single worker is a process of its own, because a process that
-            has used the device keeps it until it ends.
-        own_template: Whether its workers are forked from a template of their own, because its
-            library in a process would disturb workers on other devices.
-        extension: ``module:function`` of the entry point ``torch.backends`` by which its library
-            extends torch, where that is left to :meth:`prepare_template`.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # as in its capability row
+    # Whether even a single worker is a process of its own, because a process that has used the
+    # device keeps it until it ends.
     own_process: ClassVar[bool] = False
+    # Whether its workers are forked from a template of their own, because its library in a process
+    # would disturb workers on other devices.
     own_template: ClassVar[bool] = False
+    # ``module:function`` of the entry point ``torch.backends`` by which its library extends torch,
+    # where that is left to :meth:`prepare_template`.
     extension: ClassVar[str] = ""
-    torch_type: ClassVar[str] = ""
+    torch_type: ClassVar[str] = ""  # what torch calls its kind; the name where it is empty
+    # What any of its :meth:`hazards` would do to a forked worker: one clause.
     after_fork: ClassVar[str] = "a forked worker could not use the device at all"
 
     @property
@@ -373,12 +304,8 @@ class Device(LaunchHooks, DeviceRuntime):
         It is called in notebooks: it initialises no runtime and imports no torch, but reads device
         files, or asks the driver's library for management.
 
-        Args:
-            environ: The process environment.
-
-        Returns:
-            Fields of the :class:`~nbaccel.plan.inventory.Inventory`: ``accelerators``, a tuple of
-            ``Gpu(kind=...)``, for every device but those that have fields of their own.
+        Returns fields of the :class:`~nbaccel.plan.inventory.Inventory`: ``accelerators``, a tuple
+        of ``Gpu(kind=...)``, for every device but those that have fields of their own.
         """
         return {}
 
@@ -387,14 +314,7 @@ class Device(LaunchHooks, DeviceRuntime):
         return tuple(unit for unit in inventory.accelerators if unit.kind == self.name)
 
     def refusal(self, inventory: Inventory) -> str:
-        """Why a machine cannot serve ``device=name``; empty where it can.
-
-        Args:
-            inventory: What the machine has.
-
-        Returns:
-            A whole message: the value, why, and what to do.
-        """
+        """Why a machine cannot serve ``device=name``, as a whole message; empty where it can."""
         if self.units(inventory):
             return ""
         return (
@@ -411,55 +331,37 @@ class Device(LaunchHooks, DeviceRuntime):
     def hazards(self) -> tuple[str, ...]:
         """What this device has done to the calling process that makes forking it unsafe.
 
-        Looked up without initialising the device: the answer in an untouched process is empty and
-        leaves it untouched.
-
-        Returns:
-            Facts, each a clause; what they would do to a worker is :attr:`after_fork`.
+        Facts, each a clause; what they would do to a worker is :attr:`after_fork`. Looked up
+        without initialising the device: the answer in an untouched process is empty and leaves it
+        untouched.
         """
         return ()
 
     def driver_meter(self) -> Any:
         """What measures the memory of processes on devices of this kind, used in the notebook.
 
-        Returns:
-            An object with ``read()``, which gives bytes by process id, and ``close()``; None where
-            nothing can measure it.
+        An object with ``read()``, which gives bytes by process id, and ``close()``; None where
+        nothing can measure it.
         """
         return None
 
     # ---------------------------------------------------------------- in a worker
 
     def torch_device(self, local_rank: int) -> torch.device:
-        """The device of a worker, as torch names it.
-
-        Args:
-            local_rank: Number of the worker on its node.
-
-        Returns:
-            The device; workers beyond the number of devices share them in turn.
-        """
+        """The device of a worker; those beyond the number of devices share them in turn."""
         import torch
 
         return torch.device(self.kind, local_rank % max(1, self.count()))
 
     def enter_worker(self, local_rank: int) -> None:
-        """Make a worker's device its current one; called once, in the worker, before its code.
-
-        Args:
-            local_rank: Number of the worker on its node.
-        """
+        """Make a worker's device its current one; called once, in the worker, before its code."""
         self.make_current(self.torch_device(local_rank))
 
     def process_group_backend(self, num_local: int) -> str:
         """What ``torch.distributed.init_process_group`` is told in a worker.
 
-        Args:
-            num_local: Workers on this node.
-
-        Returns:
-            The row's backend where each worker has a device of its own; beside another than gloo
-            also gloo, by which objects and tensors in host memory travel.
+        The row's backend where each of the node's workers has a device of its own; beside another
+        than gloo also gloo, by which objects and tensors in host memory travel.
         """
         import torch.distributed as dist
 

@@ -25,32 +25,21 @@ __all__ = ["Engine", "Host", "NodeCrew"]
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A machine that takes part.
+    """A machine that takes part."""
 
-    Attributes:
-        name: By which messages call it; no two hosts have the same.
-        address: Host name or address at which other machines reach it; the notebook's machine
-            takes the interface that leads there.
-        slots: How many workers it takes at most; None: as many as it has devices.
-        is_here: Whether it is the notebook's own machine.
-        devices: Numbers of the devices that its workers see; empty: all.
-    """
-
-    name: str
+    name: str  # by which messages call it; no two hosts have the same
+    # Host name or address at which other machines reach it; the notebook's machine takes the
+    # interface that leads there.
     address: str
-    slots: int | None = None
-    is_here: bool = False
-    devices: tuple[int, ...] = ()
+    slots: int | None = None  # how many workers it takes at most; None: as many as it has devices
+    is_here: bool = False  # whether it is the notebook's own machine
+    devices: tuple[int, ...] = ()  # numbers of the devices that its workers see; empty: all
 
 
 class NodeCrew(ABC):
-    """The actors that an engine has started for one notebook.
+    """The actors that an engine has started for one notebook."""
 
-    Attributes:
-        actors: Name of a host → Ray's handle of the actor there.
-    """
-
-    actors: Mapping[str, Any]
+    actors: Mapping[str, Any]  # name of a host → Ray's handle of the actor there
 
     def problems(self) -> Mapping[str, str]:
         """Hosts that the engine itself knows to be lost, each with what is known of it.
@@ -74,9 +63,6 @@ class Engine(ABC):
         """Why its hosts cannot be used here and now, with what to do; empty where they can.
 
         Asked while planning: it starts nothing and takes milliseconds.
-
-        Args:
-            config: What the user said.
         """
 
     def unready_reason(self) -> str:
@@ -90,42 +76,25 @@ class Engine(ABC):
         """Connect a process that a command has started to what the engine runs on.
 
         A notebook does that itself, with options of its own. By default there is nothing to do.
-
-        Raises:
-            ConfigError: Nothing answers there.
+        Raises `ConfigError` where nothing answers there.
         """
 
     @abstractmethod
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         """The hosts that a launch takes, in the order of ranks.
 
-        Args:
-            config: What the user said. `num_processes` counts the workers on all hosts together;
-                hosts that would have none are left out.
-
-        Raises:
-            ConfigError: There are none, or they have too few slots; every mistake at once.
+        `config.num_processes` counts the workers on all hosts together; hosts that would have none
+        are left out. Raises `ConfigError` where there are none, or they have too few slots; every
+        mistake at once.
         """
 
     @abstractmethod
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
         """Start an actor on each host; returns once Ray has been asked for them.
 
-        Args:
-            hosts: The hosts.
-
-        Raises:
-            StartupFailed: A host did not come up; the error says which.
+        Raises `StartupFailed`, which says which host did not come up.
         """
 
     def replacements(self, config: RunConfig, lost: Sequence[str]) -> Sequence[Host]:
-        """The hosts for the next attempt after some were lost.
-
-        Args:
-            config: What the user said.
-            lost: Names of the hosts that were lost.
-
-        Returns:
-            By default those that are left.
-        """
+        """The hosts for the next attempt after some, by name, were lost: those that are left."""
         return [host for host in self.hosts(config) if host.name not in lost]

@@ -26,25 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One process of a training run.
+    """One process of a training run."""
 
-    Attributes:
-        rank: Its number among all processes, from 0.
-        local_rank: Its number on its node, from 0.
-        world_size: Processes in total.
-        local_world_size: Processes on its node.
-        device: What it computes on.
-        device_row: The row of that device, where torch's name for it is another.
-        backend: Process group backend, as torch names it; empty where there is no group.
-    """
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    device: torch.device
-    device_row: str = ""
-    backend: str = ""
+    rank: int = 0  # its number among all processes, from 0
+    local_rank: int = 0  # its number on its node, from 0
+    world_size: int = 1  # processes in total
+    local_world_size: int = 1  # processes on its node
+    device: torch.device  # what it computes on
+    device_row: str = ""  # the row of that device, where torch's name for it is another
+    backend: str = ""  # process group backend, as torch names it; empty where there is no group
 
     @property
     def device_name(self) -> str:
@@ -78,18 +68,13 @@ class Bundle:
 
     They are kept together because FSDP2, FP8 and ZeRO replace parameters: the optimizer must follow
     its model. A step takes a bundle and returns a bundle of the same lengths and order.
-
-    Attributes:
-        models: Models that are to be trained.
-        optimizers: Torch optimizers, built over the parameters of these models, or stand-ins.
-        schedulers: Learning-rate schedulers of these optimizers, or stand-ins.
-        loaders: Data loaders, shared out already; also those prepared before.
     """
 
-    models: tuple[nn.Module, ...] = ()
+    models: tuple[nn.Module, ...] = ()  # models that are to be trained
+    # Torch optimizers, built over the parameters of these models, or stand-ins.
     optimizers: tuple[Any, ...] = ()
-    schedulers: tuple[Any, ...] = ()
-    loaders: tuple[Any, ...] = ()
+    schedulers: tuple[Any, ...] = ()  # learning-rate schedulers of these optimizers, or stand-ins
+    loaders: tuple[Any, ...] = ()  # data loaders, shared out already; also those prepared before
 
 
 Source = Literal["argument", "config", "environment", "default"]
@@ -98,146 +83,97 @@ Source = Literal["argument", "config", "environment", "default"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """Everything that may request a strategy.
+    """Everything that may request a strategy."""
 
-    Attributes:
-        run: The configuration; None where none was given.
-        arguments: Plugins that an `Accelerator` was given, by the argument's name.
-        handlers: Its ``kwargs_handlers``.
-        has_environment: Whether environment variables count: they do in a process that trains, and
-            not where a launch is planned, whose workers get variables of their own.
-    """
-
-    run: RunConfig | None = None
+    run: RunConfig | None = None  # the configuration; None where none was given
+    # Plugins that an `Accelerator` was given, by the argument's name.
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    handlers: tuple[Any, ...] = ()
+    handlers: tuple[Any, ...] = ()  # its ``kwargs_handlers``
+    # Whether environment variables count: they do in a process that trains, and not where a launch
+    # is planned, whose workers get variables of their own.
     has_environment: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """A strategy's answer that it was requested.
+    """A strategy's answer that it was requested."""
 
-    Attributes:
-        strategy: Its name.
-        source: Where the request comes from.
-        what: The request, as messages write it: ``zero_stage=2``, ``fsdp_plugin``.
-        reason: Why it is taken, for the training plan.
-        settings: Makes its settings; called where training begins, and not for a launch's plan.
-        headline: Its part of the launch plan's first line.
-        choices: Its lines of the launch plan's table.
-    """
-
-    strategy: str
-    source: Source
-    what: str
-    reason: str
+    strategy: str  # its name
+    source: Source  # where the request comes from
+    what: str  # the request, as messages write it: ``zero_stage=2``, ``fsdp_plugin``
+    reason: str  # why it is taken, for the training plan
+    # Makes its settings; called where training begins, and not for a launch's plan.
     settings: Callable[[], Any]
-    headline: str = ""
-    choices: tuple[Choice, ...] = ()
+    headline: str = ""  # its part of the launch plan's first line
+    choices: tuple[Choice, ...] = ()  # its lines of the launch plan's table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRequest:
-    """The settings given in a call, a configuration or the environment.
+    """The settings given in a call, a configuration or the environment."""
 
-    Attributes:
-        mixed_precision: The precision by name.
-        precision_source: Its source: an argument, the environment, a `RunConfig`, or a default.
-        accumulation_steps: Batches for one optimizer step.
-        accumulation_source: Its source.
-        strategy: The requested strategy; None goes by the number of processes.
-        fp8: Which library computes in 8 bits, and how; None where it was not given.
-        device: The row of the requested device; empty takes what there is.
-        split_batches: Whether a loader's batch is cut up, or every process gets whole ones.
-    """
-
-    mixed_precision: str = "no"
+    mixed_precision: str = "no"  # the precision by name
+    # Its source: an argument, the environment, a `RunConfig`, or a default.
     precision_source: Source = "default"
-    accumulation_steps: int = 1
-    accumulation_source: Source = "default"
-    strategy: Wanted | None = None
+    accumulation_steps: int = 1  # batches for one optimizer step
+    accumulation_source: Source = "default"  # its source
+    strategy: Wanted | None = None  # the requested strategy; None goes by the number of processes
+    # Which library computes in 8 bits, and how; None where it was not given.
     fp8: Fp8Config | None = None
-    device: str = ""
+    device: str = ""  # the row of the requested device; empty takes what there is
+    # Whether a loader's batch is cut up, or every process gets whole ones.
     split_batches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaidBySettings:
-    """What a strategy's settings say of training beside sharding.
+    """What a strategy's settings say of training beside sharding."""
 
-    Attributes:
-        mixed_precision: The precision by name; None where they leave it open.
-        accumulation_steps: Batches for one optimizer step; None where they leave it open.
-        writes_shards: Whether every process writes its own part of a checkpoint.
-        reason: Why the strategy is taken, where only the settings can tell.
-        speaker: What says it, as messages call it.
-        remedy: How a contradiction with it can be resolved other than by leaving it out.
-    """
-
-    mixed_precision: str | None = None
+    mixed_precision: str | None = None  # the precision by name; None where they leave it open
+    # Batches for one optimizer step; None where they leave it open.
     accumulation_steps: int | None = None
-    writes_shards: bool = False
-    reason: str = ""
-    speaker: str = "what the strategy was told"
-    remedy: str = ""
+    writes_shards: bool = False  # whether every process writes its own part of a checkpoint
+    reason: str = ""  # why the strategy is taken, where only the settings can tell
+    speaker: str = "what the strategy was told"  # what says it, as messages call it
+    remedy: str = ""  # how a contradiction with it can be resolved other than by leaving it out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionSettings:
-    """All that was said of a number format.
+    """All that was said of a number format."""
 
-    Attributes:
-        device: What the model computes on.
-        autocast: Arguments of ``torch.autocast``.
-        scaler: Arguments of ``torch.amp.GradScaler``.
-        fp8: Library and recipe of FP8; None where nothing was said. Its recipe is never ``auto``
-            where the library has any.
-        emulates_fp8: Whether the device has no products of 8 bits, so that they are emulated.
-        world_size: Processes in total.
-        is_main: Whether this is process 0, which speaks for all.
-        accumulation_steps: Batches for one optimizer step.
-        is_sharded: Whether each process holds a part of each weight, as with `fully_shard`.
-        handlers: What was given as ``kwargs_handlers``, for a library's own objects.
-    """
-
-    device: torch.device
-    autocast: AutocastKwargs
-    scaler: GradScalerKwargs
+    device: torch.device  # what the model computes on
+    autocast: AutocastKwargs  # arguments of ``torch.autocast``
+    scaler: GradScalerKwargs  # arguments of ``torch.amp.GradScaler``
+    # Library and recipe of FP8; None where nothing was said. Its recipe is never ``auto`` where the
+    # library has any.
     fp8: Fp8Config | None = None
+    # Whether the device has no products of 8 bits, so that they are emulated.
     emulates_fp8: bool = False
-    world_size: int = 1
-    is_main: bool = True
-    accumulation_steps: int = 1
+    world_size: int = 1  # processes in total
+    is_main: bool = True  # whether this is process 0, which speaks for all
+    accumulation_steps: int = 1  # batches for one optimizer step
+    # Whether each process holds a part of each weight, as with `fully_shard`.
     is_sharded: bool = False
+    # What was given as ``kwargs_handlers``, for a library's own objects.
     handlers: tuple[Any, ...] = ()
 
 
 class Precision:
-    """One number format.
+    """One number format."""
 
-    Attributes:
-        name: As in its capability row.
-        scaler: What scales the loss and watches for infinite gradients; None where nothing must.
-        dtype: What layers compute in; None leaves it to the parameters.
-        converts_layers: Whether :meth:`convert` replaces layers, which is done even where a
-            strategy's engine casts the model itself.
-        choices: What was decided while preparing, each with its reason.
-    """
-
-    name: ClassVar[str] = "no"
+    name: ClassVar[str] = "no"  # as in its capability row
+    # Whether :meth:`convert` replaces layers, which is done even where a strategy's engine casts
+    # the model itself.
     converts_layers: ClassVar[bool] = False
+    # What scales the loss and watches for infinite gradients; None where nothing must.
     scaler: torch.amp.GradScaler | None = None
-    dtype: torch.dtype | None = None
-    choices: tuple[Choice, ...] = ()
+    dtype: torch.dtype | None = None  # what layers compute in; None leaves it to the parameters
+    choices: tuple[Choice, ...] = ()  # what was decided while preparing, each with its reason
 
     @classmethod
     def build(cls, settings: PrecisionSettings) -> Self:
-        """One for a process's models.
-
-        Args:
-            settings: What was said of it; a format takes what it needs.
-        """
+        """One for a process's models; a format takes what it needs of the settings."""
         return cls()
 
     def convert(self, bundle: Bundle) -> Bundle:
@@ -255,28 +191,18 @@ class Precision:
         return nullcontext()
 
     def own_gradients(self, model: nn.Module) -> list[str]:
-        """Names of the parameters whose gradients this format averages over processes itself.
-
-        Args:
-            model: A converted model.
-        """
+        """Names of a converted model's parameters whose gradients this format averages itself."""
         return []
 
     def average_gradients(self, model: nn.Module, is_synced: Callable[[], bool]) -> None:
         """Average the gradients of :meth:`own_gradients` after each backward pass; a collective.
 
-        Args:
-            model: A converted model; the parameters get the values of process 0.
-            is_synced: Whether the backward pass at hand ends a group of accumulated ones.
+        The parameters get the values of process 0. `is_synced` says whether the backward pass at
+        hand ends a group of accumulated ones.
         """
 
     def full_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with all digits that are kept beside the model; a collective.
-
-        Args:
-            model: A converted model.
-            state: Its state dict.
-        """
+        """A converted model's state dict with all digits kept beside the model; a collective."""
         return state
 
     def state_dict(self, models: Iterable[nn.Module]) -> dict[str, Any]:
@@ -288,28 +214,19 @@ class Precision:
 
 
 class Strategy:
-    """One way to train in this process, together with the others of the run.
+    """One way to train in this process, together with the others of the run."""
 
-    Args:
-        place: This process among the others.
-
-    Attributes:
-        name: As in its capability row.
-        place: This process among the others.
-        shards_parameters: Whether `torch.distributed.fsdp` cuts weights up and gathers them.
-        owns_precision: Whether models are cast, and the loss scaled, by the strategy's own engine.
-        place_batch: Lays out one tensor of a batch, of shape ``[rows, ...]``, that has been put on
-            the device; None leaves it as it is.
-        before_placement: Is given the models while they are where they were built, most often in
-            host memory, and may be a collective; None where :meth:`wrap` is early enough.
-        choices: What was decided while preparing, each with its reason.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # as in its capability row
+    # Whether models are cast, and the loss scaled, by the strategy's own engine.
     owns_precision: ClassVar[bool] = False
+    # Whether `torch.distributed.fsdp` cuts weights up and gathers them.
     shards_parameters: ClassVar[bool] = False
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[Choice, ...] = ()  # what was decided while preparing, each with its reason
+    # Lays out one tensor of a batch, of shape ``[rows, ...]``, that has been put on the device;
+    # None leaves it as it is.
     place_batch: Callable[[torch.Tensor], None] | None = None
+    # Is given the models while they are where they were built, most often in host memory, and may
+    # be a collective; None where :meth:`wrap` is early enough.
     before_placement: Callable[[Iterable[nn.Module]], None] | None = None
 
     def __init__(self, place: Place) -> None:
@@ -321,11 +238,8 @@ class Strategy:
     ) -> Self:
         """One for this process.
 
-        Args:
-            place: This process among the others.
-            settings: An object of the class that the capability row names; None where it has none.
-            precision: What layers compute in.
-            asked: What else the `Accelerator` was asked.
+        `settings` are of the class that the capability row names, None where it has none; `asked`
+        is what else the `Accelerator` was asked.
         """
         return cls(place)
 
@@ -337,11 +251,7 @@ class Strategy:
     def wrap(self, bundle: Bundle) -> Bundle:
         """Make models ready to train, and let the optimizers hold the parameters that result.
 
-        Args:
-            bundle: Models that are on their device, with their optimizers.
-
-        Returns:
-            The same, ready to train.
+        The models are on their device.
         """
         return bundle
 
@@ -350,12 +260,10 @@ class Strategy:
         return model
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
-        """Compute gradients.
+        """Compute gradients, with options of ``Tensor.backward``.
 
-        Args:
-            loss: A 0-d tensor, scaled already for accumulation and for the precision.
-            sync: Whether the batch at hand ends a group of accumulated ones.
-            **options: Of ``Tensor.backward``.
+        The loss is a 0-d tensor, scaled already for accumulation and for the precision; `sync`:
+        whether the batch at hand ends a group of accumulated ones.
         """
         loss.backward(**options)  # type: ignore[no-untyped-call]
 
@@ -372,8 +280,7 @@ class Strategy:
     ) -> AbstractContextManager[None] | None:
         """A context in which processes may run out of batches at different times.
 
-        Returns:
-            The context, or None where the strategy cannot do it.
+        None where the strategy cannot do it.
         """
         return nullcontext()
 
@@ -382,8 +289,7 @@ class Strategy:
     ) -> torch.Tensor:
         """Scale gradients down to a norm over the whole model, wherever its pieces are.
 
-        Returns:
-            The norm before, a 0-d tensor equal on all processes.
+        Returns the norm before, a 0-d tensor equal on all processes.
         """
         import torch
 
@@ -395,27 +301,22 @@ class Strategy:
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """The whole state dict of the unwrapped model; a collective where it is sharded.
 
-        Returns:
-            Tensors by name on process 0; elsewhere it may be empty.
+        Tensors by name on process 0; elsewhere it may be empty.
         """
         return self.unwrap(model).state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        """Load what :meth:`model_state` gave; a collective where the model is sharded.
+        """Load what :meth:`model_state` gave, with options of ``Module.load_state_dict``.
 
-        Args:
-            model: The model, as :meth:`wrap` returned it.
-            state: The state; where the model is sharded, that of process 0 counts.
-            **options: Of ``Module.load_state_dict``.
+        A collective where the model is sharded: then the state of process 0 counts.
         """
         self.unwrap(model).load_state_dict(state, **options)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole state dict of a model's optimizer; a collective where it is sharded.
 
-        Returns:
-            What ``Optimizer.state_dict`` gives where nothing is sharded, so that another strategy
-            or another number of processes can load it. On process 0; elsewhere it may be empty.
+        What ``Optimizer.state_dict`` gives where nothing is sharded, so that another strategy or
+        another number of processes can load it. On process 0; elsewhere it may be empty.
         """
         return optimizer.state_dict()
 
@@ -428,24 +329,16 @@ class Strategy:
 
 @runtime_checkable
 class ShardedCheckpoints(Protocol):
-    """A strategy whose processes can each write and read their own part of a checkpoint.
+    """A strategy whose processes can each write and read their own part of a checkpoint."""
 
-    Attributes:
-        shard_kind: What kind of shards they are, see `train.checkpoint.layout`.
-    """
-
-    shard_kind: ClassVar[str]
+    shard_kind: ClassVar[str]  # what kind of shards they are, see `train.checkpoint.layout`
 
     @property
     def keeps_own_disks(self) -> bool:
         """Whether the user's settings say that each host writes to a disk of its own."""
 
     def shard_folder(self, number: int) -> str:
-        """What the folder of a model in shards is called.
-
-        Args:
-            number: Of the model, from 0.
-        """
+        """What the folder of a model in shards is called, by the model's number from 0."""
 
     def save_sharded(
         self,
@@ -458,13 +351,10 @@ class ShardedCheckpoints(Protocol):
     ) -> None:
         """Write weights, and the optimizer's state if one is given; a collective.
 
-        Args:
-            model: The model, as :meth:`Strategy.wrap` returned it.
-            optimizer: The torch optimizer of its parameters.
-            folder: A folder that all processes see, or each host one of its own.
-            left_out: Names of frozen parameters of the user's own module that are not written.
-            ranks_by_folder: Where hosts have folders of their own, the ranks that write into one,
-                for each; each has to suffice for them. Empty where all see one folder.
+        The model is as :meth:`Strategy.wrap` returned it; the folder is one that all processes see,
+        or each host has its own. `left_out` names frozen parameters of the user's own module that
+        are not written. `ranks_by_folder`: where hosts have folders of their own, the ranks that
+        write into one, for each; each has to suffice for them. Empty where all see one folder.
         """
 
     def check_sharded(
@@ -482,9 +372,8 @@ class ShardedCheckpoints(Protocol):
         What was left out need not be there: it stays as it is in the model. `ranks_there` are the
         ranks whose shards are there, if it is one host's folder; this process is one of them.
 
-        Raises:
-            CheckpointDamaged: Files are missing, or not what was saved.
-            ConfigError: They are of another model, or another number of processes.
+        Raises `CheckpointDamaged` where files are missing, or not what was saved, and `ConfigError`
+        where they are of another model, or another number of processes.
         """
 
     def load_sharded(
@@ -504,21 +393,14 @@ Piece = tuple[int, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Remembered:
-    """What a module was.
+    """What a module was."""
 
-    Attributes:
-        tensors: Format and attributes of each parameter and buffer, by name.
-    """
-
+    # Format and attributes of each parameter and buffer, by name.
     tensors: dict[str, tuple[torch.dtype, frozenset[str]]]
 
 
 def remember(module: nn.Module) -> Remembered:
-    """The state of a module that no library has taken over.
-
-    Args:
-        module: The module.
-    """
+    """The state of a module that no library has taken over."""
     named = (*module.named_parameters(), *module.named_buffers())
     return Remembered({name: (t.dtype, frozenset(vars(t))) for name, t in named})
 
@@ -561,14 +443,9 @@ class ShardReader:
         return None
 
     def check_whole(self, module_or_state: Any, what: str) -> None:
-        """Refuse a module or state dict in which placeholders stand for weights.
+        """Refuse, with `ConfigError`, a module or state dict whose weights are placeholders.
 
-        Args:
-            module_or_state: The module, or the state dict of one.
-            what: What was asked for, to begin the message with.
-
-        Raises:
-            ConfigError: Some do.
+        The message begins with `what` was asked for.
         """
 
     def remember(self, module: nn.Module) -> Remembered:
@@ -578,8 +455,7 @@ class ShardReader:
     def take_back(self, module: nn.Module, remembered: Remembered) -> bool:
         """Make a module that the library took apart in this one process what it was.
 
-        Returns:
-            Whether it had been taken apart.
+        Returns whether it had been taken apart.
         """
         raise NotImplementedError
 
@@ -596,8 +472,7 @@ class ShardReader:
     def tear_down(self, before: Any) -> None:
         """End the library's part of this process: engines, groups, variables.
 
-        Args:
-            before: What the ``observe`` of the capability row saw.
+        `before` is what the ``observe`` of the capability row saw.
         """
 
 
@@ -621,6 +496,7 @@ _WARMUP = _UnsaidSteps(0)
 
 
 def _given(arguments: dict[str, Any]) -> frozenset[str]:
+    """What was given, by name: a default contradicts no file, and fills in ``"auto"`` as well."""
     defaults = (_Unsaid, _UnsaidSteps)
     return frozenset(name for name, value in arguments.items() if not isinstance(value, defaults))
 
@@ -629,18 +505,10 @@ class DummyOptim:
     """Stands for the optimizer of a DeepSpeed configuration.
 
     Args:
-        params: Parameters, or parameter groups.
+        params: Parameters, or parameter groups; kept as a list.
         lr: Learning rate, where the file has ``"auto"``.
         weight_decay: Weight decay, where the file has ``"auto"``.
         **kwargs: Further arguments (``betas``, ``eps``), where the file has ``"auto"``.
-
-    Attributes:
-        params: Parameters, or parameter groups, as a list.
-        lr: As given.
-        weight_decay: As given.
-        kwargs: As given.
-        given: What was given of these, by name. A default was not chosen by the user, so it
-            contradicts no file; it fills in ``"auto"`` all the same.
     """
 
     def __init__(
@@ -668,14 +536,6 @@ class DummyScheduler:
         warmup_num_steps: Steps of warm-up.
         lr_scheduler_callable: Makes the schedule from the optimizer, in place of the file's.
         **kwargs: Kept.
-
-    Attributes:
-        optimizer: As given.
-        total_num_steps: As given.
-        warmup_num_steps: As given.
-        lr_scheduler_callable: As given.
-        kwargs: As given.
-        given: ``warmup_num_steps``, where it was given.
     """
 
     def __init__(

@@ -31,15 +31,15 @@ import torch
 import torch.distributed as dist
 
 from nbaccel.base import torch_private
-from nbaccel.precision.fp8.formats import (
+from nbaccel.precision.fp8.scaled_tensor import (
     E4M3,
     NumberFormat,
+    ScaledTensor,
     dequantize,
     largest_magnitude,
     power_of_two_scale,
     quantize,
 )
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
 BLOCK = 256
 """Values under one scale."""
@@ -137,14 +137,6 @@ def sum_payloads(payloads: torch.Tensor) -> tuple[torch.Tensor, float]:
     for payload in payloads[1:]:
         total = E4M3.cast(total.float() + payload.float()).to(payloads.dtype)
     return total, float((total.float().abs() >= E4M3.maximum).float().mean())
-
-
-def message_bytes(num_values: int, num_ranks: int) -> int:
-    """Bytes that a process sends for the mean of so many values by :func:`two_shot_mean`."""
-    chunk_size = -(-num_values // (num_ranks * BLOCK)) * BLOCK
-    chunk_bytes = chunk_size + chunk_size // BLOCK * _SCALE_BYTES
-    # A chunk to each of the others, and then the own mean to each of them.
-    return 2 * (num_ranks - 1) * chunk_bytes
 
 
 def average(scaling: AutomaticScaling | None) -> Callable[[torch.Tensor, int], torch.Tensor]:

@@ -33,15 +33,15 @@ from torch import nn
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.precision.fp8.formats import (
+from nbaccel.precision.fp8.scaled_tensor import (
     E4M3,
     E5M2,
     NumberFormat,
+    ScaledTensor,
     largest_magnitude,
     power_of_two_scale,
     quantize,
 )
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
 INPUT = 0
 WEIGHT = 1
@@ -49,12 +49,7 @@ GRADIENT = 2
 
 
 class AmaxHistory:
-    """Magnitudes and scales of all layers of a model; see [Note: delayed scaling].
-
-    Attributes:
-        amaxes: Magnitudes of the step at hand: ``[3, layers]``, float32.
-        scales: ``[3, layers]``, float32; 0 where there is no history.
-    """
+    """Magnitudes and scales of all layers of a model; see [Note: delayed scaling]."""
 
     def __init__(
         self,
@@ -74,6 +69,7 @@ class AmaxHistory:
         self._takes_latest = takes_latest
         self._step = 0
         self._history = torch.zeros(length, 3, len(self._names), device=device)
+        # Magnitudes of the step at hand; a scale is 0 where there is no history.
         self.amaxes = torch.zeros(3, len(self._names), device=device)
         self.scales = torch.zeros(3, len(self._names), device=device)
 
@@ -191,7 +187,7 @@ class LayerRecipe:
             # A layer may be called several times in a step.
             seen.copy_(torch.maximum(seen, amax))
             known_scale = self.history.scales[kind, self.layer_index]
-            # An infinite value must not be cut to the range: see formats, [Note: infinite values].
+            # One that is infinite must not be cut: see scaled_tensor, [Note: infinite values].
             usable = (known_scale > 0) & torch.isfinite(amax)
             scale = torch.where(usable, known_scale, scale)
         return quantize(values, scale, number_format), scale.reciprocal()

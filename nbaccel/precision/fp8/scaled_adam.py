@@ -29,18 +29,13 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.precision.fp8.formats import E4M3, FP16
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8.scaled_tensor import E4M3, FP16, ScaledTensor
 
 _STORED_AS = {"exp_avg": E4M3, "exp_avg_sq": FP16, "master": FP16}
 
 
 class ScaledAdam(Optimizer):
-    """Takes the place of an Adam or AdamW of torch's, with its groups, settings and state.
-
-    Attributes:
-        given: As given.
-    """
+    """Takes the place of an Adam or AdamW of torch's, with its groups, settings and state."""
 
     def __init__(
         self,

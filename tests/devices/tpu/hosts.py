@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP
 from nbaccel.plan.inventory import TpuHost
 
-GIB = 2**30
 # Google's own network card and disk: the same vendor, and no chips.
 OTHER_GOOGLE_DEVICES = ("0x0042", "0x001f")
 PCI_ID = {
@@ -27,37 +27,20 @@ PCI_ID = {
 
 @dataclass(frozen=True)
 class RecordedHost:
-    """A host.
+    """A host."""
 
-    Attributes:
-        nodes: Files below /dev.
-        bus: Device numbers of Google's devices on the PCI bus, each with its IOMMU group or "".
-        environ: The variables that matter.
-        modules: Imported modules that matter.
-        packages: Installed distributions and their versions.
-        expected: The `TpuHost`, without notes.
-        notes: The beginning of each note.
-    """
-
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()  # files below /dev
+    # Device numbers of Google's devices on the PCI bus, each with its IOMMU group or "".
     bus: tuple[tuple[str, str], ...] = ()
-    environ: dict[str, str] = field(default_factory=dict)
-    modules: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)  # the variables that matter
+    modules: tuple[str, ...] = ()  # those imported that matter
     packages: tuple[tuple[str, str], ...] = (("torch", "2.13.0+cpu"), ("torch_tpu", "0.2.0"))
-    expected: TpuHost | None = None
-    notes: tuple[str, ...] = ()
+    expected: TpuHost | None = None  # without notes
+    notes: tuple[str, ...] = ()  # the beginning of each
 
 
 def build_host(host: RecordedHost, root: Path) -> Path:
-    """Write a host's files below a folder.
-
-    Args:
-        host: The host.
-        root: The folder.
-
-    Returns:
-        The folder again.
-    """
+    """Write a host's files below a folder; returns the folder."""
     for name in host.nodes:
         path = root / "dev" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,9 +86,20 @@ def chips_on_bus(generation: str, first: int, count: int) -> tuple[tuple[str, st
     return (*others, *chips)
 
 
-def expect(**facts: Any) -> TpuHost:
-    """A host with torch_tpu and libtpu, where nothing else is said."""
-    return TpuHost(**{"torch_tpu": "0.2.0", "libtpu": "0.0.52", "environment": "tpu_vm"} | facts)
+def expect(
+    generation: str, chips: int, counts: tuple[int, ...], first: int = 0, **facts: Any
+) -> TpuHost:
+    """A host with torch_tpu and libtpu, whose chips all count, where nothing else is said."""
+    usual = {
+        "chips_on_bus": chips,
+        "torch_tpu_chips": chips,
+        "device_files": tuple(f"/dev/vfio/{group}" for group in range(first, first + chips)),
+        "bytes_per_chip": BYTES_PER_CHIP[generation],
+        "torch_tpu": "0.2.0",
+        "libtpu": "0.0.52",
+        "environment": "tpu_vm",
+    }
+    return TpuHost(generation=generation, chips=chips, process_counts=counts, **{**usual, **facts})
 
 
 DRIVERS = (("torch", "2.13.0+cpu"), ("torch_tpu", "0.2.0"), ("libtpu", "0.0.52"))
@@ -118,16 +112,7 @@ HOSTS: dict[str, RecordedHost] = {
         environ={"COLAB_RELEASE_TAG": "release-colab", "TPU_ACCELERATOR_TYPE": "v5litepod-1"},
         modules=("google.colab",),
         packages=DRIVERS,
-        expected=expect(
-            generation="v5e",
-            chips=1,
-            chips_on_bus=1,
-            torch_tpu_chips=1,
-            device_files=("/dev/vfio/0",),
-            bytes_per_chip=16 * GIB,
-            process_counts=(1,),
-            environment="colab",
-        ),
+        expected=expect("v5e", 1, (1,), environment="colab"),
     ),
     "colab v6e-1": RecordedHost(
         nodes=vfio(0, 1),
@@ -135,13 +120,9 @@ HOSTS: dict[str, RecordedHost] = {
         environ={"COLAB_GPU": "", "PJRT_DEVICE": "TPU"},
         packages=XLA_DRIVERS,
         expected=expect(
-            generation="v6e",
-            chips=1,
-            chips_on_bus=1,
-            torch_tpu_chips=1,
-            device_files=("/dev/vfio/0",),
-            bytes_per_chip=32 * GIB,
-            process_counts=(1,),
+            "v6e",
+            1,
+            (1,),
             environment="colab",
             torch_tpu="",
             torch_xla="2.9.0",
@@ -161,60 +142,27 @@ HOSTS: dict[str, RecordedHost] = {
             "TPU_WORKER_HOSTNAMES": "localhost",
         },
         packages=DRIVERS,
-        expected=expect(
-            generation="v5e",
-            chips=8,
-            chips_on_bus=8,
-            torch_tpu_chips=8,
-            device_files=tuple(f"/dev/vfio/{group}" for group in range(4, 12)),
-            bytes_per_chip=16 * GIB,
-            process_counts=(1, 4, 8),
-            environment="kaggle",
-        ),
+        expected=expect("v5e", 8, (1, 4, 8), first=4, environment="kaggle"),
         notes=("TPU_PROCESS_BOUNDS=1,1,1 is set beside 8 TPU chips",),
     ),
     "tpu vm v4-8": RecordedHost(
         nodes=vfio(0, 4),
         bus=chips_on_bus("v4", 0, 4),
         packages=DRIVERS,
-        expected=expect(
-            generation="v4",
-            chips=4,
-            chips_on_bus=4,
-            torch_tpu_chips=4,
-            device_files=tuple(f"/dev/vfio/{group}" for group in range(4)),
-            bytes_per_chip=32 * GIB,
-            process_counts=(1, 2, 4),
-        ),
+        expected=expect("v4", 4, (1, 2, 4)),
     ),
     "tpu vm v5p-8": RecordedHost(
         nodes=vfio(0, 4),
         bus=chips_on_bus("v5p", 0, 4),
         environ={"TPU_NAME": "mine", "TPU_WORKER_ID": "0"},
         packages=DRIVERS,
-        expected=expect(
-            generation="v5p",
-            chips=4,
-            chips_on_bus=4,
-            torch_tpu_chips=4,
-            device_files=tuple(f"/dev/vfio/{group}" for group in range(4)),
-            bytes_per_chip=95 * GIB,
-            process_counts=(1, 2, 4),
-        ),
+        expected=expect("v5p", 4, (1, 2, 4)),
     ),
     "tpu vm v6e-4": RecordedHost(
         nodes=vfio(0, 4),
         bus=chips_on_bus("v6e", 0, 4),
         packages=DRIVERS,
-        expected=expect(
-            generation="v6e",
-            chips=4,
-            chips_on_bus=4,
-            torch_tpu_chips=4,
-            device_files=tuple(f"/dev/vfio/{group}" for group in range(4)),
-            bytes_per_chip=32 * GIB,
-            process_counts=(1, 4),
-        ),
+        expected=expect("v6e", 4, (1, 4)),
     ),
     "tpu vm v3-8, /dev/accel": RecordedHost(
         nodes=tuple(f"accel{number}" for number in range(4)),
@@ -222,12 +170,11 @@ HOSTS: dict[str, RecordedHost] = {
         environ={"TPU_ACCELERATOR_TYPE": "v3-8"},
         packages=XLA_DRIVERS,
         expected=expect(
-            generation="v3",
-            chips=4,
-            chips_on_bus=4,
+            "v3",
+            4,
+            (1, 4),
+            torch_tpu_chips=0,
             device_files=tuple(f"/dev/accel{number}" for number in range(4)),
-            bytes_per_chip=32 * GIB,
-            process_counts=(1, 4),
             threads_per_process=2,
             torch_tpu="",
             torch_xla="2.9.0",
@@ -239,16 +186,7 @@ HOSTS: dict[str, RecordedHost] = {
         bus=chips_on_bus("v3", 0, 4),
         environ={"TPU_ACCELERATOR_TYPE": "v3-8"},
         packages=DRIVERS,
-        expected=expect(
-            generation="v3",
-            chips=4,
-            chips_on_bus=4,
-            torch_tpu_chips=0,
-            device_files=tuple(f"/dev/vfio/{group}" for group in range(4)),
-            bytes_per_chip=32 * GIB,
-            process_counts=(1, 4),
-            threads_per_process=2,
-        ),
+        expected=expect("v3", 4, (1, 4), torch_tpu_chips=0, threads_per_process=2),
         notes=("nbaccel counts 4 TPU chips here and torch_tpu 0: it knows no chips of v3",),
     ),
     "one host of a v5e-16 slice": RecordedHost(
@@ -261,46 +199,21 @@ HOSTS: dict[str, RecordedHost] = {
             "JOB_COMPLETION_INDEX": "2",
         },
         packages=DRIVERS,
-        expected=expect(
-            generation="v5e",
-            chips=4,
-            chips_on_bus=4,
-            torch_tpu_chips=4,
-            device_files=tuple(f"/dev/vfio/{group}" for group in range(4)),
-            bytes_per_chip=16 * GIB,
-            process_counts=(1, 4),
-            num_hosts=4,
-            worker_id=2,
-            environment="gke",
-        ),
+        expected=expect("v5e", 4, (1, 4), num_hosts=4, worker_id=2, environment="gke"),
         notes=("This host is number 2 of 4 of a TPU slice",),
     ),
     "container that hides /sys": RecordedHost(
         nodes=vfio(0, 4),
         environ={"TPU_WORKER_ID": "0", "TPU_ACCELERATOR_TYPE": "v6e-4"},
         packages=DRIVERS,
-        expected=expect(
-            generation="v6e",
-            chips=4,
-            device_files=tuple(f"/dev/vfio/{group}" for group in range(4)),
-            bytes_per_chip=32 * GIB,
-            process_counts=(1, 4),
-        ),
+        expected=expect("v6e", 4, (1, 4), chips_on_bus=0, torch_tpu_chips=0),
         notes=("nbaccel counts 4 TPU chips here and torch_tpu 0: it goes by the PCI bus",),
     ),
     "container with one chip of eight": RecordedHost(
         nodes=vfio(3, 1),
         bus=chips_on_bus("v5e", 0, 8),
         packages=DRIVERS,
-        expected=expect(
-            generation="v5e",
-            chips=1,
-            chips_on_bus=8,
-            torch_tpu_chips=1,
-            device_files=("/dev/vfio/3",),
-            bytes_per_chip=16 * GIB,
-            process_counts=(1,),
-        ),
+        expected=expect("v5e", 1, (1,), first=3, chips_on_bus=8),
         notes=("8 TPU chips on the PCI bus, and this process could open 1",),
     ),
 }

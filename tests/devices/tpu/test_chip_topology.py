@@ -118,14 +118,6 @@ def test_a_wrong_count_is_refused_with_the_right_ones(generation, num_workers, r
     assert message.endswith(f"Give num_processes={remedy}.")
 
 
-@pytest.mark.parametrize("num_ports", [0, 3, 5])
-def test_each_worker_needs_a_port(num_ports):
-    with pytest.raises(ValueError, match="4 workers need a port each"):
-        torch_tpu_variables("v5e", 4, PORTS[:num_ports])
-    with pytest.raises(ValueError, match="4 workers need a port each"):
-        torch_xla_variables("v5e", 4, 0, PORTS[:num_ports])
-
-
 def test_a_worker_inherits_nothing_that_a_launch_sets():
     left_behind = {
         **torch_tpu_variables("v5e", 4, PORTS[:4]),

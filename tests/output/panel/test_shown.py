@@ -19,7 +19,7 @@ import torch
 from nbaccel import Accelerator, Pool, notebook_launcher
 from nbaccel.base.processes import process_use
 from nbaccel.base.training_metrics import Metrics
-from nbaccel.devices.nvml import Meter
+from nbaccel.devices.cuda import Meter
 from nbaccel.output import publish
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus

@@ -1,9 +1,11 @@
-"""The GPU of Apple silicon. Never run: written from torch's documentation of ``torch.mps``."""
+"""Intel GPUs, and that of Apple silicon: never run, written from torch's documentation."""
 
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.plan.contracts.device import Device
@@ -11,6 +13,33 @@ from nbaccel.plan.inventory import Gpu
 
 if TYPE_CHECKING:
     import torch
+
+
+_CARDS = Path("/sys/class/drm")
+_VENDOR = "0x8086"
+
+
+class XpuDevice(Device):
+    """Workers compute on Intel GPUs."""
+
+    name: ClassVar[str] = "xpu"
+
+    def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        # Render nodes, one per GPU: `card*` has entries for connectors, too.
+        vendor_files = sorted(_CARDS.glob("render*/device/vendor")) if _CARDS.is_dir() else []
+        intel_files = [
+            vendor_file
+            for vendor_file in vendor_files
+            if vendor_file.read_text(encoding="ascii").strip() == _VENDOR
+        ]
+        gpus = (Gpu(index=i, name="Intel GPU", kind=self.name) for i in range(len(intel_files)))
+        return {"accelerators": tuple(gpus)}
+
+    def hazards(self) -> tuple[str, ...]:
+        xpu = getattr(sys.modules.get("torch"), "xpu", None)
+        if xpu is not None and xpu.is_initialized():
+            return ("torch has an XPU context in this process",)
+        return ()
 
 
 class MpsDevice(Device):
@@ -35,7 +64,6 @@ class MpsDevice(Device):
         return self.is_available()
 
     def random_state(self, index: int | None = None) -> torch.Tensor:
-        """See :meth:`DeviceRuntime.random_state`; there is one device, and it has no number."""
         return super().random_state()
 
     def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
