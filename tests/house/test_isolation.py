@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import isolation
-from tests.isolation import Outcome, isolated
+from tests.isolation import isolated
 
 
 @pytest.fixture
@@ -24,12 +24,6 @@ def test_the_body_runs_in_another_process_with_the_fixtures_values(tmp_path, out
     assert Path(tmp_path).is_dir()
     assert os.getppid() == outer_pid
     assert "pytest" not in Path("/proc/self/cmdline").read_bytes().decode()
-
-
-@pytest.mark.parametrize("number", [1, 2])
-@isolated(timeout_s=30)
-def test_parameters_arrive(number):
-    assert number in (1, 2)
 
 
 class TestMethod:
@@ -71,44 +65,24 @@ def crash_late():
     atexit.register(os._exit, 3)
 
 
-def outcome_of(body, capsys, timeout_s=30.0) -> tuple[Outcome, str]:
-    request = isolation.Request(__name__, body.__qualname__, {}, list(warnings.filters), timeout_s)
+@pytest.mark.parametrize(
+    ("body", "kind", "text", "said"),
+    [
+        (fail, "failed", 'raise ValueError("the value 42 is odd")', "said before"),
+        (fail, "failed", "ValueError: the value 42 is odd", "said by C"),
+        (skip, "skipped", "no such device", ""),
+        (kill_itself, "failed", "ended with signal SIGKILL, before the test was over", ""),
+        (crash_late, "failed", "exit status 3, after the test had passed", ""),
+        pytest.param(hang, "failed", "not done after 10 s", "in hang", marks=pytest.mark.slow),
+    ],
+)
+def test_what_became_of_the_body_comes_home(body, kind, text, said, capsys):
+    limit_s = 10.0 if body is hang else 30.0
+    request = isolation.Request(__name__, body.__qualname__, {}, list(warnings.filters), limit_s)
     outcome = isolation._run(request)
-    return outcome, capsys.readouterr().out
-
-
-def test_a_failure_comes_home_with_its_traceback_and_output(capsys):
-    outcome, output = outcome_of(fail, capsys)
-    assert outcome.kind == "failed"
-    assert "ValueError: the value 42 is odd" in outcome.text
-    assert 'raise ValueError("the value 42 is odd")' in outcome.text
-    assert "said before" in output
-    assert "said by C" in output
-
-
-def test_a_skip_comes_home_with_its_reason(capsys):
-    assert outcome_of(skip, capsys)[0] == Outcome("skipped", "no such device")
-
-
-def test_a_killed_process_is_named_by_its_signal(capsys):
-    outcome, _ = outcome_of(kill_itself, capsys)
-    assert outcome == Outcome(
-        "failed", "the fresh process ended with signal SIGKILL, before the test was over"
-    )
-
-
-@pytest.mark.slow
-def test_a_hang_shows_its_stacks_and_leaves_nothing(capsys):
-    outcome, output = outcome_of(hang, capsys, timeout_s=10)
-    assert outcome.kind == "failed"
-    assert "not done after 10 s" in outcome.text
-    assert "in hang" in output
-
-
-def test_a_crash_at_exit_fails_a_test_that_had_passed(capsys):
-    outcome, _ = outcome_of(crash_late, capsys)
-    assert outcome.kind == "failed"
-    assert "exit status 3, after the test had passed" in outcome.text
+    assert outcome.kind == kind
+    assert text in outcome.text
+    assert said in capsys.readouterr().out
 
 
 def test_the_decorated_function_raises_what_pytest_expects():

@@ -113,7 +113,6 @@ LANES: dict[str, Lane] = {
             "tests/notebook/test_magics.py",
             "tests/notebook/test_pickers.py",
             "tests/kernel/test_cells.py",
-            "tests/kernel/test_harness.py",
         ),
         notebooks=_NOTEBOOKS,
         packages=(*_TOOLS, *_OF_NOTEBOOKS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,16 +90,10 @@ def test_a_global_model_comes_home(
     assert means(found["model"]) == [3.0]
 
 
-def test_a_global_model_that_nothing_else_views_is_not_told_of(
+def test_what_nothing_or_only_a_graph_of_an_earlier_loss_views_is_not_told_of(
     cell: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     notebook_launcher(cell(DEFINE)["by_global"], num_processes=2)
-    assert "old memory" not in capsys.readouterr().err
-
-
-def test_what_only_a_graph_of_an_earlier_loss_keeps_is_not_told_of(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     loss = model(torch.ones(1, 3, requires_grad=True)).sum()
     notebook_launcher(lambda: model and None, num_processes=2)
@@ -202,3 +197,17 @@ def test_an_object_with_its_own_way_to_pickle_is_looked_into() -> None:
     sly = Sly()
     notebook_launcher(lambda: fill(sly.model, 7.0), num_processes=2)  # type: ignore[attr-defined]
     assert means(model) == [7.0]
+
+
+# ------------------------------------------------------------------------- weak references
+
+
+def test_a_weak_reference_names_the_same_object_or_is_gone_as_in_the_notebook() -> None:
+    def look(pair: list[Any]) -> tuple[bool, bool]:
+        owner, (reference, gone) = pair
+        return reference() is owner, gone() is None
+
+    owner = {7}
+    references = weakref.ref(owner), weakref.ref(set())
+    found = notebook_launcher(look, ([owner, references],), num_processes=2)
+    assert list(found) == [(True, True)] * 2

@@ -111,6 +111,7 @@ def test_another_dtype_and_a_replaced_parameter_are_told(change: Any, told: str)
     with pytest.warns(UserWarning, match=told):
         results = notebook_launcher(change, (model,), num_processes=1, start_method="template")
     assert torch.equal(results.state_dicts["args[0]"]["bias"].float(), model.bias.detach())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_cells_tell_it_once(capsys: pytest.CaptureFixture[str]) -> None:
