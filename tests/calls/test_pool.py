@@ -267,17 +267,6 @@ def test_uneven_collectives_are_told_and_do_no_harm(
     assert fresh.pull("x") == {"x": [torch.tensor([2.0])] * 2}
 
 
-def test_what_held_a_group_that_was_left_says_so(fresh: Pool) -> None:
-    fresh.run(
-        "import torch, torch.distributed as dist\n"
-        "rank = dist.get_rank(); x = torch.ones(1); old = dist.new_group()"
-    )
-    with pytest.raises(ValueError, match="odd"):
-        fresh.run("if rank: raise ValueError('odd')\ndist.all_reduce(x)")
-    with pytest.raises(Exception, match="run the cells again that make them"):
-        fresh.run("dist.all_reduce(x, group=old)")
-
-
 # ------------------------------------------------------------------------- failures
 
 
@@ -519,22 +508,6 @@ def test_idle_workers_use_no_processor_time(fresh: Pool) -> None:
     before = [processor_time(pid) for pid in found]
     time.sleep(1.0)
     assert [processor_time(pid) for pid in found] == before
-
-
-@pytest.mark.slow
-def test_two_hundred_cells_leave_no_more_open_than_two(pool: Pool, names: Names) -> None:
-    names["model"] = nn.Linear(8, 8)
-    found = [psutil.Process(pid) for pid in pids(pool)]
-    for step in range(200):
-        names["step"] = step
-        pool.run("import torch\ny = model(torch.ones(1, 8)).sum() * step")
-        if step == 20:
-            fds = [p.num_fds() for p in [psutil.Process(), *found]]
-            rss = [p.memory_info().rss for p in found]
-            maps = [len(p.memory_maps(grouped=False)) for p in found]
-    assert [p.num_fds() for p in [psutil.Process(), *found]] == fds
-    assert all(p.memory_info().rss < r + 8 * 2**20 for p, r in zip(found, rss, strict=True))
-    assert all(len(p.memory_maps(grouped=False)) < m + 20 for p, m in zip(found, maps, strict=True))
 
 
 def test_two_pools_do_not_disturb_each_other(pool: Pool) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nbaccel
-from nbaccel import notebook_launcher
+from nbaccel import ConfigError, Pool, WorkerFailed, notebook_launcher
 from nbaccel.launchers import Results
 from nbaccel.output.panel.facts import ENDED_RUNS
 from nbaccel.output.panel.rank_times import RankTimes
@@ -63,20 +61,14 @@ def test_waiting_at_the_first_call_of_all_is_waiting() -> None:
     assert slowest.waited_s > 0.7 * slept_s
 
 
-def test_a_slow_dataset_shows_as_waiting_for_data() -> None:
-    results = notebook_launcher(loops.train, (None, loops.SlowDataset), num_processes=2)
-    for times in timed(results):
-        assert times.data_s >= loops.BATCHES * 4 * loops.SLOW_SAMPLE_S
-        assert times.data_s > 0.5 * times.steady_s
-
-
-def test_the_start_in_a_first_step_is_no_part_of_the_shares() -> None:
+def test_waiting_for_data_is_a_share_and_the_start_in_a_first_step_is_none() -> None:
     results = notebook_launcher(
         loops.train, (None, loops.SlowDataset, loops.WarmsUp), num_processes=2
     )
     for times in timed(results):
         assert times.starting_s > 0.9 * loops.START_S
         assert times.computing_s < 0.5 * loops.START_S
+        assert times.data_s >= loops.BATCHES * 4 * loops.SLOW_SAMPLE_S
         assert times.data_s > 0.5 * times.steady_s
         parts_s = times.computing_s + times.communicating_s + times.data_s + times.waiting_s
         assert times.total_s == pytest.approx(parts_s + times.starting_s, abs=0.01)
@@ -140,11 +132,6 @@ def test_a_run_that_failed_has_a_report(num_processes: int, failing_rank: int) -
         assert caught.value.report().to_dict() == latest.to_dict()
 
 
-def test_an_error_of_no_run_has_no_report() -> None:
-    with pytest.raises(nbaccel.ConfigError, match="WorkerFailed has nothing to report"):
-        nbaccel.WorkerFailed("made by hand").report()
-
-
 def test_two_runs_in_this_process_do_not_share_a_report() -> None:
     first = notebook_launcher(loops.train, num_processes=1)
     second = notebook_launcher(workers.nothing, num_processes=1)
@@ -152,17 +139,42 @@ def test_two_runs_in_this_process_do_not_share_a_report() -> None:
     assert second.report().facts.ranks[0].steps is None
 
 
-def test_results_of_no_launch_have_no_report() -> None:
+# ------------------------------------------------------------------------- live workers
+
+
+def test_cells_and_calls_have_reports_of_their_own() -> None:
+    with Pool(2) as pool:
+        cell = pool.run("import warnings; warnings.simplefilter('always'); warnings.warn('late')")
+        assert [seen.text for seen in cell.report().facts.warnings] == ["UserWarning: late"]
+        assert cell.report().facts.plan.num_processes == 2
+
+        results = notebook_launcher(loops.train, (1,), pool=pool)
+        facts = results.report().facts
+        assert facts.slowest is not None
+        assert facts.slowest.rank == 1
+        assert pool.report().to_dict() == results.report().to_dict()
+
+        # Neither the account nor the metrics of a call are continued by the next.
+        later = pool.run("1").report().facts
+        assert later.timed_ranks == {}
+        assert later.curves == {}
+
+        # A DDP model of an earlier call is still measured; what it has waited there is not told.
+        again = notebook_launcher(loops.train, (0,), pool=pool).report().facts
+        assert again.slowest is not None
+        assert again.slowest.rank == 0
+
+        with pytest.raises(WorkerFailed):
+            pool.run("1 / 0")
+        assert pool.report().facts.ending == "failed"
+
+
+def test_what_was_no_run_has_no_report() -> None:
     results = notebook_launcher(workers.nothing, num_processes=1)
-    with pytest.raises(nbaccel.ConfigError, match="1 results has nothing to report"):
-        Results([1], results.plan).report()
-
-
-def test_a_launch_in_this_process_needs_no_torch_for_its_report() -> None:
-    code = (
-        "import sys, nbaccel\n"
-        "results = nbaccel.notebook_launcher(int, num_processes=1)\n"
-        "assert 'int on 1 worker' in str(results.report())\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    for nothing, says in (
+        (nbaccel.WorkerFailed("made by hand"), "WorkerFailed has nothing to report"),
+        (Results([1], results.plan), "1 results has nothing to report"),
+        (Pool(2), "nothing to report"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            nothing.report()

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from nbaccel import WorkerFailed, notebook_launcher
-from tests.process import lives
 
 
 def model_of_zeros() -> nn.Module:
@@ -26,14 +25,6 @@ def add_one(model: nn.Linear) -> int:
     with torch.no_grad():
         model.weight.add_(1)
     return os.getpid()
-
-
-@pytest.mark.parametrize("start_method", ["template", "fork"])
-def test_they_come_home(start_method: str) -> None:
-    model = model_of_zeros()
-    pids = notebook_launcher(add_one, (model,), 2, start_method=start_method)
-    assert (model.weight == 1).all()
-    assert not any(map(lives, pids))
 
 
 def test_a_rank_0_that_is_killed_after_its_return_has_left_its_weights(tmp_path: Path) -> None:
