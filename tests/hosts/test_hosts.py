@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import netns
-from tests.hosts.running_script import Notebook
+from tests.hosts.running_script import Notebook, RunningScript
+from tests.kernel.kernel import Kernel
 
 pytestmark = [pytest.mark.slow, netns.needs_hosts]
 
@@ -227,3 +230,142 @@ def test_a_host_that_falls_silent_ends_the_launch_on_both_sides(tmp_path: Path) 
     assert told["at"] - unplugged_at < 60
     assert told["untouched"] is True
     assert told["again"] == ["alpha", "alpha"]
+
+
+# -------------------------------- a real sshd on the second host, with keys and settings of its own
+
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+
+
+def make_key(path: Path) -> Path:
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+    subprocess.run(command, check=True)
+    return path
+
+
+@pytest.mark.skipif(
+    not Path(SSHD).exists() or shutil.which("ssh") is None, reason="needs openssh-server"
+)
+def test_training_over_ssh(tmp_path: Path) -> None:
+    own_key, host_key = make_key(tmp_path / "own_key"), make_key(tmp_path / "host_key")
+    (tmp_path / "sshd_config").write_text(
+        f"HostKey {host_key}\nAuthorizedKeysFile {own_key}.pub\nPidFile none\nUsePAM no\n"
+        "StrictModes no\nPermitRootLogin prohibit-password\n"
+        f"SetEnv PYTHONPATH={Path(__file__).parents[2]}\n"
+    )
+    (tmp_path / "ssh_config").write_text(
+        f"Host beta\n  IdentityFile {own_key}\n  StrictHostKeyChecking no\n"
+        f"  UserKnownHostsFile {tmp_path / 'known_hosts'}\n  LogLevel ERROR\n"
+    )
+    # sshd refuses to start without its folder, which a machine without it may lack.
+    Path("/run/sshd").mkdir(exist_ok=True)
+    (tmp_path / "hostfile").write_text("alpha slots=2\nbeta slots=2\n")
+    with netns.make_hosts(tmp_path) as hosts:
+        daemon = hosts[1].start(SSHD, "-D", "-e", "-f", str(tmp_path / "sshd_config"))
+        try:
+            told = RunningScript(
+                hosts[0],
+                tmp_path,
+                Path(__file__).with_name("notebook.py"),
+                "train",
+                str(tmp_path / "hostfile"),
+                NBACCEL_SSH=f"ssh -F {tmp_path / 'ssh_config'} -o BatchMode=yes",
+            ).told()
+        finally:
+            hosts[1].kill()
+            daemon.wait()
+    assert told["places"] == [["0", "alpha"], ["1", "alpha"], ["0", "beta"], ["1", "beta"]]
+    assert told["weights"] == told["local_weights"] != told["start"]
+
+
+# ----------------------------------------------------------------------- a kernel on the first host
+
+
+SETUP = """
+import os, socket, torch
+from nbaccel import notebook_launcher
+notebook_launcher(os.getpid, (), 2);
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(
+    hosts: list[netns.NamespaceHost], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Kernel]:
+    folder = tmp_path_factory.mktemp("notebook")
+    hostfile = folder / "hostfile"
+    hostfile.write_text("alpha slots=2\nbeta slots=2\n")
+    shell = netns.remote_shell(folder, hosts)
+    made = Kernel(lambda command: hosts[0].command(*command), NBACCEL_SSH=str(shell))
+    try:
+        # With a launch, so that its template is running before the first test.
+        made.run(f"HOSTFILE = {str(hostfile)!r}\n{SETUP}").check()
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_function_of_a_cell_runs_on_both_hosts(
+    kernel: Kernel, hosts: list[netns.NamespaceHost]
+) -> None:
+    cell = kernel.run(
+        """
+        import os, socket, torch
+        from nbaccel import notebook_launcher
+        os.environ["MY_SETTING"] = "set in a cell"
+        model = torch.nn.Linear(4, 1)
+        before = model.weight.clone()
+
+        def train(model):
+            torch.distributed.init_process_group("gloo")
+            with torch.no_grad():
+                model.weight += 1
+            print("rank", os.environ["RANK"], "on", socket.gethostname())
+            return os.environ["MY_SETTING"], socket.gethostname()
+
+        results = notebook_launcher(train, (model,), hostfile=HOSTFILE)
+        print(results, torch.equal(model.weight, before + 1))
+        """
+    ).check()
+    assert "[3] rank 3 on beta" in cell.stdout
+    assert "('set in a cell', 'beta')] True" in cell.stdout
+
+
+def test_stop_in_the_browser_stops_ranks_on_both_hosts(
+    kernel: Kernel, hosts: list[netns.NamespaceHost]
+) -> None:
+    running = kernel.begin(
+        """
+        def hang():
+            import time
+            print("rank", os.environ["RANK"], "hangs", flush=True)
+            time.sleep(600)
+
+        notebook_launcher(hang, (), hostfile=HOSTFILE)
+        """
+    )
+    for rank in range(4):
+        kernel.until(running, f"rank {rank} hangs")
+    pressed_at = time.monotonic()
+    kernel.interrupt()
+    cell = kernel.finish(running)
+    assert cell.error == "KeyboardInterrupt"
+    assert time.monotonic() - pressed_at < 8
+    assert hosts[1].processes() == []
+
+
+def test_live_cells_run_on_both_hosts(kernel: Kernel, hosts: list[netns.NamespaceHost]) -> None:
+    kernel.run("%load_ext nbaccel").check()
+    cell = kernel.run(
+        "%%accelerate --hostfile {HOSTFILE} --out place\n"
+        "place = socket.gethostname()\n"
+        "print('rank', os.environ['RANK'], 'lives on', place)\n"
+    ).check()
+    assert "[2] rank 2 lives on beta" in cell.stdout
+    assert "'alpha', 'alpha', 'beta', 'beta'" in kernel.run("print(place)").check().stdout
+    kernel.run("%accelerate stop").check()
+    deadline = time.monotonic() + 5
+    while hosts[1].processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert hosts[1].processes() == []

@@ -100,12 +100,19 @@ def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
             ).check()
 
     cells(20)
-    before = [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in processes]
+    before = [(p.num_fds(), p.num_threads(), *memory_of(p)) for p in processes]
     cells(200)
-    for process, (fds, threads, rss) in zip(processes, before, strict=True):
+    for process, (fds, threads, rss, maps) in zip(processes, before, strict=True):
         assert process.num_fds() == fds
         assert process.num_threads() == threads
-        assert process.memory_info().rss < rss + 12 * 2**20
+        rss_now, maps_now = memory_of(process)
+        assert rss_now < rss + 12 * 2**20
+        assert maps_now < maps + 20
+
+
+def memory_of(process: psutil.Process) -> tuple[int, int]:
+    """Resident bytes, and the number of mappings."""
+    return process.memory_info().rss, len(process.memory_maps(grouped=False))
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def test_stop_ends_the_cell(kernel: Kernel, what: str, method: str) -> None:
     cell = kernel.finish(running)
     took = time.monotonic() - pressed
     assert cell.error == "KeyboardInterrupt"
+    assert "the model is as it was" in "\n".join(cell.traceback)
     assert took < BOUND_S
     assert wait_for(lambda: {p.pid for p in kernel.workers()} == before)
     check = "assert torch.equal(net.weight, value); print(notebook_launcher(workers.rank, (), 2))"
@@ -192,3 +193,59 @@ def test_stop_reaches_workers_whose_template_is_stopped_by_a_signal(kernel: Kern
     assert kernel.finish(running).error == "KeyboardInterrupt"
     assert time.monotonic() - pressed < 4.0, "about 0.1 s on a quiet machine; it was 10 s"
     assert "[0, 1]" in kernel.run("print(notebook_launcher(workers.rank, (), 2))").check().stdout
+
+
+# --------------------------------- what line each rank is at, while it waits and when it is stopped
+
+
+WAITING = """
+def train():
+    dist.init_process_group("gloo")
+    print("here we go")
+    if dist.get_rank() == 0:
+        dist.barrier()
+    time.sleep(600)
+notebook_launcher(train, (), 2)
+"""
+
+
+@pytest.mark.slow
+def test_the_dashboard_and_stop_name_the_lines(kernel: Kernel) -> None:
+    running = kernel.begin(WAITING)
+    kernel.until(running, "here we go")
+    deadline = time.monotonic() + 2 * BOUND_S
+    while not all(part in str(running[1].displays) for part in ("[0] waiting in", "[1] running (")):
+        assert time.monotonic() < deadline, running[1].displays[-1:]
+        kernel.look(running, timeout_s=2 * BOUND_S)
+    kernel.interrupt()
+    cell = kernel.finish(running)
+    seen = str(cell.displays)
+    assert "[0] waiting in barrier (Cell In[" in seen
+    assert "line 5)" in seen
+    assert "[1] running (Cell In[" in seen
+    told = "\n".join(cell.traceback)
+    assert cell.error == "KeyboardInterrupt"
+    assert "rank 0 was waiting in barrier (Cell In[" in told
+    assert "rank 1 was running (Cell In[" in told
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_is_not_asked_and_a_death_after_a_question_is_told(
+    kernel: Kernel,
+) -> None:
+    cell = kernel.run(
+        """
+        def train():
+            end = time.monotonic() + 6
+            if os.environ["RANK"] == "0":
+                time.sleep(10)
+                os._exit(3)
+            while time.monotonic() < end:
+                pass
+            time.sleep(600)
+        notebook_launcher(train, (), 2)
+        """
+    )
+    told = "\n".join(cell.traceback)
+    assert "left with exit code 3" in told
+    assert "time.sleep(10)" not in told, "where it once was is not where it has died"
