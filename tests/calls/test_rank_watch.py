@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from nbaccel import Accelerator, Pool, notebook_launcher
 from nbaccel.calls import supervisor
-from nbaccel.workers.worker_processes import HandleState
 
 LOOK_S = 1.5
 
@@ -71,56 +70,3 @@ def test_ranks_that_wait_for_no_rank_are_not_told_of(capfd: pytest.CaptureFixtur
 
     notebook_launcher(train, num_processes=2)
     assert "not all ranks have come" not in shown(capfd)
-
-
-class Worker:
-    """Notes what is done to it."""
-
-    def __init__(self, rank: int, state: HandleState) -> None:
-        self.rank = rank
-        self.state = state
-        self.done: list[str] = []
-
-    @property
-    def is_busy(self) -> bool:
-        return self.state is HandleState.RUNNING
-
-    def __getattr__(self, name: str):
-        return lambda: self.done.append(name)
-
-
-def test_those_that_are_through_exit_when_nobody_is_at_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    states = (HandleState.RUNNING, HandleState.RETURNED, HandleState.FAILED)
-    busy, *through = (Worker(rank, state) for rank, state in enumerate(states))
-    watch = supervisor.RankWatch([busy, *through], lets_exit=True)
-    watch.advance()
-    assert [worker.done for worker in through] == [[], []]
-    busy.state = HandleState.GONE
-    assert watch.due() == 0.0
-    watch.advance()
-    assert [worker.done for worker in through] == [["let_exit"]] * 2
-    assert watch.due() == 113.0
-    assert not watch.is_overdue()
-    now = 113.0
-    assert watch.is_overdue()
-
-
-def test_one_that_returns_long_after_another_has_its_own_time_to_exit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    early, late = Worker(0, HandleState.RETURNED), Worker(1, HandleState.GONE)
-    watch = supervisor.RankWatch([early, late], lets_exit=True)
-    watch.advance()
-    assert early.done == ["let_exit"]
-    late.state = HandleState.RETURNED
-    now = 4000.0
-    watch.advance()
-    assert late.done == ["let_exit"]
-    assert not watch.is_overdue()
-    assert watch.due() == 4013.0

@@ -59,26 +59,22 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def train_ddp(model: nn.Module, seen: Path) -> None:
+def train_ddp(model: nn.Module, seen: Path, has_loader: bool = True, pause_s: float = 0) -> None:
     dist.init_process_group("gloo")
     parallel = DistributedDataParallel(model)
     optimizer = sgd(parallel)
-    for step, (batch,) in enumerate(pair for _ in range(ENDLESS) for pair in batches()):
+    loader = batches() if has_loader else [(torch.ones(2),)]
+    for step, (batch,) in enumerate(pair for _ in range(ENDLESS) for pair in loader):
         optimizer.zero_grad()
         parallel(batch).backward()
         optimizer.step()
         note(seen, step)
+        if step == 5:
+            time.sleep(pause_s)
 
 
 def train_without_loader(model: nn.Module, seen: Path) -> None:
-    dist.init_process_group("gloo")
-    parallel = DistributedDataParallel(model)
-    optimizer = sgd(parallel)
-    for step in range(ENDLESS):
-        optimizer.zero_grad()
-        parallel(torch.ones(2)).backward()
-        optimizer.step()
-        note(seen, step)
+    train_ddp(model, seen, has_loader=False)
 
 
 def train_prepared(model: nn.Module, seen: Path) -> None:
@@ -167,19 +163,6 @@ def test_one_process_stops_after_its_step(tmp_path: Path) -> None:
     assert "loss" in str(error.report())
 
 
-@SHARDING
-@pytest.mark.slow
-def test_shards_are_of_one_step(tmp_path: Path) -> None:
-    model = Sum(7)
-    assert_kept(stopped(train_prepared, model, tmp_path, strategy="fsdp"), model)
-
-
-@pytest.mark.slow
-def test_zero_2_stops_after_a_step(tmp_path: Path) -> None:
-    model = Sum(7)
-    assert_kept(stopped(train_prepared, model, tmp_path, **ZERO_2), model)
-
-
 def test_stop_can_be_set_to_discard(tmp_path: Path) -> None:
     model = Sum()
     error = stopped(train_ddp, model, tmp_path, on_stop="discard")
@@ -188,24 +171,11 @@ def test_stop_can_be_set_to_discard(tmp_path: Path) -> None:
     assert steps_of(model) == 0
 
 
-def take_long_after_the_fifth(model: nn.Module, seen: Path) -> None:
-    dist.init_process_group("gloo")
-    parallel = DistributedDataParallel(model)
-    optimizer = sgd(parallel)
-    for step, (batch,) in enumerate(batches()):
-        optimizer.zero_grad()
-        parallel(batch).backward()
-        optimizer.step()
-        note(seen, step)
-        if step == 5:
-            time.sleep(60)
-
-
 def test_a_second_press_discards(tmp_path: Path) -> None:
     model = Sum()
     began = time.monotonic()
     with pressing_stop(tmp_path, times=2), pytest.raises(LaunchInterrupted) as caught:
-        notebook_launcher(take_long_after_the_fifth, (model, tmp_path), 2)
+        notebook_launcher(train_ddp, (model, tmp_path, True, 60), 2)
     assert "the model is as it was" in str(caught.value)
     assert steps_of(model) == 0
     assert time.monotonic() - began < 30, "it has waited for the step that takes a minute"
