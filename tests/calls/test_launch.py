@@ -36,7 +36,7 @@ from nbaccel.errors import InputRefused, ModelNotShareable, NotSendable, PortTak
 from nbaccel.workers import worker
 from tests import worker_functions as workers
 from tests.isolation import isolated
-from tests.process import lives, memory_files
+from tests.process import lives, memory_files, stop_pressed_when
 from tests.strategies.needs import SHARDING
 from tests.worker_functions import CallersError, Net
 
@@ -60,14 +60,6 @@ def launch(request: pytest.FixtureRequest) -> Launch:
         return notebook_launcher(function, args, 2, start_method=request.param, **settings)
 
     two.method = request.param  # type: ignore[attr-defined]
-    return two
-
-
-@pytest.fixture
-def template() -> Launch:
-    def two(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        return notebook_launcher(function, args, 2, start_method="template", **settings)
-
     return two
 
 
@@ -395,29 +387,27 @@ def test_all_ranks_raise(launch: Launch) -> None:
     assert "The other ranks:" in report_of(error)
 
 
-@pytest.mark.parametrize("code", [3, "no more data"])
-def test_sys_exit_with_a_reason_is_a_failure(launch: Launch, code: Any) -> None:
-    def leave() -> None:
+@pytest.mark.parametrize(
+    ("leave", "code", "kind", "says"),
+    [
+        (sys.exit, 3, WorkerFailed, "raised SystemExit: 3"),
+        (sys.exit, "no more data", WorkerFailed, "raised SystemExit: no more data"),
+        (os._exit, 0, WorkerDied, "left with exit code 0 before the function returned"),
+        (os._exit, 7, WorkerDied, "left with exit code 7 before the function returned"),
+    ],
+)
+def test_a_worker_that_leaves_with_a_reason_or_without_a_result(
+    launch: Launch, leave: Callable[[Any], Any], code: Any, kind: type[WorkerFailed], says: str
+) -> None:
+    def work() -> None:
         if workers.rank() == 1:
-            sys.exit(code)
+            leave(code)
         workers.sleep_for_ever()
 
-    error = fail(launch, leave)
-    assert f"rank 1 of 2 raised SystemExit: {code}" in report_of(error)
-
-
-@pytest.mark.parametrize("status", [0, 7])
-def test_a_worker_that_leaves_without_a_result(launch: Launch, status: int) -> None:
-    def leave() -> None:
-        if workers.rank() == 1:
-            os._exit(status)
-        workers.sleep_for_ever()
-
-    error = fail(launch, leave)
-    assert isinstance(error, WorkerDied)
-    text = report_of(error)
-    assert f"rank 1 of 2 left with exit code {status} before the function returned" in text
-    assert "os._exit" in text
+    error = fail(launch, work)
+    assert isinstance(error, kind)
+    assert f"rank 1 of 2 {says}" in report_of(error)
+    assert leave is sys.exit or "os._exit" in report_of(error)
 
 
 @pytest.mark.slow
@@ -670,20 +660,6 @@ def test_a_data_loader_works_in_a_worker(launch: Launch) -> None:
 # ------------------------------------------------------------------------- interrupts
 
 
-def interrupt_when(path: Path, count: int) -> threading.Thread:
-    """Interrupt this process once that many files are there."""
-
-    def wait() -> None:
-        deadline = time.monotonic() + 60
-        while len(list(path.iterdir())) < count and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
 def test_stop_while_a_failure_is_wound_up_hurries_and_tells_the_failure(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -696,17 +672,10 @@ def test_stop_while_a_failure_is_wound_up_hurries_and_tells_the_failure(
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
         time.sleep(60)
 
-    def press_stop() -> None:
-        while not failing.exists():
-            time.sleep(0.01)
-        time.sleep(0.4)  # the other rank cannot be interrupted: the end takes longer than this
-        os.kill(os.getpid(), signal.SIGINT)
-
-    presser = threading.Thread(target=press_stop)
-    presser.start()
+    # The other rank cannot be interrupted: the end takes longer than this.
     with pytest.raises(ValueError, match="the cause"):
-        launch(train)
-    presser.join()
+        with stop_pressed_when(failing.exists, after_s=0.4):
+            launch(train)
 
 
 def test_an_interrupted_worker_may_tidy_up(launch: Launch, tmp_path: Path) -> None:
@@ -722,10 +691,9 @@ def test_an_interrupted_worker_may_tidy_up(launch: Launch, tmp_path: Path) -> No
             time.sleep(0.5)
             (tidied / str(workers.rank())).touch()
 
-    thread = interrupt_when(ready, 2)
     with pytest.raises(KeyboardInterrupt):
-        launch(train)
-    thread.join()
+        with stop_pressed_when(lambda: len(list(ready.iterdir())) == 2):
+            launch(train)
     assert sorted(p.name for p in tidied.iterdir()) == ["0", "1"]
 
 
@@ -737,23 +705,20 @@ def test_a_precision_that_nobody_reads_is_an_error(launch: Launch) -> None:
         launch(workers.train, Net(), mixed_precision="bf16")
 
 
-def test_autocast_fulfils_the_request(launch: Launch) -> None:
+def test_autocast_and_a_model_in_bf16_fulfil_the_request(launch: Launch) -> None:
     def train(net: Net) -> str:
         workers.join()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             workers.fit(net, "SGD", steps=1)
         return os.environ["ACCELERATE_MIXED_PRECISION"]
 
-    assert launch(train, Net(), mixed_precision="bf16") == ["bf16", "bf16"]
-
-
-def test_a_model_in_bf16_fulfils_the_request(launch: Launch) -> None:
-    def train(net: Net) -> None:
+    def train_in_bf16(net: Net) -> None:
         stepper = torch.optim.SGD(net.parameters(), lr=0.1)
         net(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
         stepper.step()
 
-    launch(train, Net().bfloat16(), mixed_precision="bf16")
+    assert launch(train, Net(), mixed_precision="bf16") == ["bf16", "bf16"]
+    launch(train_in_bf16, Net().bfloat16(), mixed_precision="bf16")
 
 
 # ------------------------------------------------------------------------- what workers see
@@ -872,24 +837,28 @@ def test_the_store_of_a_port_that_is_found_listens_on_loopback_only(launch: Laun
 # ------------------------------------------------------------------------- refusals
 
 
-def test_mistakes_are_told_together_before_any_process() -> None:
+@pytest.mark.parametrize(
+    ("args", "settings", "words"),
+    [
+        (
+            (workers.nothing, (), 0, "bf61"),
+            {"use_port": 70_000},
+            ["num_processes", "mixed_precision", "use_port"],
+        ),
+        ((3, 4, 2), {}, ["function=3 is not callable", "args is an int, not", "args=(model,)"]),
+        (
+            (workers.nothing, (), 2),
+            {"config": RunConfig()},
+            ["config and num_processes were both given", "changed("],
+        ),
+    ],
+)
+def test_all_mistakes_are_told_before_any_process(
+    args: Any, settings: Any, words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        notebook_launcher(workers.nothing, (), 0, "bf61", use_port=70_000)
-    text = str(caught.value)
-    assert all(word in text for word in ("num_processes", "mixed_precision", "use_port"))
-
-
-def test_a_call_that_cannot_work_is_explained() -> None:
-    with pytest.raises(ConfigError) as caught:
-        notebook_launcher(3, 4, 2)  # type: ignore[arg-type]
-    assert "function=3 is not callable" in str(caught.value)
-    assert "args is an int, not a tuple" in str(caught.value)
-    assert "args=(model,)" in str(caught.value)
-
-
-def test_config_and_settings_cannot_both_be_given() -> None:
-    with pytest.raises(ConfigError, match=r"config and num_processes were both given.*changed\("):
-        notebook_launcher(workers.nothing, (), 2, config=RunConfig())
+        notebook_launcher(*args, **settings)
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_a_config_is_obeyed() -> None:
@@ -898,9 +867,10 @@ def test_a_config_is_obeyed() -> None:
 
 
 @pytest.mark.forks
-def test_what_cannot_be_sent_is_named_for_the_template(template: Launch) -> None:
+def test_what_cannot_be_sent_is_named_for_the_template() -> None:
+    args = ({"lock": threading.Lock()},)
     with pytest.raises(NotSendable, match=r"args\[0\]\['lock'\] \(a _thread.lock\)") as caught:
-        template(workers.whoami, {"lock": threading.Lock()})
+        notebook_launcher(workers.whoami, args, 2, start_method="template")
     assert caught.value.path == "args[0]['lock'] (a _thread.lock)"
     assert "start_method='fork'" in str(caught.value)
 
@@ -989,18 +959,6 @@ def test_a_fork_after_openmp_and_backward_does_not_hang() -> None:
     work()
 
 
-@pytest.mark.slow
-@isolated(timeout_s=100)
-def test_looking_at_the_launcher_from_another_thread() -> None:
-    found: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: found.append(notebook_launcher(workers.train, (Net(),), 2))
-    )
-    thread.start()
-    thread.join()
-    assert len(found[0]) == 2
-
-
 def test_a_launch_that_waits_for_another_threads_launch_says_so(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -1030,21 +988,6 @@ def test_a_launch_that_waits_for_another_threads_launch_says_so(
     second.join()
     assert found == [[None, None], [0, 1]]
     assert said.count("another thread of this notebook has begun a launch") == 1
-
-
-@pytest.mark.slow
-@isolated(timeout_s=100)
-def test_the_template_dies_with_us_and_is_replaced_when_killed() -> None:
-    from nbaccel.workers import template
-
-    assert notebook_launcher(workers.rank, (), 2) == [0, 1]
-    (first,) = [running.process.pid for running in template.running()]
-    os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while lives(first) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert notebook_launcher(workers.rank, (), 2) == [0, 1]
-    assert [running.process.pid for running in template.running()] not in ([], [first])
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

@@ -6,13 +6,10 @@ one, would be seen.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import Accelerator, Pool, RunConfig, notebook_launcher
 from nbaccel.errors import LaunchInterrupted
 from nbaccel.loops.loop_watch import StepBoundaries
+from tests.process import stop_pressed_when
 from tests.strategies.needs import SHARDING
 
 ENDLESS = 100_000
@@ -94,27 +92,9 @@ def note(seen: Path, step: int) -> None:
         (seen / str(os.getpid())).touch()
 
 
-@contextlib.contextmanager
-def pressing_stop(seen: Path, *, after_s: float = 0.3, times: int = 1) -> Iterator[None]:
+def pressing_stop(seen: Path, *, after_s: float = 0.3, times: int = 1) -> Any:
     """A block in which Stop is pressed once ranks have taken steps."""
-
-    def press() -> None:
-        deadline = time.monotonic() + 60
-        while not any(seen.iterdir()) and time.monotonic() < deadline and not is_over.is_set():
-            time.sleep(0.01)
-        for _ in range(times):
-            # A press after the block would be for the test run.
-            if not is_over.wait(after_s):
-                os.kill(os.getpid(), signal.SIGINT)
-
-    is_over = threading.Event()
-    presser = threading.Thread(target=press)
-    presser.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        presser.join()
+    return stop_pressed_when(lambda: any(seen.iterdir()), after_s=after_s, times=times)
 
 
 def stopped(

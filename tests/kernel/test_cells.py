@@ -54,43 +54,11 @@ def train(more: str = "") -> str:
     return TRAIN.replace("{more}", more)
 
 
-@pytest.mark.slow
-def test_functions_and_classes_of_cells_train_a_model(kernel: Kernel) -> None:
-    assert kernel.run(train()).check().stdout == "trained template\n"
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.metadata.version("torch").startswith("2.6."),
     reason="threads of its libgomp forbid a fork",
 )
-def test_a_launch_after_matmul_and_backward_with_many_threads(kernel: Kernel) -> None:
-    kernel.run(
-        """
-        import threading
-        torch.set_num_threads(2)
-        a = torch.randn(800, 800, requires_grad=True)
-        (a @ a).sum().backward()
-        stop = threading.Event()
-        threads = [threading.Thread(target=stop.wait, name=f"mine-{i}") for i in range(20)]
-        [t.start() for t in threads];
-        """
-    ).check()
-    try:
-        assert "trained template" in kernel.run(train()).check().stdout
-        cell = kernel.run(train(", start_method='fork'")).check()
-        assert "trained fork" in cell.stdout
-        assert "20 thread(s) of yours are running" in cell.stdout
-        assert cell.stderr == ""
-    finally:
-        kernel.run("stop.set(); [t.join() for t in threads];").check()
-
-
-@pytest.mark.skipif(
-    importlib.metadata.version("torch").startswith("2.6."),
-    reason="threads of its libgomp forbid a fork",
-)
-def test_a_fork_after_matmul_and_backward(kernel: Kernel) -> None:
+def test_a_fork_after_matmul_and_backward_and_beside_threads(kernel: Kernel) -> None:
     kernel.run(
         """
         torch.set_num_threads(2)
@@ -101,6 +69,21 @@ def test_a_fork_after_matmul_and_backward(kernel: Kernel) -> None:
     cell = kernel.run(train(", start_method='fork'")).check()
     assert cell.stdout == "trained fork\n"
     assert cell.stderr == "", "the kernel's own threads are no cause for a warning"
+    kernel.run(
+        """
+        import threading
+        stop = threading.Event()
+        threads = [threading.Thread(target=stop.wait, name=f"mine-{i}") for i in range(20)]
+        [t.start() for t in threads];
+        """
+    ).check()
+    try:
+        cell = kernel.run(train(", start_method='fork'")).check()
+        assert "trained fork" in cell.stdout
+        assert "20 thread(s) of yours are running" in cell.stdout
+        assert cell.stderr == ""
+    finally:
+        kernel.run("stop.set(); [t.join() for t in threads];").check()
 
 
 def test_lambdas_closures_and_what_cannot_be_pickled(kernel: Kernel) -> None:
@@ -297,21 +280,6 @@ def test_the_next_launch_works_after_a_failure(kernel: Kernel) -> None:
 
 
 # ------------------------------------------------------------------------- fresh kernels
-
-
-@pytest.mark.slow
-def test_the_template_is_ready_soon_after_the_import_and_replaced_when_killed(
-    fresh_kernel: Kernel,
-) -> None:
-    fresh_kernel.run(SETUP).check()
-    templates = fresh_kernel.templates()
-    assert templates
-    for template in templates:
-        template.kill()
-    assert wait_for(lambda: not set(templates) & set(fresh_kernel.templates()))
-    cell = fresh_kernel.run("print(notebook_launcher(workers.rank, (), 2))").check()
-    assert cell.stdout == "[0, 1]\n"
-    assert set(fresh_kernel.templates()) - set(templates)
 
 
 @pytest.mark.slow

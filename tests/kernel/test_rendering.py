@@ -29,10 +29,9 @@ class Notebook(Kernel):
 
 @pytest.fixture(scope="module")
 def notebook():
-    opened = Notebook()
-    opened.error(SETUP)
-    yield opened
-    opened.close()
+    with Notebook() as opened:
+        opened.error(SETUP)
+        yield opened
 
 
 @pytest.mark.slow

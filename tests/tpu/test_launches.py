@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import torch
 from nbaccel import Pool, RunConfig, WorkerFailed, notebook_launcher
 from nbaccel.calls.launch import launch_plan
 from nbaccel.plan import Plan
+from tests.process import stop_pressed_when
 from tests.tpu import bodies
 from tests.tpu.bodies import Seen, TiedNet
 
@@ -117,20 +114,9 @@ def test_stop_ends_a_launch_and_the_model_is_as_it_was(
 ) -> None:
     net = bodies.make_net()
     before = weights_of(net)
-
-    def interrupt_when_all_wait() -> None:
-        until = time.monotonic() + bodies.FOREVER_S / 2
-        while len(list(tmp_path.iterdir())) < bodies.RANKS and time.monotonic() < until:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt_when_all_wait)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt, match="workers have been stopped"):
+    with pytest.raises(KeyboardInterrupt, match="workers have been stopped"):
+        with stop_pressed_when(lambda: len(list(tmp_path.iterdir())) == bodies.RANKS):
             notebook_launcher(bodies.wait_to_be_stopped, (net, str(tmp_path)), config=config)
-    finally:
-        thread.join()
     assert len(list(tmp_path.iterdir())) == bodies.RANKS
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(net).items())
 

@@ -186,18 +186,6 @@ def test_a_frozen_base_is_not_copied(launch: Launch) -> None:
 
 
 @pytest.mark.no_memfd_growth
-def test_a_change_without_an_optimizer_comes_home(launch: Launch) -> None:
-    module = Net()
-    trip = launch(module)
-    worker = trip.worker()
-    with torch.no_grad():
-        for p in worker.args[0].parameters():
-            p.add_(1)
-    trip.come_home(worker)
-    assert_equal(module, values(worker.args[0]))
-
-
-@pytest.mark.no_memfd_growth
 def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(launch: Launch) -> None:
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))  # 4 pages each
     trip = launch(module)
