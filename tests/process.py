@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -41,3 +43,28 @@ def forked(action: Callable[[], None]) -> int:
         finally:
             os._exit(0)
     return pid
+
+
+@contextlib.contextmanager
+def stop_pressed_when(
+    is_so: Callable[[], object], *, after_s: float = 0.0, times: int = 1
+) -> Iterator[None]:
+    """A block in which Stop is pressed as soon as something is so."""
+    is_over = threading.Event()
+
+    def press() -> None:
+        while not is_over.wait(0.02):
+            if is_so():
+                break
+        for _ in range(times):
+            # A press after the block would be for the test run.
+            if not is_over.wait(after_s):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        presser.join()

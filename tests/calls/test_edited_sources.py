@@ -52,18 +52,15 @@ def test_an_edit_before_the_first_launch_is_told(
     assert "nb_helper_under_edit.py has been edited" in capsys.readouterr().err
 
 
-def test_bytecode_of_an_older_version_is_no_edit(
-    helper: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("writes_bytecode", [True, False])
+def test_a_reload_is_the_end_of_it(
+    helper: ModuleType,
+    writes_bytecode: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Images of containers have bytecode files, and PYTHONDONTWRITEBYTECODE."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    edit(helper)
-    importlib.reload(helper)
-    assert list(notebook_launcher(helper.version, num_processes=2)) == ["version 2"] * 2
-    assert "edited" not in capsys.readouterr().err
-
-
-def test_a_reload_is_the_end_of_it(helper: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", not writes_bytecode)
     edit(helper)
     importlib.reload(helper)
     assert list(notebook_launcher(helper.version, num_processes=2)) == ["version 2"] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import random
 import signal
@@ -25,6 +24,7 @@ from torch import nn
 from nbaccel import (
     ConfigError,
     LaunchTimeout,
+    Pool,
     PrecisionMismatch,
     RunConfig,
     WorkerDied,
@@ -33,9 +33,10 @@ from nbaccel import (
     notebook_launcher,
 )
 from nbaccel.errors import InputRefused, ModelNotShareable, NotSendable, PortTaken, UnsafeFork
+from nbaccel.workers import worker
 from tests import worker_functions as workers
 from tests.isolation import isolated
-from tests.process import lives, memory_files
+from tests.process import lives, memory_files, stop_pressed_when
 from tests.strategies.needs import SHARDING
 from tests.worker_functions import CallersError, Net
 
@@ -59,14 +60,6 @@ def launch(request: pytest.FixtureRequest) -> Launch:
         return notebook_launcher(function, args, 2, start_method=request.param, **settings)
 
     two.method = request.param  # type: ignore[attr-defined]
-    return two
-
-
-@pytest.fixture
-def template() -> Launch:
-    def two(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        return notebook_launcher(function, args, 2, start_method="template", **settings)
-
     return two
 
 
@@ -264,20 +257,6 @@ def test_models_nested_in_containers_come_home(launch: Launch) -> None:
         assert all(bool((p == number + 1).all()) for p in module.parameters())
 
 
-def test_a_model_moved_to_another_dtype_comes_home_in_its_own(launch: Launch) -> None:
-    model = Net()
-
-    def change(net: Net) -> None:
-        net.double()
-        with torch.no_grad():
-            net.body.weight.fill_(1.5)
-
-    with pytest.warns(UserWarning, match="came as float64 and were cast to float32"):
-        launch(change, model)
-    assert model.body.weight.dtype == torch.float32
-    assert bool((model.body.weight == 1.5).all())
-
-
 def test_a_model_that_changed_its_structure_is_in_the_results(launch: Launch) -> None:
     model = Net()
     before = values(model)
@@ -408,29 +387,27 @@ def test_all_ranks_raise(launch: Launch) -> None:
     assert "The other ranks:" in report_of(error)
 
 
-@pytest.mark.parametrize("code", [3, "no more data"])
-def test_sys_exit_with_a_reason_is_a_failure(launch: Launch, code: Any) -> None:
-    def leave() -> None:
+@pytest.mark.parametrize(
+    ("leave", "code", "kind", "says"),
+    [
+        (sys.exit, 3, WorkerFailed, "raised SystemExit: 3"),
+        (sys.exit, "no more data", WorkerFailed, "raised SystemExit: no more data"),
+        (os._exit, 0, WorkerDied, "left with exit code 0 before the function returned"),
+        (os._exit, 7, WorkerDied, "left with exit code 7 before the function returned"),
+    ],
+)
+def test_a_worker_that_leaves_with_a_reason_or_without_a_result(
+    launch: Launch, leave: Callable[[Any], Any], code: Any, kind: type[WorkerFailed], says: str
+) -> None:
+    def work() -> None:
         if workers.rank() == 1:
-            sys.exit(code)
+            leave(code)
         workers.sleep_for_ever()
 
-    error = fail(launch, leave)
-    assert f"rank 1 of 2 raised SystemExit: {code}" in report_of(error)
-
-
-@pytest.mark.parametrize("status", [0, 7])
-def test_a_worker_that_leaves_without_a_result(launch: Launch, status: int) -> None:
-    def leave() -> None:
-        if workers.rank() == 1:
-            os._exit(status)
-        workers.sleep_for_ever()
-
-    error = fail(launch, leave)
-    assert isinstance(error, WorkerDied)
-    text = report_of(error)
-    assert f"rank 1 of 2 left with exit code {status} before the function returned" in text
-    assert "os._exit" in text
+    error = fail(launch, work)
+    assert isinstance(error, kind)
+    assert f"rank 1 of 2 {says}" in report_of(error)
+    assert leave is sys.exit or "os._exit" in report_of(error)
 
 
 @pytest.mark.slow
@@ -467,28 +444,26 @@ def test_a_signal_is_named_and_explained(launch: Launch, name: str, says: str) -
     assert_equal(values(model), before)
 
 
-def test_a_real_segmentation_fault_shows_the_line(launch: Launch) -> None:
-    def crash() -> None:
+@pytest.mark.parametrize(
+    ("crash", "signal_name", "line"),
+    [
+        (workers.segfault, "SIGSEGV", "ctypes.string_at(0)"),
+        (workers.abort, "SIGABRT", "os.abort()"),
+    ],
+)
+def test_a_real_crash_shows_the_line(
+    launch: Launch, crash: Callable[[], None], signal_name: str, line: str
+) -> None:
+    def work() -> None:
         if workers.rank() == 1:
-            workers.segfault()
+            crash()
         workers.sleep_for_ever()
 
-    error = fail(launch, crash)
+    error = fail(launch, work)
     assert isinstance(error, WorkerDied)
     text = report_of(error)
-    assert "rank 1 of 2 was killed by SIGSEGV" in text
-    assert "ctypes.string_at(0)" in text
-
-
-def test_a_real_abort_shows_the_line(template: Launch) -> None:
-    def crash() -> None:
-        if workers.rank() == 0:
-            workers.abort()
-        workers.sleep_for_ever()
-
-    text = report_of(fail(template, crash))
-    assert "rank 0 of 2 was killed by SIGABRT" in text
-    assert "os.abort()" in text
+    assert f"rank 1 of 2 was killed by {signal_name}" in text
+    assert line in text
 
 
 @pytest.mark.slow
@@ -550,40 +525,30 @@ def test_an_exception_keeps_its_type_and_its_attributes(launch: Launch) -> None:
     assert "7: no such data set" in str(caught.value)
 
 
-def test_an_exception_class_made_in_a_function_keeps_its_type(launch: Launch) -> None:
+def test_classes_made_in_functions(launch: Launch) -> None:
+    """Those of the notebook are the same; one made in the worker comes as a copy."""
+
     class Mine(Exception):
         pass
 
-    def train() -> None:
-        raise Mine("of my own")
-
-    with pytest.raises(Mine, match="of my own"):
-        launch(train)
-
-
-def test_a_result_of_a_class_made_in_a_function_has_that_class(launch: Launch) -> None:
     class Found:
         def __init__(self, value: int) -> None:
             self.value = value
 
-    def train() -> Found:
-        return Found(workers.rank())
-
-    results = launch(train)
-    assert [type(found) for found in results] == [Found, Found]
-    assert [found.value for found in results] == [0, 1]
-
-
-def test_a_class_made_in_the_worker_comes_as_a_copy(launch: Launch) -> None:
-    def train() -> Any:
+    def train(raises: bool) -> Any:
         class Made:
             value = 5
 
-        return Made()
+        if raises:
+            raise Mine("of my own")
+        return Found(workers.rank()), Made()
 
-    first, second = launch(train)
-    assert (first.value, second.value) == (5, 5)
-    assert type(first).__name__ == "Made"
+    results = launch(train, False)
+    assert [type(found) for found, _ in results] == [Found, Found]
+    assert [found.value for found, _ in results] == [0, 1]
+    assert [(type(made).__name__, made.value) for _, made in results] == [("Made", 5)] * 2
+    with pytest.raises(Mine, match="of my own"):
+        launch(train, True)
 
 
 @pytest.mark.slow
@@ -620,9 +585,9 @@ def test_an_exception_that_cannot_be_pickled_is_still_told(launch: Launch) -> No
     def train() -> None:
         raise workers.Unpicklable
 
-    with pytest.raises(workers.Unpicklable) as caught:
-        launch(train)
-    assert "Unpicklable: holds a generator" in report_of(caught.value)
+    error = fail(launch, train)
+    assert isinstance(error, workers.Unpicklable)
+    assert "Unpicklable: holds a generator" in report_of(error)
 
 
 def test_an_exception_whose_text_raises_is_still_told(launch: Launch) -> None:
@@ -634,22 +599,6 @@ def test_an_exception_whose_text_raises_is_still_told(launch: Launch) -> None:
         raise Mute
 
     assert "__str__ raised RuntimeError" in report_of(fail(launch, train))
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
-def test_an_exception_group_and_its_notes(launch: Launch) -> None:
-    def train() -> None:
-        group = builtins.ExceptionGroup("both", [ValueError("a"), TypeError("b")])
-        group.add_note("while loading")
-        raise group
-
-    with pytest.raises(WorkerFailed) as caught:
-        launch(train)
-    text = report_of(caught.value)
-    assert "both (2 sub-exceptions)" in text
-    assert "while loading" in text
-    assert isinstance(caught.value, builtins.ExceptionGroup)
-    assert [type(e) for e in caught.value.exceptions] == [ValueError, TypeError]
 
 
 def test_the_cause_of_an_exception_is_told(launch: Launch) -> None:
@@ -664,13 +613,6 @@ def test_the_cause_of_an_exception_is_told(launch: Launch) -> None:
     assert "was the direct cause of the following exception" in str(error.__cause__)
 
 
-def test_a_very_long_message_is_cut(launch: Launch) -> None:
-    def train() -> None:
-        raise ValueError("\n".join(f"line {i} " + "x" * 300 for i in range(500)))
-
-    fail(launch, train)
-
-
 def test_questions_are_refused(launch: Launch) -> None:
     def ask() -> None:
         input("learning rate? ")
@@ -683,13 +625,6 @@ def test_questions_are_refused(launch: Launch) -> None:
     assert isinstance(caught.value, EOFError)
     with pytest.raises(InputRefused, match="num_processes=1"):
         launch(debug)
-
-
-def test_reading_the_keyboard_gives_nothing(launch: Launch) -> None:
-    def read() -> str:
-        return sys.stdin.read()
-
-    assert launch(read) == ["", ""]
 
 
 def test_a_killed_worker_leaves_no_data_loader_behind(launch: Launch, tmp_path: Path) -> None:
@@ -725,55 +660,6 @@ def test_a_data_loader_works_in_a_worker(launch: Launch) -> None:
 # ------------------------------------------------------------------------- interrupts
 
 
-def interrupt_when(path: Path, count: int) -> threading.Thread:
-    """Interrupt this process once that many files are there."""
-
-    def wait() -> None:
-        deadline = time.monotonic() + 60
-        while len(list(path.iterdir())) < count and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stuck",
-    [
-        workers.sleep_for_ever,
-        workers.lock_up_in_c,
-        workers.spin_in_c,
-        workers.ignore_everything,
-        workers.wait_in_all_reduce,
-    ],
-)
-def test_an_interrupt_ends_everything(
-    launch: Launch, stuck: Callable[[], None], tmp_path: Path
-) -> None:
-    model = Net()
-    before = values(model)
-
-    def train(net: Net) -> None:
-        workers.join()
-        workers.fit(net, "SGD", steps=1)
-        dist.barrier()
-        (tmp_path / str(os.getpid())).touch()
-        if stuck is workers.wait_in_all_reduce and workers.rank() == 0:
-            workers.sleep_for_ever()
-        stuck()
-
-    thread = interrupt_when(tmp_path, 2)
-    with pytest.raises(KeyboardInterrupt, match="the model is as it was"):
-        launch(train, model)
-    thread.join()
-    assert not any(lives(int(p.name)) for p in tmp_path.iterdir())
-    assert_equal(values(model), before)
-    assert launch(workers.rank) == [0, 1]
-
-
 def test_stop_while_a_failure_is_wound_up_hurries_and_tells_the_failure(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -786,17 +672,10 @@ def test_stop_while_a_failure_is_wound_up_hurries_and_tells_the_failure(
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
         time.sleep(60)
 
-    def press_stop() -> None:
-        while not failing.exists():
-            time.sleep(0.01)
-        time.sleep(0.4)  # the other rank cannot be interrupted: the end takes longer than this
-        os.kill(os.getpid(), signal.SIGINT)
-
-    presser = threading.Thread(target=press_stop)
-    presser.start()
+    # The other rank cannot be interrupted: the end takes longer than this.
     with pytest.raises(ValueError, match="the cause"):
-        launch(train)
-    presser.join()
+        with stop_pressed_when(failing.exists, after_s=0.4):
+            launch(train)
 
 
 def test_an_interrupted_worker_may_tidy_up(launch: Launch, tmp_path: Path) -> None:
@@ -812,10 +691,9 @@ def test_an_interrupted_worker_may_tidy_up(launch: Launch, tmp_path: Path) -> No
             time.sleep(0.5)
             (tidied / str(workers.rank())).touch()
 
-    thread = interrupt_when(ready, 2)
     with pytest.raises(KeyboardInterrupt):
-        launch(train)
-    thread.join()
+        with stop_pressed_when(lambda: len(list(ready.iterdir())) == 2):
+            launch(train)
     assert sorted(p.name for p in tidied.iterdir()) == ["0", "1"]
 
 
@@ -827,23 +705,20 @@ def test_a_precision_that_nobody_reads_is_an_error(launch: Launch) -> None:
         launch(workers.train, Net(), mixed_precision="bf16")
 
 
-def test_autocast_fulfils_the_request(launch: Launch) -> None:
+def test_autocast_and_a_model_in_bf16_fulfil_the_request(launch: Launch) -> None:
     def train(net: Net) -> str:
         workers.join()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             workers.fit(net, "SGD", steps=1)
         return os.environ["ACCELERATE_MIXED_PRECISION"]
 
-    assert launch(train, Net(), mixed_precision="bf16") == ["bf16", "bf16"]
-
-
-def test_a_model_in_bf16_fulfils_the_request(launch: Launch) -> None:
-    def train(net: Net) -> None:
+    def train_in_bf16(net: Net) -> None:
         stepper = torch.optim.SGD(net.parameters(), lr=0.1)
         net(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
         stepper.step()
 
-    launch(train, Net().bfloat16(), mixed_precision="bf16")
+    assert launch(train, Net(), mixed_precision="bf16") == ["bf16", "bf16"]
+    launch(train_in_bf16, Net().bfloat16(), mixed_precision="bf16")
 
 
 # ------------------------------------------------------------------------- what workers see
@@ -900,17 +775,14 @@ def test_random_numbers_go_on_from_the_notebooks(launch: Launch) -> None:
     assert found[0] == draw(), "and the launch itself draws none"
 
 
-def test_threads_are_shared_out(launch: Launch) -> None:
-    assert (
-        launch(torch.get_num_threads, config=None)
-        == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
-    )
+def test_threads_and_the_default_dtype_are_the_notebooks_and_nobody_types(launch: Launch) -> None:
+    def look() -> Any:
+        return torch.get_num_threads(), torch.zeros(1).dtype, sys.stdin.read()
 
-
-def test_the_default_dtype_is_the_notebooks(launch: Launch) -> None:
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
     torch.set_default_dtype(torch.float64)
     try:
-        assert launch(lambda: str(torch.zeros(1).dtype)) == ["torch.float64"] * 2
+        assert launch(look, config=None) == [(threads, torch.float64, "")] * 2
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -949,45 +821,44 @@ def taken_and_freed() -> int:
         return int(sock.getsockname()[1])
 
 
-def test_port_0_is_a_free_one(launch: Launch) -> None:
-    ports = launch(lambda: os.environ["MASTER_PORT"], use_port="0")
-    assert int(ports[0]) > 0
-
-
-def test_the_store_listens_on_loopback_only(launch: Launch) -> None:
+def test_the_store_of_a_port_that_is_found_listens_on_loopback_only(launch: Launch) -> None:
     def look() -> list[str]:
         import psutil
 
         workers.join()
         port = int(os.environ["MASTER_PORT"])
-        found = {c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port}
+        found = {c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port > 0}
         dist.barrier()
         return sorted(found)
 
-    assert launch(look) == [["127.0.0.1"]] * 2
+    assert launch(look, use_port="0") == [["127.0.0.1"]] * 2
 
 
 # ------------------------------------------------------------------------- refusals
 
 
-def test_mistakes_are_told_together_before_any_process() -> None:
+@pytest.mark.parametrize(
+    ("args", "settings", "words"),
+    [
+        (
+            (workers.nothing, (), 0, "bf61"),
+            {"use_port": 70_000},
+            ["num_processes", "mixed_precision", "use_port"],
+        ),
+        ((3, 4, 2), {}, ["function=3 is not callable", "args is an int, not", "args=(model,)"]),
+        (
+            (workers.nothing, (), 2),
+            {"config": RunConfig()},
+            ["config and num_processes were both given", "changed("],
+        ),
+    ],
+)
+def test_all_mistakes_are_told_before_any_process(
+    args: Any, settings: Any, words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        notebook_launcher(workers.nothing, (), 0, "bf61", use_port=70_000)
-    text = str(caught.value)
-    assert all(word in text for word in ("num_processes", "mixed_precision", "use_port"))
-
-
-def test_a_call_that_cannot_work_is_explained() -> None:
-    with pytest.raises(ConfigError) as caught:
-        notebook_launcher(3, 4, 2)  # type: ignore[arg-type]
-    assert "function=3 is not callable" in str(caught.value)
-    assert "args is an int, not a tuple" in str(caught.value)
-    assert "args=(model,)" in str(caught.value)
-
-
-def test_config_and_settings_cannot_both_be_given() -> None:
-    with pytest.raises(ConfigError, match=r"config and num_processes were both given.*changed\("):
-        notebook_launcher(workers.nothing, (), 2, config=RunConfig())
+        notebook_launcher(*args, **settings)
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_a_config_is_obeyed() -> None:
@@ -996,9 +867,10 @@ def test_a_config_is_obeyed() -> None:
 
 
 @pytest.mark.forks
-def test_what_cannot_be_sent_is_named_for_the_template(template: Launch) -> None:
+def test_what_cannot_be_sent_is_named_for_the_template() -> None:
+    args = ({"lock": threading.Lock()},)
     with pytest.raises(NotSendable, match=r"args\[0\]\['lock'\] \(a _thread.lock\)") as caught:
-        template(workers.whoami, {"lock": threading.Lock()})
+        notebook_launcher(workers.whoami, args, 2, start_method="template")
     assert caught.value.path == "args[0]['lock'] (a _thread.lock)"
     assert "start_method='fork'" in str(caught.value)
 
@@ -1087,18 +959,6 @@ def test_a_fork_after_openmp_and_backward_does_not_hang() -> None:
     work()
 
 
-@pytest.mark.slow
-@isolated(timeout_s=100)
-def test_looking_at_the_launcher_from_another_thread() -> None:
-    found: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: found.append(notebook_launcher(workers.train, (Net(),), 2))
-    )
-    thread.start()
-    thread.join()
-    assert len(found[0]) == 2
-
-
 def test_a_launch_that_waits_for_another_threads_launch_says_so(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -1130,16 +990,30 @@ def test_a_launch_that_waits_for_another_threads_launch_says_so(
     assert said.count("another thread of this notebook has begun a launch") == 1
 
 
-@pytest.mark.slow
-@isolated(timeout_s=100)
-def test_the_template_dies_with_us_and_is_replaced_when_killed() -> None:
-    from nbaccel.workers import template
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_fp8_is_refused_where_its_library_is_missing(num_processes, tmp_path):
+    def train() -> None:
+        (tmp_path / "ran").write_text("")
 
-    assert notebook_launcher(workers.rank, (), 2) == [0, 1]
-    (first,) = [running.process.pid for running in template.running()]
-    os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while lives(first) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert notebook_launcher(workers.rank, (), 2) == [0, 1]
-    assert [running.process.pid for running in template.running()] not in ([], [first])
+    config = RunConfig(mixed_precision="fp8", fp8="te", num_processes=num_processes)
+    for launch in (
+        lambda: notebook_launcher(train, config=config),
+        lambda: Pool(config=config),
+    ):
+        with pytest.raises(ConfigError, match=r"needs transformer_engine, which is not.*bf16"):
+            launch()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_leave_after_its_return_is_ended() -> None:
+    """Its value is there; what keeps it (here: somebody has stopped it) keeps nobody else."""
+
+    def stop_at_the_end() -> int:
+        told: list[int] = []
+        worker.flush_streams = lambda: (
+            os.kill(os.getpid(), signal.SIGSTOP) if told else told.append(1)
+        )
+        return 7
+
+    assert list(notebook_launcher(stop_at_the_end, num_processes=2)) == [7, 7]

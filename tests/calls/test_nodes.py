@@ -52,21 +52,28 @@ def free_port(address: str) -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.slow
-def test_two_nodes_train_together_and_each_gets_the_weights(tmp_path: Path) -> None:
+def start_nodes(folder: Path, text: str, count: int) -> list[subprocess.Popen[str]]:
+    """Start a script as the first nodes of two."""
     address = own_address()
-    script = tmp_path / "node.py"
-    script.write_text(NODE)
-    command = [sys.executable, str(script)]
-    rest = [address, str(free_port(address))]
+    script = folder / "node.py"
+    script.write_text(text)
     # A host name need not resolve in a sandbox; gloo is told the address's interface instead.
     environment = os.environ | {"GLOO_SOCKET_IFNAME": interface_of(address)}
-    nodes = [
+    port = str(free_port(address))
+    return [
         subprocess.Popen(
-            [*command, str(rank), *rest], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(script), str(node), address, port],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
-        for rank in (0, 1)
+        for node in range(count)
     ]
+
+
+@pytest.mark.slow
+def test_two_nodes_train_together_and_each_gets_the_weights(tmp_path: Path) -> None:
+    nodes = start_nodes(tmp_path, NODE, 2)
     outputs = [node.communicate(timeout=100)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     first, second = (output.strip().rpartition("] [") for output in outputs)
@@ -102,18 +109,7 @@ except Exception as error:
 @pytest.mark.parametrize("comes", [False, True])
 def test_a_node_that_is_lost_is_named(comes: bool, tmp_path: Path) -> None:
     """One that never comes, and one that is killed with its workers."""
-    address = own_address()
-    script = tmp_path / "node.py"
-    script.write_text(MISSED)
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": interface_of(address)}
-    command = [sys.executable, str(script)]
-    rest = [address, str(free_port(address))]
-    nodes = [
-        subprocess.Popen(
-            [*command, rank, *rest], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in ("0", "1")[: 1 + comes]
-    ]
+    nodes = start_nodes(tmp_path, MISSED, 1 + comes)
     if comes:
         assert "met" in nodes[1].stdout.readline()
         nodes[1].kill()

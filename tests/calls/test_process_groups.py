@@ -175,6 +175,7 @@ def test_a_group_that_cannot_be_had_again_is_told_first() -> None:
             pool.run("dist.all_reduce(x, group=old)")
         first = str(caught.value).splitlines()[0]
         assert "used a process group that all ranks have left, because a cell was ended" in first
+        assert "the cells again that make them" in " ".join(str(caught.value).split())
 
 
 def test_a_lost_connection_in_a_new_group_is_no_matter_of_the_old_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 
 from nbaccel import Accelerator, Pool, notebook_launcher
 from nbaccel.calls import supervisor
-from nbaccel.workers.worker_processes import HandleState
+from nbaccel.calls.status_table import StatusTable
+from nbaccel.output.panel.facts import RankStatus
+from tests.html_reader import Html
 
 LOOK_S = 1.5
 
@@ -73,54 +76,56 @@ def test_ranks_that_wait_for_no_rank_are_not_told_of(capfd: pytest.CaptureFixtur
     assert "not all ranks have come" not in shown(capfd)
 
 
-class Worker:
-    """Notes what is done to it."""
-
-    def __init__(self, rank: int, state: HandleState) -> None:
-        self.rank = rank
-        self.state = state
-        self.done: list[str] = []
-
-    @property
-    def is_busy(self) -> bool:
-        return self.state is HandleState.RUNNING
-
-    def __getattr__(self, name: str):
-        return lambda: self.done.append(name)
+# ------------------------------------------------------ what the ranks of a pool are at, as a table
 
 
-def test_those_that_are_through_exit_when_nobody_is_at_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    states = (HandleState.RUNNING, HandleState.RETURNED, HandleState.FAILED)
-    busy, *through = (Worker(rank, state) for rank, state in enumerate(states))
-    watch = supervisor.RankWatch([busy, *through], lets_exit=True)
-    watch.advance()
-    assert [worker.done for worker in through] == [[], []]
-    busy.state = HandleState.GONE
-    assert watch.due() == 0.0
-    watch.advance()
-    assert [worker.done for worker in through] == [["let_exit"]] * 2
-    assert watch.due() == 113.0
-    assert not watch.is_overdue()
-    now = 113.0
-    assert watch.is_overdue()
+GIB = 2**30
 
 
-def test_one_that_returns_long_after_another_has_its_own_time_to_exit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    early, late = Worker(0, HandleState.RETURNED), Worker(1, HandleState.GONE)
-    watch = supervisor.RankWatch([early, late], lets_exit=True)
-    watch.advance()
-    assert early.done == ["let_exit"]
-    late.state = HandleState.RETURNED
-    now = 4000.0
-    watch.advance()
-    assert late.done == ["let_exit"]
-    assert not watch.is_overdue()
-    assert watch.due() == 4013.0
+def row(rank: int, doing: str = "", **more: Any) -> RankStatus:
+    settled = {"state": "running", "seconds": 2.0, "rss_bytes": GIB} | more
+    return RankStatus(rank=rank, doing=doing, **settled)
+
+
+def test_the_table_is_read_as_text() -> None:
+    rows = [
+        row(0, "waiting in all_reduce"),
+        row(10, state="idle", seconds=75, rss_bytes=GIB // 2),
+    ]
+    assert str(StatusTable(rows)).splitlines() == [
+        "rank  state    for    memory     doing",
+        "0     running  2.0 s  1.0 GiB    waiting in all_reduce",
+        "10    idle     1 min  512.0 MiB",
+    ]
+    assert repr(StatusTable(rows)) == str(StatusTable(rows))
+
+
+def test_what_waits_is_told_in_minutes_and_of_what_is_gone_nothing() -> None:
+    """A board of workers that do nothing must not change every second."""
+    seconds = (0.3, 59.9, 60, 3599, 3600, 9000)
+    table = StatusTable([row(0, state="idle", seconds=spent) for spent in seconds])
+    told = [re.split("  +", line)[2] for line in str(table).splitlines()[1:]]
+    assert told == ["under 1 min", "under 1 min", "1 min", "59 min", "1 h", "2 h"]
+    gone = StatusTable([row(1, state="gone", seconds=75, rss_bytes=0)])
+    assert str(gone).splitlines()[1].split() == ["1", "gone", "-", "-"]
+
+
+def test_a_device_has_a_column_where_there_is_one() -> None:
+    text = str(StatusTable([row(0, device_bytes=GIB), row(1)]))
+    assert [line.split("  ")[4].strip() or line for line in text.splitlines()]
+    assert "on device" in text.splitlines()[0]
+    assert text.splitlines()[2].split()[-1] == "-"
+
+
+def test_a_table_without_rows_is_its_headline() -> None:
+    assert str(StatusTable([], headline="new")) == "new"
+
+
+def test_the_html_names_no_colour_runs_nothing_and_quotes_text() -> None:
+    nasty = "in <lambda> & <script>"
+    html = StatusTable([row(0, nasty)])._repr_html_()
+    assert "in &lt;lambda&gt; &amp; &lt;script&gt;" in html
+    page = Html(html)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert set(page.kinds) <= {"div", "table", "thead", "tbody", "tr", "th", "td"}
+    assert not re.search(r"color\s*:|#[0-9a-f]{3}|rgb|background:(?!none)", html)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.calls import shutdown
+from nbaccel.calls import shutdown, supervisor
 from nbaccel.calls.shutdown import AFTER_LOSS, END_WORKERS, KEEP_WORKERS, ShutdownLadder
 from nbaccel.workers.worker_processes import HandleState
 
@@ -22,11 +22,17 @@ class Clock:
 class Worker:
     """Notes what is done to it."""
 
-    def __init__(self, rank: int = 0, *, answers: bool = True, born: bool = True) -> None:
+    def __init__(
+        self, rank: int = 0, *, answers: bool = True, state: HandleState = HandleState.RUNNING
+    ) -> None:
         self.rank = rank
-        self.state = HandleState.RUNNING if born else HandleState.FORKED
+        self.state = state
         self.answers = answers
         self.done: list[str] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return self.state is HandleState.RUNNING
 
     def ask_where(self) -> bool:
         self.done.append("ask")
@@ -39,7 +45,8 @@ class Worker:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(shutdown, "time", clock)
+    for module in (shutdown, supervisor):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -98,7 +105,7 @@ def test_who_cannot_say_where_it_is_is_not_waited_for(clock: Clock) -> None:
 
 @pytest.mark.parametrize("policy", [END_WORKERS, KEEP_WORKERS])
 def test_who_has_not_come_to_life_is_killed_and_never_interrupted(policy, clock: Clock) -> None:
-    worker = Worker(answers=False, born=False)
+    worker = Worker(answers=False, state=HandleState.FORKED)
     ShutdownLadder([worker], policy.on_stop).advance()
     assert worker.done == ["ask", "kill"]
 
@@ -144,3 +151,35 @@ def test_after_a_loss_the_others_are_asked_and_killed(clock: Clock) -> None:
     worker = Worker()
     assert go_on(ShutdownLadder([worker], AFTER_LOSS), clock) == [0.1, 5.0]
     assert worker.done == ["ask", "kill"]
+
+
+# ------------------------------------------------------------------------- who is through
+
+
+def test_those_that_are_through_exit_when_nobody_is_at_work(clock: Clock) -> None:
+    states = (HandleState.RUNNING, HandleState.RETURNED, HandleState.FAILED)
+    busy, *through = (Worker(rank, state=state) for rank, state in enumerate(states))
+    watch = supervisor.RankWatch([busy, *through], lets_exit=True)
+    watch.advance()
+    assert [worker.done for worker in through] == [[], []]
+    busy.state = HandleState.GONE
+    assert watch.due() == 0.0
+    watch.advance()
+    assert [worker.done for worker in through] == [["let_exit"]] * 2
+    assert watch.due() == 113.0
+    assert not watch.is_overdue()
+    clock.now = 113.0
+    assert watch.is_overdue()
+
+
+def test_one_that_returns_long_after_another_has_its_own_time_to_exit(clock: Clock) -> None:
+    early, late = Worker(0, state=HandleState.RETURNED), Worker(1, state=HandleState.GONE)
+    watch = supervisor.RankWatch([early, late], lets_exit=True)
+    watch.advance()
+    assert early.done == ["let_exit"]
+    late.state = HandleState.RETURNED
+    clock.now = 4000.0
+    watch.advance()
+    assert late.done == ["let_exit"]
+    assert not watch.is_overdue()
+    assert watch.due() == 4013.0

@@ -6,13 +6,10 @@ one, would be seen.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import Accelerator, Pool, RunConfig, notebook_launcher
 from nbaccel.errors import LaunchInterrupted
 from nbaccel.loops.loop_watch import StepBoundaries
+from tests.process import stop_pressed_when
 from tests.strategies.needs import SHARDING
 
 ENDLESS = 100_000
@@ -59,26 +57,22 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def train_ddp(model: nn.Module, seen: Path) -> None:
+def train_ddp(model: nn.Module, seen: Path, has_loader: bool = True, pause_s: float = 0) -> None:
     dist.init_process_group("gloo")
     parallel = DistributedDataParallel(model)
     optimizer = sgd(parallel)
-    for step, (batch,) in enumerate(pair for _ in range(ENDLESS) for pair in batches()):
+    loader = batches() if has_loader else [(torch.ones(2),)]
+    for step, (batch,) in enumerate(pair for _ in range(ENDLESS) for pair in loader):
         optimizer.zero_grad()
         parallel(batch).backward()
         optimizer.step()
         note(seen, step)
+        if step == 5:
+            time.sleep(pause_s)
 
 
 def train_without_loader(model: nn.Module, seen: Path) -> None:
-    dist.init_process_group("gloo")
-    parallel = DistributedDataParallel(model)
-    optimizer = sgd(parallel)
-    for step in range(ENDLESS):
-        optimizer.zero_grad()
-        parallel(torch.ones(2)).backward()
-        optimizer.step()
-        note(seen, step)
+    train_ddp(model, seen, has_loader=False)
 
 
 def train_prepared(model: nn.Module, seen: Path) -> None:
@@ -98,27 +92,9 @@ def note(seen: Path, step: int) -> None:
         (seen / str(os.getpid())).touch()
 
 
-@contextlib.contextmanager
-def pressing_stop(seen: Path, *, after_s: float = 0.3, times: int = 1) -> Iterator[None]:
+def pressing_stop(seen: Path, *, after_s: float = 0.3, times: int = 1) -> Any:
     """A block in which Stop is pressed once ranks have taken steps."""
-
-    def press() -> None:
-        deadline = time.monotonic() + 60
-        while not any(seen.iterdir()) and time.monotonic() < deadline and not is_over.is_set():
-            time.sleep(0.01)
-        for _ in range(times):
-            # A press after the block would be for the test run.
-            if not is_over.wait(after_s):
-                os.kill(os.getpid(), signal.SIGINT)
-
-    is_over = threading.Event()
-    presser = threading.Thread(target=press)
-    presser.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        presser.join()
+    return stop_pressed_when(lambda: any(seen.iterdir()), after_s=after_s, times=times)
 
 
 def stopped(
@@ -167,19 +143,6 @@ def test_one_process_stops_after_its_step(tmp_path: Path) -> None:
     assert "loss" in str(error.report())
 
 
-@SHARDING
-@pytest.mark.slow
-def test_shards_are_of_one_step(tmp_path: Path) -> None:
-    model = Sum(7)
-    assert_kept(stopped(train_prepared, model, tmp_path, strategy="fsdp"), model)
-
-
-@pytest.mark.slow
-def test_zero_2_stops_after_a_step(tmp_path: Path) -> None:
-    model = Sum(7)
-    assert_kept(stopped(train_prepared, model, tmp_path, **ZERO_2), model)
-
-
 def test_stop_can_be_set_to_discard(tmp_path: Path) -> None:
     model = Sum()
     error = stopped(train_ddp, model, tmp_path, on_stop="discard")
@@ -188,24 +151,11 @@ def test_stop_can_be_set_to_discard(tmp_path: Path) -> None:
     assert steps_of(model) == 0
 
 
-def take_long_after_the_fifth(model: nn.Module, seen: Path) -> None:
-    dist.init_process_group("gloo")
-    parallel = DistributedDataParallel(model)
-    optimizer = sgd(parallel)
-    for step, (batch,) in enumerate(batches()):
-        optimizer.zero_grad()
-        parallel(batch).backward()
-        optimizer.step()
-        note(seen, step)
-        if step == 5:
-            time.sleep(60)
-
-
 def test_a_second_press_discards(tmp_path: Path) -> None:
     model = Sum()
     began = time.monotonic()
     with pressing_stop(tmp_path, times=2), pytest.raises(LaunchInterrupted) as caught:
-        notebook_launcher(take_long_after_the_fifth, (model, tmp_path), 2)
+        notebook_launcher(train_ddp, (model, tmp_path, True, 60), 2)
     assert "the model is as it was" in str(caught.value)
     assert steps_of(model) == 0
     assert time.monotonic() - began < 30, "it has waited for the step that takes a minute"

@@ -6,9 +6,10 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import Pool, WorkerDied, WorkerFailed
+from nbaccel import Pool, WorkerDied, WorkerFailed, notebook_launcher
 from nbaccel.base.processes import uninterrupted
 from nbaccel.calls.pool_planning import PoolState
 from nbaccel.workers.messaging import PoolTask
-from tests.process import descriptors
+from tests.process import descriptors, stop_pressed_when
 
 TRAIN = """
 import torch
@@ -83,19 +84,25 @@ def equal(module: nn.Module, expected: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("train", "end"),
-    [(TRAIN, DIE_AT_THE_END), (FILL, DIE_AT_THE_END), (FILL, DIE_HALF_WAY)],
-    ids=["optimizer", "by hand", "half way"],
+    ("train", "end", "asked"),
+    [
+        (TRAIN, DIE_AT_THE_END, []),
+        (FILL, DIE_AT_THE_END, []),
+        (FILL, DIE_HALF_WAY, []),
+        (f"{TRAIN}v = 1\n", DIE_AT_THE_END, ["v"]),
+    ],
+    ids=["optimizer", "by hand", "half way", "a value is asked for"],
 )
 def test_a_worker_that_dies_on_the_way_leaves_the_model_old_and_is_told(
     fresh: Pool,
     model: nn.Module,
     train: str,
     end: str,
+    asked: list[str],
 ) -> None:
     old = values(model)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
-        fresh.run(train + end.format(signal="SIGKILL"), ranks=[0])
+        fresh.run(train + end.format(signal="SIGKILL"), ranks=[0], out=asked)
     assert equal(model, old)
     text = str(caught.value)
     assert "the weights that it trained in model" in text
@@ -103,13 +110,6 @@ def test_a_worker_that_dies_on_the_way_leaves_the_model_old_and_is_told(
     assert fresh.state is PoolState.BROKEN
     fresh.run(TRAIN)
     assert equal(model, [v - 0.5 for v in old]), "new workers train as if nothing had been"
-
-
-def test_what_out_asks_for_does_not_hide_it(fresh: Pool, model: nn.Module) -> None:
-    old = values(model)
-    with pytest.raises(WorkerDied, match="the weights that it trained in model"):
-        fresh.run(TRAIN + "v = 1\n" + DIE_AT_THE_END.format(signal="SIGKILL"), out=["v"])
-    assert equal(model, old)
 
 
 @pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
@@ -143,7 +143,7 @@ def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh: Pool, model: nn
     rank_0 = fresh.call(os.getpid)[0]
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt, match="the weights that it trained in model"):
-        with StopWhen(lambda: psutil.Process(rank_0).status() == psutil.STATUS_STOPPED):
+        with stop_pressed_when(lambda: psutil.Process(rank_0).status() == psutil.STATUS_STOPPED):
             fresh.run(TRAIN + DIE_AT_THE_END.format(signal="SIGSTOP"), ranks=[0])
     assert time.monotonic() - began < 30
     assert equal(model, old)
@@ -179,7 +179,7 @@ def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(
         "WeightWriter.write = late\n"
     )
     with pytest.raises(KeyboardInterrupt, match="the next cell writes them back"):
-        with StopWhen(sign.exists):
+        with stop_pressed_when(sign.exists):
             fresh.run(TRAIN + slow, ranks=[0])
     assert equal(model, old)
     fresh.run("1 + 1")
@@ -209,17 +209,14 @@ def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
     took = fresh._namespace_sync.records
 
     def none_left(keys: Any) -> Any:
-        limit.__enter__()
+        limit.enter_context(no_descriptors())
         return took(keys)
 
-    limit = NoDescriptors()
     monkeypatch.setattr(fresh._namespace_sync, "records", none_left)
-    try:
-        with pytest.raises(WorkerFailed, match="no room for the trained weights"):
+    with pytest.raises(WorkerFailed, match="no room for the trained weights"):
+        with contextlib.ExitStack() as limit:
             fresh.run(TRAIN)
-    finally:
-        limit.__exit__()
-        monkeypatch.undo()
+    monkeypatch.undo()
     assert equal(model, old)
     fresh.run("1")
     assert equal(model, [v - 0.5 for v in old])
@@ -301,45 +298,21 @@ def _pids(pool: Pool) -> list[int]:
     return pool.call(os.getpid)
 
 
-class StopWhen:
-    """Presses Stop as soon as something is so, while the block runs."""
-
-    def __init__(self, is_so: Callable[[], bool]) -> None:
-        self._is_so = is_so
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._press)
-
-    def _press(self) -> None:
-        while not self._ended.wait(0.02):
-            if self._is_so():
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-
-class NoDescriptors:
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
     """This process can open nothing more: its limit is what it has open."""
+    import resource
 
-    def __enter__(self) -> None:
-        import resource
-
-        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
-        highest = max(numbers)
-        self._taken = [os.dup(0) for _ in range(highest - len(numbers) + 2)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, self._limits[1]))
-
-    def __exit__(self, *exc: object) -> None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
-        for fd in self._taken:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+    highest = max(numbers)
+    taken = [os.dup(0) for _ in range(highest - len(numbers) + 2)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
             os.close(fd)
 
 
@@ -369,3 +342,70 @@ def test_what_a_cell_only_trains_is_not_told(
 ) -> None:
     fresh.run(TRAIN)
     assert "the weights of model" not in capfd.readouterr().err
+
+
+# --------------------------------------------- after a launch: weights changed without an optimizer
+
+
+def model_of_zeros() -> nn.Module:
+    model = nn.Linear(256, 256, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def add_one(model: nn.Linear) -> int:
+    with torch.no_grad():
+        model.weight.add_(1)
+    return os.getpid()
+
+
+def test_a_rank_0_that_is_killed_after_its_return_has_left_its_weights(tmp_path: Path) -> None:
+    sign = tmp_path / "pid"
+
+    def killing(model: nn.Linear) -> None:
+        if os.environ["RANK"] == "0":
+            add_one(model)
+            sign.write_text(str(os.getpid()))
+            return
+        while not sign.exists() or not sign.read_text() or not _waits(int(sign.read_text())):
+            time.sleep(0.02)
+        os.kill(int(sign.read_text()), signal.SIGKILL)
+
+    model = model_of_zeros()
+    notebook_launcher(killing, (model,), 2, start_method="template")
+    assert (model.weight == 1).all()
+
+
+def test_a_rank_that_fails_after_rank_0_has_returned_leaves_the_model_old() -> None:
+    def failing(model: nn.Linear) -> None:
+        add_one(model)
+        if os.environ["RANK"] == "1":
+            time.sleep(0.2)
+            raise ValueError("too late")
+
+    model = model_of_zeros()
+    with pytest.raises(WorkerFailed, match="too late"):
+        notebook_launcher(failing, (model,), 2)
+    assert (model.weight == 0).all()
+
+
+def test_what_rank_0_prints_as_it_leaves_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    def leaving(model: nn.Linear) -> None:
+        add_one(model)
+        if os.environ["RANK"] == "0":
+            subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+    model = model_of_zeros()
+    notebook_launcher(leaving, (model,), 2)
+    assert (model.weight == 1).all()
+    assert "ended what this rank had started and left running" in capfd.readouterr().err
+
+
+def _waits(pid: int) -> bool:
+    """Whether a worker has returned and waits for a message."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+    except psutil.NoSuchProcess:
+        return False

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 
-from tests.hosts.ray_variables import RAY_VARIABLES
+from tests.hosts.one_ray import RAY_VARIABLES
 
 os.environ.update(RAY_VARIABLES)
 

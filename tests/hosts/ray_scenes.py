@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import nn
 
-from tests.hosts.ray_variables import RAY_VARIABLES
+from tests.hosts.one_ray import RAY_VARIABLES
 
 os.environ.update(RAY_VARIABLES)
 

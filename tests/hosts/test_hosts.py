@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,20 +13,21 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import netns
-from tests.hosts.running_script import Notebook
+from tests.hosts.running_script import Notebook, RunningScript
+from tests.kernel.kernel import Kernel
 
 pytestmark = [pytest.mark.slow, netns.needs_hosts]
 
+Hosts = list[netns.NamespaceHost]
+
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[netns.NamespaceHost]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     with netns.make_hosts(tmp_path_factory.mktemp("hosts")) as made:
         yield made
 
 
-def test_training_on_two_hosts_is_training_on_one(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_training_on_two_hosts_is_training_on_one(hosts: Hosts, tmp_path: Path) -> None:
     notebook = Notebook(hosts, tmp_path, "train")
     told = notebook.told()
     assert told["places"] == [["0", "alpha"], ["1", "alpha"], ["0", "beta"], ["1", "beta"]]
@@ -36,26 +39,20 @@ def test_training_on_two_hosts_is_training_on_one(
     assert [host.processes() for host in hosts] == [[], []]
 
 
-def test_a_filter_leaves_hosts_and_slots_out(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_a_filter_leaves_hosts_and_slots_out(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("gamma slots=2\nalpha slots=3\nbeta slots=1\n")
     told = Notebook(hosts, tmp_path, "filtered", "beta@alpha:2,0").told()
     assert told["launched"] == [["alpha", "0,2"], ["alpha", "0,2"], ["beta", "7"]]
     assert told["pool"] == ["0,2", "0,2", "7"]
 
 
-def test_a_sharded_model_comes_home_from_all_hosts(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_a_sharded_model_comes_home_from_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
     told = Notebook(hosts, tmp_path, "sharded").told()
     assert told["rows"] == [8, 8, 8, 6]
     assert told["weights"] == told["local_weights"] != told["start"]
 
 
-def test_every_line_of_every_host_arrives_in_order(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_every_line_of_every_host_arrives_in_order(hosts: Hosts, tmp_path: Path) -> None:
     notebook = Notebook(hosts, tmp_path, "print", "8000")
     assert notebook.told()["results"] == [0, 1, 2, 3]
     for rank in range(4):
@@ -77,9 +74,7 @@ def test_hosts_without_a_shared_disk_keep_a_whole_checkpoint_each(tmp_path: Path
     assert list(disk.iterdir()) == []
 
 
-def test_an_error_on_the_other_host_is_the_notebooks(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_an_error_on_the_other_host_is_the_notebooks(hosts: Hosts, tmp_path: Path) -> None:
     told = Notebook(hosts, tmp_path, "fail").told()
     assert {"ValueError", "WorkerFailed"} <= set(told["kinds"])
     assert "rank 3 of 4 raised ValueError: no luck on beta" in told["text"]
@@ -87,9 +82,7 @@ def test_an_error_on_the_other_host_is_the_notebooks(
     assert told["untouched"] is True
 
 
-def test_stop_reaches_all_hosts_and_the_notebook_goes_on(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_stop_reaches_all_hosts_and_the_notebook_goes_on(hosts: Hosts, tmp_path: Path) -> None:
     notebook = Notebook(hosts, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     pressed_at = time.time()
@@ -102,9 +95,7 @@ def test_stop_reaches_all_hosts_and_the_notebook_goes_on(
     assert told["again"] == ["alpha", "alpha", "beta", "beta"]
 
 
-def test_a_host_that_is_killed_is_named_and_nothing_is_left(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_a_host_that_is_killed_is_named_and_nothing_is_left(hosts: Hosts, tmp_path: Path) -> None:
     notebook = Notebook(hosts, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     killed_at = time.time()
@@ -117,9 +108,7 @@ def test_a_host_that_is_killed_is_named_and_nothing_is_left(
     assert [host.processes() for host in hosts] == [[], []]
 
 
-def test_a_restart_goes_on_with_the_hosts_that_are_left(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_a_restart_goes_on_with_the_hosts_that_are_left(hosts: Hosts, tmp_path: Path) -> None:
     notebook = Notebook(hosts, tmp_path, "survive", str(tmp_path))
     notebook.wait_for("hangs", times=4)
     hosts[1].kill()
@@ -128,9 +117,7 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(
     assert any("Restart 1 of 1, without beta" in line for line in notebook.errors)
 
 
-def test_a_restart_keeps_hosts_that_were_not_lost(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_a_restart_keeps_hosts_that_were_not_lost(hosts: Hosts, tmp_path: Path) -> None:
     notebook = Notebook(hosts, tmp_path, "fail_once")
     assert notebook.told()["hosts"] == ["alpha", "alpha", "beta", "beta"]
     assert any(
@@ -139,9 +126,7 @@ def test_a_restart_keeps_hosts_that_were_not_lost(
     ), notebook.errors
 
 
-def test_live_workers_on_two_hosts_follow_the_notebook(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_live_workers_on_two_hosts_follow_the_notebook(hosts: Hosts, tmp_path: Path) -> None:
     notebook = Notebook(hosts, tmp_path, "live")
     told = notebook.told()
     assert told["hosts"] == ["alpha", "alpha", "beta", "beta"]
@@ -153,7 +138,7 @@ def test_live_workers_on_two_hosts_follow_the_notebook(
 
 
 def test_the_dashboard_knows_memory_and_idleness_of_ranks_on_hosts(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
+    hosts: Hosts, tmp_path: Path
 ) -> None:
     told = Notebook(hosts, tmp_path, "weighed", str(tmp_path)).told()
     # Its own bytes, and a process with torch in it: less than a hundred MiB differ between ranks.
@@ -165,9 +150,7 @@ def test_the_dashboard_knows_memory_and_idleness_of_ranks_on_hosts(
     assert told["doings"] == [""]
 
 
-def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(hosts: Hosts, tmp_path: Path) -> None:
     notebook = Notebook(hosts, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     notebook.process.kill()
@@ -189,7 +172,7 @@ def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(
     ],
 )
 def test_a_wrong_hostfile_is_refused_at_once(
-    hosts: list[netns.NamespaceHost], tmp_path: Path, hostfile: str, kind: str, said: str
+    hosts: Hosts, tmp_path: Path, hostfile: str, kind: str, said: str
 ) -> None:
     (tmp_path / "hostfile").write_text(hostfile)
     told = Notebook(hosts, tmp_path, "refused").told()
@@ -197,9 +180,7 @@ def test_a_wrong_hostfile_is_refused_at_once(
     assert told["seconds"] < 10
 
 
-def test_a_host_that_does_not_start_is_named(
-    hosts: list[netns.NamespaceHost], tmp_path: Path
-) -> None:
+def test_a_host_that_does_not_start_is_named(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text(f"alpha slots=1\n{hosts[1].address}9 slots=1\n")
     told = Notebook(hosts, tmp_path, "refused").told()
     assert told["kind"] in ("StartupFailed", "ConfigError")
@@ -227,3 +208,133 @@ def test_a_host_that_falls_silent_ends_the_launch_on_both_sides(tmp_path: Path) 
     assert told["at"] - unplugged_at < 60
     assert told["untouched"] is True
     assert told["again"] == ["alpha", "alpha"]
+
+
+# -------------------------------- a real sshd on the second host, with keys and settings of its own
+
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+
+
+def make_key(path: Path) -> Path:
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+    subprocess.run(command, check=True)
+    return path
+
+
+@pytest.mark.skipif(
+    not Path(SSHD).exists() or shutil.which("ssh") is None, reason="needs openssh-server"
+)
+def test_training_over_ssh(tmp_path: Path) -> None:
+    own_key, host_key = make_key(tmp_path / "own_key"), make_key(tmp_path / "host_key")
+    (tmp_path / "sshd_config").write_text(
+        f"HostKey {host_key}\nAuthorizedKeysFile {own_key}.pub\nPidFile none\nUsePAM no\n"
+        "StrictModes no\nPermitRootLogin prohibit-password\n"
+        f"SetEnv PYTHONPATH={Path(__file__).parents[2]}\n"
+    )
+    (tmp_path / "ssh_config").write_text(
+        f"Host beta\n  IdentityFile {own_key}\n  StrictHostKeyChecking no\n"
+        f"  UserKnownHostsFile {tmp_path / 'known_hosts'}\n  LogLevel ERROR\n"
+    )
+    # sshd refuses to start without its folder, which a machine without it may lack.
+    Path("/run/sshd").mkdir(exist_ok=True)
+    (tmp_path / "hostfile").write_text("alpha slots=2\nbeta slots=2\n")
+    with netns.make_hosts(tmp_path) as hosts:
+        daemon = hosts[1].start(SSHD, "-D", "-e", "-f", str(tmp_path / "sshd_config"))
+        try:
+            told = RunningScript(
+                hosts[0],
+                tmp_path,
+                Path(__file__).with_name("notebook.py"),
+                "train",
+                str(tmp_path / "hostfile"),
+                NBACCEL_SSH=f"ssh -F {tmp_path / 'ssh_config'} -o BatchMode=yes",
+            ).told()
+        finally:
+            hosts[1].kill()
+            daemon.wait()
+    assert told["places"] == [["0", "alpha"], ["1", "alpha"], ["0", "beta"], ["1", "beta"]]
+    assert told["weights"] == told["local_weights"] != told["start"]
+
+
+# ----------------------------------------------------------------------- a kernel on the first host
+
+
+SETUP = """
+import os, socket, torch
+from nbaccel import notebook_launcher
+notebook_launcher(os.getpid, (), 2);
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    folder = tmp_path_factory.mktemp("notebook")
+    hostfile = folder / "hostfile"
+    hostfile.write_text("alpha slots=2\nbeta slots=2\n")
+    shell = netns.remote_shell(folder, hosts)
+    with Kernel(lambda command: hosts[0].command(*command), NBACCEL_SSH=str(shell)) as made:
+        # With a launch, so that its template is running before the first test.
+        made.run(f"HOSTFILE = {str(hostfile)!r}\n{SETUP}").check()
+        yield made
+
+
+def test_a_function_of_a_cell_runs_on_both_hosts(kernel: Kernel, hosts: Hosts) -> None:
+    cell = kernel.run(
+        """
+        import os, socket, torch
+        from nbaccel import notebook_launcher
+        os.environ["MY_SETTING"] = "set in a cell"
+        model = torch.nn.Linear(4, 1)
+        before = model.weight.clone()
+
+        def train(model):
+            torch.distributed.init_process_group("gloo")
+            with torch.no_grad():
+                model.weight += 1
+            print("rank", os.environ["RANK"], "on", socket.gethostname())
+            return os.environ["MY_SETTING"], socket.gethostname()
+
+        results = notebook_launcher(train, (model,), hostfile=HOSTFILE)
+        print(results, torch.equal(model.weight, before + 1))
+        """
+    ).check()
+    assert "[3] rank 3 on beta" in cell.stdout
+    assert "('set in a cell', 'beta')] True" in cell.stdout
+
+
+def test_stop_in_the_browser_stops_ranks_on_both_hosts(kernel: Kernel, hosts: Hosts) -> None:
+    running = kernel.begin(
+        """
+        def hang():
+            import time
+            print("rank", os.environ["RANK"], "hangs", flush=True)
+            time.sleep(600)
+
+        notebook_launcher(hang, (), hostfile=HOSTFILE)
+        """
+    )
+    for rank in range(4):
+        kernel.until(running, f"rank {rank} hangs")
+    pressed_at = time.monotonic()
+    kernel.interrupt()
+    cell = kernel.finish(running)
+    assert cell.error == "KeyboardInterrupt"
+    assert time.monotonic() - pressed_at < 8
+    assert hosts[1].processes() == []
+
+
+def test_live_cells_run_on_both_hosts(kernel: Kernel, hosts: Hosts) -> None:
+    kernel.run("%load_ext nbaccel").check()
+    cell = kernel.run(
+        "%%accelerate --hostfile {HOSTFILE} --out place\n"
+        "place = socket.gethostname()\n"
+        "print('rank', os.environ['RANK'], 'lives on', place)\n"
+    ).check()
+    assert "[2] rank 2 lives on beta" in cell.stdout
+    assert "'alpha', 'alpha', 'beta', 'beta'" in kernel.run("print(place)").check().stdout
+    kernel.run("%accelerate stop").check()
+    deadline = time.monotonic() + 5
+    while hosts[1].processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert hosts[1].processes() == []

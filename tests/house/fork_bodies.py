@@ -1,4 +1,4 @@
-"""Tests for `test_apart.py`, which runs them in a process in which CUDA seems to be in use."""
+"""Tests for `test_harness.py`, which runs them in a process in which CUDA seems to be in use."""
 
 from __future__ import annotations
 

@@ -67,113 +67,64 @@ class Verdicts:
 
 LEAKS = {
     "a child": (
-        (
-            "import subprocess, sys\n"
-            "def test():\n"
-            "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        ),
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])",
         "*process * (*time.sleep(60)*",
     ),
-    "a fork that was never waited for": (
-        "import os\ndef test():\n    if os.fork() == 0:\n        os._exit(0)\n",
-        "*process * zombie*",
-    ),
+    "a fork that was never waited for": ("os.fork() or os._exit(0)", "*process * zombie*"),
     "a grandchild whose parent is gone": (
-        (
-            "import subprocess, sys\n"
-            "def test():\n"
-            "    subprocess.run(['sh', '-c', 'sleep 61 >/dev/null 2>&1 &'], check=True)\n"
-        ),
+        "subprocess.run(['sh', '-c', 'sleep 61 >/dev/null 2>&1 &'], check=True)",
         "*process * (sleep 61)*",
     ),
     "a bare fork whose parent is gone": (
-        (
-            "import os, time\n"
-            "def test():\n"
-            "    child = os.fork()\n"
-            "    if child == 0:\n"
-            "        if os.fork() == 0:\n"
-            "            time.sleep(62)\n"
-            "        os._exit(0)\n"
-            "    os.waitpid(child, 0)\n"
-        ),
+        "child = os.fork()\n"
+        "    if child == 0:\n"
+        "        os.fork() or time.sleep(62)\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(child, 0)",
         "*process * sleeping*",
     ),
     "a thread": (
-        (
-            "import threading, time\n"
-            "def test():\n"
-            "    args = dict(args=(4,), name='dawdler', daemon=True)\n"
-            "    threading.Thread(target=time.sleep, **args).start()\n"
-        ),
+        "threading.Thread(target=time.sleep, args=(4,), name='dawdler', daemon=True).start()",
         "*thread 'dawdler'*",
     ),
-    "a variable": (
-        "import os\ndef test():\n    os.environ['NEW'] = 'x'\n",
-        "*variable NEW added: 'x'*",
-    ),
-    "a changed variable": (
-        "import os\ndef test():\n    os.environ['PATH'] += ':/nowhere'\n",
-        "*variable PATH changed*",
-    ),
-    "a removed variable": (
-        "import os\ndef test():\n    del os.environ['PATH']\n",
-        "*variable PATH removed*",
-    ),
+    "a variable": ("os.environ['NEW'] = 'x'", "*variable NEW added: 'x'*"),
+    "a changed variable": ("os.environ['PATH'] += ':/nowhere'", "*variable PATH changed*"),
+    "a removed variable": ("del os.environ['PATH']", "*variable PATH removed*"),
     "a port": (
-        (
-            "import socket\n"
-            "kept = []\n"
-            "def test():\n"
-            "    kept.append(socket.create_server(('127.0.0.1', 0)))\n"
-        ),
+        "kept.append(socket.create_server(('127.0.0.1', 0)))",
         "*listening port 127.0.0.1:*",
     ),
     "a segment": (
-        (
-            "import os, pathlib\n"
-            "def test():\n"
-            "    pathlib.Path(f'/dev/shm/police-{os.getpid()}').write_text('x')\n"
-        ),
+        "pathlib.Path(f'/dev/shm/police-{os.getpid()}').write_text('x')",
         "*shared memory /dev/shm/police-*",
     ),
     "a folder of segments": (
-        (
-            "import os, pathlib\n"
-            "def test():\n"
-            "    folder = pathlib.Path(f'/dev/shm/police-folder-{os.getpid()}')\n"
-            "    folder.mkdir()\n"
-            "    (folder / 'one').write_text('x')\n"
-        ),
+        "folder = pathlib.Path(f'/dev/shm/police-folder-{os.getpid()}')\n"
+        "    folder.mkdir()\n"
+        "    (folder / 'one').write_text('x')",
         "*shared memory /dev/shm/police-folder-*",
     ),
-    "a memfd": (
-        (
-            "import os, pytest\n"
-            "@pytest.mark.no_memfd_growth\n"
-            "def test():\n"
-            "    os.memfd_create('nbaccel-test')\n"
-        ),
-        "*1 open memfd of nbaccel*",
-    ),
-    "a folder": ("import os\ndef test():\n    os.chdir('/')\n", "*working folder / instead of*"),
-    "a handler": (
-        "import signal\ndef test():\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n",
-        "*handler of SIGTERM*",
-    ),
+    "a memfd": ("os.memfd_create('nbaccel-test')", "*1 open memfd of nbaccel*"),
+    "a folder": ("os.chdir('/')", "*working folder / instead of*"),
+    "a handler": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", "*handler of SIGTERM*"),
     "a process group": (
-        (
-            "import torch.distributed as dist\n"
-            "def test(tmp_path):\n"
-            "    dist.init_process_group(\n"
-            "        'gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        ),
+        "import torch.distributed as dist\n"
+        "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
         "*torch.distributed process group*",
     ),
 }
+"""What a test does, and what is said of it."""
+LEAKING = """
+import os, pathlib, signal, socket, subprocess, sys, threading, time, pytest
+kept = []
+@pytest.mark.no_memfd_growth
+def test():
+    {body}
+def test_next():
+    assert True
+"""
 
 
-NEXT = "\ndef test_next():\n    assert True\n"
 HELD = (
     "import os, subprocess, pytest\n"
     "@pytest.fixture(scope='module')\n"
@@ -221,7 +172,7 @@ BESIDE = [HELD, UNWATCHED, ON_A_GPU, STRANGERS_SEGMENT, TEMPLATE_ALONE]
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
     """Of one session with all leaks, and with what is none; the template is last, for its end."""
-    sources = [source + NEXT for source, _ in LEAKS.values()] + BESIDE
+    sources = [LEAKING.replace("{body}", body) for body, _ in LEAKS.values()] + BESIDE
     yield run_pytest(tmp_path_factory.mktemp("police"), sources)
     (Path("/dev/shm") / STRANGER).unlink(missing_ok=True)
     for process in psutil.process_iter(["cmdline"]):
@@ -241,16 +192,10 @@ def test_a_leak_is_found_and_cleaned_up_for_the_next_test(verdicts, leak):
 @pytest.mark.parametrize(
     ("source", "names"),
     [
-        (HELD, ["test_held", "test_restored"]),
-        (UNWATCHED, ["test"]),
-        (STRANGERS_SEGMENT, ["test"]),
-        (TEMPLATE_ALONE, ["test"]),
-    ],
-    ids=[
-        "what fixtures clean up or hold on purpose",
-        "memfds where they are not watched",
-        "a segment of a stranger",
-        "the template",
+        pytest.param(HELD, ["test_held", "test_restored"], id="what fixtures clean up or hold"),
+        pytest.param(UNWATCHED, ["test"], id="memfds where they are not watched"),
+        pytest.param(STRANGERS_SEGMENT, ["test"], id="a segment of a stranger"),
+        pytest.param(TEMPLATE_ALONE, ["test"], id="the template"),
     ],
 )
 def test_what_is_no_leak_is_not_called_one(verdicts, source, names):

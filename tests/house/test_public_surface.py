@@ -16,19 +16,9 @@ from tests.house.public_names import listed, offered, why_gone
 from tests.house.source import ROOT, package_files
 
 HEAVY = {
-    "IPython",
-    "deepspeed",
-    "ipywidgets",
-    "numpy",
-    "psutil",
-    "pydantic",
-    "pynvml",
-    "torch",
-    "torch_xla",
-    "yaml",
+    *("IPython", "deepspeed", "ipywidgets", "numpy", "psutil", "pydantic", "pynvml", "torch"),
+    *("torch_xla", "yaml"),
 }
-
-
 # Of `nbaccel.NAME`, which other packages have in their metadata.
 ENTRY_POINT_GROUPS = {"devices", "engines", "fp8_backends", "precisions", "strategies"}
 PAGE = ROOT / "docs" / "pages" / "reference" / "public.md"
@@ -120,7 +110,11 @@ def test_what_ray_runs_on_a_node_imports_no_torch():
 
 
 def test_a_launch_of_one_process_imports_nothing_that_its_function_does_not_use():
-    loaded = loaded_by("import os, nbaccel\nassert nbaccel.notebook_launcher(os.getppid, (), 1)")
+    """Nor does its report."""
+    loaded = loaded_by(
+        "import os, nbaccel\nresults = nbaccel.notebook_launcher(os.getppid, (), 1)\n"
+        "assert results and 'getppid on 1 worker' in str(results.report())"
+    )
     assert not {"torch", "numpy", "deepspeed", "accelerate"} & loaded
     assert "nbaccel.deepspeed.strategy.local_shards" not in loaded
 

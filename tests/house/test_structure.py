@@ -1,20 +1,22 @@
-"""The structure's figures: no circles of imports, of modules or of folders."""
+"""The package's structure: no circles of imports, short functions, names, messages with a value."""
 
 from __future__ import annotations
 
+import ast
+import statistics
+from collections.abc import Iterator
+
 import pytest
 
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, STRATEGIES
 from tests.house import row
+from tests.house.source import SourceFile, package_files
 
 
 @pytest.mark.parametrize("level", ["module", "lazy", "typing"])
-def test_imports_make_no_circle(level):
-    assert row.cycles(row.nbaccel(), level) == []
-
-
-@pytest.mark.parametrize("level", ["module", "lazy", "typing"])
-def test_folders_make_no_circle(level):
-    assert row.folder_cycles(row.nbaccel(), level) == []
+@pytest.mark.parametrize("find", [row.cycles, row.folder_cycles])
+def test_imports_make_no_circle(find, level):
+    assert find(row.nbaccel(), level) == []
 
 
 def test_a_class_has_a_name_of_its_own():
@@ -55,3 +57,235 @@ def test_a_circle_of_folders_would_be_found(tmp_path):
     (package / "__init__.py").touch()
     assert row.cycles(row.read(package), "typing") == []
     assert row.folder_cycles(row.read(package), "typing") == [["one", "two"]]
+
+
+# ------------------------------------------------------------------------- sizes
+
+
+MEDIAN, P90, LONGEST_FUNCTION = 8, 25, 60
+
+
+def functions(file: SourceFile) -> Iterator[tuple[int, str]]:
+    """Each function's number of lines, from its `def` on and without its docstring."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node, clean=False) is not None:
+                docstring = node.body[0]
+                lines -= docstring.end_lineno - docstring.lineno + 1
+            yield lines, f"{file.at(node)} {node.name}: {lines} lines"
+
+
+def all_functions() -> list[tuple[int, str]]:
+    return sorted(f for file in package_files() for f in functions(file))
+
+
+def test_no_function_is_long():
+    long = [where for lines, where in all_functions() if lines > LONGEST_FUNCTION]
+    assert not long, f"over {LONGEST_FUNCTION} lines:\n" + "\n".join(long)
+
+
+def test_most_functions_are_short():
+    found = all_functions()
+    lines = [n for n, _ in found]
+    median, p90 = statistics.median(lines), statistics.quantiles(lines, n=10)[-1]
+    longest = "\n".join(where for _, where in found[-20:])
+    assert median <= MEDIAN, f"the median function has {median} lines"
+    assert p90 <= P90, f"a tenth of the functions has over {p90} lines; the longest:\n{longest}"
+
+
+def test_a_function_is_measured_without_its_docstring():
+    text = 'def f():\n    """One.\n\n    Two.\n    """\n    return 1\n'
+    file = SourceFile(package_files()[0].path, text, ast.parse(text))
+    assert [lines for lines, _ in functions(file)] == [2]
+
+
+# ------------------------------------------------------------------------- messages
+
+
+# Messages that have no value to show: the text, and why it has none.
+CONSTANT_MESSAGES: dict[str, str] = {
+    "a truth value is not a number": "pydantic puts the setting and its value in front",
+    "None is neither true nor false": "as above",
+    "the other process closed its end": "an end of file is all that is known",
+}
+
+BROAD = {"Exception", "BaseException"}
+
+
+def constant_messages(file: SourceFile) -> Iterator[tuple[str, str]]:
+    """Each `raise X("text")` whose text is the same whatever happened."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for argument in node.exc.args[:1]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield argument.value, file.at(node)
+
+
+def test_a_message_shows_the_value_it_is_about():
+    found = {text: where for file in package_files() for text, where in constant_messages(file)}
+    silent = [f"{where}: {text}" for text, where in found.items() if text not in CONSTANT_MESSAGES]
+    assert not silent, (
+        "say what was asked, why it cannot be, what to do (or list the text here with a reason):\n"
+        + "\n".join(silent)
+    )
+    gone = CONSTANT_MESSAGES.keys() - found.keys()
+    assert not gone, f"allowed here, but raised nowhere: {gone}"
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(k is None or (isinstance(k, ast.Name) and k.id in BROAD) for k in kinds)
+
+
+def unexplained(file: SourceFile) -> Iterator[str]:
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.ExceptHandler) and is_broad(node):
+            reason = file.lines[node.lineno - 1].partition("#")[2]
+            reason = reason.rpartition("BLE001")[2].strip(" -:")
+            if len(reason.split()) < 2:
+                yield f"{file.at(node)}: {file.lines[node.lineno - 1].strip()}"
+
+
+def test_a_broad_except_says_why_on_its_line():
+    found = [where for file in package_files() for where in unexplained(file)]
+    assert not found, "name the exceptions, or say why all are meant:\n" + "\n".join(found)
+
+
+def test_the_searches_see_what_they_should():
+    text = (
+        "try:\n    pass\nexcept (OSError, Exception):\n    raise ValueError('fixed ' 'text')\n"
+        "try:\n    pass\nexcept BaseException:  # whatever it is goes home\n"
+        "    raise ValueError(f'{text}')\n"
+        "try:\n    pass\nexcept:\n    pass\n"
+    )
+    file = SourceFile(package_files()[0].path, text, ast.parse(text))
+    assert [message for message, _ in constant_messages(file)] == ["fixed text"]
+    assert [where.split(":")[1] for where in unexplained(file)] == ["3", "11"]
+
+
+# ------------------------------------------------------------------------- names
+
+
+NAMES = {row.name for rows in (DEVICES, STRATEGIES, PRECISIONS, FP8_BACKENDS) for row in rows}
+NAMES |= {name for row in DEVICES for name in (row.group_backend, row.shared_group_backend)}
+# "no" is float32, and the word for nothing: a format, not a backend.
+NAMES -= {"no"}
+LOOKUPS = {
+    *("check_strategy", "device", "device_row", "known_device", "precision", "precision_row"),
+    *("strategy", "strategy_row", "startswith", "endswith", "partition"),
+}
+# The folders of the backends themselves, and the tables.
+THEIR_OWN = (
+    *("nbaccel/devices/", "nbaccel/strategies/", "nbaccel/precision/", "nbaccel/deepspeed/"),
+    "nbaccel/config/capabilities.py",
+)
+# Words that happen to be names of backends.
+NO_BACKENDS = {
+    (
+        "nbaccel/calls/process_groups.py",
+        "gloo",
+    ): "the kind of torch's group, whose abort does not work",
+    ("nbaccel/train/checkpoint/loading.py", "cpu"): "Accelerate's word in map_location",
+}
+
+
+# A backend is told apart by its row or its contract. What counts is not how a variable is called,
+# but that a name of a row stands where code decides: beside a comparison, in a `case`, among the
+# keys of a dictionary that is looked up at once, or as the argument of a look-up.
+def findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and names of each place in a module that decides by names of backends."""
+    for node in ast.walk(tree):
+        words = {word for part in decides_by(node) for word in words_in(part)}
+        if words & NAMES and not asks_for_host_memory(node, words):
+            yield node.lineno, ", ".join(sorted(words & NAMES))
+
+
+def decides_by(node: ast.AST) -> list[ast.expr]:
+    match node:
+        case ast.Compare(left=left, comparators=others):
+            return [left, *others]
+        case ast.MatchValue(value=value):
+            return [value]
+        case ast.Subscript(value=ast.Dict() as table):
+            return [table]
+        # A table by name, as `{row.name: row for row in DEVICES}` is.
+        case ast.Subscript(value=ast.DictComp(), slice=key):
+            return [key]
+        case ast.Call(func=ast.Attribute(value=ast.Dict() as table, attr="get")):
+            return [table]
+        case ast.Call(func=ast.Attribute(value=ast.DictComp(), attr="get"), args=[key, *_]):
+            return [key]
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=arguments):
+            is_lookup = name in LOOKUPS and ast.unparse(node.func) != "torch.device"
+            return arguments if is_lookup else []
+    return []
+
+
+def words_in(node: ast.expr | None) -> Iterator[str]:
+    match node:
+        case ast.Constant(value=str() as word):
+            yield word
+        case (
+            ast.Tuple(elts=parts)
+            | ast.List(elts=parts)
+            | ast.Set(elts=parts)
+            | ast.Dict(keys=parts)
+        ):
+            for part in parts:
+                yield from words_in(part)
+
+
+def asks_for_host_memory(node: ast.AST, words: set[str]) -> bool:
+    """Whether it is `tensor.device.type == "cpu"`: where torch keeps it, not what computes."""
+    sides = (node.left, *node.comparators) if isinstance(node, ast.Compare) else ()
+    return words <= {"cpu", "meta"} and any(ast.unparse(side).endswith(".type") for side in sides)
+
+
+def test_no_backend_is_told_by_its_name_outside_its_folder():
+    found = {
+        (file.name, names): f"{file.name}:{number}: {names}: {file.lines[number - 1].strip()}"
+        for file in package_files()
+        if not file.name.startswith(THEIR_OWN)
+        for number, names in findings(file.tree)
+    }
+    wrong = [text for place, text in found.items() if place not in NO_BACKENDS]
+    assert not wrong, "ask the capabilities row or the contract instead:\n" + "\n".join(wrong)
+    assert NO_BACKENDS.keys() <= found.keys(), "an exception that nothing needs any more"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_seen"),
+    [
+        ("if anything == 'ddp': pass", True),
+        ("if plan.device != 'cuda': pass", True),
+        ("x = 1 if 'nccl' == f(y) else 2", True),
+        ("if kind in ('cpu', 'xpu'): pass", True),
+        ("match kind:\n    case 'fsdp': pass", True),
+        ("make = {'ddp': 1, 'fsdp': 2}[name]", True),
+        ("make = {'ddp': 1}.get(name)", True),
+        ("registry.strategy('deepspeed')", True),
+        ("strategy_row('deepspeed').library", True),
+        ("device.startswith('cuda')", True),
+        ("row = {row.name: row for row in DEVICES}['cuda']", True),
+        ("self.strategy = strategy", False),
+        ("message = 'Give device=\"cpu\"'", False),
+        ("if tensor.device.type == 'cpu': pass", False),
+        ("if precision == 'no': pass", False),
+        ("torch.device('cpu')", False),
+        ("registry.strategy(plan.strategy)", False),
+    ],
+)
+def test_a_backend_by_name_is_seen_whatever_the_variable_is_called(code, is_seen):
+    assert bool([*findings(ast.parse(code))]) == is_seen
+
+
+# Whom `from accelerate.utils import ...` served must only change the import.
+PEERS_NAMES = "nbaccel/utils/"
+NOWHERE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+
+
+def test_every_file_has_a_name_that_says_what_is_in_it():
+    found = [f.name for f in package_files() if NOWHERE_NAMES & set(f.path.with_suffix("").parts)]
+    found = [name for name in found if not name.startswith(PEERS_NAMES)]
+    assert not found, f"a file is named for what it holds, not 'utils': {found}"

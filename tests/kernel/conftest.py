@@ -22,18 +22,12 @@ notebook_launcher(os.getpid, (), 2, start_method="template");
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     """A kernel that has launched once, so that its template is running."""
-    found = Kernel()
-    try:
+    with Kernel() as found:
         found.run(SETUP).check()
         yield found
-    finally:
-        found.close()
 
 
 @pytest.fixture
 def fresh_kernel() -> Iterator[Kernel]:
-    found = Kernel()
-    try:
+    with Kernel() as found:
         yield found
-    finally:
-        found.close()

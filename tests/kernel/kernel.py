@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 from jupyter_client.manager import KernelManager
+from typing_extensions import Self
 
 from tests.isolation import ROOT
 from tests.leak_police import TEMPLATE_NAME
@@ -158,6 +159,12 @@ class Kernel:
     def kill(self) -> None:
         """End the kernel as the out-of-memory killer would."""
         os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End kernel and client, and everything they started."""

@@ -105,19 +105,27 @@ def test_cells_follow_settings_and_keep_their_own(kernel: Kernel) -> None:
         kernel.run("live.stop()").check()
 
 
-def test_a_setting_that_cannot_be_sent_is_told_once(kernel: Kernel) -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("np.set_printoptions(formatter={'float': locked})", "numpy.set_printoptions"),
+        ("torch.nn.Identity.forward = locked", "torch.nn.modules.linear.Identity.forward"),
+    ],
+    ids=["a setting", "a change"],
+)
+def test_what_cannot_be_sent_is_told_once(kernel: Kernel, change: str, told: str) -> None:
+    code = f"""
     import threading
     lock = threading.Lock()
-    def formatted(number):
+    def locked(*_):
         with lock:
             return "f"
-    np.set_printoptions(formatter={"float": formatted})
+    {change}
     """
     kernel.run(code).check()
     launch = "notebook_launcher(lambda: 1, (), 2, start_method='template');"
     said = kernel.run(launch).check().text
-    assert "numpy.set_printoptions" in said
+    assert told in said
     assert 'start_method="fork"' in said
     assert kernel.run(launch).check().text == ""
 
@@ -247,21 +255,3 @@ def test_a_class_of_the_users_own_module_is_registered_when_a_worker_imports_tha
     told = [line.strip() for line in fresh_kernel.run(code).check().stdout.splitlines()]
     there = "(True, [1, 2, 3])"
     assert told == [f"False False {there} {there}", f"False False {' '.join([there] * 4)}"]
-
-
-def test_a_change_that_cannot_be_sent_is_told_once(fresh_kernel: Kernel) -> None:
-    code = """
-    import threading, torch
-    from nbaccel import notebook_launcher
-    lock = threading.Lock()
-    def locked(self, x):
-        with lock:
-            return x
-    torch.nn.Identity.forward = locked
-    """
-    fresh_kernel.run(code).check()
-    launch = "notebook_launcher(lambda: 1, (), 2, start_method='template');"
-    said = fresh_kernel.run(launch).check().text
-    assert "torch.nn.modules.linear.Identity.forward" in said
-    assert 'start_method="fork"' in said
-    assert fresh_kernel.run(launch).check().text == ""

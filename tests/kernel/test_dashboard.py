@@ -165,13 +165,10 @@ class Run:
 @pytest.fixture(scope="module")
 def live() -> Iterator[Kernel]:
     """A kernel with two live workers, that has launched, too."""
-    found = Kernel()
-    try:
+    with Kernel() as found:
         for code in (TRAIN, CALM, LIVE, START, "notebook_launcher(os.getpid, (), 2);"):
             found.run(code).check()
         yield found
-    finally:
-        found.close()
 
 
 @pytest.mark.parametrize("code", [LAUNCH, CELL], ids=["launch", "cell"])

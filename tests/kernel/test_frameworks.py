@@ -103,13 +103,10 @@ def test_a_library_trains_in_workers_of_a_kernel(library: str, is_imported: bool
     # In the notebook itself, as users have it.
     code = "\n\n".join(inspect.getsource(part) for part in (*others, function))
     names = {"name": function.__name__, "model": model}
-    kernel = Kernel()
-    try:
+    with Kernel() as kernel:
         kernel.run(IMPORTS + (f"import {library}\n" if is_imported else "") + code).check()
         done = kernel.run(LAUNCH.format(**names)).check().stdout.splitlines()
         # Libraries print, too.
         done = [line for line in done if line.startswith(("template ", "fork "))]
         assert done == ["template 2 True", "fork 2 True", "template 2 True"]
         assert kernel.run(IN_LIVE_WORKERS.format(**names)).check().stdout.splitlines()[-1] == "2"
-    finally:
-        kernel.close()

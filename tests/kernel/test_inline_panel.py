@@ -51,13 +51,10 @@ ENDS = re.compile(r"epoch (\d) of 4, ([\d.]+) s left")
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    found = Kernel()
-    try:
+    with Kernel() as found:
         for code in (TRAIN, BARS):
             found.run(code).check()
         yield found
-    finally:
-        found.close()
 
 
 @pytest.mark.slow

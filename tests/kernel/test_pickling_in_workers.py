@@ -100,22 +100,14 @@ print(results.plan.start_method)
 """
 
 
-@pytest.mark.slow
-def test_what_cells_define_is_pickled_by_name_in_workers(kernel: Kernel) -> None:
+# Nothing has run in the kernel that a fork could not live with.
+@pytest.mark.parametrize("method", [pytest.param("template", marks=pytest.mark.slow), "fork"])
+def test_what_cells_define_is_pickled_by_name_in_workers(kernel: Kernel, method: str) -> None:
     kernel.run(CLASSES).check()
     kernel.run(PICKLERS).check()
-    code = "(pickle_all, (model, folder), 2, start_method='template')"
+    code = f"(pickle_all, (model, folder), 2, start_method={method!r})"
     kernel.run(f"model = Net()\nresults = notebook_launcher{code}").check()
-    assert kernel.run(LOADED).check().stdout == "template\n"
-
-
-def test_a_fork_does_the_same(kernel: Kernel) -> None:
-    kernel.run(CLASSES).check()
-    kernel.run(PICKLERS).check()
-    code = "(pickle_all, (model, folder), 2, start_method='fork')"
-    # Nothing has run in the kernel that a fork could not live with.
-    kernel.run(f"model = Net()\nresults = notebook_launcher{code}").check()
-    assert kernel.run(LOADED).check().stdout == "fork\n"
+    assert kernel.run(LOADED).check().stdout == f"{method}\n"
 
 
 def test_live_workers_do_the_same(kernel: Kernel) -> None:

@@ -58,7 +58,7 @@ def test_stop_works_in_a_kernel_whose_parent_ignores_interrupts() -> None:
         kernel = Kernel()
     finally:
         signal.signal(signal.SIGINT, before)
-    try:
+    with kernel:
         kernel.run("%load_ext nbaccel\nfrom nbaccel import notebook_launcher").check()
         for cell in (
             "def stuck():\n    import time\n    print('stuck now')\n    time.sleep(600)\n"
@@ -72,5 +72,3 @@ def test_stop_works_in_a_kernel_whose_parent_ignores_interrupts() -> None:
             assert kernel.finish(running).error == "KeyboardInterrupt"
             assert time.monotonic() - pressed < BOUND_S
         assert "[0, 1]" in kernel.run("%%accelerate\nprint([0, 1])").check().text
-    finally:
-        kernel.close()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import re
 import sys
-import time
 
 import pytest
-from jupyter_client.manager import KernelManager
 
-from tests.house.source import ROOT
+from tests.kernel.kernel import Kernel
 
-COLOURS = re.compile(r"\x1b\[[\d;]*m")
 SETUP = """
 import time, torch, torch.distributed as dist
 from nbaccel import notebook_launcher
@@ -20,56 +16,22 @@ model = torch.nn.Linear(4, 2)
 """
 
 
-class Notebook:
-    """A kernel and what its cells send back."""
-
-    def __init__(self, folder):
-        # Sockets in a folder instead of ports: what listens on a port counts as a leak.
-        self.manager = KernelManager(transport="ipc", ip=str(folder / "kernel"))
-        self.manager.start_kernel(cwd=ROOT)
-        self.client = self.manager.blocking_client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=400)
-
-    def error(self, code, *, interrupt_at=None):
-        """Run a cell; returns (ename, lines without colours), or None where it did not raise."""
-        self.heard = []
-        asked = self.client.execute(code)
-        found, deadline = None, time.monotonic() + 400
-        while time.monotonic() < deadline:
-            try:
-                message = self.client.get_iopub_msg(timeout=1)
-            except queue.Empty:
-                continue
-            content = message["content"]
-            self.heard.append(
-                (message["msg_type"], message["parent_header"].get("msg_id"), content)
-            )
-            if message["parent_header"].get("msg_id") != asked:
-                continue  # an answer to something else, such as a form's comm, may come late
-            if message["msg_type"] == "stream" and interrupt_at and interrupt_at in content["text"]:
-                self.manager.interrupt_kernel()
-            elif message["msg_type"] == "error":
-                text = "\n".join(content["traceback"])
-                found = content["ename"], COLOURS.sub("", text).splitlines()
-            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
-                return found
-        raise TimeoutError(f"the cell did not end: {code}")
-
-    def close(self):
-        self.client.stop_channels()
-        self.manager.shutdown_kernel()
-        # Left to the garbage collector, they are a warning in some later test.
-        for context in (self.client.context, self.manager.context):
-            context.destroy(linger=0)
+class Notebook(Kernel):
+    def error(self, code, *, interrupt_at=""):
+        """Run a cell; its error's name and lines, or None where it did not raise."""
+        running = self.begin(code)
+        if interrupt_at:
+            self.until(running, interrupt_at)
+            self.interrupt()
+        self.heard = cell = self.finish(running)
+        return (cell.error, cell.traceback) if cell.error else None
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory):
-    opened = Notebook(tmp_path_factory.mktemp("sockets"))
-    opened.error(SETUP)
-    yield opened
-    opened.close()
+def notebook():
+    with Notebook() as opened:
+        opened.error(SETUP)
+        yield opened
 
 
 @pytest.mark.slow

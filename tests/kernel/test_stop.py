@@ -47,23 +47,34 @@ def test_stop_ends_the_cell(kernel: Kernel, what: str, method: str) -> None:
     cell = kernel.finish(running)
     took = time.monotonic() - pressed
     assert cell.error == "KeyboardInterrupt"
+    assert "the model is as it was" in "\n".join(cell.traceback)
     assert took < BOUND_S
     assert wait_for(lambda: {p.pid for p in kernel.workers()} == before)
     check = "assert torch.equal(net.weight, value); print(notebook_launcher(workers.rank, (), 2))"
     assert kernel.run(check).check().stdout == "[0, 1]\n"
 
 
-def test_stop_before_the_workers_are_there(kernel: Kernel) -> None:
-    running = kernel.begin("print('go'); time.sleep(600)")
-    kernel.until(running, "go")
+def stopped(kernel: Kernel, code: str, *, times: int = 1) -> float:
+    """Press Stop in a cell that is stuck, and launch again; how long the cell took to end."""
+    running = kernel.begin(code)
+    kernel.until(running, "stuck now")
+    pressed = time.monotonic()
     kernel.interrupt()
+    for _ in range(times - 1):
+        time.sleep(0.5)
+        kernel.interrupt()
     assert kernel.finish(running).error == "KeyboardInterrupt"
+    took = time.monotonic() - pressed
     assert "[0, 1]" in kernel.run("print(notebook_launcher(workers.rank, (), 2))").check().stdout
+    return took
+
+
+def test_stop_before_the_workers_are_there(kernel: Kernel) -> None:
+    stopped(kernel, "print('stuck now'); time.sleep(600)")
 
 
 def test_stop_twice_is_stop(kernel: Kernel) -> None:
-    running = kernel.begin(
-        """
+    code = """
         def slow_to_go():
             try:
                 print("stuck now")
@@ -72,13 +83,19 @@ def test_stop_twice_is_stop(kernel: Kernel) -> None:
                 time.sleep(600)
         notebook_launcher(slow_to_go, (), 2)
         """
-    )
-    kernel.until(running, "[0-1] stuck now")
-    kernel.interrupt()
-    time.sleep(0.5)
-    kernel.interrupt()
-    assert kernel.finish(running).error == "KeyboardInterrupt"
-    assert "[0, 1]" in kernel.run("print(notebook_launcher(workers.rank, (), 2))").check().stdout
+    stopped(kernel, code, times=2)
+
+
+def test_stop_reaches_workers_whose_template_is_stopped_by_a_signal(kernel: Kernel) -> None:
+    code = """
+        import signal
+        def stuck():
+            print("stuck now")
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(600)
+        notebook_launcher(stuck, (), 2, start_method="template")
+        """
+    assert stopped(kernel, code) < 4.0, "about 0.1 s on a quiet machine; it was 10 s"
 
 
 STORM = """
@@ -175,20 +192,57 @@ def test_stop_reaches_a_worker_that_is_stopped_by_a_signal(live_kernel: Kernel, 
     live_kernel.run("%%accelerate\nassert mine == os.getpid()").check()
 
 
-def test_stop_reaches_workers_whose_template_is_stopped_by_a_signal(kernel: Kernel) -> None:
-    running = kernel.begin(
+# --------------------------------- what line each rank is at, while it waits and when it is stopped
+
+
+WAITING = """
+def train():
+    dist.init_process_group("gloo")
+    print("here we go")
+    if dist.get_rank() == 0:
+        dist.barrier()
+    time.sleep(600)
+notebook_launcher(train, (), 2)
+"""
+
+
+@pytest.mark.slow
+def test_the_dashboard_and_stop_name_the_lines(kernel: Kernel) -> None:
+    running = kernel.begin(WAITING)
+    kernel.until(running, "here we go")
+    deadline = time.monotonic() + 2 * BOUND_S
+    while not all(part in str(running[1].displays) for part in ("[0] waiting in", "[1] running (")):
+        assert time.monotonic() < deadline, running[1].displays[-1:]
+        kernel.look(running, timeout_s=2 * BOUND_S)
+    kernel.interrupt()
+    cell = kernel.finish(running)
+    seen = str(cell.displays)
+    assert "[0] waiting in barrier (Cell In[" in seen
+    assert "line 5)" in seen
+    assert "[1] running (Cell In[" in seen
+    told = "\n".join(cell.traceback)
+    assert cell.error == "KeyboardInterrupt"
+    assert "rank 0 was waiting in barrier (Cell In[" in told
+    assert "rank 1 was running (Cell In[" in told
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_is_not_asked_and_a_death_after_a_question_is_told(
+    kernel: Kernel,
+) -> None:
+    cell = kernel.run(
         """
-        import signal
-        def stuck():
-            print("stuck now")
-            os.kill(os.getppid(), signal.SIGSTOP)
+        def train():
+            end = time.monotonic() + 6
+            if os.environ["RANK"] == "0":
+                time.sleep(10)
+                os._exit(3)
+            while time.monotonic() < end:
+                pass
             time.sleep(600)
-        notebook_launcher(stuck, (), 2, start_method="template")
+        notebook_launcher(train, (), 2)
         """
     )
-    kernel.until(running, "[0-1] stuck now")
-    kernel.interrupt()
-    pressed = time.monotonic()
-    assert kernel.finish(running).error == "KeyboardInterrupt"
-    assert time.monotonic() - pressed < 4.0, "about 0.1 s on a quiet machine; it was 10 s"
-    assert "[0, 1]" in kernel.run("print(notebook_launcher(workers.rank, (), 2))").check().stdout
+    told = "\n".join(cell.traceback)
+    assert "left with exit code 3" in told
+    assert "time.sleep(10)" not in told, "where it once was is not where it has died"

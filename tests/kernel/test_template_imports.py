@@ -106,21 +106,15 @@ def start(packages: Path, code: str = SETUP, **variables: str) -> Kernel:
 @pytest.fixture(scope="module")
 def clean(packages: Path) -> Iterator[Kernel]:
     """A kernel that can be forked."""
-    kernel = start(packages)
-    try:
+    with start(packages) as kernel:
         yield kernel
-    finally:
-        kernel.close()
 
 
 @pytest.fixture(scope="module")
 def used(packages: Path) -> Iterator[Kernel]:
     """A kernel that should not be forked."""
-    kernel = start(packages, SETUP + THREAD)
-    try:
+    with start(packages, SETUP + THREAD) as kernel:
         yield kernel
-    finally:
-        kernel.close()
 
 
 def say(kernel: Kernel, code: str) -> str:
@@ -171,8 +165,7 @@ def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(
 
 
 def test_packages_that_cannot_be_forked_are_left_out_and_told(packages: Path) -> None:
-    kernel = start(packages, SETUP + THREAD)
-    try:
+    with start(packages, SETUP + THREAD) as kernel:
         say(kernel, f"import {', '.join(BAD)}\nlearn()")
         left_out = ast.literal_eval(say(kernel, "print(template.template_for().left_out)"))
         assert left_out.keys() == BAD.keys()
@@ -193,8 +186,6 @@ def test_packages_that_cannot_be_forked_are_left_out_and_told(packages: Path) ->
             assert "nbaccel-tmpl" not in tried_again, "once and for all"
         assert len(kernel.templates()) == 1
         assert not kernel.workers(), "what they had started has ended"
-    finally:
-        kernel.close()
 
 
 def test_a_launch_waits_for_what_it_uses_and_says_so(used: Kernel, packages: Path) -> None:
@@ -258,8 +249,7 @@ def test_workers_main_thread_has_what_imports_did_in_the_template(used: Kernel) 
 
 
 def test_no_package_is_imported_where_that_is_switched_off(packages: Path) -> None:
-    kernel = start(packages, SETUP + THREAD, NBACCEL_TEMPLATE_IMPORTS="0")
-    try:
+    with start(packages, SETUP + THREAD, NBACCEL_TEMPLATE_IMPORTS="0") as kernel:
         before = imported_by(packages, "calm_three")
         say(kernel, "import calm_three\nlearn()")
         assert say(kernel, LAUNCH.format(name="calm_three")) == "1 template"
@@ -268,21 +258,16 @@ def test_no_package_is_imported_where_that_is_switched_off(packages: Path) -> No
             "nbaccel-worker",
             "nbaccel-worker",
         ]
-    finally:
-        kernel.close()
 
 
 def test_a_template_that_imports_ends_with_its_kernel(packages: Path) -> None:
-    kernel = start(packages, SETUP + THREAD)
-    try:
+    with start(packages, SETUP + THREAD) as kernel:
         before = imported_by(packages, "takes_long").count("nbaccel-tmpl")
         say(kernel, "import takes_long")
         assert wait_for(lambda: imported_by(packages, "takes_long").count("nbaccel-tmpl") > before)
         (template,) = [process.pid for process in kernel.templates()]
         kernel.kill()
         assert wait_for(lambda: not lives(template), timeout_s=3.0)
-    finally:
-        kernel.close()
 
 
 def test_many_launches_with_imports_between_them_leave_one_template(
@@ -292,8 +277,7 @@ def test_many_launches_with_imports_between_them_leave_one_template(
     folder.mkdir()
     for number in range(10):
         (folder / f"one_of_{number}.py").write_text("VERSION = 1\n")
-    kernel = start(packages)
-    try:
+    with start(packages) as kernel:
         say(kernel, f"sys.path.insert(0, {str(folder)!r})")
         for number in range(50):
             if number % 5 == 0:
@@ -302,5 +286,3 @@ def test_many_launches_with_imports_between_them_leave_one_template(
         say(kernel, "learn()")
         assert wait_for(lambda: len(kernel.templates()) == 1)
         assert not kernel.workers()
-    finally:
-        kernel.close()

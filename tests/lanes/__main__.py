@@ -24,14 +24,16 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from tests import selection
+from tests.house.markers import put_into
 from tests.isolation import ROOT
-from tests.lanes import builds, table
+from tests.lanes import builds
 from tests.lanes.environment import (
     HOME,
     Environment,
@@ -47,6 +49,45 @@ CONSTRAINTS = ROOT / "constraints"
 _REPORTED = ("torch", "ipython", "ipykernel", "ipywidgets", "deepspeed", "torch-tpu", "torch-xla")
 # As in tests/tpu/pretended.py.
 _PRETENDED, _HOST = "NBACCEL_TEST_PRETENDED_TPU", "NBACCEL_TEST_TPU_HOST"
+
+
+# ---------------------------------------------------------------- the table
+BEGIN = "<!-- lanes:begin (made by `python3 -m tests.lanes --render`) -->"
+END = "<!-- lanes:end -->"
+
+_PACKAGES = {
+    "python": "Python",
+    "torch": "torch",
+    "ipython": "IPython",
+    "ipykernel": "ipykernel",
+    "ipywidgets": "ipywidgets",
+    "deepspeed": "DeepSpeed",
+}
+_TPU_DRIVERS = {"torch-tpu": "torch_tpu", "torch-xla": "torch_xla"}
+
+
+def render(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table.
+
+    Args:
+        records: What each lane has written: date, versions, front end, counts of tests.
+    """
+    titles = ["lane", *_PACKAGES.values(), "TPU driver", "front end", "tests", "notebooks", "date"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for record in records.values():
+        counts = record["tests"]
+        versions = [record["versions"][name] or "-" for name in _PACKAGES]
+        versions.append(_tpu_driver(record["versions"]))
+        told = f"{counts['passed']} passed, {counts['skipped']} skipped"
+        row = [record["title"], *versions, record["front_end"], told, str(record["notebooks"])]
+        lines.append(f"| {' | '.join([*row, record['date']])} |")
+    return "\n".join(lines)
+
+
+def _tpu_driver(versions: Mapping[str, str]) -> str:
+    """Name and version; records of other lanes may be older than the drivers."""
+    found = [f"{name} {versions[key]}" for key, name in _TPU_DRIVERS.items() if versions.get(key)]
+    return ", ".join(found) or "-"
 
 
 # ---------------------------------------------------------------- environments
@@ -220,7 +261,7 @@ def _record(name: str, lane: Lane, environment: Environment, counts: dict[str, i
 
 def render_page() -> None:
     """Put the records into the table of the page."""
-    PAGE.write_text(table.put_into(PAGE.read_text(), table.render(records())))
+    PAGE.write_text(put_into(PAGE.read_text(), render(records()), BEGIN, END))
 
 
 def _cpu_s() -> float:

@@ -47,7 +47,6 @@ _OF_TPUS = (
     "tests/tpu/test_launches.py",
     "tests/tpu/test_moments.py",
     "tests/tpu/test_compiles.py",
-    "tests/tpu/test_placement.py",
     "tests/tpu/test_chips_only.py",
     # The tables of topologies, against what the driver would set on the recorded hosts.
     "tests/devices/tpu/test_chip_topology.py",
@@ -113,7 +112,6 @@ LANES: dict[str, Lane] = {
             "tests/notebook/test_magics.py",
             "tests/notebook/test_pickers.py",
             "tests/kernel/test_cells.py",
-            "tests/kernel/test_harness.py",
         ),
         notebooks=_NOTEBOOKS,
         packages=(*_TOOLS, *_OF_NOTEBOOKS),
@@ -186,7 +184,7 @@ LANES: dict[str, Lane] = {
         title="TPU: torch_xla, on the processor",
         tests=(
             *_OF_TPUS,
-            *("tests/tpu/test_guide.py", "tests/tpu/test_spmd.py", "tests/tpu/test_threads.py"),
+            *("tests/tpu/test_guide.py", "tests/tpu/test_threads.py"),
         ),
         packages=(*_TOOLS, "ipywidgets", "psutil", "tqdm", "transformers"),
         variables=(*_FEW_THREADS, ("PJRT_DEVICE", "CPU")),

@@ -4,15 +4,15 @@ import re
 
 from packaging.requirements import Requirement
 
+from tests.house.markers import put_into
 from tests.isolation import ROOT
-from tests.lanes import table
-from tests.lanes.__main__ import PAGE, records
+from tests.lanes.__main__ import BEGIN, END, PAGE, records, render
 from tests.lanes.lanes import LANES, TURNS
 
 
 def test_the_page_has_what_the_lanes_have_written() -> None:
     page = PAGE.read_text()
-    assert table.put_into(page, table.render(records())) == page
+    assert put_into(page, render(records()), BEGIN, END) == page
 
 
 def test_each_lane_ran_with_the_versions_that_its_constraints_name() -> None:

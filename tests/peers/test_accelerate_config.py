@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ SHARDED_2 = {
     "fsdp_cpu_ram_efficient_loading": False,
     "fsdp_activation_checkpointing": False,
 }
+COMPILED = {
+    "dynamo_backend": "EAGER",
+    "dynamo_mode": "reduce-overhead",
+    "dynamo_use_dynamic": True,
+    "dynamo_use_fullgraph": False,
+    "dynamo_use_regional_compilation": True,
+}
 
 
 def written(tmp_path: Path, **settings) -> Path:
@@ -62,38 +70,29 @@ def launched_variables(path: Path) -> dict[str, str]:
     return launch_utils.prepare_multi_gpu_env(args)
 
 
-@pytest.mark.parametrize("section", [SHARDED_1, SHARDED_2])
-def test_a_sharded_run_gets_what_accelerates_launcher_sets(section, tmp_path, monkeypatch):
-    path = written(tmp_path, distributed_type="FSDP", fsdp_config=dict(section))
-    ours = run_variables(load_config_file(path).config)
-    theirs = launched_variables(path)
+@pytest.mark.parametrize(
+    ("settings", "plugin"),
+    [
+        (
+            {"distributed_type": "FSDP", "fsdp_config": SHARDED_1},
+            FullyShardedDataParallelPlugin,
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": SHARDED_2},
+            FullyShardedDataParallelPlugin,
+        ),
+        ({"distributed_type": "MULTI_GPU", "dynamo_config": COMPILED}, TorchDynamoPlugin),
+    ],
+    ids=["FSDP 1", "FSDP 2", "compilation"],
+)
+def test_workers_get_what_accelerates_launcher_sets(settings, plugin, tmp_path, monkeypatch):
+    path = written(tmp_path, **copy.deepcopy(settings))
     plugins = []
-    for variables in (ours, theirs):
+    for variables in (run_variables(load_config_file(path).config), launched_variables(path)):
         with monkeypatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            plugins.append(FullyShardedDataParallelPlugin())
-    assert plugins[0] == plugins[1]
-
-
-def test_compilation_gets_what_accelerates_launcher_sets(tmp_path, monkeypatch):
-    section = {
-        "dynamo_backend": "EAGER",
-        "dynamo_mode": "reduce-overhead",
-        "dynamo_use_dynamic": True,
-        "dynamo_use_fullgraph": False,
-        "dynamo_use_regional_compilation": True,
-    }
-    path = written(tmp_path, distributed_type="MULTI_GPU", dynamo_config=dict(section))
-    plugins = []
-    for variables in (
-        run_variables(load_config_file(path).config),
-        launched_variables(path),
-    ):
-        with monkeypatch.context() as patch:
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            plugins.append(TorchDynamoPlugin())
+            plugins.append(plugin())
     assert plugins[0] == plugins[1]
 
 

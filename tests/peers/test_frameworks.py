@@ -112,15 +112,6 @@ def tiny_llama() -> nn.Module:
 
 
 @METHODS
-def test_raw_torch_and_ddp(start_method: str) -> None:
-    model = nn.Linear(8, 4)
-    before = model.weight.sum().item()
-    results = notebook_launcher(with_torch, (model,), 2, start_method=start_method)
-    assert [r[:2] for r in results] == [(0, 2), (1, 2)]
-    assert model.weight.sum().item() == results[0][2] == results[1][2] != before
-
-
-@METHODS
 @PRECISIONS
 def test_accelerate(start_method: str, precision: str) -> None:
     model = nn.Linear(8, 4)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import notebook_launcher
 from tests.isolation import isolated
-from tests.peers.test_trainers import Regression
+from tests.peers.test_prepared_in_notebook import Regression
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,20 +19,8 @@ from tests import needs
 accelerate = pytest.importorskip("accelerate")
 
 MODULES = (
-    "",
-    "big_modeling",
-    "data_loader",
-    "hooks",
-    "launchers",
-    "local_sgd",
-    "logging",
-    "optimizer",
-    "scheduler",
-    "state",
-    "tracking",
-    "utils",
-    "utils.modeling",
-    "utils.offload",
+    *("", "big_modeling", "data_loader", "hooks", "launchers", "local_sgd", "logging"),
+    *("optimizer", "scheduler", "state", "tracking", "utils", "utils.modeling", "utils.offload"),
 )
 NO_NAME = "a run may go without a name"
 
@@ -139,11 +127,7 @@ NOT_HERE = {
         f"{owner}.{method}"
         for owner in ("DataLoaderDispatcher", "DataLoaderShard", "SkipDataLoader")
         for method in (
-            "adjust_state_dict_for_prefetch",
-            "begin",
-            "end",
-            "get_sampler",
-            "reset",
+            *("adjust_state_dict_for_prefetch", "begin", "end", "get_sampler", "reset"),
             "set_sampler",
         )
     ),

@@ -220,33 +220,6 @@ def early_stopping(folder: Path) -> Any:
     return seen, numbers(accelerator.unwrap_model(model))
 
 
-def batch_size_that_fits(folder: Path) -> Any:
-    from accelerate import Accelerator, find_executable_batch_size
-
-    accelerator = Accelerator()
-    tried = []
-
-    @find_executable_batch_size(starting_batch_size=16)
-    def inner_training_loop(batch_size, epochs):
-        nonlocal accelerator
-        accelerator.free_memory()
-        tried.append(batch_size)
-        model = classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(rows(), batch_size=batch_size)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        for _ in range(epochs):
-            for x, y in loader:
-                if len(x) > 11:
-                    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-                accelerator.backward(nn.functional.cross_entropy(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-        return numbers(accelerator.unwrap_model(model))
-
-    return inner_training_loop(2), tried
-
-
 def metrics(folder: Path) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import gather, gather_object, pad_across_processes, reduce
@@ -655,33 +628,34 @@ def folds(folder: Path) -> Any:
     return found, gather_object([accelerator.process_index])
 
 
-def batch_size_that_fits_in_accumulated_steps(folder: Path) -> Any:
-    from accelerate import Accelerator
-    from accelerate.utils import find_executable_batch_size
+def batch_size_that_fits(folder: Path) -> Any:
+    from accelerate import Accelerator, find_executable_batch_size
 
     accelerator = Accelerator()
     tried = []
 
     @find_executable_batch_size(starting_batch_size=16)
-    def train(batch_size):
+    def inner_training_loop(batch_size, epochs):
+        nonlocal accelerator
         accelerator.free_memory()
         tried.append(batch_size)
         accelerator.gradient_accumulation_steps = max(1, 16 // batch_size)
         model = classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = accelerator.prepare(
-            model, optimizer, DataLoader(rows(), batch_size=batch_size)
-        )
-        for x, y in loader:
-            if len(x) > 8:
-                raise RuntimeError("XPU out of memory. Tried to allocate 20 MiB")
-            with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.cross_entropy(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-        return numbers(model)
+        loader = DataLoader(rows(), batch_size=batch_size)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        kind = "CUDA" if batch_size > 14 else "XPU"
+        for _ in range(epochs):
+            for x, y in loader:
+                if len(x) > 8:
+                    raise RuntimeError(f"{kind} out of memory. Tried to allocate 2.00 GiB")
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return numbers(accelerator.unwrap_model(model))
 
-    return train(), tried, accelerator.gradient_accumulation_steps
+    return inner_training_loop(2), tried, accelerator.gradient_accumulation_steps
 
 
 def compressed_gradients(folder: Path) -> Any:
@@ -730,7 +704,6 @@ BODIES = (
     streamed_data,
     local_averages,
     folds,
-    batch_size_that_fits_in_accumulated_steps,
     compressed_gradients,
 )
 LIBRARIES = ("accelerate", "nbaccel")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,9 @@ import pytest
 import torch
 
 from nbaccel import Pool, RunConfig, WorkerFailed, notebook_launcher
+from nbaccel.calls.launch import launch_plan
+from nbaccel.plan import Plan
+from tests.process import stop_pressed_when
 from tests.tpu import bodies
 from tests.tpu.bodies import Seen, TiedNet
 
@@ -114,20 +114,9 @@ def test_stop_ends_a_launch_and_the_model_is_as_it_was(
 ) -> None:
     net = bodies.make_net()
     before = weights_of(net)
-
-    def interrupt_when_all_wait() -> None:
-        until = time.monotonic() + bodies.FOREVER_S / 2
-        while len(list(tmp_path.iterdir())) < bodies.RANKS and time.monotonic() < until:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt_when_all_wait)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt, match="workers have been stopped"):
+    with pytest.raises(KeyboardInterrupt, match="workers have been stopped"):
+        with stop_pressed_when(lambda: len(list(tmp_path.iterdir())) == bodies.RANKS):
             notebook_launcher(bodies.wait_to_be_stopped, (net, str(tmp_path)), config=config)
-    finally:
-        thread.join()
     assert len(list(tmp_path.iterdir())) == bodies.RANKS
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(net).items())
 
@@ -156,3 +145,56 @@ def test_live_workers_go_on_where_the_last_cell_ended(trained: Trained, config: 
     for name, weight in weights_of(expected_net).items():
         torch.testing.assert_close(after_first[name], weight, atol=1e-5, rtol=1e-4)
     assert not torch.equal(names["net"].body.weight, after_first["body.weight"])
+
+
+# ---------------------------------------------------- models on their way to chips, and collectives
+
+
+def test_a_moved_model_keeps_its_objects_and_what_hangs_on_them(
+    driver: str, config: RunConfig
+) -> None:
+    (moved,) = notebook_launcher(
+        bodies.move_with_all_that_hangs_on_it, (), config=config.changed(num_processes=1)
+    )
+    assert moved == dict.fromkeys(moved, True)
+
+
+def test_where_memory_is_short_workers_copy_one_after_another(
+    driver: str, config: RunConfig, tmp_path: Path
+) -> None:
+    times = notebook_launcher(bodies.place_in_turn, (str(tmp_path),), config=config)
+    (_, first_ended), (second_began, _) = sorted(times)
+    assert first_ended <= second_began
+
+
+def test_the_plan_says_how_much_host_memory_the_model_takes_at_most(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = bodies.make_net()
+    num_bytes = sum(one.nbytes for one in net.parameters())
+    plenty = launch_plan(plan, bodies.where_it_is, (net,)).plan
+    (choice,) = (choice for choice in plenty.choices if choice.name == "host_memory")
+    assert "at once" in choice.reason
+    assert "host memory" not in capsys.readouterr().err
+    # Less is free than one worker's copy takes.
+    short = dataclasses.replace(plan.inventory, host_available_bytes=num_bytes // 2)
+    tight = launch_plan(dataclasses.replace(plan, inventory=short), bodies.where_it_is, (net,)).plan
+    (choice,) = (choice for choice in tight.choices if choice.name == "host_memory")
+    assert "one worker after another" in choice.reason
+    assert "a worker may be killed (SIGSEGV, SIGKILL)" in tight.warnings[-1]
+    assert tight.warnings[-1] in capsys.readouterr().err
+
+
+def test_no_collective_is_left_to_gloo_which_would_change_nothing(
+    driver: str, config: RunConfig
+) -> None:
+    given = (torch.distributed.all_reduce,)  # as imported in a cell, before the driver is bound
+    for answers in notebook_launcher(bodies.try_collectives_of_torch, given, config=config):
+        refused = {name for name, answer in answers.items() if "Error: " in answer}
+        assert refused == set(answers), answers
+        if driver == "torch_xla":
+            said = answers["from the notebook"]
+            assert said.startswith("ConfigError: torch.distributed.all_reduce got a tensor on xla")
+            assert "accelerator.reduce(tensor)" in said
+            assert "accelerator.gather(tensor)" in answers["all_gather_into_tensor"]
+            assert "tensor.cpu()" in answers["all_to_all_single"]

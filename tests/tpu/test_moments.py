@@ -43,11 +43,8 @@ print(*(device for device, _ in seen), not torch.equal(before, model.weight))
 def undecided_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     """A kernel in whose environment nobody has said whether torch may load its extensions."""
     monkeypatch.delenv(AUTOLOAD, raising=False)
-    found = Kernel()
-    try:
+    with Kernel() as found:
         yield found
-    finally:
-        found.close()
 
 
 def run_program(code: str, **variables: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 from nbaccel import Pool, notebook_launcher
 
 STARTS = ["template", "fork"]
+Cell = Callable[[str], dict[str, Any]]
+"""Runs code, and gives the names that it has then."""
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def strict() -> Iterator[None]:
 
 
 @pytest.fixture
-def cell() -> Callable[[str], dict[str, Any]]:
+def cell() -> Cell:
     """Runs code as a cell of a notebook: what it defines has the namespace as its globals."""
 
     def run(text: str) -> dict[str, Any]:
@@ -81,24 +84,16 @@ def means(*modules: nn.Module) -> list[float]:
         ("by_helper", "fork"),  # where nothing is pickled, one way stands for all
     ],
 )
-def test_a_global_model_comes_home(
-    cell: Callable[[str], dict[str, Any]], name: str, start: str
-) -> None:
+def test_a_global_model_comes_home(cell: Cell, name: str, start: str) -> None:
     found = cell(DEFINE)
     notebook_launcher(found[name], num_processes=2, start_method=start)
     assert means(found["model"]) == [3.0]
 
 
-def test_a_global_model_that_nothing_else_views_is_not_told_of(
-    cell: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+def test_what_nothing_or_only_a_graph_of_an_earlier_loss_views_is_not_told_of(
+    cell: Cell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notebook_launcher(cell(DEFINE)["by_global"], num_processes=2)
-    assert "old memory" not in capsys.readouterr().err
-
-
-def test_what_only_a_graph_of_an_earlier_loss_keeps_is_not_told_of(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     loss = model(torch.ones(1, 3, requires_grad=True)).sum()
     notebook_launcher(lambda: model and None, num_processes=2)
@@ -112,17 +107,13 @@ def test_what_only_a_graph_of_an_earlier_loss_keeps_is_not_told_of(
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_the_models_of_a_method_s_object_come_home(
-    cell: Callable[[str], dict[str, Any]], start: str
-) -> None:
+def test_the_models_of_a_method_s_object_come_home(cell: Cell, start: str) -> None:
     trainer = cell(DEFINE)["trainer"]
     notebook_launcher(trainer.fit, (5.0,), num_processes=2, start_method=start)
     assert means(trainer.model, trainer.parts["head"]) == [5.0, 5.0]
 
 
-def test_the_models_of_an_object_among_the_arguments_come_home(
-    cell: Callable[[str], dict[str, Any]],
-) -> None:
+def test_the_models_of_an_object_among_the_arguments_come_home(cell: Cell) -> None:
     trainer = cell(DEFINE)["trainer"]
     notebook_launcher(lambda t: t.fit(5.0), (trainer,), num_processes=2)
     assert means(trainer.model, trainer.parts["head"]) == [5.0, 5.0]
@@ -140,24 +131,20 @@ def test_closures_defaults_and_partials_come_home(start: str) -> None:
     assert means(a, b, c) == [2.0, 2.0, 2.0]
 
 
-def test_a_model_that_is_an_argument_and_a_global_is_one(
-    cell: Callable[[str], dict[str, Any]],
-) -> None:
+def test_a_model_that_is_an_argument_and_a_global_is_one(cell: Cell) -> None:
     found = cell(DEFINE + "def both(m): fill(m, 1.0); assert m is model; fill(model, 4.0)")
     notebook_launcher(found["both"], (found["model"],), num_processes=2)
     assert means(found["model"]) == [4.0]
 
 
-def test_what_does_not_fit_is_told_by_its_name(cell: Callable[[str], dict[str, Any]]) -> None:
+def test_what_does_not_fit_is_told_by_its_name(cell: Cell) -> None:
     found = cell(DEFINE + "def grow(): model.weight = nn.Parameter(torch.ones(9, 4))")
     with pytest.warns(UserWarning, match=r"The trained weights of model do not fit"):
         results = notebook_launcher(found["grow"], num_processes=2)
     assert results.state_dicts["model"]["weight"].shape == (9, 4)
 
 
-def test_ranks_that_train_a_global_model_apart_are_told(
-    cell: Callable[[str], dict[str, Any]],
-) -> None:
+def test_ranks_that_train_a_global_model_apart_are_told(cell: Cell) -> None:
     found = cell(DEFINE + "import os\ndef apart(): fill(model, float(os.environ['RANK']))")
     with pytest.warns(
         UserWarning, match="different models: rank 1 ended with other weights of mod"
@@ -166,7 +153,7 @@ def test_ranks_that_train_a_global_model_apart_are_told(
 
 
 def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(
-    cell: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    cell: Cell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = cell(DEFINE + "meta = nn.Linear(2, 2, device='meta')\ndef look(): return str(meta)")
     assert notebook_launcher(found["look"], num_processes=2)[1].startswith("Linear")
@@ -175,7 +162,7 @@ def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(
     assert "meta device" in told
 
 
-def test_share_back_off_leaves_them(cell: Callable[[str], dict[str, Any]]) -> None:
+def test_share_back_off_leaves_them(cell: Cell) -> None:
     found = cell(DEFINE)
     before = means(found["model"])
     from nbaccel import RunConfig
@@ -184,7 +171,7 @@ def test_share_back_off_leaves_them(cell: Callable[[str], dict[str, Any]]) -> No
     assert means(found["model"]) == before
 
 
-def test_a_call_in_live_workers_brings_them_home(cell: Callable[[str], dict[str, Any]]) -> None:
+def test_a_call_in_live_workers_brings_them_home(cell: Cell) -> None:
     found = cell(DEFINE)
     with Pool(2, namespace={}) as pool:
         pool.call(found["by_global"])
@@ -202,3 +189,17 @@ def test_an_object_with_its_own_way_to_pickle_is_looked_into() -> None:
     sly = Sly()
     notebook_launcher(lambda: fill(sly.model, 7.0), num_processes=2)  # type: ignore[attr-defined]
     assert means(model) == [7.0]
+
+
+# ------------------------------------------------------------------------- weak references
+
+
+def test_a_weak_reference_names_the_same_object_or_is_gone_as_in_the_notebook() -> None:
+    def look(pair: list[Any]) -> tuple[bool, bool]:
+        owner, (reference, gone) = pair
+        return reference() is owner, gone() is None
+
+    owner = {7}
+    references = weakref.ref(owner), weakref.ref(set())
+    found = notebook_launcher(look, ([owner, references],), num_processes=2)
+    assert list(found) == [(True, True)] * 2

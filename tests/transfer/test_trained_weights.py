@@ -58,21 +58,17 @@ def test_ranks_that_trained_different_models_are_told_with_the_remedy() -> None:
     assert "DistributedDataParallel, or pass it through Accelerator.prepare" in text
 
 
-def test_ddp_is_not_told_although_statistics_of_batches_differ() -> None:
+@pytest.mark.parametrize(
+    "how", [{"wrap": True}, {"wrap": False, "ranks": (0,)}], ids=["DDP", "rank 0 alone"]
+)
+def test_ddp_and_a_rank_0_that_trains_alone_are_not_told(how: dict[str, Any]) -> None:
+    """Although statistics of batches differ."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        notebook_launcher(lambda m: train(m, wrap=True), (model,), num_processes=2)
+        notebook_launcher(lambda m: train(m, **how), (model,), num_processes=2)
     assert model[1].num_batches_tracked.item() == 1
-
-
-def test_rank_0_may_train_alone() -> None:
-    model = nn.Linear(8, 8)
-    before = model.weight.detach().clone()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        notebook_launcher(lambda m: train(m, wrap=False, ranks=(0,)), (model,), num_processes=2)
-    assert not torch.equal(model.weight, before)
+    assert not torch.equal(model[1].bias, torch.zeros(8))
 
 
 def test_what_rank_1_alone_trained_is_told_to_be_lost() -> None:
@@ -111,25 +107,21 @@ def test_another_dtype_and_a_replaced_parameter_are_told(change: Any, told: str)
     with pytest.warns(UserWarning, match=told):
         results = notebook_launcher(change, (model,), num_processes=1, start_method="template")
     assert torch.equal(results.state_dicts["args[0]"]["bias"].float(), model.bias.detach())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_cells_tell_it_once(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {"model": nn.Linear(8, 8), "train": train}
-    with Pool(2, namespace=names) as pool:
-        pool.run("train(model, wrap=False)")
-        assert "The ranks trained different models: rank 1" in capsys.readouterr().err
-        pool.run("train(model, wrap=False)")
-        assert "different models" not in capsys.readouterr().err
-    names.clear()
-
-
-def test_a_cell_of_rank_1_alone_tells_that_nothing_comes_home(
+def test_cells_tell_it_once_and_of_rank_1_alone_that_nothing_comes_home(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     names: dict[str, Any] = {"model": nn.Linear(8, 8), "train": train}
     with Pool(2, namespace=names) as pool:
         pool.run("train(model, wrap=False)", ranks=[1])
         assert "rank 1 trained model and rank 0 did not" in capsys.readouterr().err
+        names["model"] = nn.Linear(8, 8)
+        pool.run("train(model, wrap=False)")
+        assert "The ranks trained different models: rank 1" in capsys.readouterr().err
+        pool.run("train(model, wrap=False)")
+        assert "different models" not in capsys.readouterr().err
     names.clear()
 
 

@@ -240,14 +240,6 @@ def test_a_cell_s_names_are_those_bound_rebound_or_deleted(pair: Pair) -> None:
     assert sorted(namespace.bound()) == ["_mine", "changed", "gone", "made"]
 
 
-def test_a_name_that_is_not_there_is_told_with_those_that_are_close(pair: Pair) -> None:
-    pair.worker["losses"] = []
-    with pytest.raises(
-        NameError, match=r"'loses' is not defined in worker 0\. Did you mean losses"
-    ):
-        pair.workers[0].pull("loses", into=pair.ns)
-
-
 def test_values_come_to_the_notebook_as_they_are(pair: Pair) -> None:
     pair.cell("""
     def f(x): return x + rate

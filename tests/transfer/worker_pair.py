@@ -1,7 +1,7 @@
 """A notebook and its workers in one process: two dicts, and what flows between them.
 
 The worker's side maps the arenas privately, as in a process of its own. Only what cloudpickle keeps
-per process, its table of classes, is shared: classes of cells are tried with a real fork.
+per process, its table of classes, is shared: classes of cells are tried with a real worker.
 """
 
 from __future__ import annotations

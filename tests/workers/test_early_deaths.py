@@ -36,28 +36,19 @@ def dying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     return ranks
 
 
-def one_of(ranks: tuple[int, ...]) -> str:
-    return f"[{''.join(map(str, ranks))}]"
-
-
 @pytest.mark.parametrize("method", ["template", "fork"])
-def test_a_launch_tells_of_a_worker_that_died_at_its_start(
+def test_launch_and_pool_tell_of_a_worker_that_died_at_its_start(
     dying: tuple[int, ...], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(WorkerDied, match=rf"rank {one_of(dying)} of 2 was killed by SIGKILL"):
+    ranks = "".join(map(str, dying))
+    told = rf"rank [{ranks}] of 2 was killed by SIGKILL"
+    with pytest.raises(WorkerDied, match=told):
         notebook_launcher(workers.rank, (), 2, start_method=method, timeout=15)
-    monkeypatch.undo()
-    assert notebook_launcher(workers.rank, (), 2, start_method=method) == [0, 1]
-
-
-@pytest.mark.parametrize("method", ["template", "fork"])
-def test_a_pool_tells_of_a_worker_that_died_at_its_start(
-    dying: tuple[int, ...], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     pool = Pool(2, namespace={}, start_method=method)
-    with pytest.raises(WorkerDied, match=rf"rank {one_of(dying)} of 2 was killed by SIGKILL"):
+    with pytest.raises(WorkerDied, match=told):
         pool.start()
     monkeypatch.undo()
+    assert notebook_launcher(workers.rank, (), 2, start_method=method) == [0, 1]
     with pool:
         pool.run("x = 1")
 

@@ -67,41 +67,21 @@ def tutorial() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("start_method", ["template", "fork"])
-def test_the_tutorial_on_ddp_trains(start_method: str, capfd: pytest.CaptureFixture[str]) -> None:
-    found = notebook_launcher(
-        tutorial()["in_a_worker"], (), 2, start_method=start_method, timeout=TIMEOUT_S
-    )
-    assert found[0] == found[1]
-    told = capfd.readouterr().err
-    assert told.count("was told to meet at localhost:12355; the ranks meet at 127.0.0.1:") == 1
-
-
-def test_a_url_is_one_more_way_to_choose_an_address() -> None:
-    def meet() -> float:
-        dist.init_process_group(
-            init_method="tcp://localhost:12355",
-            backend="gloo",
-            rank=int(os.environ["RANK"]),
-            world_size=2,
-        )
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return total.item()
-
-    assert list(notebook_launcher(meet, (), 2, timeout=TIMEOUT_S)) == [2.0, 2.0]
-
-
-def test_setup_and_cleanup_can_be_called_again_and_again() -> None:
+def test_the_tutorial_on_ddp_trains_again_and_again(
+    start_method: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     names = tutorial()
 
     def twice() -> list[float]:
         return [names["in_a_worker"]() for _ in range(2)]
 
-    first, second = notebook_launcher(twice, (), 2, timeout=TIMEOUT_S)
-    assert first == second
+    found = notebook_launcher(twice, (), 2, start_method=start_method, timeout=TIMEOUT_S)
+    assert found[0] == found[1]
+    told = capfd.readouterr().err
+    assert told.count("was told to meet at localhost:12355; the ranks meet at 127.0.0.1:") == 1
 
 
-def test_groups_of_some_ranks_meet_by_their_addresses() -> None:
+def test_groups_of_some_ranks_meet_by_their_urls() -> None:
     def meet() -> list[float]:
         rank = int(os.environ["RANK"])
         dist.init_process_group(

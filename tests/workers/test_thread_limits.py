@@ -34,28 +34,28 @@ def numbers_of_threads() -> dict[str, Any]:
     }
 
 
+def launched(number: int, start_method: str = "template") -> list[dict[str, Any]]:
+    config = RunConfig(
+        num_processes=NUM_RANKS, threads_per_process=number, start_method=start_method
+    )
+    return list(notebook_launcher(numbers_of_threads, config=config))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", [(1, 2, 1), (2, 1)], ids=str)
 def test_each_launch_has_its_own_number(numbers: tuple[int, ...]) -> None:
     for number in numbers:
-        config = RunConfig(
-            num_processes=NUM_RANKS, threads_per_process=number, start_method="template"
-        )
-        for found in notebook_launcher(numbers_of_threads, config=config):
-            assert found["torch"] == number
-            assert found["libraries"] == {number}
+        for found in launched(number):
+            assert (found["torch"], found["libraries"]) == (number, {number})
 
 
 def test_no_library_starts_threads_that_nobody_needs() -> None:
     """OpenBLAS that is told after a fork starts one for each core, and these wait busily."""
-    config = RunConfig(num_processes=NUM_RANKS, threads_per_process=1, start_method="template")
     # Rank 0 serves the store of the process group, with a thread of torch's.
-    *_, found = notebook_launcher(numbers_of_threads, config=config)
+    *_, found = launched(1)
     assert found["native at first"] == found["native after a product"] == 0
 
 
 @pytest.mark.forks
 def test_a_forked_worker_is_limited_where_the_notebook_uses_such_libraries() -> None:
-    config = RunConfig(num_processes=NUM_RANKS, threads_per_process=1, start_method="fork")
-    for found in notebook_launcher(numbers_of_threads, config=config):
-        assert found["libraries"] == {1}
+    assert [found["libraries"] for found in launched(1, "fork")] == [{1}] * NUM_RANKS

@@ -1,18 +1,52 @@
+"""What cells define, in a worker: a process of its own, with its own classes of these names."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from tests.transfer.forked_worker import Forked
+from nbaccel import Pool
+from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
+
+
+class Notebook:
+    """Its names, one live worker, and which names went there for the last cell."""
+
+    def __init__(self, pool: Pool, names: dict[str, Any]) -> None:
+        self.pool = pool
+        self.ns = names
+        self.sent: tuple[str, ...] | None = None
+
+    def notebook(self, text: str) -> None:
+        exec(compile(text, "<cell>", "exec"), self.ns)
+
+    def cell(self, text: str) -> Any:
+        """Run a cell in the worker; what it has then bound to `answer` is given back."""
+        self.sent = None
+        asked = ["answer"] if "answer" in text else []
+        done = self.pool.run(text, out=asked)
+        return done.out["answer"][0] if asked else None
+
+    def pull(self, *names: str) -> dict[str, Any]:
+        return {name: found for name, (found,) in self.pool.pull(*names).items()}
 
 
 @pytest.fixture
-def pool() -> Iterator[Forked]:
-    forked = Forked()
-    yield forked
-    forked.close()
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    taken = NamespaceSync.taken
+
+    def note(sync: NamespaceSync, shipment: PreparedUpdate) -> None:
+        found.sent = tuple(shipment.parts[0].tokens)
+        taken(sync, shipment)
+
+    monkeypatch.setattr(NamespaceSync, "taken", note)
+    with Pool(1, namespace=names) as started:
+        found = Notebook(started, names)
+        yield found
 
 
 NET = """
@@ -34,7 +68,7 @@ net = Net()
 """
 
 
-def test_a_model_of_a_cell_is_trained_in_the_worker_and_comes_home(pool: Forked) -> None:
+def test_a_model_of_a_cell_is_trained_in_the_worker_and_comes_home(pool: Notebook) -> None:
     pool.notebook(NET)
     before = pool.ns["net"].head.weight.detach().clone()
     pool.cell("""
@@ -49,10 +83,11 @@ answer = net.head.weight.detach().clone()
     assert torch.allclose(home, before - 0.1 * 2 * 2 * 3)
 
 
-def test_nothing_is_sent_twice_and_a_changed_global_of_a_method_is(pool: Forked) -> None:
+def test_nothing_is_sent_twice_and_a_changed_global_of_a_method_is(pool: Notebook) -> None:
     pool.notebook(NET)
-    pool.cell("net")
-    assert pool.cell("net") is None
+    pool.cell("net;")
+    assert pool.sent is not None
+    pool.cell("net;")
     assert pool.sent is None
     pool.notebook("scale = 5")
     x = torch.ones(1, 512)
@@ -61,14 +96,14 @@ def test_nothing_is_sent_twice_and_a_changed_global_of_a_method_is(pool: Forked)
     assert torch.allclose(there, pool.ns["net"](x), rtol=1e-4)
 
 
-def test_a_method_changed_in_the_notebook_changes_in_the_worker(pool: Forked) -> None:
+def test_a_method_changed_in_the_notebook_changes_in_the_worker(pool: Notebook) -> None:
     pool.notebook(NET)
     pool.cell("kept = net")
     pool.notebook("def extra(self): return 'new'\nNet.extra = extra")
     assert pool.cell("answer = net is kept and net.extra()") == "new"
 
 
-def test_a_class_of_a_cell_is_the_same_class_out_and_home(pool: Forked) -> None:
+def test_a_class_of_a_cell_is_the_same_class_out_and_home(pool: Notebook) -> None:
     pool.notebook(
         "class Point:\n"
         "    def __init__(self, x): self.x = x\n"
@@ -85,7 +120,7 @@ def test_a_class_of_a_cell_is_the_same_class_out_and_home(pool: Forked) -> None:
     assert moved.plus().x == 13
 
 
-def test_a_class_and_a_function_of_the_worker_come_to_the_notebook(pool: Forked) -> None:
+def test_a_class_and_a_function_of_the_worker_come_to_the_notebook(pool: Notebook) -> None:
     pool.cell("class Made:\n    def get(self): return word\nword = 'there'\nmade = Made()")
     found = pool.pull("made", "Made")
     assert type(found["made"]) is found["Made"]
@@ -93,7 +128,7 @@ def test_a_class_and_a_function_of_the_worker_come_to_the_notebook(pool: Forked)
     assert found["made"].get() == "here"
 
 
-def test_what_the_worker_raises_while_unpacking_is_told(pool: Forked) -> None:
+def test_what_the_worker_raises_while_unpacking_is_told(pool: Notebook) -> None:
     pool.notebook("class Bad:\n    def __reduce__(self): return int, ('x',)\nbad = Bad()")
-    with pytest.raises(RuntimeError, match="invalid literal for int"):
+    with pytest.raises(ValueError, match="invalid literal for int"):
         pool.cell("bad")

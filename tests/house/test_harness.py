@@ -1,0 +1,317 @@
+"""What the tests are run with: reruns, the choice of tests, processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests import isolation, rerun_alone, selection
+from tests.apart import OUTCOMES
+from tests.isolation import ROOT, isolated
+
+FAILS_ONCE = """
+import pathlib
+def test_once():
+    mark = pathlib.Path(__file__).with_suffix(".mark")
+    was_there = mark.exists()
+    mark.touch()
+    assert was_there
+"""
+FAILS_ONCE_AT_ITS_END = """
+import pathlib, pytest
+@pytest.fixture
+def spoilt():
+    yield
+    mark = pathlib.Path(__file__).with_suffix(".mark")
+    was_there = mark.exists()
+    mark.touch()
+    assert was_there
+def test_end(spoilt):
+    assert True
+"""
+FAILS = "def test_always():\n    assert 1 == 2\n"
+SKIPS_THEN = FAILS_ONCE.replace(
+    "    assert", "    import pytest\n    was_there and pytest.skip()\n    assert"
+)
+PASSES = "def test_well():\n    assert True\n"
+
+
+def run_pytest(folder: Path, *options: str, **sources: str) -> subprocess.CompletedProcess[str]:
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    for name, source in sources.items():
+        (folder / f"test_{name}.py").write_text(source)
+    plugins = ["-pno:nbval", "-ptests.rerun_alone", "-pno:cacheprovider"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--numprocesses=2"]], ids=["one process", "two"])
+def test_what_passes_alone_is_told_and_fails_no_run(tmp_path, options):
+    done = run_pytest(tmp_path, *options, once=FAILS_ONCE, end=FAILS_ONCE_AT_ITS_END, well=PASSES)
+    assert done.returncode == 0, done.stdout
+    *_, first, second, closing = done.stdout.splitlines()
+    told = {
+        f"unsteady: test_{name}.py::test_{name} (add it to tests/unsteady.md)"
+        for name in ("once", "end")
+    }
+    assert {first, second} == told
+    assert re.search(r"2 passed, 2 unsteady", closing)
+    assert "assert was_there" in done.stdout
+    assert set((tmp_path / rerun_alone.FOUND).read_text().splitlines()) == told
+
+
+@pytest.mark.slow
+def test_what_fails_again_fails_the_run(tmp_path):
+    done = run_pytest(tmp_path, once=FAILS_ONCE, always=FAILS)
+    assert done.returncode == 1
+    assert re.search(r"1 failed, 1 unsteady", done.stdout)
+    assert "again, alone: test_always.py::test_always\n  failed again" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_skip_is_no_pass(tmp_path):
+    assert run_pytest(tmp_path, once=SKIPS_THEN).returncode == 1
+
+
+def test_many_failures_are_not_run_again(tmp_path):
+    sources = {f"file{i}": FAILS_ONCE for i in range(rerun_alone.MOST_TESTS + 1)}
+    done = run_pytest(tmp_path, **sources)
+    assert done.returncode == 1
+    assert "again, alone" not in done.stdout
+
+
+def test_a_file_that_cannot_be_read_is_not_run_again(tmp_path):
+    done = run_pytest(tmp_path, broken="import nothing_of_this_name\n")
+    assert done.returncode == 2
+    assert "again, alone" not in done.stdout
+
+
+def test_no_test_is_listed_twice():
+    listed = re.findall(r"^\| `([^`]+)`", rerun_alone.LIST.read_text(), flags=re.MULTILINE)
+    assert len(listed) == len(set(listed)), "mend or delete what is unsteady for the second time"
+
+
+# ---------------------------------------- what `make quick CHANGED=1` and CI add to the quick tests
+
+
+FILES = [
+    *("nbaccel/base/units.py", "nbaccel/calls/launch.py", "nbaccel/deepspeed/advise.py"),
+    *("nbaccel/state.py", "tests/test_state.py"),
+    *("tests/base/test_units.py", "tests/calls/test_run.py", "tests/calls/sources.py"),
+    *("tests/deepspeed/advisor/test_advise.py", "tests/conftest.py", "notebooks/01.ipynb"),
+    "README.md",
+]
+MIRRORED = {
+    "nbaccel/base/units.py": "tests/base",
+    "nbaccel/state.py": "tests/test_state.py",
+    "nbaccel/calls/launch.py": "tests/calls",
+    "nbaccel/deepspeed/advise.py": "tests/deepspeed",
+    "tests/calls/test_run.py": "tests/calls/test_run.py",
+    "tests/calls/sources.py": "tests/calls",
+    "tests/conftest.py": None,
+    "notebooks/01.ipynb": "notebooks/01.ipynb",
+    "README.md": None,
+}
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("# as it landed\n")
+    run = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    environ = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "landed"]):
+        subprocess.run([*run, *command], check=True, env=environ)
+    monkeypatch.setattr(selection, "ROOT", tmp_path)
+    monkeypatch.setattr(selection, "LANDINGS", tmp_path / "landings")
+    landed = selection.git("rev-parse", "HEAD")
+    (tmp_path / "landings").write_text(
+        f"# oldest first\n{'0' * 40} 2026-01-01\n{landed} 2026-01-02\n"
+    )
+    selection.changed.cache_clear()
+    yield tmp_path
+    selection.changed.cache_clear()
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_a_changed_file_asks_for_the_tests_that_mirror_it(repository, name):
+    (repository / name).write_text("# changed\n")
+    mirrored = MIRRORED[name]
+    assert selection.changed() == (frozenset({mirrored}) if mirrored else frozenset())
+
+
+def test_a_change_asks_for_those_that_look_from_outside_too(repository):
+    (repository / "tests/kernel").mkdir()
+    (repository / "nbaccel/calls/launch.py").write_text("# changed\n")
+    assert selection.changed() == {"tests/calls", "tests/kernel"}
+
+
+def test_a_new_file_has_changed(repository):
+    (repository / "nbaccel/calls/new.py").touch()
+    assert "tests/calls" in selection.changed()
+
+
+def test_where_the_last_landing_is_unknown_everything_has_changed(repository):
+    (repository / "landings").write_text(f"{'0' * 40} 2026-01-01\n")
+    assert selection.changed() == {"tests"}
+
+
+def test_the_landings_of_this_repository_are_in_its_history():
+    if selection.git("rev-parse", "HEAD") is None:
+        pytest.skip("not a git checkout")
+    noted = selection.landings()
+    assert noted
+    assert [
+        one for one in noted if selection.git("merge-base", "--is-ancestor", one, "HEAD") != ""
+    ] == []
+
+
+def test_slow_tests_that_would_begin_too_late_are_skipped_and_named(pytester):
+    pytester.makeconftest(
+        """
+        from tests.selection import add_option as pytest_addoption
+        from tests.selection import skip_if_late as pytest_runtest_setup
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_quick(): ...
+
+        @pytest.mark.slow
+        def test_slow(): ...
+        """
+    )
+    done = pytester.runpytest_subprocess("-rs", "--slow-until", "0")
+    done.assert_outcomes(passed=1, skipped=1)
+    done.stdout.fnmatch_lines(["*no time is left for it*"])
+    pytester.runpytest_subprocess("--slow-until", "9e9").assert_outcomes(passed=2)
+
+
+# ------------------------------------------------------------------------- `isolated`
+
+
+@pytest.fixture
+def outer_pid():
+    return os.getpid()
+
+
+@isolated
+def test_the_body_runs_in_another_process_with_the_fixtures_values(tmp_path, outer_pid):
+    assert Path(tmp_path).is_dir()
+    assert os.getppid() == outer_pid
+    assert "pytest" not in Path("/proc/self/cmdline").read_bytes().decode()
+
+
+class TestMethod:
+    word = "bound"
+
+    @isolated
+    def test_a_method_is_bound_to_an_object_of_its_class(self):
+        assert self.word == "bound"
+
+
+@isolated
+def test_warnings_are_errors_there_too():
+    with pytest.raises(UserWarning, match="loud"):
+        warnings.warn("loud", stacklevel=1)
+
+
+def fail():
+    print("said before")
+    os.write(1, b"said by C\n")
+    raise ValueError("the value 42 is odd")
+
+
+def skip():
+    pytest.skip("no such device")
+
+
+def kill_itself():
+    os.kill(os.getpid(), 9)
+
+
+def hang():
+    subprocess.Popen(["sleep", "66"])
+    time.sleep(60)
+
+
+def crash_late():
+    import atexit
+
+    atexit.register(os._exit, 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text", "said"),
+    [
+        (fail, "failed", 'raise ValueError("the value 42 is odd")', "said before"),
+        (fail, "failed", "ValueError: the value 42 is odd", "said by C"),
+        (skip, "skipped", "no such device", ""),
+        (kill_itself, "failed", "ended with signal SIGKILL, before the test was over", ""),
+        (crash_late, "failed", "exit status 3, after the test had passed", ""),
+        pytest.param(hang, "failed", "not done after 10 s", "in hang", marks=pytest.mark.slow),
+    ],
+)
+def test_what_became_of_the_body_comes_home(body, kind, text, said, capsys):
+    limit_s = 10.0 if body is hang else 30.0
+    request = isolation.Request(__name__, body.__qualname__, {}, list(warnings.filters), limit_s)
+    outcome = isolation._run(request)
+    assert outcome.kind == kind
+    assert text in outcome.text
+    assert said in capsys.readouterr().out
+
+
+def test_the_decorated_function_raises_what_pytest_expects():
+    with pytest.raises(pytest.skip.Exception, match="no such device"):
+        isolated(skip)()
+    with pytest.raises(pytest.fail.Exception, match="the value 42 is odd"):
+        isolated(fail)()
+
+
+# -------------------------------------------- tests that fork, where a library uses the CUDA driver
+
+
+FORKS = (
+    "tests/output/test_worker_prints.py::test_lines_are_shown_while_the_workers_run",
+    "tests/workers/test_causes.py::test_the_last_lines_of_a_long_message_are_shown",
+)
+BODIES = "tests/house/fork_bodies.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/dev", os.W_OK), reason="needs a /dev to describe a GPU in")
+def test_tests_that_fork_get_a_process_of_their_own_where_cuda_is_in_use() -> None:
+    plugins = ["-p", "no:cacheprovider", "-p", "tests.described_gpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rfsp", *plugins, BODIES, *FORKS],
+        cwd=ROOT,
+        env={name: text for name, text in os.environ.items() if name != OUTCOMES},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    said = done.stdout
+    for nodeid in (FORKS[0], *(f"{FORKS[1]}[{method}]" for method in ("template", "fork"))):
+        assert f"PASSED {nodeid}" in said, said
+    assert f"FAILED {BODIES}::test_with_the_mark[fail]" in said, said
+    assert f"FAILED {BODIES}::test_without_the_mark" in said, said
+    assert "a library other than torch uses the CUDA driver in this process" in said
+    assert said.splitlines()[-1].strip("= ").startswith("2 failed, 3 passed, 1 skipped"), said
