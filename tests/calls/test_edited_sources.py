@@ -13,6 +13,9 @@ import pytest
 
 from nbaccel import Pool, notebook_launcher
 
+EDITED = "nb_helper_under_edit.py has been edited since the notebook imported"
+"""Of this module: files of the tests may have been edited, too."""
+
 
 @pytest.fixture
 def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -34,14 +37,14 @@ def test_an_edited_module_is_told_once_with_the_remedy(
     helper: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert list(notebook_launcher(helper.version, num_processes=2)) == ["v1", "v1"]
-    assert "edited" not in capsys.readouterr().err
+    assert EDITED not in capsys.readouterr().err
     edit(helper)
     assert list(notebook_launcher(helper.version, num_processes=2)) == ["version 2"] * 2
     told = capsys.readouterr().err
-    assert "nb_helper_under_edit.py has been edited since the notebook imported" in told
+    assert EDITED in told
     assert "importlib.reload(nb_helper_under_edit)" in told
     notebook_launcher(helper.version, num_processes=2)
-    assert "edited" not in capsys.readouterr().err
+    assert EDITED not in capsys.readouterr().err
 
 
 def test_an_edit_before_the_first_launch_is_told(
@@ -64,7 +67,7 @@ def test_a_reload_is_the_end_of_it(
     edit(helper)
     importlib.reload(helper)
     assert list(notebook_launcher(helper.version, num_processes=2)) == ["version 2"] * 2
-    assert "edited" not in capsys.readouterr().err
+    assert EDITED not in capsys.readouterr().err
 
 
 def test_a_cell_that_gets_something_of_it_tells_it_too(
