@@ -89,7 +89,7 @@ PUSH = {
 READ = "next(model.parameters()).view(-1)[0].item()"
 # What the pool itself finds to send for a cell.
 COUNT = """
-_prepare = pool._flow.prepare
+_prepare = pool._namespace_sync.prepare
 
 
 def _counted(code):
@@ -100,11 +100,11 @@ def _counted(code):
         copied.append(shipment.nbytes if shipment is not None else 0)
         return shipment
 
-    pool._flow.prepare = prepare
+    pool._namespace_sync.prepare = prepare
     try:
         pool.run(code)
     finally:
-        pool._flow.prepare = _prepare
+        pool._namespace_sync.prepare = _prepare
     (found,) = copied
     return found
 """
