@@ -319,7 +319,10 @@ def _after_cell(_result: object = None) -> None:
         _scan.changes()
 
 
-if (_shell := frames.running_shell()) is not None:
+_shell = frames.running_shell()
+FOLLOWS_CELLS = _shell is not None
+"""Whether changes are looked for in each cell anew; elsewhere nothing says where one ends."""
+if _shell is not None:
     _shell.events.register("post_run_cell", _after_cell)
 
 

@@ -25,7 +25,7 @@ from nbaccel.base import env, errors, frames
 from nbaccel.base.log import write_notice
 from nbaccel.base.processes import uninterrupted
 from nbaccel.calls import outcome
-from nbaccel.calls.changed_packages import sendable_changes, tell_of_edits
+from nbaccel.calls.changed_packages import FOLLOWS_CELLS, sendable_changes, tell_of_edits
 from nbaccel.calls.group import Group
 from nbaccel.calls.launch import CallOutcome, conclude_call, pack_for_running_workers, staged
 from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
@@ -427,7 +427,7 @@ class Pool:
     @contextlib.contextmanager
     def _package_changes(self, cell_names: Names) -> Iterator[Names]:
         """Let the notebook have its changes of packages as one of the names that a cell reads."""
-        changes = sendable_changes()
+        changes = sendable_changes(looks_anew=not FOLLOWS_CELLS)
         self._has_sent_changes |= bool(changes)
         if not self._has_sent_changes:
             yield cell_names
