@@ -39,10 +39,12 @@ their place takes longer than a broadcast."""
 
 
 def _together() -> Collectives:
-    if _LATEST and _LATEST[0][0]() is dist.group.WORLD:
+    group: Any = dist.group.WORLD
+    # Of a group that is gone the reference gives None, which is no group either.
+    if group is not None and _LATEST and _LATEST[0][0]() is group:
         return _LATEST[0][1]
     collectives = Collectives(distributed.init_process())
-    group: Any = dist.group.WORLD
+    group = dist.group.WORLD
     _LATEST[:] = [] if group is None else [(weakref.ref(group), collectives)]
     return collectives
 
