@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nbaccel import Pool
+from nbaccel.calls.changed_packages import sendable_changes
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 
@@ -78,8 +79,9 @@ net(torch.ones(2, 512)).sum().backward()
 sgd.step()
 answer = net.head.weight.detach().clone()
 """)
-    # Earlier tests may have changed a package, which goes along.
-    assert set(pool.sent or ()) - {PACKAGE_CHANGES} == {"torch", "nn", "net", "scale"}
+    # Where an earlier test has left a package changed, that goes along.
+    changes = {PACKAGE_CHANGES} if sendable_changes() else set()
+    assert set(pool.sent or ()) == {"torch", "nn", "net", "scale"} | changes
     home = pool.ns["net"].head.weight
     assert torch.equal(home, pool.pull("answer")["answer"])
     assert torch.allclose(home, before - 0.1 * 2 * 2 * 3)
