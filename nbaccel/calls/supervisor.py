@@ -152,7 +152,8 @@ class Supervisor:
         self._number = task_number
         self._make_show = make_show
         self._show: DashboardUpdater | None = None
-        self._selector = selectors.DefaultSelector()
+        # Not epoll: a call is short, and each registering there is a system call.
+        self._selector = selectors.PollSelector()
         self._paused: dict[int, WorkerHandle] = {}
         """Pipes that are not read just now: the worker waits in its `print`."""
         self._began = time.monotonic()

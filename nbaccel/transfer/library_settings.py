@@ -62,15 +62,17 @@ def _set_warning_filters(filters: list[Any]) -> None:
 
 
 def _safe_globals() -> list[tuple[str, bytes]]:
-    """Each pickled, behind the installed package that it is from; "" where it is the user's own."""
-    found = []
-    for entry in torch.serialization.get_safe_globals():
-        holder = entry[0] if isinstance(entry, tuple) else entry
-        package = str(getattr(holder, "__module__", "")).partition(".")[0]
-        file = getattr(sys.modules.get(package), "__file__", None) or ""
-        is_installed = "-packages/" in file
-        found.append((package if is_installed else "", pickling.dumps_with_lines(entry)))
-    return found
+    return [_pickled_global(entry) for entry in torch.serialization.get_safe_globals()]
+
+
+@functools.cache  # torch keeps them all, too
+def _pickled_global(entry: Any) -> tuple[str, bytes]:
+    """It, behind the installed package that it is from; "" where it is the user's own."""
+    holder = entry[0] if isinstance(entry, tuple) else entry
+    package = str(getattr(holder, "__module__", "")).partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    is_installed = "-packages/" in file
+    return package if is_installed else "", pickling.dumps_with_lines(entry)
 
 
 def _add_safe_globals(given: list[tuple[str, bytes]]) -> None:
@@ -164,6 +166,8 @@ What the notebook has left so, stays as packages that only workers import have s
 _LOGGING = "logging"
 _TOLD: dict[str, str] = {}
 """Setting → why it could not be sent, as the user has been told."""
+_PICKLED: dict[str, tuple[Any, bytes]] = {}
+"""Setting → its value the last time, and that pickled: most stay as they are from cell to cell."""
 
 
 def logging_only() -> bytes:
@@ -181,7 +185,9 @@ def library_settings() -> bytes:
     for name, value in _read_all().items():
         # Each by itself: what was the same the last time, a worker leaves as it has it now.
         try:
-            settings[name] = pickling.dumps_with_lines(value)
+            if name not in _PICKLED or _PICKLED[name][0] != value:
+                _PICKLED[name] = (value, pickling.dumps_with_lines(value))
+            settings[name] = _PICKLED[name][1]
         except Exception as error:  # a formatter or a class of warnings of the user's may raise any
             _tell_once(name, f"it cannot be pickled ({error})")
     return pickle.dumps(settings)
@@ -277,8 +283,12 @@ def _is_librarys(name: str) -> bool:
     """Whether a logger has the name of an installed package that is in use."""
     package = name.partition(".")[0]
     module = sys.modules.get(package) or sys.modules.get(package.lower())
-    file = getattr(module, "__file__", None) or ""
-    return package != "__main__" and Frame(file=file, line=0, function="").is_library
+    return package != "__main__" and _is_in_library(getattr(module, "__file__", None) or "")
+
+
+@functools.cache  # asked for each logger before each cell
+def _is_in_library(file: str) -> bool:
+    return Frame(file=file, line=0, function="").is_library
 
 
 def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from nbaccel import Pool
-from nbaccel.calls import supervisor
 from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.transfer import library_settings
 from nbaccel.workers import messaging, worker_processes
@@ -74,28 +73,6 @@ def test_a_long_cell_is_kept_in_one_file_for_all_ranks(
     assert pool.run(f"len({text!r})").shown[1] == pool.run("100_000").shown[0]
     assert [packet == messaging.IN_FILE for packet, _ in sent] == [True, True, False, False]
     assert sent[0][1] == sent[1][1]
-
-
-def test_the_workers_have_their_task_before_the_notebook_gets_ready_to_hear_them(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    send, select = messaging.Channel.send_packet, supervisor.selectors.DefaultSelector
-
-    class Noted(select):  # type: ignore[misc, valid-type]
-        def register(self, *args: Any) -> Any:
-            events.append("register")
-            return super().register(*args)
-
-    def noted(*args: Any) -> None:
-        events.append("send")
-        send(*args)
-
-    monkeypatch.setattr(supervisor.selectors, "DefaultSelector", Noted)
-    monkeypatch.setattr(messaging.Channel, "send_packet", noted)
-    pool.run("1")
-    assert events[:2] == ["send", "send"]
-    assert events.count("register") == 2 * 4 + 2 + 1, "channels and pipes, sentinels, interrupts"
 
 
 def test_what_a_rank_prints_after_it_has_finished_is_still_shown(
