@@ -93,7 +93,6 @@ if TYPE_CHECKING:
         Plan as Plan,
     )
     from nbaccel.plan.resolving import resolve as resolve
-    from nbaccel.plan.topology import Topology as Topology
     from nbaccel.plan.training_plan import TrainingPlan as TrainingPlan
     from nbaccel.state import PartialState as PartialState
     from nbaccel.utils import (

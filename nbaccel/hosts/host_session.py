@@ -57,9 +57,7 @@ class HostSession:
             )
             self._check_versions(facts)
             self._addresses = {name: str(known["address"]) for name, known in facts.items()}
-            inventories = {
-                name: Inventory.from_json(known["inventory"]) for name, known in facts.items()
-            }
+            inventories = {name: known["inventory"] for name, known in facts.items()}
             inventories = _named_devices(hosts, inventories, plan.config)
             device = _same_device(inventories, plan.config)
             self.shares = _share_out(hosts, inventories, device, plan.config.num_processes)

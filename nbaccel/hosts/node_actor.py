@@ -63,7 +63,7 @@ its pieces as (first byte, array of uint8), or Ray's reference to a list of such
 """
 
 
-Packet = tuple[int, bytes, tuple[int | None, ...], str]
+Packet = tuple[int, bytes, tuple[int | None, ...], Topology | None]
 """A packet for a worker's channel: the worker, what `workers.messaging` has packed, for its
 descriptors the numbers of files (None for the socket on which the node listens), and the worker's
 place if the message assigns it one.
@@ -81,7 +81,7 @@ class NodeActor:
         self._workers: dict[int, _NodeWorker] = {}
         self._files: dict[int, int] = {}
         self._store = socket.socket()
-        self._topologies: set[str] = set()
+        self._places: set[Topology] = set()
         self._device = ""
         self._starter: TemplateStarter | None = None
 
@@ -113,7 +113,7 @@ class NodeActor:
         return {
             "address": address,
             "versions": own_versions(),
-            "inventory": inspect_machine().to_json(),
+            "inventory": inspect_machine(),
         }
 
     def get_ready(self) -> None:
@@ -219,10 +219,10 @@ class NodeActor:
             memfd.write_at(self._files[number], memoryview(content.data), first_byte)
 
     def _pass_on(
-        self, number: int, content: bytes, attached: Sequence[int | None], topology: str
+        self, number: int, content: bytes, attached: Sequence[int | None], place: Topology | None
     ) -> None:
-        if topology and topology not in self._topologies:
-            self._topologies.add(topology)
+        if place is not None and place not in self._places:
+            self._places.add(place)
             self._forget_shared_memory()
         files = [self._store.fileno() if file is None else self._files[file] for file in attached]
         fds = list(map(os.dup, files))
@@ -232,7 +232,7 @@ class NodeActor:
 
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this node's shared memory for these workers."""
-        remove_shared_memory([Topology.from_json(one) for one in self._topologies])
+        remove_shared_memory(self._places)
         remove_orphans()
 
 

@@ -413,7 +413,7 @@ class RemoteStarter(Starter):
         worker.staging.update(zip(hints.staging, staging, strict=False))
         for key, file in zip(hints.arenas, files, strict=False):
             file.arena_key = key
-        packet = (worker.number, content, tuple(attached), getattr(message, "topology", ""))
+        packet = (worker.number, content, tuple(attached), getattr(message, "place", None))
         forgotten = self._files.forget(hints.forgets, staging=hints.ends_staging)
         for each in self._links.values():
             each.send(contents, packet if each is link else None, forgotten)

@@ -1,15 +1,11 @@
 """``Inventory``: what a machine has, as the plan uses it.
 
-It can be written as JSON and read on another machine. `plan.inspecting` makes that of this machine.
+`plan.inspecting` makes that of this machine.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from nbaccel.base.errors import ConfigError
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,54 +100,3 @@ class Inventory:
     front_end: str = "none"
     fork_supported: bool = True
     memfd_supported: bool = True
-
-    def to_json(self) -> str:
-        """All facts as one JSON object.
-
-        Returns:
-            Text that :meth:`from_json` reads.
-        """
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Inventory:
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: A JSON object.
-
-        Returns:
-            The inventory.
-
-        Raises:
-            ConfigError: The text is not an inventory.
-        """
-        try:
-            facts: dict[str, Any] = json.loads(text)
-            # JSON has lists only; tuples keep the inventory comparable with the one that was
-            # written.
-            for name in ("gpus", "accelerators"):
-                facts[name] = tuple(_read_gpu(entry) for entry in facts.get(name, ()))
-            facts["problems"] = tuple(facts.get("problems", ()))
-            if facts.get("tpu") is not None:
-                facts["tpu"] = _read_tpu_host(facts["tpu"])
-            return cls(**facts)
-        # The text may be any JSON: a wrong shape shows as one of these.
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"An Inventory cannot be read from {text[:60]!r}: {error}. "
-                "A plan made from it would be for another machine. "
-                "Use the text that Inventory.to_json() gives."
-            ) from error
-
-
-def _read_gpu(entry: dict[str, Any]) -> Gpu:
-    major, minor = entry["compute_capability"]
-    return Gpu(**{**entry, "compute_capability": (major, minor)})
-
-
-def _read_tpu_host(entry: dict[str, Any]) -> TpuHost:
-    facts: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
-    }
-    return TpuHost(**facts)

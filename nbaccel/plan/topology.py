@@ -12,12 +12,11 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from nbaccel.base import env
-from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, precision_row, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
@@ -62,11 +61,6 @@ class Topology:
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int
-
-    def __post_init__(self) -> None:
-        mistakes = _mistakes(self)
-        if mistakes:
-            raise ConfigError(*mistakes)
 
     @classmethod
     def of_hosts(
@@ -129,61 +123,12 @@ class Topology:
         variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
         return variables_by_name | self._interfaces(env.snapshot() if environ is None else environ)
 
-    def to_json(self) -> str:
-        """This topology as a JSON object."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Topology:
-        """Read what :meth:`to_json` wrote."""
-        try:
-            return cls(**json.loads(text))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise ConfigError(
-                f"A topology cannot be read from {text!r}: {error}. "
-                "A worker would not know its rank. Use the text that Topology.to_json() gives."
-            ) from error
-
     def _interfaces(self, environ: Mapping[str, str]) -> dict[str, str]:
         # On one machine the host name may resolve to an address that no worker can reach
         # (containers, VPNs): gloo would then hang in its first connection.
         if self.num_nodes > 1:
             return {}
         return {name: _LOOPBACK_INTERFACE for name in _INTERFACE_VARIABLES if not environ.get(name)}
-
-
-def _mistakes(topology: Topology) -> tuple[str, ...]:
-    wrong_types = [
-        f"{topology_field.name} must be {topology_field.type}: got {field_value!r}. "
-        "It goes into an environment variable that others read. Give a value of that type."
-        for topology_field in fields(topology)
-        # By name: with postponed annotations a field's type is a string.
-        if type(field_value := getattr(topology, topology_field.name)).__name__
-        != topology_field.type
-    ]
-    # Before the ranges, which cannot be compared with values of other types.
-    if wrong_types:
-        return tuple(wrong_types)
-    allowed_ranges = (
-        ("local_world_size", topology.local_world_size, 1, topology.world_size),
-        ("local_rank", topology.local_rank, 0, topology.local_world_size - 1),
-        ("rank", topology.rank, 0, topology.world_size - 1),
-        ("node_rank", topology.node_rank, 0, topology.num_nodes - 1),
-        ("num_nodes", topology.num_nodes, 1, topology.world_size),
-        ("master_port", topology.master_port, 1, 65535),
-    )
-    mistakes = [
-        f"{field_name} must be from {lowest} to {highest}: got {field_value}. "
-        "Workers that disagree on their places wait for each other for ever. Correct it."
-        for field_name, field_value, lowest, highest in allowed_ranges
-        if not lowest <= field_value <= highest
-    ]
-    if not topology.master_addr.strip():
-        mistakes.append(
-            "master_addr must name a host: got ''. Workers meet there. "
-            'Give an address, "127.0.0.1" on one machine.'
-        )
-    return tuple(mistakes)
 
 
 def run_variables(run_config: RunConfig) -> dict[str, str]:
@@ -246,14 +191,20 @@ def shared_memory_variables(place: Topology, device: str) -> dict[str, str]:
     # Only ranks on CPUs of one machine make the files. "0" and not unset, because a variable of the
     # notebook's own would be inherited.
     is_enough = (
-        not device_row(device).in_host_memory or place.num_nodes > 1 or has_room(process_count)
+        not device_row(device).in_host_memory
+        or place.num_nodes > 1
+        or _free_shared_bytes() >= process_count * FILE_BYTES
     )
     return {"LOCAL_SIZE": str(process_count) if is_enough else "0"}
 
 
-def has_room(num_workers: int) -> bool:
-    """Whether the shared memory of so many workers fits."""
-    return free_shared_bytes() >= num_workers * FILE_BYTES
+def _free_shared_bytes() -> int:
+    """Free bytes of the file system that shared memory is in; 0 where there is none."""
+    try:
+        system = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0
+    return system.f_bavail * system.f_frsize
 
 
 def remove_shared_memory(worker_places: Iterable[Topology]) -> None:
@@ -271,47 +222,20 @@ def remove_orphans() -> None:
 
     They are of launches whose notebook was killed before it could remove them.
     """
-    old_files = [
-        path for path in _segment_files() if time.time() - path.stat().st_mtime > _MIN_AGE_S
-    ]
-    if not old_files:
+    try:
+        paths = [*SHARED_MEMORY.glob(f"{_SEGMENT_PREFIX}{os.getuid()}_*")]
+    except OSError:
         return
+    old_files = [path for path in paths if time.time() - path.stat().st_mtime > _MIN_AGE_S]
+    mapped_lines: list[str] = []
     # Once for all files: it reads the memory maps of every process.
-    names = _mapped_segments()
+    for maps_path in Path("/proc").glob("[0-9]*/maps") if old_files else ():
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
+            lines = maps_path.read_text().splitlines()
+            mapped_lines += [line for line in lines if _SEGMENT_PREFIX in line]
+    # The sixth field is the path, which may have blanks.
+    mapped_paths = {line.split(maxsplit=5)[5] for line in mapped_lines}
     for path in old_files:
-        if str(path) not in names:
+        if str(path) not in mapped_paths:
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-def _segment_files() -> Sequence[Path]:
-    try:
-        return [*SHARED_MEMORY.glob(f"{_SEGMENT_PREFIX}{os.getuid()}_*")]
-    except OSError:
-        return []
-
-
-def _mapped_segments() -> frozenset[str]:
-    """Files of this kind that are mapped by any process whose maps can be read."""
-    return frozenset(
-        file_path
-        for maps_path in Path("/proc").glob("[0-9]*/maps")
-        for file_path in _segment_names(maps_path)
-    )
-
-
-def _segment_names(path: Path) -> Iterator[str]:
-    with contextlib.suppress(OSError):  # the process has ended, or is another user's
-        for line in path.read_text().splitlines():
-            if _SEGMENT_PREFIX in line:
-                # The sixth field is the path, which may have blanks.
-                yield line.split(maxsplit=5)[5]
-
-
-def free_shared_bytes() -> int:
-    """Free bytes of the file system that shared memory is in; 0 where there is none."""
-    try:
-        system = os.statvfs(SHARED_MEMORY)
-    except OSError:
-        return 0
-    return system.f_bavail * system.f_frsize

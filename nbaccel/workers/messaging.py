@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from nbaccel.base.atomic import LeftoverFolders
 from nbaccel.base.frames import Frame
+from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.transfer.memfd import PackedObject
 from nbaccel.workers.failure import FailureRecord
@@ -220,7 +221,7 @@ class WorkerAssignment:
 
     handler: str
     """What the worker runs once it has this, as module:function."""
-    topology: str
+    place: Topology
     device: str
     mixed_precision: str
     share_back: bool

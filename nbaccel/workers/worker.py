@@ -208,7 +208,7 @@ class WorkerContext:
 
 def set_up_process(assignment: messaging.WorkerAssignment, descriptors: list[int]) -> WorkerContext:
     """Take on an assignment: surroundings, device, process groups. Once per worker."""
-    place = Topology.from_json(assignment.topology)
+    place = assignment.place
     # Before the device: its libraries read variables such as CUDA_VISIBLE_DEVICES when they start.
     if assignment.on_other_host:
         # Laid over those of this host.
@@ -263,7 +263,7 @@ def serve_call(
         numbers = itertools.count()
         rendezvous.join_store(context.place, lambda: f"group_{next(numbers)}")
     except BaseException as error:  # the notebook waits for a report, whatever it is
-        report(channel, error, Topology.from_json(assignment.topology).rank)
+        report(channel, error, assignment.place.rank)
     else:
 
         def interrupt(_number: int, _frame: Any) -> NoReturn:

@@ -618,7 +618,7 @@ def assignments(
         }
         assignment = WorkerAssignment(
             handler=_SERVES_CELLS if stays else _SERVES_CALL,
-            topology=place.to_json(),
+            place=place,
             device=plan.device,
             mixed_precision=plan.config.mixed_precision,
             share_back=plan.config.share_back,

@@ -158,8 +158,3 @@ def test_who_asks_for_it_is_told(name):
 def test_a_device_that_only_this_process_can_use_takes_no_second_one():
     with pytest.raises(ConfigError, match='start_method="template" is not supported on mps'):
         resolve(RunConfig(device="mps", num_processes=2), with_one("mps"))
-
-
-def test_an_inventory_with_such_a_device_can_be_written_down():
-    machine = dataclasses.replace(with_one("xpu"), problems=("a package is broken",))
-    assert Inventory.from_json(machine.to_json()) == machine

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -9,9 +8,8 @@ import psutil
 import pytest
 
 from nbaccel.base import env
-from nbaccel.errors import ConfigError
 from nbaccel.plan.inspecting import Limits, inspect_machine, read_limits
-from nbaccel.plan.inventory import Gpu, Inventory
+from nbaccel.plan.inventory import Gpu
 
 T4 = Gpu(
     index=0,
@@ -63,20 +61,6 @@ def test_affinity_is_respected():
         "assert inspect_machine().cpu_cores == 1\n"
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_json_round_trip():
-    for found in (
-        inspect_machine(),
-        dataclasses.replace(inspect_machine(), gpus=(T4, dataclasses.replace(T4, index=1))),
-    ):
-        assert Inventory.from_json(found.to_json()) == found
-
-
-@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"cpu_cores": 1, "zzz": 2}', '{"gpus": 1}'])
-def test_what_is_no_inventory_is_refused(text):
-    with pytest.raises(ConfigError, match=r"Inventory\.to_json"):
-        Inventory.from_json(text)
 
 
 def test_the_torch_version_is_read_without_torch():

@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
-import pytest
-
-from nbaccel.errors import ConfigError
 from nbaccel.plan.topology import Topology
 
 
@@ -20,42 +15,6 @@ def test_ranks_follow_the_nodes():
     assert [(w.rank, w.local_rank) for w in workers] == [(2, 0), (3, 1)]
     assert {(w.world_size, w.local_world_size, w.node_rank) for w in workers} == {(6, 2, 1)}
     assert not any(worker.is_main for worker in workers)
-
-
-def test_json_round_trip():
-    for worker in of_nodes([3], master_port=65535, master_addr="10.0.0.1"):
-        assert Topology.from_json(worker.to_json()) == worker
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"rank": 0, "nonsense": 1, "master_port": 1}', "[1]"])
-def test_what_is_no_topology_is_refused(text):
-    with pytest.raises(ConfigError, match=r"Topology\.to_json"):
-        Topology.from_json(text)
-
-
-def test_all_mistakes_come_at_once():
-    with pytest.raises(ConfigError) as caught:
-        Topology(rank=2, local_rank=-1, world_size=2, master_addr=" ", master_port=70000)
-    text = str(caught.value)
-    assert len(caught.value.mistakes) == 4
-    assert "rank must be from 0 to 1: got 2" in text
-    assert "local_rank must be from 0 to 0: got -1" in text
-    assert "master_port must be from 1 to 65535: got 70000" in text
-    assert "master_addr" in text
-
-
-@pytest.mark.parametrize("value", ["1", True, 1.0, None])
-def test_types_are_exact(value):
-    with pytest.raises(ConfigError, match="rank must be int: got"):
-        Topology(rank=value, world_size=2, master_port=1)
-
-
-def test_it_is_frozen_and_keyword_only():
-    worker = Topology(master_port=1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        worker.rank = 1  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        Topology(0)  # type: ignore[misc,call-arg]
 
 
 def test_variables_of_a_worker_on_one_machine():

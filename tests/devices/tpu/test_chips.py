@@ -15,7 +15,6 @@ from nbaccel.devices.tpu.chips import (
     hosts_of,
     inspect_host,
 )
-from nbaccel.plan.inventory import Inventory
 from tests.devices.tpu.hosts import (
     DRIVERS,
     HOSTS,
@@ -173,15 +172,6 @@ def test_the_libtpu_inside_of_torch_xla(tmp_path):
     library.parent.mkdir(parents=True)
     library.touch()
     assert inspect_host(HINT, tmp_path, search_path=[str(packages)]).libtpu == str(library)
-
-
-def test_an_inventory_with_a_tpu_can_be_written_and_read(tmp_path):
-    host = inspect(HOSTS["kaggle v5e-8"], tmp_path)
-    machine = Inventory(
-        cpu_cores=2, host_total_bytes=2**34, host_available_bytes=2**33, tpu_chips=8, tpu=host
-    )
-    assert host.notes
-    assert Inventory.from_json(machine.to_json()) == machine
 
 
 # ------------------------------------------------------------------------ who holds the chips
