@@ -43,7 +43,6 @@ class TpuHost:
     threads_per_process: int = 1  # replicas of a worker, a thread each: 2 on v2 and v3, else 1
     num_hosts: int = 1  # machines of the slice that this one belongs to
     worker_id: int = 0  # this machine's number among them, from 0
-    environment: str = ""  # ``colab``, ``kaggle``, ``gke`` or ``tpu_vm``; empty where nothing tells
     # Version of the installed libtpu, or the path of the one that will be loaded instead; empty
     # where there is none.
     libtpu: str = ""
@@ -51,9 +50,6 @@ class TpuHost:
     torch_xla: str = ""  # version of torch_xla; empty where it is not installed
     # What ``PJRT_DEVICE`` says, in capital letters; empty where it is not set.
     pjrt_device: str = ""
-    # Processes that have a device file of the chips open, as far as this user may see; this process
-    # may be one of them.
-    holders: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # what is odd about all this: the value, why it matters, what to do
 
 

@@ -8,17 +8,14 @@ verified. On a machine without a sign of a TPU it costs two or three listings of
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nbaccel.base import env
-from nbaccel.base.processes import describe_process
-from nbaccel.base.units import count_noun, first_few, shorten_text
+from nbaccel.base.units import count_noun
 from nbaccel.config.capabilities import TPU_SIGNS
 from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP, legal_counts, threads_per_process
 from nbaccel.devices.tpu.drivers import (
@@ -64,10 +61,8 @@ class _ChipFiles:
 def inspect_host(
     environ: Mapping[str, str],
     root: Path = Path("/"),
-    proc: Path = Path("/proc"),
     *,
     search_path: Sequence[str] | None = None,
-    modules: Collection[str] | None = None,
 ) -> TpuHost | None:
     """Look for TPUs on this machine."""
     chips = _read_bus(root)
@@ -88,18 +83,12 @@ def inspect_host(
         threads_per_process=threads_per_process(generation),
         num_hosts=num_hosts,
         worker_id=worker_id,
-        environment=environment_of(
-            environ,
-            sys.modules if modules is None else modules,
-            has_chips=bool(files.num_chips or chips),
-        ),
         libtpu=packages.libtpu,
         torch_tpu=packages.torch_tpu,
         torch_xla=packages.torch_xla,
         pjrt_device=environ.get("PJRT_DEVICE", "").upper(),
-        holders=holders_of([str(path) for path in files.paths], proc),
     )
-    return replace(host, notes=notes_on(host, environ, packages))
+    return replace(host, notes=tuple(_notes_on(host, packages)))
 
 
 def count_chips(environ: Mapping[str, str], root: Path = Path("/")) -> int:
@@ -192,29 +181,11 @@ def _link_target(path: Path) -> str:
         return ""
 
 
-_KAGGLE_VARIABLES = ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE")
-_COLAB_VARIABLES = ("COLAB_RELEASE_TAG", "COLAB_GPU", "COLAB_TPU_ADDR")
-_COLAB_MODULE = "google.colab"
 # What confirms an ambiguous device file.
 _HOST_VARIABLES = ("TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "TPU_NAME")
 
 _ACCELERATOR_TYPE = re.compile(r"(?:v(\d)(litepod|e|p)?|tpu(7x))(?:-\d+)?")
 _LITE_NAMES = {"litepod": "e"}
-
-# Each belongs to the launch that set it.
-_LAUNCH_VARIABLES = (
-    "TORCH_TPU_TOPOLOGY",
-    "TORCH_TPU_SLICEBUILDER_ADDRESSES",
-    "PJRT_LOCAL_PROCESS_RANK",
-    "PJRT_LOCAL_PROCESS_COUNT",
-    "TPU_PROCESS_ADDRESSES",
-    "TPU_PROCESS_PORT",
-    "CLOUD_TPU_TASK_ID",
-)
-_VISIBLE_VARIABLES = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
-_VALUE_CHARS = 40
-_MOST_NAMED = 4
-_WITHOUT_TORCH_TPU = frozenset({"v2", "v3"})
 
 
 def mentions_tpu(environ: Mapping[str, str]) -> bool:
@@ -227,19 +198,6 @@ def is_tpu_host(environ: Mapping[str, str]) -> bool:
     return environ.get("PJRT_DEVICE", "").upper() == "TPU" or any(
         environ.get(name) for name in _HOST_VARIABLES
     )
-
-
-def environment_of(environ: Mapping[str, str], modules: Collection[str], *, has_chips: bool) -> str:
-    """Where a notebook with a TPU runs."""
-    if any(environ.get(variable_name) for variable_name in _KAGGLE_VARIABLES):
-        return "kaggle"
-    # Empty ones count, too: what COLAB_GPU says beside a TPU has not been seen.
-    if _COLAB_MODULE in modules or any(name in environ for name in _COLAB_VARIABLES):
-        return "colab"
-    # Kubernetes numbers the pods of an indexed job by it.
-    if environ.get("JOB_COMPLETION_INDEX"):
-        return "gke"
-    return "tpu_vm" if has_chips or is_tpu_host(environ) else ""
 
 
 def hosts_of(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -259,17 +217,8 @@ def generation_of_type(accelerator_type: str) -> str:
     return generation if generation in BYTES_PER_CHIP else ""
 
 
-def notes_on(
-    host: TpuHost, environ: Mapping[str, str], packages: DriverPackages
-) -> tuple[str, ...]:
+def _notes_on(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
     """What is odd about a host."""
-    notes = [*_hardware_notes(host, environ), *_package_notes(host, packages)]
-    if host.chips:
-        notes += [*_preset_notes(host, environ), *_holder_notes(host)]
-    return tuple(notes)
-
-
-def _hardware_notes(host: TpuHost, environ: Mapping[str, str]) -> Iterator[str]:
     if many_hosts := many_hosts_refusal(host):
         yield many_hosts
     if host.chips < host.chips_on_bus:
@@ -278,57 +227,6 @@ def _hardware_notes(host: TpuHost, environ: Mapping[str, str]) -> Iterator[str]:
             f"open {host.chips or 'none'}: the other device files are missing here. Workers can "
             "use no more. Give the container /dev/vfio, or /dev/accel* on older hosts."
         )
-    if host.generation in _WITHOUT_TORCH_TPU and not generation_of_type(
-        environ.get("TPU_ACCELERATOR_TYPE", "")
-    ):
-        yield (
-            f"TPU {host.generation} is a guess: chips of v2 and v3 look alike on the PCI bus, and "
-            "TPU_ACCELERATOR_TYPE is not set. The smaller memory of the two is counted with. Set "
-            'TPU_ACCELERATOR_TYPE="v3-8" if these are v3.'
-        )
-
-
-def _preset_notes(host: TpuHost, environ: Mapping[str, str]) -> Iterator[str]:
-    """What variables would do to a program that keeps them, as torch_xla and torch_tpu do."""
-    bounds_text = environ.get("TPU_PROCESS_BOUNDS", "")
-    if 0 < _num_processes(bounds_text) < host.chips:
-        yield (
-            f"TPU_PROCESS_BOUNDS={bounds_text} is set beside {host.chips} TPU chips: torch_xla "
-            f"starts no more workers than {_num_processes(bounds_text)} then. nbaccel sets bounds "
-            "of its own for its workers; for other launchers "
-            'remove it: os.environ.pop("TPU_PROCESS_BOUNDS").'
-        )
-    left_over = [
-        f"{variable_name}={shorten_text(environ[variable_name], _VALUE_CHARS)}"
-        for variable_name in _LAUNCH_VARIABLES
-        if environ.get(variable_name)
-    ]
-    if left_over:
-        yield (
-            f"{', '.join(left_over)}: set by another launch, or by the image. Drivers keep what "
-            "is set, so that workers would wait for processes that are not there. nbaccel gives "
-            "its workers values of their own; for other launchers remove them from os.environ."
-        )
-    for variable_name in _VISIBLE_VARIABLES:
-        visible_text = environ.get(variable_name, "")
-        num_visible = len([part for part in visible_text.split(",") if part.strip()])
-        if 0 < num_visible < host.chips:
-            yield (
-                f"{variable_name}={visible_text} hides {host.chips - num_visible} of "
-                f"{host.chips} TPU chips from programs that keep it. torch_tpu overwrites it in "
-                "a launch, and nbaccel gives worker 0 chip 0 and so on. Give num_processes to use "
-                "fewer chips."
-            )
-    if host.pjrt_device not in ("", "TPU"):
-        yield (
-            f"PJRT_DEVICE={environ.get('PJRT_DEVICE')} is set beside "
-            f"{count_noun(host.chips, 'TPU chip')}: torch_xla would leave the TPU alone. nbaccel's "
-            'workers on device="tpu" use the chips all the same; for torch_xla in this notebook '
-            "set PJRT_DEVICE=TPU before it is imported."
-        )
-
-
-def _package_notes(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
     if packages.foreign_torch_tpu:
         yield (
             f"The installed torch_tpu {packages.foreign_torch_tpu} is not Google's: it has no "
@@ -344,47 +242,8 @@ def _package_notes(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
                 f"{refusal}. Importing it would fail, or its operations would. Install a torch "
                 "that it takes, or use the other driver."
             )
-    if not host.chips:
-        return
-    if host.chips != host.torch_tpu_chips and (packages.torch_tpu or not packages.torch_xla):
-        yield (
-            f"nbaccel counts {count_noun(host.chips, 'TPU chip')} here and torch_tpu "
-            f"{host.torch_tpu_chips}: {_why_uncounted(host)}. torch_tpu makes no device for a chip "
-            'that it does not count. Use torch_xla: RunConfig(tpu_driver="torch_xla").'
-        )
-    if not packages.libtpu and any(versions.values()):
+    if host.chips and not packages.libtpu and any(versions.values()):
         yield (
             "No libtpu is installed, and TPU_LIBRARY_PATH names none: both drivers need it, and "
             "fail with 'libtpu not found'. Install it: pip install libtpu."
         )
-
-
-def _why_uncounted(host: TpuHost) -> str:
-    if host.generation in _WITHOUT_TORCH_TPU:
-        return f"it knows no chips of {host.generation}"
-    if not host.chips_on_bus:
-        return "it goes by the PCI bus, which /sys does not show here"
-    files = first_few(host.device_files, _MOST_NAMED)
-    return f"it takes chips by their group below /dev/vfio, and this host has {files}"
-
-
-def _holder_notes(host: TpuHost) -> Iterator[str]:
-    others = [process_id for process_id in host.holders if process_id != os.getpid()]
-    if os.getpid() in host.holders:
-        yield (
-            f"This process holds TPU chips ({first_few(host.device_files, _MOST_NAMED)}), and "
-            "keeps them until it ends: workers could not open them. Restart the kernel, and "
-            "launch before anything computes on them here."
-        )
-    if others:
-        text = first_few([describe_process(process_id) for process_id in others], _MOST_NAMED)
-        yield (
-            f"TPU chips are held by {text}: a chip serves one process, so that workers could "
-            "not open it. End what holds it, for example by shutting down the other notebook."
-        )
-
-
-def _num_processes(text: str) -> int:
-    """Product of numbers such as "2,2,1"; 0 where they are none."""
-    parts = text.split(",")
-    return math.prod(map(int, parts)) if all(part.strip().isdecimal() for part in parts) else 0

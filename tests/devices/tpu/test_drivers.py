@@ -137,9 +137,7 @@ def test_a_slice_of_several_hosts_is_refused(asked):
 def test_recorded_hosts(tmp_path, name, driver):
     host = HOSTS[name]
     build_host(host, tmp_path)
-    found = inspect_host(
-        host.environ, tmp_path, tmp_path, search_path=[str(tmp_path / "packages")], modules=()
-    )
+    found = inspect_host(host.environ, tmp_path, search_path=[str(tmp_path / "packages")])
     choice = choose_driver("auto", found, dict(host.packages)["torch"])
     assert choice.name == driver
     assert bool(choice.refusal) is not bool(driver)
