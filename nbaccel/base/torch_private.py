@@ -1,9 +1,8 @@
 """The parts of torch without a public name that nbaccel uses, each in one small function.
 
-Seen in torch 2.6 to 2.15. What everything else depends on is checked when this module is
-imported, which is before a user's function runs; the rest where it is used. A torch without one of
-them is refused with the name and with what would not work (`PlatformUnsupported`), or does without
-it after a warning. No other module uses private names of torch; `tests/house` checks it.
+Seen in torch 2.6 to 2.15. Those that every launch depends on are looked for when this module is
+imported: a torch that lacks one is refused before any process starts (`PlatformUnsupported`). No
+other module uses private names of torch; `tests/house` checks it.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import functools
 import importlib
 import itertools
 import sys
-import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -43,42 +40,27 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 
 _c10d = "torch.distributed.distributed_c10d"
 PRIVATE_NAMES = (
-    (f"{_c10d}._pg_map", "process groups cannot be kept or cut"),
-    (f"{_c10d}._pg_names", "ranks cannot compare the numbers of their collectives"),
-    (f"{_c10d}._get_default_group", "a cell's first collective cannot create the default group"),
-    (f"{_c10d}._get_default_store", "collectives cannot be checked before they run"),
-    (f"{_c10d}._new_process_group_helper", "a collective that hangs cannot be ended"),
-    (f"{_c10d}.ProcessGroup._get_backend", "a collective that hangs cannot be ended"),
-    (f"{_c10d}.ProcessGroup._device_types", "a collective that hangs cannot be ended"),
-    (
-        f"{_c10d}.ProcessGroup._get_sequence_number_for_group",
-        "ranks cannot compare the numbers of their collectives",
-    ),
-    (
-        "torch.distributed.rendezvous._create_c10d_store",
-        "process groups of a launch cannot meet in its own store",
-    ),
-    ("torch.Tensor._version", "changed weights cannot be noticed"),
-    ("torch.Tensor._backward_hooks", "tensors cannot be sent to workers in one step"),
-    ("torch.UntypedStorage._cdata", "storages cannot be told apart"),
-    ("torch.nn.Module._load_from_state_dict", "checkpoints cannot be compared with a model"),
-    ("torch.utils._python_dispatch.TorchDispatchMode", "activations cannot be measured"),
+    *(f"{_c10d}._pg_map", f"{_c10d}._pg_names"),
+    *(f"{_c10d}._get_default_group", f"{_c10d}._get_default_store"),
+    f"{_c10d}._new_process_group_helper",
+    *(f"{_c10d}.ProcessGroup._get_backend", f"{_c10d}.ProcessGroup._device_types"),
+    f"{_c10d}.ProcessGroup._get_sequence_number_for_group",
+    "torch.distributed.rendezvous._create_c10d_store",
+    *("torch.Tensor._version", "torch.Tensor._backward_hooks", "torch.UntypedStorage._cdata"),
+    "torch.nn.Module._load_from_state_dict",
 )
-"""Dotted names that must be there, and what does not work without each."""
-
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_load_state_dict_pre_hooks")
+"""Dotted names that must be there."""
 
 
 def _check_names() -> None:
     """Refuse a torch that lacks one of the names."""
-    lacking = [(name, loss) for name, loss in PRIVATE_NAMES if not _exists(name)]
-    lacking += [
-        (f"torch.nn.Module().{name}", "models cannot be compared with their copies in workers")
-        for name in _MODULE_TABLES
-        if name not in MODULE_ATTRIBUTES
-    ]
+    lacking = [name for name in PRIVATE_NAMES if not _exists(name)]
     if lacking:
-        raise _unsupported(*lacking)
+        raise PlatformUnsupported(
+            f"torch {torch.__version__} lacks {', '.join(lacking)}: workers could not be launched "
+            f"and models not shared. These names were seen in torch {_SEEN_IN}: install one of "
+            "these, or a newer nbaccel."
+        )
 
 
 def _exists(name: str) -> bool:
@@ -91,31 +73,6 @@ def _exists(name: str) -> bool:
             return False
         found = getattr(found, part)
     return True
-
-
-def _unsupported(*lacking: tuple[str, str]) -> PlatformUnsupported:
-    told = "; ".join(f"{name} ({loss})" for name, loss in lacking)
-    return PlatformUnsupported(
-        f"torch {torch.__version__} lacks names that this version of nbaccel uses: {told}. They "
-        f"were seen in torch {_SEEN_IN}: install one of these, or a newer nbaccel."
-    )
-
-
-def _private(owner: Any, name: str, loss: str) -> Any:
-    """An attribute that cannot be looked for at import, because instances have it."""
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        holder = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__name__
-        raise _unsupported((f"{holder}.{name}", loss)) from None
-
-
-def _imported(module: str, name: str, loss: str) -> Any:
-    """A name of a module that takes long to import: looked for when it is needed."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        raise _unsupported((f"{module}.{name}", loss)) from None
 
 
 # ------------------------------------------------------------------------- process groups
@@ -199,8 +156,7 @@ def replace_rendezvous_store(create_store: Callable[..., Any]) -> None:
 
 def communication_hooks(model: Any) -> list[tuple[Any, Any]]:
     """The communication hooks of a DDP model, each with its state; the list that DDP appends to."""
-    loss = "a DDP model cannot go on in a new process group with its communication hook"
-    hooks: list[tuple[Any, Any]] = _private(model, "_comm_hooks", loss)
+    hooks: list[tuple[Any, Any]] = model._comm_hooks
     return hooks
 
 
@@ -241,12 +197,11 @@ def orthogonalizes_matrices() -> bool:
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of this rank's part of a DTensor, and where it begins in the whole."""
-    compute = _imported(
-        "torch.distributed.tensor._utils",
-        "compute_local_shape_and_global_offset",
-        "sharded weights cannot be gathered",
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
     )
-    shape, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
 
@@ -271,8 +226,7 @@ def replace_in_place(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     """
     untyped: Any = tensor
     hooks = {name: getattr(untyped, name) for name in _HOOK_ATTRIBUTES}
-    swap = _private(torch._C, "_swap_tensor_impl", "parameters cannot be moved to a TPU in place")
-    swap(tensor, replacement)
+    torch._C._swap_tensor_impl(tensor, replacement)
     for name, value in hooks.items():
         if value:
             setattr(untyped, name, value)
@@ -289,31 +243,20 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def storage_use_count(storage: torch.UntypedStorage) -> int | None:
     """How many tensors and storage objects use a storage; None where torch does not tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        warnings.warn(
-            f"torch {torch.__version__} lacks torch._C._storage_Use_Count: arrays and tensors that "
-            "share memory with a model passed to workers are not noticed, and keep the old values "
-            "when the model is moved to shared memory.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return int(count(storage._cdata))
+    return None if count is None else int(count(storage._cdata))
 
 
 def untyped_storage(storage: Any) -> torch.UntypedStorage:
     """The bytes below a `TypedStorage`; its public method warns that the class is deprecated."""
-    loss = "storages cannot be sent to workers"
-    found: torch.UntypedStorage = _private(storage, "_untyped_storage", loss)
+    found: torch.UntypedStorage = storage._untyped_storage
     return found
 
 
 def fake_tensor_mode() -> type[Any]:
     """The mode under which tensors have shapes and no memory."""
-    name = "FakeTensorMode"
-    loss = "activations cannot be measured"
-    mode: type[Any] = _imported("torch._subclasses.fake_tensor", name, loss)
-    return mode
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports half of torch's compiler
+
+    return FakeTensorMode
 
 
 def dispatch_mode() -> type[Any]:
@@ -325,9 +268,8 @@ def make_wrapper_tensor(
     tensor_class: type[Any], like: torch.Tensor, dtype: torch.dtype, *, requires_grad: bool
 ) -> Any:
     """A tensor of a subclass that has shape and device of another, and no storage of its own."""
-    loss = "weights and moments in 8 bits (the levels of MS-AMP) are not available"
-    make = _private(torch.Tensor, "_make_wrapper_subclass", loss)
-    return make(
+    untyped: Any = torch.Tensor
+    return untyped._make_wrapper_subclass(
         tensor_class,
         like.shape,
         strides=like.stride(),
@@ -339,11 +281,9 @@ def make_wrapper_tensor(
 
 def written_arguments(operation: Any) -> list[tuple[int, str]]:
     """Position and name of the arguments that an operation of torch writes to."""
-    loss = "weights and moments in 8 bits (the levels of MS-AMP) are not available"
-    schema = _private(operation, "_schema", loss)
     return [
         (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
+        for position, argument in enumerate(operation._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
@@ -358,8 +298,7 @@ def multiply_scaled(
     fast_accumulation: bool,
 ) -> torch.Tensor:
     """A matrix product of payloads of 8 bits, by the device's own kernel."""
-    multiply = _private(torch, "_scaled_mm", "FP8 products on GPUs are not available")
-    product: torch.Tensor = multiply(
+    product: torch.Tensor = torch._scaled_mm(
         left,
         right,
         scale_a=left_inverse_scale,
@@ -372,15 +311,14 @@ def multiply_scaled(
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Let a function be called when the backward pass that is running is through."""
-    loss = "gradients of 8 bits cannot be averaged over processes"
-    engine = _private(torch.autograd.Variable, "_execution_engine", loss)
-    engine.queue_callback(callback)
+    untyped: Any = torch.autograd.Variable
+    untyped._execution_engine.queue_callback(callback)
 
 
 def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> Any:
     """Replace all tensors that are nested in containers."""
-    loss = "inputs of an engine cannot be cast to the type of its weights"
-    tree_map_only = _imported("torch.utils._pytree", "tree_map_only", loss)
+    from torch.utils._pytree import tree_map_only
+
     return tree_map_only(torch.Tensor, replacement, tree)
 
 
@@ -389,12 +327,8 @@ def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> An
 
 def exclude_from_ddp(module: nn.Module, parameter_names: list[str]) -> None:
     """Let `DistributedDataParallel` leave parameters of a module alone."""
-    exclude = _private(
-        nn.parallel.DistributedDataParallel,
-        "_set_params_and_buffers_to_ignore_for_model",
-        "weights in 8 bits cannot be trained with DDP",
-    )
-    exclude(module, parameter_names)
+    ddp: Any = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(module, parameter_names)
 
 
 def module_tables(
@@ -446,9 +380,7 @@ def is_compiled(module: Any) -> bool:
 
 def is_exception_wrapper(value: object) -> bool:
     """Whether it carries an exception of another process or thread, as loaders' workers send it."""
-    module = sys.modules["torch._utils"]
-    wrapper = _private(module, "ExceptionWrapper", "errors of loaders' workers cannot be explained")
-    return isinstance(value, wrapper)
+    return isinstance(value, torch._utils.ExceptionWrapper)
 
 
 def uncompiled(module: Any) -> Any:
@@ -471,12 +403,9 @@ def recompute_activations(module: nn.Module) -> None:
 
     Unlike a wrapper around `forward`, it changes neither the module's attributes nor its class.
     """
-    recompute = _imported(
-        "torch.distributed._composable.checkpoint_activation",
-        "checkpoint",
-        "activation_checkpointing of FSDP is not available: leave it out",
-    )
-    recompute(module)
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    checkpoint(module)
 
 
 # ------------------------------------------------------------------------- optimizers
@@ -503,10 +432,9 @@ def has_state_loading_hooks(optimizer: Any) -> bool:
 
 
 def _scaling_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    loss = "fp16 gradients cannot be clipped, nor skipped steps noticed"
     # `LossScaler` could count stages itself. Flags of infinite gradients, which a fused optimizer
     # looks at on the device, are nowhere else; and a precision from outside may use torch's class.
-    states: dict[int, dict[str, Any]] = _private(scaler, "_per_optimizer_states", loss)
+    states: dict[int, dict[str, Any]] = scaler._per_optimizer_states
     return states
 
 
@@ -556,21 +484,18 @@ def infinity_flags(
 
 def scale_tensor(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
     """The factor as a tensor; None before the first loss was multiplied with it."""
-    loss = "an optimizer that steps without a scaled loss cannot be told apart"
-    scale: torch.Tensor | None = _private(scaler, "_scale", loss)
-    return scale
+    return scaler._scale
 
 
 # ------------------------------------------------------------------------- loaders
 
 
 # torchdata's `StatefulDataLoader` has a public way, but a user's plain `DataLoader` is no such.
-_ORDER_LOSS = "the order of an interrupted epoch cannot be drawn again"
 
 
 def has_loader_iterator(loader: Any) -> bool:
     """Whether a loader with persistent workers has started them."""
-    return _private(loader, "_iterator", _ORDER_LOSS) is not None
+    return loader._iterator is not None
 
 
 def drop_loader_iterator(loader: Any) -> None:
@@ -580,7 +505,7 @@ def drop_loader_iterator(loader: Any) -> None:
 
 def draw_order_now(batches: Any) -> None:
     """Let the sampler behind a loader's iterator draw now, not when the first batch is read."""
-    indices = _private(batches, "_sampler_iter", _ORDER_LOSS)
+    indices = batches._sampler_iter
     # torchdata's samplers, which have a state, have drawn already.
     if not hasattr(indices, "state_dict"):
         # Taking the first index makes the sampler draw its order; the index is put back in front.
@@ -589,7 +514,7 @@ def draw_order_now(batches: Any) -> None:
 
 def requested_samples(sampler: Any) -> int | None:
     """The `num_samples` that a `RandomSampler` was given; the attribute fills in the length."""
-    number: int | None = _private(sampler, "_num_samples", "a sampler cannot be seeded anew")
+    number: int | None = sampler._num_samples
     return number
 
 
