@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from nbaccel.base import env
-from nbaccel.base.errors import ConfigError, InternalError, PlatformUnsupported
+from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.public_names import NOT_INSTALLED, missing_name_of
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------ devices
 def device(device_name: str) -> Device:
     """The implementation of a device."""
-    device_class: type[Device] = _load_class(device_row(device_name).path, Device)
+    device_class: type[Device] = load_object(device_row(device_name).path)
     return device_class()
 
 
@@ -147,7 +147,7 @@ def precision(
             f"Use one of {', '.join(row.name for row in PRECISIONS if row.path)}; bf16 is the "
             "nearest."
         )
-    precision_class: type[Precision] = _load_class((choice.row or row).path, Precision)
+    precision_class: type[Precision] = load_object((choice.row or row).path)
     return precision_class
 
 
@@ -162,7 +162,7 @@ def layer_restorers() -> Iterator[Callable[[Any], list[tuple[Any, Any]]]]:
 # ---------------------------------------------------------------------------- strategies
 def strategy(strategy_name: str) -> type[Strategy]:
     """The implementation of a strategy."""
-    strategy_class: type[Strategy] = _load_class(strategy_row(strategy_name).path, Strategy)
+    strategy_class: type[Strategy] = load_object(strategy_row(strategy_name).path)
     return strategy_class
 
 
@@ -305,30 +305,13 @@ def settings_forms() -> tuple[Any, ...]:
 # ------------------------------------------------------------------------------- engines
 def engine(engine_name: str) -> Engine:
     """The implementation of an engine that has workers run on other hosts."""
-    engine_class: type[Engine] = _load_class(engine_row(engine_name).path, Engine)
+    engine_class: type[Engine] = load_object(engine_row(engine_name).path)
     return engine_class()
 
 
 # ------------------------------------------------------------------------------- loading
-def _load_class(path: str, contract: type[object]) -> Any:
-    loaded_class = load_object(path)
-    if not (isinstance(loaded_class, type) and issubclass(loaded_class, contract)):
-        raise InternalError(
-            f"{path} is no {contract.__name__}: got {loaded_class!r}. "
-            "The capability row names the wrong thing. Please report this as a bug."
-        )
-    return loaded_class
-
-
 def load_object(object_path: str) -> Any:
     """The object that a capability row names."""
     module_name, _, object_name = object_path.partition(":")
-    try:
-        loaded_module = import_module(module_name)
-        return getattr(loaded_module, object_name) if object_name else loaded_module
-    # Other errors of an import are the module's own, and pass unchanged.
-    except (AttributeError, ModuleNotFoundError) as error:
-        raise InternalError(
-            f"{object_path} cannot be loaded: {error}. "
-            "A capability row names what is not there. Please report this as a bug."
-        ) from error
+    loaded_module = import_module(module_name)
+    return getattr(loaded_module, object_name) if object_name else loaded_module

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from nbaccel.abc.device import Device
@@ -28,20 +26,6 @@ def test_a_backend_of_fp8_comes_by_name_and_a_missing_one_is_told(monkeypatch):
     assert registry.precision("fp8", device_name="cpu").__name__ == "NativeFp8"
     with pytest.raises(PlatformUnsupported, match=r"'fp8'.*torchao, which is not installed.*bf16"):
         registry.precision("fp8", Fp8Config(backend="ao"))
-
-
-def test_a_row_that_names_another_contract_is_a_bug(monkeypatch):
-    row = capabilities.strategy_row("single")
-    wrong = dataclasses.replace(row, path="nbaccel.devices.cpu:CpuDevice")
-    monkeypatch.setattr(registry, "strategy_row", lambda name: wrong)
-    with pytest.raises(InternalError, match="is no Strategy"):
-        registry.strategy("single")
-
-
-@pytest.mark.parametrize("path", ["nbaccel.devices.none:X", "nbaccel.devices.cpu:None_"])
-def test_a_row_that_names_nothing_is_a_bug(path):
-    with pytest.raises(InternalError, match="report this as a bug"):
-        registry.load_object(path)
 
 
 def test_an_unknown_name_is_a_bug():
