@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]  # the operations are those of the tests
 
-from harness.report import PAGES, Report, verdict, versions  # noqa: E402
+from harness.report import Report, verdict, versions  # noqa: E402
 from harness.samples import Results, say  # noqa: E402 - the line above must come first
 from harness.zero_training import BLOCKS, STEPS, Case, cases, net, ratio, train_all  # noqa: E402
 
@@ -207,9 +207,7 @@ def distance(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-REPORT = Report(
-    "zero_training", render, mark="zero_training", page=PAGES / "guides" / "deepspeed.md"
-)
+REPORT = Report("zero_training", render, mark="zero_training")
 
 
 def main() -> int:

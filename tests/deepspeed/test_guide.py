@@ -31,13 +31,19 @@ def test_its_code_prints_what_it_shows(printed: str, number: int) -> None:
         assert line in printed
 
 
-def test_the_guide_shows_the_table_of_the_stored_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_figures_shows_the_table_of_the_stored_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = ROOT / "benchmarks"
     monkeypatch.syspath_prepend(str(folder))
     benchmark = _module(folder / "zero_training.py")
     results = benchmark.Results(folder / "results" / "zero_training.json")
     table, holds = benchmark.render(results)
-    _, _, rest = PAGE.read_text(encoding="utf-8").partition(benchmark.REPORT.begin)
+    _, _, rest = (
+        (ROOT / "docs/pages/figures.md")
+        .read_text(encoding="utf-8")
+        .partition(benchmark.REPORT.begin)
+    )
     shown, _, _ = rest.partition(benchmark.REPORT.end)
     assert shown.strip() == table.strip()
     assert holds
