@@ -31,9 +31,7 @@ def test_its_code_prints_what_it_shows(printed: str, number: int) -> None:
         assert line in printed
 
 
-def test_the_page_of_figures_shows_the_table_of_the_stored_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_figures_show_the_table_of_the_stored_result(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = ROOT / "benchmarks"
     monkeypatch.syspath_prepend(str(folder))
     benchmark = _module(folder / "zero_training.py")
