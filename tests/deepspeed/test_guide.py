@@ -37,11 +37,8 @@ def test_figures_show_the_table_of_the_stored_result(monkeypatch: pytest.MonkeyP
     benchmark = _module(folder / "zero_training.py")
     results = benchmark.Results(folder / "results" / "zero_training.json")
     table, holds = benchmark.render(results)
-    _, _, rest = (
-        (ROOT / "docs/pages/figures.md")
-        .read_text(encoding="utf-8")
-        .partition(benchmark.REPORT.begin)
-    )
+    text = (ROOT / "docs/pages/figures.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition(benchmark.REPORT.begin)
     shown, _, _ = rest.partition(benchmark.REPORT.end)
     assert shown.strip() == table.strip()
     assert holds
