@@ -289,7 +289,7 @@ def load_checkpoint_and_dispatch(
         dtype,
         offload_buffers=offload_buffers,
     )
-    loaded = fill_model(
+    weights = fill_model(
         model,
         checkpoint,
         device_map=tiers,
@@ -297,12 +297,12 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
         strict=strict,
     )
-    if offload_folder is not None and loaded.stored:
-        write_offload_index(offload_folder, loaded)
+    if offload_folder is not None and weights.stored:
+        write_offload_index(offload_folder, weights)
     return _dispatch(
         model,
         tiers,
-        loaded.weights.holding,
+        weights.holding,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         offload_buffers=offload_buffers,

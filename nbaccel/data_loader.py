@@ -11,7 +11,7 @@ import copy
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -396,7 +396,8 @@ def skip_first_batches(
 
 
 def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
-    loader_settings = loader.settings.skipping(num_batches)
+    skipped = loader.settings.skip_batches + num_batches
+    loader_settings = replace(loader.settings, skip_batches=skipped)
     base_loader = loader.base
     num_dropped = loader.batches_to_drop
     if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):

@@ -165,33 +165,11 @@ def notebook_launcher(
         KeyboardInterrupt: If interrupted. All workers have ended; its message says whether the
             model has the weights of the last step (see `on_stop`) or is as it was.
     """
+    # Its settings have the same names in a `RunConfig`. First, when nothing else is local.
+    arguments = locals()
+    asked = {name: arguments[name] for name in RunConfig.model_fields if name in arguments}
     # IPython leaves such frames out of tracebacks.
     __tracebackhide__ = True
-    asked = {
-        "num_processes": num_processes,
-        "mixed_precision": mixed_precision,
-        "use_port": use_port,
-        "master_addr": master_addr,
-        "node_rank": node_rank,
-        "num_nodes": num_nodes,
-        "rdzv_backend": rdzv_backend,
-        "rdzv_endpoint": rdzv_endpoint,
-        "rdzv_conf": rdzv_conf,
-        "rdzv_id": rdzv_id,
-        "max_restarts": max_restarts,
-        "monitor_interval": monitor_interval,
-        "log_line_prefix_template": log_line_prefix_template,
-        "start_method": start_method,
-        "timeout": timeout,
-        "share_back": share_back,
-        "on_stop": on_stop,
-        "resume": resume,
-        "compare": compare,
-        "engine": engine,
-        "hostfile": hostfile,
-        "include": include,
-        "exclude": exclude,
-    }
     if pool is not None:
         return _launch_in_pool(pool, function, args, config, asked)
     return launch_configured(function, args, _merge_settings(config, asked))

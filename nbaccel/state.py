@@ -46,12 +46,7 @@ _DecoratedFunction = TypeVar("_DecoratedFunction", bound=Callable[..., Any])
 
 
 class ProcessInfo:
-    """This process among the others: its numbers, and who runs what.
-
-    Args:
-        place: Where this process stands.
-        collectives: Collectives of all processes.
-    """
+    """This process among the others: its numbers, and who runs what."""
 
     def __init__(self, place: Place, collectives: Collectives) -> None:
         self._place = place
@@ -135,21 +130,13 @@ class ProcessInfo:
     # --------------------------------------------------------------------- who runs what
 
     def on_main_process(self, function: _DecoratedFunction | None = None) -> Any:
-        """Let only process 0 run a function; elsewhere the call returns None.
-
-        Args:
-            function: The function; without it, a decorator is returned.
-        """
+        """Let only process 0 run a function; elsewhere the call returns None."""
         if function is None:
             return self.on_main_process
         return _run_only_here(function, self.is_main_process)
 
     def on_local_main_process(self, function: _DecoratedFunction | None = None) -> Any:
-        """Let only process 0 of each node run a function; elsewhere the call returns None.
-
-        Args:
-            function: The function; without it, a decorator is returned.
-        """
+        """Let only process 0 of each node run a function; elsewhere the call returns None."""
         if function is None:
             return self.on_local_main_process
         return _run_only_here(function, self.is_local_main_process)
@@ -161,11 +148,7 @@ class ProcessInfo:
     def on_process(
         self, function: _DecoratedFunction | None = None, process_index: int | None = None
     ) -> Any:
-        """Let only one process run a function; elsewhere the call returns None.
-
-        Args:
-            function: The function; without it, a decorator is returned.
-            process_index: Number of the process among all.
+        """Let only one process of a number run a function; elsewhere the call returns None.
 
         Raises:
             ConfigError: There is no process of that number. One that is alone runs everything.
@@ -182,10 +165,6 @@ class ProcessInfo:
         self, function: _DecoratedFunction | None = None, local_process_index: int | None = None
     ) -> Any:
         """Let only one process of each node run a function; elsewhere the call returns None.
-
-        Args:
-            function: The function; without it, a decorator is returned.
-            local_process_index: Number of the process on its node.
 
         Raises:
             ConfigError: There is no process of that number. One that is alone runs everything.
@@ -306,11 +285,7 @@ if hasattr(os, "register_at_fork"):  # Windows has no forks
 
 
 def remember_accelerator(new_accelerator: Any) -> None:
-    """Let ``AcceleratorState()`` mean this one's, as long as it lives and is the newest.
-
-    Args:
-        new_accelerator: An `Accelerator` that has just been made.
-    """
+    """Let ``AcceleratorState()`` mean this one's, as long as it lives and is the newest."""
     _LIVE_ACCELERATORS[:] = [one for one in _LIVE_ACCELERATORS if one() is not None]
     _LIVE_ACCELERATORS.append(weakref.ref(new_accelerator))
     _RESET_CLASSES.clear()

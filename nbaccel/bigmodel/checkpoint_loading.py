@@ -53,14 +53,6 @@ _PORTION_BYTES = 16 << 20  # copied at a time
 _BAR_DELAY_S = 0.5  # a load that is over by then needs no bar
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedWeights:
-    """What a load leaves behind for those who move weights later."""
-
-    weights: StoredWeights  # the weights that stayed in the files, by name
-    stored: Mapping[str, CheckpointTensor]  # where they are, by name
-
-
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | Path,
@@ -107,7 +99,19 @@ def load_checkpoint_in_model(
             Nothing has been changed in either case.
     """
     del offload_state_dict
-    _refuse_other_formats(offload_8bit_bnb, full_state_dict=full_state_dict, model=model)
+    if offload_8bit_bnb:
+        raise ConfigError(
+            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
+            "version does not make. Load with from_pretrained(quantization_config=...) of "
+            "transformers."
+        )
+    has_shards = any(is_sharded(tensor) for _, tensor in arena.named_tensors(inner_model(model)))
+    if has_shards and not full_state_dict:
+        raise ConfigError(
+            f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
+            "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
+            "Accelerator.load_state."
+        )
     _refuse_map(device_map, model)
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
         raise ConfigError(
@@ -118,7 +122,7 @@ def load_checkpoint_in_model(
     if broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1:
         _load_from_first_rank(model, checkpoint, strict=strict)
         return
-    loaded = fill_model(
+    weights = fill_model(
         model,
         checkpoint,
         device_map=device_map,
@@ -128,8 +132,8 @@ def load_checkpoint_in_model(
         strict=strict,
         needs_mapping=False,
     )
-    if offload_folder is not None and loaded.stored:
-        write_offload_index(offload_folder, loaded)
+    if offload_folder is not None and weights.stored:
+        write_offload_index(offload_folder, weights)
 
 
 def fill_model(
@@ -142,8 +146,8 @@ def fill_model(
     offload_buffers: bool = False,
     strict: bool = False,
     needs_mapping: bool = True,
-) -> LoadedWeights:
-    """Fill a model, and tell where weights on the ``disk`` tier are."""
+) -> StoredWeights:
+    """Fill a model, and return the weights on the ``disk`` tier, which stayed in the files."""
     plan = plan_loading(
         model,
         read_checkpoint(checkpoint),
@@ -157,12 +161,18 @@ def fill_model(
     _check_tiers(plan)
     if needs_mapping:
         _refuse_unmapped(on_disk)
-    _refuse_empty_shards(plan)
+    empty_names = [p.names[0] for p in plan.placements if p.tensor.is_meta and is_sharded(p.tensor)]
+    if empty_names:
+        raise ConfigError(
+            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
+            "without memory for their values. Nothing has been loaded. Call "
+            'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
+        )
     files = WeightFiles()
     files.map_files(placement.stored for placement in plan.placements)
     _fill(plan, files)
     stored = {name: placement.stored for placement in on_disk for name in placement.names}
-    return LoadedWeights(weights=StoredWeights(files, stored), stored=stored)
+    return StoredWeights(files, stored)
 
 
 def load_state_dict(
@@ -436,22 +446,6 @@ def _conversion_hint(model: nn.Module, mistakes: list[str]) -> str:
 
 
 # ------------------------------------------------------------------------------ refusals
-def _refuse_other_formats(
-    offload_8bit_bnb: bool, *, full_state_dict: bool, model: nn.Module
-) -> None:
-    if offload_8bit_bnb:
-        raise ConfigError(
-            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
-            "version does not make. Load with from_pretrained(quantization_config=...) of "
-            "transformers."
-        )
-    has_shards = any(is_sharded(tensor) for _, tensor in arena.named_tensors(inner_model(model)))
-    if has_shards and not full_state_dict:
-        raise ConfigError(
-            f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
-            "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
-            "Accelerator.load_state."
-        )
 
 
 def _refuse_map(device_map: Any, model: nn.Module) -> None:
@@ -490,16 +484,6 @@ def _check_tiers(plan: LoadPlan) -> None:
             )
     if problems:
         raise ConfigError(*problems)
-
-
-def _refuse_empty_shards(plan: LoadPlan) -> None:
-    empty_names = [p.names[0] for p in plan.placements if p.tensor.is_meta and is_sharded(p.tensor)]
-    if empty_names:
-        raise ConfigError(
-            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
-            "without memory for their values. Nothing has been loaded. Call "
-            'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
-        )
 
 
 def _refuse_unmapped(on_disk: Iterable[Placement]) -> None:
@@ -586,22 +570,18 @@ def _fill_one(
         _copy_in_portions(target, values)
         _put(model, placement, target)
     elif placement.tier is None:
-        _fill_in_place(placement, values)
+        tensor = placement.tensor
+        if is_sharded(tensor):
+            fill_local_part(tensor, values)
+        elif placement.dtype == tensor.dtype:
+            _copy_in_portions(tensor.detach(), values)
+        else:
+            tensor.data = values.to(tensor.device, placement.dtype)
     else:
         # To the device first: it converts faster, and host memory need not hold both formats.
         _put(model, placement, values.to(placement.tier).to(placement.dtype))
     files.release(stored)
     bar.update(stored.num_bytes)
-
-
-def _fill_in_place(placement: Placement, values: torch.Tensor) -> None:
-    tensor = placement.tensor
-    if is_sharded(tensor):
-        fill_local_part(tensor, values)
-    elif placement.dtype == tensor.dtype:
-        _copy_in_portions(tensor.detach(), values)
-    else:
-        tensor.data = values.to(tensor.device, placement.dtype)
 
 
 def _copy_in_portions(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -725,12 +705,12 @@ def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 # ------------------------------------------------------------------------------ index of a folder
-def write_offload_index(offload_folder: str | Path, loaded: LoadedWeights) -> None:
+def write_offload_index(offload_folder: str | Path, weights: StoredWeights) -> None:
     """Say in a folder where the weights on disk are, in Accelerate's format."""
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
-    for name, stored in loaded.stored.items():
+    for name, stored in weights.stored.items():
         if stored.opened is not None:
             offload_weight(stored.opened, name, folder, index)
             continue

@@ -41,7 +41,7 @@ from nbaccel.bigmodel.module_sizes import (
 from nbaccel.memory.estimate import table_lines
 from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.inventory import Gpu, Inventory
+from nbaccel.plan.inventory import Inventory
 
 DeviceKey = int | str
 """A tier of a device map: an accelerator's number, ``mps``, ``cpu`` or ``disk``."""
@@ -152,19 +152,15 @@ def _accelerator_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
             # Its memory is the host's, and its driver counts nothing of its own.
             yield unit.kind, unit.free_bytes or machine.host_available_bytes
         else:
-            yield unit.index, _driver_bytes(unit)
-
-
-def _driver_bytes(unit: Gpu) -> int:
-    if not unit.free_bytes and not unit.total_bytes:
-        _log.warning(
-            "The driver of accelerator %s (%s) does not tell its free memory, so nothing is put "
-            "there. Give max_memory={%s: ...} to use it.",
-            unit.index,
-            unit.name,
-            unit.index,
-        )
-    return unit.free_bytes
+            if not unit.free_bytes and not unit.total_bytes:
+                _log.warning(
+                    "The driver of accelerator %s (%s) does not tell its free memory, so nothing "
+                    "is put there. Give max_memory={%s: ...} to use it.",
+                    unit.index,
+                    unit.name,
+                    unit.index,
+                )
+            yield unit.index, unit.free_bytes
 
 
 # ------------------------------------------------------------------------------- balance
@@ -208,25 +204,15 @@ def get_balanced_memory(
         return budgets
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     num_shares = len(sharing) - 1 if low_zero else len(sharing)
-    extra_bytes = _bytes_around_share(model, module_sizes, class_names(no_split_module_classes))
-    share_bytes = int(module_sizes[""] // num_shares) + extra_bytes
-    first_device, *other_devices = sharing
-    for device in sharing[low_zero:-1]:
-        budgets[device] = min(share_bytes, budgets[device])
-    if low_zero:
-        rest_bytes = module_sizes[""] - sum(budgets[device] for device in other_devices)
-        budgets[first_device] = min(max(0, math.ceil(rest_bytes)), budgets[first_device])
-    return budgets
-
-
-def _bytes_around_share(
-    model: nn.Module, module_sizes: Mapping[str, int], whole_classes: frozenset[str]
-) -> int:
-    """Room for the block that a share's end would cut, as large as a whole one or a mean layer."""
+    # Room for the block that a share's end would cut, as large as a whole one or a mean layer.
     block_bytes: dict[str, int] = {}
     for module_name, module in model.named_modules():
         class_name = type(module).__name__
-        if module_name and class_name in whole_classes and module_name in module_sizes:
+        if (
+            module_name
+            and class_name in class_names(no_split_module_classes)
+            and module_name in module_sizes
+        ):
             # The first of its class stands for all: the last share takes what is larger.
             block_bytes.setdefault(class_name, module_sizes[module_name])
     tensor_names = frozenset(get_module_leaves(module_sizes))
@@ -236,7 +222,15 @@ def _bytes_around_share(
     layer_names = get_module_leaves(sizes_of_modules)
     layer_bytes = sum(sizes_of_modules[name] for name in layer_names)
     mean_bytes = int(layer_bytes / max(1, len(layer_names)))
-    return int(_ROOM_PER_BLOCK * max([mean_bytes, *block_bytes.values()]))
+    extra_bytes = int(_ROOM_PER_BLOCK * max([mean_bytes, *block_bytes.values()]))
+    share_bytes = int(module_sizes[""] // num_shares) + extra_bytes
+    first_device, *other_devices = sharing
+    for device in sharing[low_zero:-1]:
+        budgets[device] = min(share_bytes, budgets[device])
+    if low_zero:
+        rest_bytes = module_sizes[""] - sum(budgets[device] for device in other_devices)
+        budgets[first_device] = min(max(0, math.ceil(rest_bytes)), budgets[first_device])
+    return budgets
 
 
 DeviceOfMap = int | str | torch.device
@@ -298,7 +292,11 @@ def infer_auto_device_map(
             "get room of its own. Call model.tie_weights() before.",
             type(model).__name__,
         )
-    blocks = _list_blocks(_parts_of_model(model, no_split_module_classes), module_sizes)
+    whole_classes = class_names(no_split_module_classes)
+    # Accelerate splits the model itself, also where its class must not be split.
+    is_whole = type(model).__name__ in whole_classes
+    parts = [("", model)] if is_whole else list(_direct_parts("", model))
+    blocks = _list_blocks(parts, whole_classes, module_sizes)
     packing = pack_blocks(
         BlockForest(blocks, tied_groups), _tiers_of(budgets), may_skip_ahead=fallback_allocation
     )
@@ -325,14 +323,6 @@ def infer_auto_device_map(
 
 
 # ------------------------------------------------------------------------------- blocks
-def _parts_of_model(
-    model: nn.Module, no_split_module_classes: str | Iterable[str] | None
-) -> tuple[list[NamedPart], frozenset[str]]:
-    """What the model is made of at the top, and the classes that are not split."""
-    whole_classes = class_names(no_split_module_classes)
-    # Accelerate splits the model itself, also where its class must not be split.
-    is_whole = type(model).__name__ in whole_classes
-    return [("", model)] if is_whole else list(_direct_parts("", model)), whole_classes
 
 
 def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
@@ -350,11 +340,9 @@ def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
 
 
 def _list_blocks(
-    parts_and_classes: tuple[Iterable[NamedPart], frozenset[str]],
-    sizes: Mapping[str, float],
+    parts: Iterable[NamedPart], whole_classes: frozenset[str], sizes: Mapping[str, float]
 ) -> list[Block]:
     """All blocks that may be placed alone, each before those inside of it."""
-    parts, whole_classes = parts_and_classes
     blocks: list[Block] = []
     stack: list[tuple[str, Any, str | None]] = [(*pair, None) for pair in reversed([*parts])]
     while stack:
@@ -548,7 +536,7 @@ def fallback_allocate(
     whole_classes = class_names(no_split_module_classes)
     is_below_zero = not isinstance(size_limit, str) and size_limit < 0
     limit_bytes = -1 if is_below_zero else parse_bytes(size_limit)
-    blocks = _list_blocks((modules, whole_classes), module_sizes)
+    blocks = _list_blocks(modules, whole_classes, module_sizes)
     forest = BlockForest(blocks, tied_parameters or ())
     members = find_block(forest, forest.roots, lambda _, size: size <= limit_bytes)
     if not members:

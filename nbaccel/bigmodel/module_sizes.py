@@ -67,11 +67,7 @@ def get_non_persistent_buffers(
 ) -> set[str]:
     """Names of the buffers that are not in the state dict.
 
-    Args:
-        module: Whose.
-        recurse: Whether those of submodules, too.
-        fqns: Whether names have their submodules' in front (``layer.positions``); without, names
-            of different submodules may coincide.
+    Without their submodules' names in front (`fqns`) those of different submodules may coincide.
     """
     saved_names = module.state_dict(keep_vars=True).keys()
     names = {
@@ -254,14 +250,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Names with no other name of the same mapping below them.
-
-    Args:
-        module_sizes: Sizes by name; with those of tensors in it, leaves are tensors.
-
-    Returns:
-        The names in their order.
-    """
+    """Names with no other name of the same mapping below them; tensors, where it has those."""
     parent_names = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name and name not in parent_names]
 
@@ -273,20 +262,10 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[NamedPart],
 ) -> tuple[int, list[str], list[Any]]:
-    """Bytes of a module together with all modules that hold a parameter tied to one of its own.
+    """Bytes of a module with all modules that hold a parameter tied to one of its own.
 
-    Args:
-        tied_params: Names of those parameters, which lie outside of the module.
-        module_size: Its own bytes.
-        module_sizes: Sizes by name. The tied parameters' are taken off, because the memory is the
-            module's own.
-        modules_to_treat: The modules and tensors among which the others are looked for.
-
-    Returns:
-        The bytes in all, and for each tied parameter the name and the module that holds it.
-
-    Raises:
-        ConfigError: A tied parameter is in none of them.
+    The tied parameters' bytes are taken off once: the memory is the module's own. Returns also, for
+    each tied parameter, the name and the module that holds it.
     """
     parts_by_name = dict(modules_to_treat)
     holder_names = [_holder_name(tied_param, parts_by_name) for tied_param in tied_params]
@@ -311,11 +290,7 @@ def _holder_name(tied_param: str, parts_by_name: Mapping[str, Any]) -> str:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a model of transformers says that some of its weights are to be tied.
-
-    Args:
-        model: The module; any other than a model of transformers says nothing.
-    """
+    """Whether a model of transformers says that some of its weights are to be tied."""
     if "PreTrainedModel" not in {base_class.__name__ for base_class in type(model).__mro__}:
         return False
     model_config: Any = getattr(model, "config", None)
@@ -333,15 +308,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Collection[str]], device_map: Mapping[str, Any]
 ) -> None:
-    """Warn, in the log, of tied parameters that a map puts on different devices.
-
-    Args:
-        tied_params: Groups of names, as of ``find_tied_parameters``.
-        device_map: Devices by the names of modules and tensors.
-
-    Raises:
-        ConfigError: The map has no device for one of them.
-    """
+    """Warn, in the log, of tied parameters that a map puts on different devices."""
     for tied_names in tied_params:
         devices = {name: _device_of(name, device_map) for name in tied_names}
         if len(set(devices.values())) > 1:

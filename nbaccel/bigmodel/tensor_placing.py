@@ -48,12 +48,7 @@ def usable_device(device: torch.device | str | int) -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether two devices are one; ``cuda`` without a number counts as ``cuda:0``.
-
-    Args:
-        first_device: One.
-        second_device: The other.
-    """
+    """Whether two devices are one; ``cuda`` without a number counts as ``cuda:0``."""
     if first_device.type != second_device.type:
         return False
     if first_device.type == "cpu":
@@ -140,14 +135,31 @@ def set_module_tensor_to_device(
         ConfigError: There is no such tensor or device, shapes differ, values are lacking, or
             statistics are given. Nothing has been changed then.
     """
-    _refuse_statistics(tensor_name, fp16_statistics)
+    if fp16_statistics is not None:
+        raise ConfigError(
+            f"fp16_statistics for {tensor_name!r} ({type(fp16_statistics).__name__}) belong to "
+            "8-bit weights of bitsandbytes, which quantize themselves when they are moved; nbaccel "
+            "does not place such weights. Load the model with transformers' BitsAndBytesConfig, "
+            "whole on one GPU, or offload it without quantization."
+        )
     owner, last_name = own_module(module, tensor_name)
     target = as_device(device)
     current = _current_tensor(owner, last_name)
     group = _tied_group(tied_params_map, current, value)
     placed = None if group is None else placed_on(group, target)
     if placed is None:
-        _check_value(tensor_name, current, value, target)
+        if value is None:
+            if current.is_meta and target.type != "meta":
+                raise ConfigError(
+                    f"{tensor_name!r} is on meta, without values, so there is nothing to copy to "
+                    f"{target}. Pass them as value=."
+                )
+        elif current.shape != (shape := torch.as_tensor(value).shape):
+            raise ConfigError(
+                f"{tensor_name!r} has the shape {tuple(current.shape)}, and the value given for it "
+                f"{tuple(shape)}: they belong to different models. Check that the checkpoint is "
+                "this model's, and that its configuration is the same."
+            )
         placed = _placed_tensor(current, value, target, as_dtype(dtype), non_blocking)
         if group is not None:
             group[device] = placed
@@ -167,16 +179,6 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
             'converted to it. Name one such as "float16" or "bfloat16".'
         )
     return found
-
-
-def _refuse_statistics(name: str, statistics: Any) -> None:
-    if statistics is not None:
-        raise ConfigError(
-            f"fp16_statistics for {name!r} ({type(statistics).__name__}) belong to 8-bit "
-            "weights of bitsandbytes, which quantize themselves when they are moved; nbaccel does "
-            "not place such weights. Load the model with transformers' BitsAndBytesConfig, whole "
-            "on one GPU, or offload it without quantization."
-        )
 
 
 def _current_tensor(owner: nn.Module, last_name: str) -> torch.Tensor:
@@ -202,21 +204,6 @@ def _tied_group(
             if group is not None:
                 return group
     return None
-
-
-def _check_value(name: str, current: torch.Tensor, value: Any, target: torch.device) -> None:
-    if value is None:
-        if current.is_meta and target.type != "meta":
-            raise ConfigError(
-                f"{name!r} is on meta, without values, so there is nothing to copy to "
-                f"{target}. Pass them as value=."
-            )
-    elif current.shape != (shape := torch.as_tensor(value).shape):
-        raise ConfigError(
-            f"{name!r} has the shape {tuple(current.shape)}, and the value given for it "
-            f"{tuple(shape)}: they belong to different models. Check that the checkpoint is "
-            "this model's, and that its configuration is the same."
-        )
 
 
 def _placed_tensor(

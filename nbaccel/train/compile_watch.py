@@ -77,29 +77,23 @@ class CompileWatch:
             self._in_a_row = 0
         # The first shapes of all have to be compiled; others could have been the same.
         elif number == 1 and len(self._times_met) > 1:
-            self._tell_of_shapes(shapes)
+            earlier = next(iter(self._times_met))
+            self._tell(
+                "shapes",
+                f"this batch has other shapes ({_describe(shapes)}) than those before "
+                f"({_describe(earlier)}), and the device compiled for them again. Where it is a "
+                "loader's last batch, give the DataLoader drop_last=True, or pad it; in "
+                "evaluation, use the batch size of training; pad texts to one length.",
+            )
         elif number > WARM_UP_STEPS:
             self._in_a_row += 1
             if self._in_a_row == _SCALAR_STEPS:
-                self._tell_of_numbers()
-
-    def _tell_of_shapes(self, shapes: _Shapes) -> None:
-        earlier = next(iter(self._times_met))
-        self._tell(
-            "shapes",
-            f"this batch has other shapes ({_describe(shapes)}) than those before "
-            f"({_describe(earlier)}), and the device compiled for them again. Where it is a "
-            "loader's last batch, give the DataLoader drop_last=True, or pad it; in evaluation, "
-            "use the batch size of training; pad texts to one length.",
-        )
-
-    def _tell_of_numbers(self) -> None:
-        self._tell(
-            "numbers",
-            f"{_SCALAR_STEPS} steps in a row compiled again although the batches had shapes that "
-            "were met before. A Python number that changes from step to step is part of the "
-            "program: give it to the operation as a tensor on the device.",
-        )
+                self._tell(
+                    "numbers",
+                    f"{_SCALAR_STEPS} steps in a row compiled again although the batches had "
+                    "shapes that were met before. A Python number that changes from step to step "
+                    "is part of the program: give it to the operation as a tensor on the device.",
+                )
 
     def _tell(self, cause: str, text: str) -> None:
         # Without times, in which ranks differ: a line that all of them say is shown once.

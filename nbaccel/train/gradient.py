@@ -85,11 +85,7 @@ class GradientState:
         _ITERATED_LOADERS.clear()
 
     def compile_watch(self, device: DeviceRuntime) -> CompileWatch | None:
-        """What watches the programs that steps compile; None for a device that compiles none.
-
-        Args:
-            device: What this process computes on.
-        """
+        """What watches the programs that steps compile; None for a device that compiles none."""
         self._watch = self._watch or CompileWatch.of(device)
         return self._watch
 

@@ -156,11 +156,7 @@ class Resuming:
                 self._epoch_loops += 1
 
     def batches_left(self, loader: Any) -> Iterable[Any] | None:
-        """What a loop over a prepared loader reads: the loader itself where it was not stopped.
-
-        Returns:
-            None where the loop was done.
-        """
+        """What a loop over a loader reads: itself if it was not stopped, None if it was done."""
         self._begin()
         number = self._number_of(loader)
         if number is None:

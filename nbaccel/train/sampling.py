@@ -213,12 +213,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 class SkipBatchSampler(BatchSampler):
-    """Leaves out the first batches of another batch sampler; their data is never read.
-
-    Args:
-        batch_sampler: What yields the batches.
-        skip_batches: How many to leave out.
-    """
+    """Leaves out the first batches of another batch sampler; their data is never read."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler

@@ -193,7 +193,15 @@ def _prepare_target(
 ) -> None:
     _check_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _clear_killed_save(target, series)
+    waiting_folder = _waiting_name(target)
+    # It waits only between the two renames, so `target` tells whether the second one happened.
+    if waiting_folder.exists():
+        if target.exists():
+            _retire_old_checkpoint(waiting_folder, target)
+        else:
+            waiting_folder.rename(target)
+    pattern = r"checkpoint_\d+" if series else re.escape(target.name)
+    clear_leftovers(target.parent, pattern)
     # Claimed before it exists: a save of another process would take it for a leftover.
     claims.enter_context(hold_claim(partial_folder))
     partial_folder.mkdir()
@@ -211,19 +219,6 @@ def _check_target(target: Path) -> None:
             f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step "
             f"by a new checkpoint. Give a folder in it: {str(target / 'checkpoint')!r}."
         )
-
-
-def _clear_killed_save(target: Path, series: bool) -> None:
-    """Finish or undo a save that was killed."""
-    waiting_folder = _waiting_name(target)
-    # It waits only between the two renames, so `target` tells whether the second one happened.
-    if waiting_folder.exists():
-        if target.exists():
-            _retire_old_checkpoint(waiting_folder, target)
-        else:
-            waiting_folder.rename(target)
-    pattern = r"checkpoint_\d+" if series else re.escape(target.name)
-    clear_leftovers(target.parent, pattern)
 
 
 # ------------------------------------------------------------------------- the step

@@ -425,7 +425,7 @@ class _CheckpointLoad:
             if isinstance(custom_object, (nn.Module, Optimizer)):
                 yield _registered_large(path, custom_object)
         # Sharded gradients are not saved; another strategy's may lie in the folder.
-        gradients = self._existing_file(layout.gradients_file(self._place.rank))
+        gradients = self._existing_file(layout.GRADIENTS_FILE.format(self._place.rank))
         if gradients is not None and self._parts.sharder is None:
             yield _SavedPart(
                 path=gradients,
@@ -434,7 +434,7 @@ class _CheckpointLoad:
                 is_common=False,
             )
         # Last, because a `load_state_dict` or a hook of the user's may draw random numbers.
-        generators = self._existing_file(layout.random_states_file(self._place.rank))
+        generators = self._existing_file(layout.RANDOM_STATES_FILE.format(self._place.rank))
         if generators is not None:
             yield _SavedPart(
                 path=generators,
@@ -466,7 +466,8 @@ class _CheckpointLoad:
 
     def damaged_files(self) -> list[str]:
         """Problems of files; each file is read by one process of a node."""
-        common = {layout.random_states_file(0)} & {path.name for path in self._folder.iterdir()}
+        first_states = layout.RANDOM_STATES_FILE.format(0)
+        common = {first_states} if (self._folder / first_states).exists() else set()
         own: set[str] = set()
         for part in self._all:
             (common if part.is_common else own).update(part.files(self._recorded))
@@ -502,7 +503,7 @@ class _CheckpointLoad:
 
     def _read_step(self) -> None:
         # A run with more processes than the saved one has ranks without a file of their own.
-        first = self._existing_file(layout.random_states_file(0))
+        first = self._existing_file(layout.RANDOM_STATES_FILE.format(0))
         states = self._rng_states
         if states is None and first is not None:
             states = read_torch_file(first)
@@ -562,7 +563,7 @@ class _CheckpointLoad:
         """Weights, optimizers, registered models, gradients and random numbers; not undone."""
         for part in (*self._models.values(), *self._optimizers, *self._large):
             part.load()
-        name = layout.random_states_file(self._place.rank)
+        name = layout.RANDOM_STATES_FILE.format(self._place.rank)
         if self._existing_file(name) is None:
             _log.warning("%s has no %s: random numbers begin anew", self._folder, name)
 
@@ -615,7 +616,12 @@ def _model_problem(
     left_out: Collection[str] = (),
 ) -> str:
     """What keeps weights, of which only shapes are looked at, from being loaded into a model."""
-    adapting_prefixes = _adapting_prefixes(model)
+    # Parts of a model that read a state in a way of their own: they may rename or reshape.
+    adapting_prefixes = tuple(
+        uncompiled_name(f"{module_name}." if module_name else "")
+        for module_name, module in model.named_modules()
+        if any(map(_is_user_code, torch_private.state_readers(module)))
+    )
     # Parts that load a state in a way of their own cannot be compared by name or shape.
     shapes = _shapes_of(model).items()
     model_shapes = {n: shape for n, shape in shapes if not n.startswith(adapting_prefixes)}
@@ -683,15 +689,6 @@ def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
         if hasattr(parameter, "ds_shape"):  # ZeRO-3 has a placeholder there
             shapes_by_name[uncompiled_name(tensor_name)] = tuple(parameter.ds_shape)
     return shapes_by_name
-
-
-def _adapting_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Parts of a model that read a state in a way of their own: they may rename or reshape."""
-    return tuple(
-        uncompiled_name(f"{module_name}." if module_name else "")
-        for module_name, module in model.named_modules()
-        if any(map(_is_user_code, torch_private.state_readers(module)))
-    )
 
 
 def _is_user_code(function: Any) -> bool:
