@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -381,10 +382,11 @@ def check_float_dtypes(**dtypes: Any) -> None:
 # ------------------------------------------------------------------------- weights brought in
 
 
+@dataclass(eq=False)
 class AlignDevicesHook(ModelHook):
     """Brings weights and arguments to one device before ``forward``.
 
-    Args:
+    Attributes:
         execution_device: Where the module computes; None: arguments and weights stay.
         offload: Whether the module's weights are on ``meta`` between calls.
         io_same_device: Whether outputs go to the device of the first tensor among the arguments.
@@ -398,28 +400,19 @@ class AlignDevicesHook(ModelHook):
         execution_order: Shared by the hooks of one model; it asks for weights ahead of time.
     """
 
-    def __init__(
-        self,
-        execution_device: _Device | None = None,
-        offload: bool = False,
-        io_same_device: bool = False,
-        weights_map: Mapping[str, Any] | None = None,
-        offload_buffers: bool = False,
-        place_submodules: bool = False,
-        skip_keys: str | Sequence[str] | None = None,
-        tied_params_map: _TiedMap | None = None,
-        *,
-        execution_order: ExecutionOrder | None = None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.io_same_device = io_same_device
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.place_submodules = place_submodules
-        self.skip_keys = skip_keys
-        self.tied_params_map = tied_params_map
-        self.execution_order = execution_order or ExecutionOrder(prefetch=False)
+    execution_device: _Device | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, Any] | None = field(default=None, repr=False)
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: str | Sequence[str] | None = None
+    tied_params_map: _TiedMap | None = field(default=None, repr=False)
+    execution_order: ExecutionOrder = field(
+        default_factory=lambda: ExecutionOrder(prefetch=False), kw_only=True, repr=False
+    )
+
+    def __post_init__(self) -> None:
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
@@ -430,13 +423,6 @@ class AlignDevicesHook(ModelHook):
         self._placeholders: dict[str, torch.Tensor] = {}
         self._copies: CopiesUnderWay | None = None
         self._num_checked = 0
-
-    def __repr__(self) -> str:
-        settings = (
-            *("execution_device", "offload", "io_same_device"),
-            *("offload_buffers", "place_submodules", "skip_keys"),
-        )
-        return f"AlignDevicesHook({', '.join(f'{s}={getattr(self, s)!r}' for s in settings)})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies under way belong to this process and to the hook that began them.
@@ -682,7 +668,7 @@ def attach_execution_device_hook(
                 execution_device,
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
-                execution_order=order,
+                execution_order=order or ExecutionOrder(prefetch=False),
             )
             add_hook_to_module(part, hook)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -228,11 +227,7 @@ class ProcessInfo:
             # gathered.
             padded_part = torch.cat([own_part, *[inputs[-1:]] * num_missing])
             return padded_part.to(self.device) if apply_padding else own_part
-        return (
-            own_part + type(inputs)(itertools.repeat(inputs[-1], num_missing))
-            if num_missing
-            else own_part
-        )
+        return own_part + type(inputs)(inputs[-1:]) if num_missing else own_part
 
     def _own_span(self, length: int, apply_padding: bool) -> tuple[int, int, int]:
         """First and one-past-last item of this process, and how many are missing to the longest."""
@@ -240,12 +235,8 @@ class ProcessInfo:
         rank = self.process_index
         first_item = rank * items_each + min(rank, num_longer)
         end_item = first_item + items_each + (rank < num_longer)
-        most_items = items_each + (num_longer > 0)
-        return (
-            first_item,
-            end_item,
-            most_items - (end_item - first_item) if apply_padding and length else 0,
-        )
+        is_shorter = num_longer > 0 and rank >= num_longer
+        return first_item, end_item, int(apply_padding and is_shorter)
 
 
 def _run_only_here(function: _DecoratedFunction, runs_here: bool) -> _DecoratedFunction:
@@ -292,15 +283,9 @@ def remember_accelerator(new_accelerator: Any) -> None:
 
 
 def _newest_accelerator() -> Any:
-    return next(
-        (
-            accelerator
-            # The newest may be gone while an older one still trains.
-            for reference in reversed(_LIVE_ACCELERATORS)
-            if (accelerator := reference()) is not None
-        ),
-        None,
-    )
+    # The newest may be gone while an older one still trains.
+    there = (reference() for reference in reversed(_LIVE_ACCELERATORS))
+    return next((accelerator for accelerator in there if accelerator is not None), None)
 
 
 def is_initialized() -> bool:

@@ -248,25 +248,23 @@ def _accumulation_settings(
             f"gradient_accumulation_plugin.num_steps={accumulation_plugin.num_steps}. Only one "
             "can apply. Give num_steps in the plugin alone."
         )
-    if accumulation_plugin is not None and accumulation_plugin.num_steps is not None:
-        return accumulation_plugin.num_steps, "argument", accumulation_plugin
-    accumulation_plugin = accumulation_plugin or GradientAccumulationPlugin()
-    if num_steps is not None:
-        # `replace` copies: the caller may give the same plugin to another accelerator.
-        return num_steps, "argument", replace(accumulation_plugin, num_steps=num_steps)
-    if run_config is not None and run_config.gradient_accumulation_steps is not None:
-        num_steps = run_config.gradient_accumulation_steps
-        return num_steps, "config", replace(accumulation_plugin, num_steps=num_steps)
-    text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
-    if not text.strip():
-        return 1, "default", replace(accumulation_plugin, num_steps=1)
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ConfigError(
-            f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must "
-            "be a whole number of at least 1: the number of batches in one optimizer step. Correct "
-            "or unset it."
-        )
-    return int(text), "environment", replace(accumulation_plugin, num_steps=int(text))
+    plugin = accumulation_plugin or GradientAccumulationPlugin()
+    if plugin.num_steps is not None:
+        return plugin.num_steps, "argument", plugin
+    source = "argument"
+    if num_steps is None and run_config is not None:
+        num_steps, source = run_config.gradient_accumulation_steps, "config"
+    if num_steps is None:
+        text = (env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or "").strip()
+        if text and not (text.isdecimal() and int(text)):
+            raise ConfigError(
+                f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a "
+                "whole number of at least 1: the number of batches in one optimizer step. Correct "
+                "or unset it."
+            )
+        num_steps, source = int(text or 1), "environment" if text else "default"
+    # `replace` copies: the caller may give the same plugin to another accelerator.
+    return num_steps, source, replace(plugin, num_steps=num_steps)
 
 
 def _requested_precision(precision: str | None, run_config: RunConfig | None) -> tuple[str, Any]:

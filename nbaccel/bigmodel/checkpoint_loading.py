@@ -274,7 +274,13 @@ def plan_loading(
         )
     mistakes += _coverage_mistakes(groups, content, strict=strict)
     if mistakes:
-        raise _mismatch_error(model, content, mistakes, _prefix_hint(groups, content))
+        shown = first_few(mistakes, _MOST_LISTED, separator="\n  ")
+        raise ConfigError(
+            f"{content.source} does not fit {type(model).__name__}:\n  {shown}\nNothing has been "
+            "loaded. Build the model from the configuration that the checkpoint was saved with, or "
+            "give the checkpoint of this "
+            f"model.{_prefix_hint(groups, content)}{_conversion_hint(model, mistakes)}"
+        )
     _warn_of_empty_buffers(model)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
     return LoadPlan(model=model, placements=tuple(placements))
@@ -346,13 +352,9 @@ def _coverage_mistakes(
     missing = [(names[0], tensor) for names, tensor in groups if stored.isdisjoint(names)]
     without_values = [name for name, tensor in missing if strict or tensor.is_meta]
     if without_values:
-        yield (
-            f"{len(without_values)} weights are not in the checkpoint, and have no values in the "
-            f"model either: {first_few(without_values, _MOST_LISTED)}"
-            if not strict
-            else f"{len(without_values)} weights are not in the checkpoint (strict=True): "
-            f"{first_few(without_values, _MOST_LISTED)}"
-        )
+        how = " (strict=True)" if strict else ", and have no values in the model either"
+        listed = first_few(without_values, _MOST_LISTED)
+        yield f"{len(without_values)} weights are not in the checkpoint{how}: {listed}"
     elif missing:
         _log.warning(
             "%d weights of %s are not in %s and keep their values: %s",
@@ -389,20 +391,6 @@ def _warn_of_empty_buffers(model: nn.Module) -> None:
             type(model).__name__,
             first_few(empty_names, _MOST_LISTED),
         )
-
-
-def _mismatch_error(
-    model: nn.Module, content: CheckpointContent, mistakes: list[str], prefix_hint: str
-) -> ConfigError:
-    shown = "".join(f"\n  {mistake}" for mistake in mistakes[:_MOST_LISTED])
-    rest = len(mistakes) - _MOST_LISTED
-    text = f"\n  and {rest} more" if rest > 0 else ""
-    return ConfigError(
-        f"{content.source} does not fit {type(model).__name__}:{shown}{text}\n"
-        "Nothing has been loaded. Build the model from the configuration that the checkpoint was "
-        f"saved with, or give the checkpoint of this model.{prefix_hint}"
-        f"{_conversion_hint(model, mistakes)}"
-    )
 
 
 _WRAPPER_PREFIXES = ("module.", torch_private.COMPILED_PREFIX, "model.")
@@ -688,11 +676,9 @@ def _agree_on_receiving(
 
 
 def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
-    whole = (
-        torch.empty(full_shape(tensor), dtype=tensor.dtype)
-        if values is None
-        else values.to(tensor.dtype)
-    )
+    if values is None:
+        values = torch.empty(full_shape(tensor), dtype=tensor.dtype)
+    whole = values.to(tensor.dtype)
     if is_dtensor(tensor):
         optimizer_shards.refill_parameter(tensor, whole)
         return

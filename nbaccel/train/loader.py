@@ -228,18 +228,10 @@ class PreparedLoader(DataLoader[Any]):
     """
 
     @classmethod
-    def around(
-        cls,
-        base: DataLoader[Any],
-        gradient_state: GradientState,
-        settings: LoaderSettings,
-        position: LoaderPosition | None = None,
-        *,
-        drop: int = 0,
-    ) -> Self:
-        """A loader around another one; the constructors have Accelerate's arguments."""
+    def around(cls, *args: Any, **options: Any) -> Self:
+        """A loader by the arguments below; the constructors of its classes have Accelerate's."""
         loader = cls.__new__(cls)
-        PreparedLoader.__init__(loader, base, gradient_state, settings, position, drop=drop)
+        PreparedLoader.__init__(loader, *args, **options)
         return loader
 
     def __init__(

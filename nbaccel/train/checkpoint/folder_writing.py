@@ -119,7 +119,13 @@ def new_checkpoint(
     sharder: ShardedCheckpoints | None = None,
 ) -> Iterator[tuple[Path, Path, FolderDisks]]:
     """Build a folder together; it gets its name only if every process has succeeded."""
-    target, partial_folder = _agree_on_names(target, collectives)
+    # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
+    proposal = (str(target.expanduser()), secrets.token_hex(4))
+    agreed_name, token = collectives.broadcast_object(proposal)
+    target = Path(agreed_name)
+    if target.is_symlink() or target.name in {"", ".."}:
+        target = target.resolve()  # what the link leads to is replaced, not the link
+    partial_folder = target.with_name(f".{target.name}.partial-{token}")
     text = f"save_state({str(target)!r})"
     with contextlib.ExitStack() as claims:
         made_folder = _make_partial_folder(
@@ -143,17 +149,6 @@ def new_checkpoint(
         with all_succeed(collectives, text):
             if made_folder:
                 _rename_into_place(partial_folder, target)
-
-
-def _agree_on_names(target: Path, collectives: Collectives) -> tuple[Path, Path]:
-    """The folder to be, and where it is built."""
-    # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
-    proposal = (str(target.expanduser()), secrets.token_hex(4))
-    agreed_name, token = collectives.broadcast_object(proposal)
-    target = Path(agreed_name)
-    if target.is_symlink() or target.name in {"", ".."}:
-        target = target.resolve()  # what the link leads to is replaced, not the link
-    return target, target.with_name(f".{target.name}.partial-{token}")
 
 
 def _waiting_name(target: Path) -> Path:
@@ -414,7 +409,8 @@ def send_to_writers(
     lacks_state = rank in writers and not state
     if len(writers) < 2 or not any(collectives.answers(what, lacks_state)):
         return state
-    with _group_of(writers) as group:
+    group = dist.new_group(list(writers), backend="gloo")  # all processes enter and leave
+    try:
         if rank not in writers:
             return state
         outlines = [_map_each_once(lambda tensor: tensor.detach().to("meta"), state)]
@@ -431,6 +427,9 @@ def send_to_writers(
             flat_tensor = tensor.detach().cpu().contiguous().reshape(-1)
             if flat_tensor.numel():
                 dist.broadcast(flat_tensor.view(torch.uint8), src=0, group=group)
+    finally:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
     return received
 
 
@@ -444,17 +443,6 @@ def _map_each_once(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
         return mapped_by_id[id(tensor)]
 
     return map_tensors(map_one, tree)
-
-
-@contextlib.contextmanager
-def _group_of(ranks: Sequence[int]) -> Iterator[Any]:
-    """A group of these ranks for CPU tensors; all processes enter and leave."""
-    group = dist.new_group(list(ranks), backend="gloo")
-    try:
-        yield group
-    finally:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
 
 
 # ------------------------------------------------------------------------- one host's part
