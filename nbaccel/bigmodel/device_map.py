@@ -104,9 +104,7 @@ def get_max_memory(
 
 
 def _tier_order(device: Any) -> tuple[int, int]:
-    is_number = isinstance(device, int)
-    place = NAMED_TIERS.index(device) if device in NAMED_TIERS else len(NAMED_TIERS)
-    return (0, device) if is_number else (1, place)
+    return (0, device) if isinstance(device, int) else (1, [*NAMED_TIERS, device].index(device))
 
 
 def _mistaken_devices(max_memory: Iterable[Any]) -> Iterator[str]:
@@ -205,14 +203,11 @@ def get_balanced_memory(
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     num_shares = len(sharing) - 1 if low_zero else len(sharing)
     # Room for the block that a share's end would cut, as large as a whole one or a mean layer.
+    whole_classes = class_names(no_split_module_classes)
     block_bytes: dict[str, int] = {}
     for module_name, module in model.named_modules():
         class_name = type(module).__name__
-        if (
-            module_name
-            and class_name in class_names(no_split_module_classes)
-            and module_name in module_sizes
-        ):
+        if module_name and module_name in module_sizes and class_name in whole_classes:
             # The first of its class stands for all: the last share takes what is larger.
             block_bytes.setdefault(class_name, module_sizes[module_name])
     tensor_names = frozenset(get_module_leaves(module_sizes))
@@ -310,10 +305,7 @@ def infer_auto_device_map(
         _log.warning(
             "The first device in use has %s too little room for the largest layer that is brought "
             "back to it (%s): with it, it holds more than max_memory gives it.",
-            *(
-                format_bytes(round(packing.lacking_room)),
-                format_bytes(round(packing.largest_kept_away)),
-            ),
+            *(format_bytes(round(it)) for it in (packing.lacking_room, packing.largest_kept_away)),
         )
     if not offload_buffers:
         buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
@@ -359,9 +351,8 @@ def _divided(part_name: str, part: Any, whole_classes: frozenset[str]) -> list[N
     """What a part is split into; nothing where it is a tensor or a layer."""
     if not isinstance(part, nn.Module) or type(part).__name__ in whole_classes:
         return []
-    _, _, submodules = module_tables(part)
-    has_submodules = any(submodule is not None for submodule in submodules.values())
-    return list(_direct_parts(part_name, part)) if has_submodules else []
+    is_layer = next(part.children(), None) is None
+    return [] if is_layer else list(_direct_parts(part_name, part))
 
 
 def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[Tier]:
@@ -383,15 +374,10 @@ def _too_small_text(packing: Packing) -> str:
     table_rows = [("device", "budget", "placed", "wanted next", "its size")]
     for tier in packing.tiers:
         refusal = packing.refusals.get(tier.device)
-        table_rows.append(
-            (
-                str(tier.device),
-                "unlimited" if tier.budget is None else format_bytes(tier.budget),
-                format_bytes(round(packing.held[tier.device])),
-                "" if refusal is None else refusal.block,
-                "" if refusal is None else format_bytes(round(refusal.size)),
-            )
-        )
+        wanted = (refusal.block, format_bytes(round(refusal.size))) if refusal else ("", "")
+        limit = "unlimited" if tier.budget is None else format_bytes(tier.budget)
+        held = format_bytes(round(packing.held[tier.device]))
+        table_rows.append((str(tier.device), limit, held, *wanted))
     last_refusal = packing.refusals[packing.tiers[-1].device]
     return "\n".join(
         [
@@ -488,9 +474,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) ->
     Raises:
         ConfigError: Parameters and saved buffers without a device, all of them.
     """
-    known_names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known_names.update(name for name, _ in model.named_parameters(remove_duplicate=False))
-    known_names.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+    tables = (model.named_modules, model.named_parameters, model.named_buffers)
+    known_names = {name for table in tables for name, _ in table(remove_duplicate=False)}
     unknown_names = [name for name in device_map if name not in known_names]
     if unknown_names:
         warnings.warn(

@@ -52,14 +52,11 @@ def named_module_tensors(
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
-        left_out = (
-            get_non_persistent_buffers(module, recurse, fqns=True)
-            if remove_non_persistent
-            else set()
-        )
-        for name, buffer in module.named_buffers(recurse=recurse):
-            if name not in left_out:
-                yield name, buffer
+        left_out = set()
+        if remove_non_persistent:
+            left_out = get_non_persistent_buffers(module, recurse, fqns=True)
+        buffers = module.named_buffers(recurse=recurse)
+        yield from ((name, buffer) for name, buffer in buffers if name not in left_out)
 
 
 def get_non_persistent_buffers(
@@ -139,13 +136,9 @@ def compute_module_sizes(
         tensor_name: dtype_byte_size(_read_format(special_format))
         for tensor_name, special_format in (special_dtypes or {}).items()
     }
-    named_tensors = (
-        model.named_buffers(recurse=True)
-        if buffers_only
-        else named_module_tensors(model, recurse=True)
-    )
+    get_tensors = nn.Module.named_buffers if buffers_only else named_module_tensors
     module_sizes: dict[str, int] = defaultdict(int)
-    for tensor_name, tensor in named_tensors:
+    for tensor_name, tensor in get_tensors(model, recurse=True):
         bytes_each = special_bytes.get(tensor_name)
         if bytes_each is None:
             bytes_each = dtype_byte_size(tensor.dtype)
@@ -298,8 +291,8 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     text_config = model_config if read_text_config is None else read_text_config(decoder=True)
     ties_words = getattr(text_config, "tie_word_embeddings", False)
     outputs: Any = getattr(model, "get_output_embeddings", lambda: None)
-    ties_halves = getattr(model_config, "is_encoder_decoder", False) and getattr(
-        model_config, "tie_encoder_decoder", False
+    ties_halves = all(
+        getattr(model_config, name, False) for name in ("is_encoder_decoder", "tie_encoder_decoder")
     )
     ties_own = any(hasattr(module, "_tie_weights") for module in model.modules())
     return bool((ties_words and outputs() is not None) or ties_halves or ties_own)
