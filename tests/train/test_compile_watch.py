@@ -10,7 +10,7 @@ from nbaccel.abc.device import CompileCounts, UnlistedDevice
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.words import live_line
-from nbaccel.train.compile_watch import CompileWatch
+from nbaccel.train.gradient import CompileWatch
 
 
 class CompilingDevice(UnlistedDevice):
