@@ -201,11 +201,8 @@ def shutdown() -> None:
 
 def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, Any]) -> RunConfig:
     # A value equal to the default cannot be told from one that was not given.
-    given = {
-        setting_name: value
-        for setting_name, value in settings.items()
-        if not _is_same(value, RunConfig.model_fields[setting_name].default)
-    }
+    fields = RunConfig.model_fields
+    given = {n: value for n, value in settings.items() if not _is_same(value, fields[n].default)}
     if config is None:
         return RunConfig(**given)
     if conflicting_names := list(given):
@@ -284,18 +281,18 @@ def _launch_in_pool(
     # The plan's number: the configuration may leave it open.
     pool_settings = pool.config.model_dump() | {"num_processes": pool.num_processes}
     conflicting_names = [
-        setting_name
-        for setting_name, setting_value in requested_settings.items()
-        if setting_value != defaults[setting_name] and setting_value != pool_settings[setting_name]
+        name
+        for name, value in requested_settings.items()
+        if value != defaults[name] and value != pool_settings[name]
     ]
     if conflicting_names:
         raise ConfigError(
             *(
-                f"{setting_name}={requested_settings[setting_name]!r} was asked for, but the "
-                f"pool's workers run with {setting_name}={pool_settings[setting_name]!r}, which "
-                "cannot change while they live. Leave it out, or use "
-                f"pool.restart(pool.config.changed({setting_name}={requested_settings[setting_name]!r}))."
-                for setting_name in conflicting_names
+                f"{name}={requested_settings[name]!r} was asked for, but the pool's workers run "
+                f"with {name}={pool_settings[name]!r}, which cannot change while they live. Leave "
+                "it out, or use "
+                f"pool.restart(pool.config.changed({name}={requested_settings[name]!r}))."
+                for name in conflicting_names
             )
         )
     outcome = pool.launch(function, args)

@@ -187,10 +187,8 @@ class TensorBoardTracker(GeneralTracker):
 
         return SummaryWriter(str(self.logging_dir), **self._writer_options)
 
-    @property
-    def writer(self) -> Any:
-        """The same, by the name that Accelerate's tracker gives it."""
-        return self.tracker
+    # By the name that Accelerate's tracker gives it.
+    writer = property(attrgetter("tracker"))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Show the configuration under HPARAMS, and keep it in ``hparams.yml``, too.

@@ -100,21 +100,19 @@ class Handlers:
         }
         handlers_by_field: dict[str, Any] = {}
         for handler in given_handlers or ():
-            handler_class = type(handler)
-            path = f"{handler_class.__module__}:{handler_class.__qualname__}"
-            field_name = field_names.get(handler_class) or of_strategies.get(path)
+            kind = type(handler)
+            path = f"{kind.__module__}:{kind.__qualname__}"
+            field_name = field_names.get(kind) or of_strategies.get(path)
             if field_name is None:
-                known_classes = [
-                    *(handler_class.__name__ for handler_class in field_names),
-                    *(path.rpartition(":")[2] for path in of_strategies),
-                ]
+                strategy_classes = (path.rpartition(":")[2] for path in of_strategies)
+                known = [*(one.__name__ for one in field_names), *strategy_classes]
                 raise ConfigError(
-                    f"kwargs_handlers got a {handler_class.__name__}: {handler!r}. It would have "
-                    f"no effect. Give objects of {', '.join(known_classes)}."
+                    f"kwargs_handlers got a {kind.__name__}: {handler!r}. It would have no effect. "
+                    f"Give objects of {', '.join(known)}."
                 )
             if field_name in handlers_by_field:
                 first_handler = handlers_by_field[field_name]
-                class_names = sorted({type(first_handler).__name__, type(handler).__name__})
+                class_names = sorted({type(first_handler).__name__, kind.__name__})
                 raise ConfigError(
                     f"kwargs_handlers got two {' and '.join(class_names)}: {first_handler} and "
                     f"{handler}. Only one can apply. Give one with both settings."

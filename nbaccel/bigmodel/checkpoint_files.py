@@ -90,12 +90,20 @@ def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
             tensors_by_file[path.name] = {stored.name: stored for stored in read(path)}
         except CheckpointDamaged as damage:
             problems += damage.mistakes
-    if not problems and weight_map is not None:
-        problems += _index_problems(source, weight_map, tensors_by_file)
     if problems:
         raise CheckpointDamaged(*problems)
     if weight_map is None:
         return CheckpointContent(source=source, tensors=tensors_by_file[file_paths[0].name])
+    absent = [
+        f"{name} in {file_name}"
+        for name, file_name in weight_map.items()
+        if name not in tensors_by_file[file_name]
+    ]
+    if absent:
+        raise CheckpointDamaged(
+            f"The index of {source} promises {len(absent)} tensors that are not in the files it "
+            f"names: {first_few(absent, 3)}. {_REMEDY}"
+        )
     # Files may hold more than the index names, and a name twice; the index says which one counts.
     tensors = {name: tensors_by_file[file_name][name] for name, file_name in weight_map.items()}
     return CheckpointContent(source=source, tensors=tensors)
@@ -154,7 +162,8 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
             f"are. {_REMEDY}"
         ) from error
     weight_map: Any = index.get("weight_map", index) if isinstance(index, dict) else None
-    if weight_map is None or not _is_weight_map(weight_map):
+    is_map = isinstance(weight_map, dict) and bool(weight_map)
+    if not is_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointDamaged(
             f"{index_path} is no index: it must map names of tensors to names of files, under "
             f'"weight_map". {_REMEDY}'
@@ -174,32 +183,6 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
             f"{index_path.name} names: {first_few(missing, 3)}. {_REMEDY}"
         )
     return [index_path.parent / name for name in file_names], weight_map
-
-
-def _is_weight_map(weight_map: Any) -> bool:
-    return (
-        isinstance(weight_map, dict)
-        and bool(weight_map)
-        and all(isinstance(name, str) for name in weight_map.values())
-    )
-
-
-def _index_problems(
-    source: Path,
-    weight_map: Mapping[str, str],
-    tensors_by_file: Mapping[str, Mapping[str, CheckpointTensor]],
-) -> list[str]:
-    absent = [
-        f"{name} in {file_name}"
-        for name, file_name in weight_map.items()
-        if name not in tensors_by_file[file_name]
-    ]
-    if not absent:
-        return []
-    return [
-        f"The index of {source} promises {len(absent)} tensors that are not in the files it names: "
-        f"{first_few(absent, 3)}. {_REMEDY}"
-    ]
 
 
 # ------------------------------------------------------------------------------ what is in one

@@ -96,9 +96,8 @@ def parameter_like(example: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 def placed_on(group: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor | None:
     """The tensor of a tied group that is on a device already."""
-    found = (
-        placed for where, placed in group.items() if check_device_same(as_device(where), device)
-    )
+    places = group.items()
+    found = (placed for where, placed in places if check_device_same(as_device(where), device))
     return next(found, None)
 
 
@@ -215,24 +214,18 @@ def _placed_tensor(
 ) -> torch.Tensor:
     """What the module is to hold: `current` itself where nothing changes."""
     source = current if value is None else torch.as_tensor(value)
-    wanted_dtype = _wanted_dtype(source, current, dtype)
-    data = source.detach().to(target, wanted_dtype, non_blocking=non_blocking)
+    # Values take the tensor's format, or the given one; from the latter integers keep theirs.
+    if dtype is None:
+        dtype = current.dtype
+    elif not (source.is_floating_point() or source.is_complex()):
+        dtype = source.dtype
+    data = source.detach().to(target, dtype, non_blocking=non_blocking)
     if not isinstance(current, nn.Parameter):
         return data
     stays = value is None and data.dtype == current.dtype
     if stays and check_device_same(current.device, target):
         return current
     return parameter_like(current, data)
-
-
-def _wanted_dtype(
-    source: torch.Tensor, current: torch.Tensor, dtype: torch.dtype | None
-) -> torch.dtype:
-    """Values take the tensor's format, or the given one; from the latter integers keep theirs."""
-    if dtype is None:
-        return current.dtype
-    has_fractions = source.is_floating_point() or source.is_complex()
-    return dtype if has_fractions else source.dtype
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:

@@ -108,15 +108,13 @@ class LoaderPosition:
         if self.restored_state is not None:
             # Saved again before the next iteration, which will start from what was loaded.
             return dict(self.restored_state)
-        is_within = self._epoch_start is not None and not is_through
+        start = None if is_through else self._epoch_start
         return {
             "epoch": self.epoch + is_through,
-            "batches_seen": self.batches_seen if is_within else 0,
-            "start": self._epoch_start if is_within else None,
-            "ahead": self.ahead if is_within else None,
-            "has_begun": self._epoch_start["has_begun"]
-            if is_within and self._epoch_start
-            else self.has_begun,
+            "batches_seen": self.batches_seen if start else 0,
+            "start": start,
+            "ahead": self.ahead if start else None,
+            "has_begun": start["has_begun"] if start else self.has_begun,
             "generators": self._draw_states(),
         }
 
@@ -510,11 +508,8 @@ class PreparedLoader(DataLoader[Any]):
         device = self.settings.device
         if device is None or batch is _END_OF_EPOCH:
             return False
-        if device.type != "cpu":
-            return True
-        return any(
-            isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves(batch)
-        )
+        tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+        return device.type != "cpu" or any(tensor.device.type != "cpu" for tensor in tensors)
 
     def _foretold_remainder(self) -> int:
         """The remainder as Accelerate tells it from the first batch on: by the dataset's length."""
