@@ -171,8 +171,9 @@ class _Block:
 class _OpenBlocks(threading.local):
     """The blocks that this thread is in, innermost last."""
 
-    def __init__(self) -> None:
-        self.stack: list[_Block] = []
+    @functools.cached_property
+    def stack(self) -> list[_Block]:
+        return []
 
 
 _open_blocks = _OpenBlocks()
@@ -289,7 +290,7 @@ def load_checkpoint_and_dispatch(
         dtype,
         offload_buffers=offload_buffers,
     )
-    loaded = fill_model(
+    weights = fill_model(
         model,
         checkpoint,
         device_map=tiers,
@@ -297,12 +298,12 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
         strict=strict,
     )
-    if offload_folder is not None and loaded.stored:
-        write_offload_index(offload_folder, loaded)
+    if offload_folder is not None and weights.stored:
+        write_offload_index(offload_folder, weights)
     return _dispatch(
         model,
         tiers,
-        loaded.weights.holding,
+        weights.holding,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         offload_buffers=offload_buffers,
@@ -458,28 +459,22 @@ def _attach(
         name: main_device if tier in _AWAY else tier for name, tier in device_map.items()
     }
     tied_parameters = find_tied_parameters(model)
+    tied = [model.get_parameter(names[0]) for names in tied_parameters]
+    # Where copies of each on a device are noted, by its address. On `meta` all addresses are 0:
+    # such a tie is found again by `retie_parameters` alone.
+    storages: dict[int, PlacedTensors] = {it.data_ptr(): {} for it in tied if not it.is_meta}
     attach_align_device_hook_on_blocks(
         model,
         execution_device={**execution_devices, "": main_device},
         offload={name: tier in moved_tiers for name, tier in device_map.items()},
         weights_map=weights_with(held),
-        tied_params_map=_tied_storages(model, tied_parameters),
+        tied_params_map=storages,
         **hook_settings,
     )
     # A hook replaces the parameters of its module, and with them one end of a tie.
     retie_parameters(model, tied_parameters)
     for method_name in ("to", "cuda"):
         setattr(model, method_name, _guarded(model, method_name))
-
-
-def _tied_storages(
-    model: nn.Module, parameters: Sequence[Sequence[str]]
-) -> dict[int, PlacedTensors]:
-    """Where copies of a tied parameter on each device are noted, by its address."""
-    first_names = (names[0] for names in parameters)
-    tensors = (model.get_parameter(name) for name in first_names)
-    # On `meta` all addresses are 0: such a tie is found again by `retie_parameters` alone.
-    return {tensor.data_ptr(): {} for tensor in tensors if not tensor.is_meta}
 
 
 def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:

@@ -18,14 +18,7 @@ __all__ = ["load_custom_state", "save_custom_state"]
 def save_custom_state(
     obj: Any, path: str | Path, index: int = 0, save_on_each_node: bool = False
 ) -> None:
-    """Write the state of an object to ``custom_checkpoint_<index>.pkl``, once per run.
-
-    Args:
-        obj: With a `state_dict`.
-        path: The folder.
-        index: Its number.
-        save_on_each_node: Whether once per node instead.
-    """
+    """Write an object's state to ``custom_checkpoint_<index>.pkl``, once per run, or per node."""
     from nbaccel.state import PartialState
 
     state = PartialState()
@@ -34,16 +27,7 @@ def save_custom_state(
 
 
 def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:
-    """Give an object the state that :func:`save_custom_state` wrote; no code in it is run.
-
-    Args:
-        obj: With a `load_state_dict`.
-        path: The folder.
-        index: Its number.
-
-    Raises:
-        CheckpointDamaged: The file holds more than tensors and plain data.
-    """
+    """Give an object the state that :func:`save_custom_state` wrote; no code in it is run."""
     obj.load_state_dict(files.read_torch_file(_custom_state_file(path, index)))
 
 

@@ -11,7 +11,7 @@ import copy
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -100,30 +100,21 @@ def prepare_data_loader(
         ConfigError: Settings that this loader cannot be shared by, or a mesh.
         MissingBackend: torchdata is asked for and not installed.
     """
+    given = locals()
     refuse_mesh(prepare_data_loader, torch_device_mesh)
     process_place = distributed.init_process()
-    sharing_place = Place(
+    sharing_place = replace(
+        process_place,
         rank=process_place.rank if process_index is None else process_index,
-        local_rank=process_place.local_rank,
         world_size=process_place.world_size if num_processes is None else num_processes,
-        local_world_size=process_place.local_world_size,
         device=process_place.device if device is None else torch.device(device),
-        backend=process_place.backend,
-    )
-    loader_config = DataLoaderConfiguration(
-        split_batches=split_batches,
-        dispatch_batches=dispatch_batches,
-        even_batches=even_batches,
-        use_seedable_sampler=use_seedable_sampler,
-        data_seed=data_seed,
-        non_blocking=non_blocking,
-        use_stateful_dataloader=use_stateful_dataloader,
+        device_row="",
     )
     return share_data_loader(
         dataloader,
         sharing_place,
         GradientState(),
-        loader_config,
+        DataLoaderConfiguration(**{f.name: given[f.name] for f in fields(DataLoaderConfiguration)}),
         Collectives(process_place, distributed.timeout_s(None)),
         put_on_device=put_on_device,
         rng_types=[str(rng_type) for rng_type in rng_types or ()],
@@ -396,7 +387,8 @@ def skip_first_batches(
 
 
 def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
-    loader_settings = loader.settings.skipping(num_batches)
+    skipped = loader.settings.skip_batches + num_batches
+    loader_settings = replace(loader.settings, skip_batches=skipped)
     base_loader = loader.base
     num_dropped = loader.batches_to_drop
     if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):

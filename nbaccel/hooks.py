@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -25,8 +26,8 @@ from nbaccel.bigmodel.offload_folder import PrefixedDataset
 from nbaccel.bigmodel.prefetching import (
     CopiesUnderWay,
     ExecutionOrder,
-    release_weights,
     start_copies,
+    tell_weights,
 )
 from nbaccel.bigmodel.tensor_placing import (
     PlacedTensors,
@@ -189,11 +190,6 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module = hook.init_hook(module)
     setattr(module, _FORWARD_ATTRIBUTE, inner_forward)
     setattr(module, HOOK_ATTRIBUTE, hook)
-    _put_forward(module, inner_forward)
-    return module
-
-
-def _put_forward(module: nn.Module, inner_forward: Callable[..., Any]) -> None:
     # A partial of a function that can be imported: the module can be copied and pickled with it.
     hooked = functools.update_wrapper(functools.partial(_hooked_forward, module), inner_forward)
     if _is_graph_module(module):
@@ -202,6 +198,7 @@ def _put_forward(module: nn.Module, inner_forward: Callable[..., Any]) -> None:
         type(module).forward = staticmethod(hooked)
     else:
         module.forward = hooked
+    return module
 
 
 def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +233,16 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         getattr(module, HOOK_ATTRIBUTE).detach_hook(module)
         delattr(module, HOOK_ATTRIBUTE)
     if hasattr(module, _FORWARD_ATTRIBUTE):
-        _give_forward_back(module, getattr(module, _FORWARD_ATTRIBUTE))
+        inner_forward = getattr(module, _FORWARD_ATTRIBUTE)
+        function = getattr(inner_forward, "__func__", None)
+        is_its_own = function is not None and getattr(inner_forward, "__self__", None) is module
+        if _is_graph_module(module):
+            plain = function if is_its_own else staticmethod(inner_forward)
+            type(module).forward = plain  # type: ignore[assignment]
+        elif is_its_own and function is type(module).forward:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = inner_forward
         delattr(module, _FORWARD_ATTRIBUTE)
     for method_name in _GUARDED_METHODS:
         vars(module).pop(method_name, None)
@@ -244,18 +250,6 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         for child in module.children():
             remove_hook_from_module(child, recurse)
     return module
-
-
-def _give_forward_back(module: nn.Module, inner_forward: Callable[..., Any]) -> None:
-    function = getattr(inner_forward, "__func__", None)
-    is_its_own = function is not None and getattr(inner_forward, "__self__", None) is module
-    if _is_graph_module(module):
-        plain = function if is_its_own else staticmethod(inner_forward)
-        type(module).forward = plain  # type: ignore[assignment]
-    elif is_its_own and function is type(module).forward:
-        vars(module).pop("forward", None)
-    else:
-        module.forward = inner_forward
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
@@ -388,10 +382,11 @@ def check_float_dtypes(**dtypes: Any) -> None:
 # ------------------------------------------------------------------------- weights brought in
 
 
+@dataclass(eq=False)
 class AlignDevicesHook(ModelHook):
     """Brings weights and arguments to one device before ``forward``.
 
-    Args:
+    Attributes:
         execution_device: Where the module computes; None: arguments and weights stay.
         offload: Whether the module's weights are on ``meta`` between calls.
         io_same_device: Whether outputs go to the device of the first tensor among the arguments.
@@ -405,28 +400,19 @@ class AlignDevicesHook(ModelHook):
         execution_order: Shared by the hooks of one model; it asks for weights ahead of time.
     """
 
-    def __init__(
-        self,
-        execution_device: _Device | None = None,
-        offload: bool = False,
-        io_same_device: bool = False,
-        weights_map: Mapping[str, Any] | None = None,
-        offload_buffers: bool = False,
-        place_submodules: bool = False,
-        skip_keys: str | Sequence[str] | None = None,
-        tied_params_map: _TiedMap | None = None,
-        *,
-        execution_order: ExecutionOrder | None = None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.io_same_device = io_same_device
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.place_submodules = place_submodules
-        self.skip_keys = skip_keys
-        self.tied_params_map = tied_params_map
-        self.execution_order = execution_order or ExecutionOrder(prefetch=False)
+    execution_device: _Device | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, Any] | None = field(default=None, repr=False)
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: str | Sequence[str] | None = None
+    tied_params_map: _TiedMap | None = field(default=None, repr=False)
+    execution_order: ExecutionOrder = field(
+        default_factory=lambda: ExecutionOrder(prefetch=False), kw_only=True, repr=False
+    )
+
+    def __post_init__(self) -> None:
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
@@ -437,13 +423,6 @@ class AlignDevicesHook(ModelHook):
         self._placeholders: dict[str, torch.Tensor] = {}
         self._copies: CopiesUnderWay | None = None
         self._num_checked = 0
-
-    def __repr__(self) -> str:
-        settings = (
-            *("execution_device", "offload", "io_same_device"),
-            *("offload_buffers", "place_submodules", "skip_keys"),
-        )
-        return f"AlignDevicesHook({', '.join(f'{s}={getattr(self, s)!r}' for s in settings)})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies under way belong to this process and to the hook that began them.
@@ -458,7 +437,15 @@ class AlignDevicesHook(ModelHook):
             self.tied_params_map = None
         if self.offload:
             self._offload(module)
-            self._place_buffers(module)
+            if self.execution_device is not None:
+                # Buffers that are not offloaded stay where the module computes.
+                staying = (
+                    get_non_persistent_buffers(module, self.place_submodules, fqns=True)
+                    if self.offload_buffers
+                    else {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
+                )
+                for name in sorted(staying):
+                    self._place(module, name)
             self.execution_order.register(self)
         elif target is not None:
             for name, _ in named_module_tensors(module, recurse=self.place_submodules):
@@ -478,16 +465,8 @@ class AlignDevicesHook(ModelHook):
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in kept}
         self.offloaded_names = tuple(offloaded)
         self.weight_bytes = sum(tensor.nbytes for tensor in offloaded.values())
-        self._find_tied(offloaded)
-        for name in offloaded:
-            set_module_tensor_to_device(module, name, "meta")
-
-    def _find_tied(self, offloaded: Mapping[str, torch.Tensor]) -> None:
-        """Remember which weights are tied while their addresses are theirs.
-
-        Later ones tell nothing: memory of the first may have been given to something else, and a
-        file's weights are at another place each time.
-        """
+        # Which weights are tied is told by their addresses, now: later memory of the first may have
+        # been given to something else, and a file's weights are at another place each time.
         known = self.tied_params_map or {}
         self._tied_groups = {
             name: known[tensor.data_ptr()]
@@ -495,17 +474,8 @@ class AlignDevicesHook(ModelHook):
             if not tensor.is_meta and tensor.data_ptr() in known
         }
         self.tied_params_names = set(self._tied_groups)
-
-    def _place_buffers(self, module: nn.Module) -> None:
-        """Buffers that are not offloaded stay where the module computes."""
-        if self.execution_device is None:
-            return
-        if self.offload_buffers:
-            names = get_non_persistent_buffers(module, self.place_submodules, fqns=True)
-        else:
-            names = {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
-        for name in sorted(names):
-            self._place(module, name)
+        for name in offloaded:
+            set_module_tensor_to_device(module, name, "meta")
 
     def _place(self, module: nn.Module, name: str) -> None:
         set_module_tensor_to_device(
@@ -535,7 +505,11 @@ class AlignDevicesHook(ModelHook):
             first_tensor = next(tensors, None)
             self.input_device = None if first_tensor is None else first_tensor.device
             if first_tensor is not None and not first_tensor.is_meta:
-                self._check_values(module)
+                # Counting is far cheaper than looking, and who adds an adapter adds modules.
+                num_modules = sum(1 for _ in module.modules())
+                if num_modules != self._num_checked:
+                    check_values(module)
+                    self._num_checked = num_modules
         if self.offload:
             self.execution_order.enter(self)
             self.bring_in(module)
@@ -546,15 +520,6 @@ class AlignDevicesHook(ModelHook):
             send_to_device(args, target),
             send_to_device(kwargs, target, skip_keys=self.skip_keys),
         )
-
-    def _check_values(self, model: nn.Module) -> None:
-        """Refuse what would compute with tensors that nothing brings in."""
-        # Counting is far cheaper than looking, and who adds an adapter adds modules.
-        num_modules = sum(1 for _ in model.modules())
-        if num_modules == self._num_checked:
-            return
-        check_values(model)
-        self._num_checked = num_modules
 
     @outside_compiled_code
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -588,20 +553,21 @@ class AlignDevicesHook(ModelHook):
             if group is not None:
                 group[self._checked_target()] = getattr(owner, last_name)
                 self._placed_here.append((group, self._checked_target()))
-            self._watch_gradient(getattr(owner, last_name), name)
+            weight = getattr(owner, last_name)
+            if torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf:
+                refuse: Any = functools.partial(_refuse_gradient, self._full_name(name))
+                weight.register_hook(refuse)
 
     def _weight(self, name: str) -> torch.Tensor:
         try:
             # Not by its truth value, for which a map counts all its weights.
-            weights = {} if self.weights_map is None else self.weights_map
-            weight: torch.Tensor = weights[name]
+            return ({} if self.weights_map is None else self.weights_map)[name]  # type: ignore[no-any-return]
         except KeyError:
             raise ConfigError(
                 f"{self._full_name(name)!r} is offloaded, and the map of offloaded weights lacks "
                 "it, so its module cannot run. Give a state_dict, offload_index or offload_dir "
                 "with all weights that the device map offloads."
             ) from None
-        return weight
 
     def send_out(self, module: nn.Module) -> None:
         """Leave the module without its weights, on ``meta``."""
@@ -612,7 +578,7 @@ class AlignDevicesHook(ModelHook):
             else:
                 store_own_tensor(*own_module(module, name), placeholder)
         self._forget_placed()
-        release_weights(self.weights_map, self.offloaded_names)
+        tell_weights(self.weights_map, "release", self.offloaded_names)
 
     def _forget_placed(self) -> None:
         for group, device in self._placed_here:
@@ -626,11 +592,6 @@ class AlignDevicesHook(ModelHook):
         return self._target() or torch.device("cpu")
 
     # --------------------------------------------------------------- training
-
-    def _watch_gradient(self, weight: torch.Tensor, name: str) -> None:
-        if torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf:
-            refuse: Any = functools.partial(_refuse_gradient, self._full_name(name))
-            weight.register_hook(refuse)  # type: ignore[no-untyped-call]
 
     def _full_name(self, name: str) -> str:
         prefix = getattr(self.weights_map, "prefix", "")
@@ -653,8 +614,17 @@ class AlignDevicesHook(ModelHook):
 
 
 def check_values(model: nn.Module) -> None:
-    """Refuse a model with tensors on ``meta`` that nothing brings in."""
-    empty_names = list(_names_without_values(model))
+    """Refuse a model with tensors on ``meta`` that no hook brings in."""
+    empty_names: list[str] = []
+    offloaded: set[str] = set()
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for hook in each_hook(module):
+            if isinstance(hook, AlignDevicesHook):
+                offloaded.update(prefix + name for name in hook.offloaded_names)
+        tensors = named_module_tensors(module)
+        empty_names += [prefix + name for name, tensor in tensors if tensor.is_meta]
+    empty_names = [name for name in empty_names if name not in offloaded]
     if empty_names:
         raise ConfigError(
             f"{len(empty_names)} tensors of {type(model).__name__} are on meta and not among "
@@ -664,19 +634,6 @@ def check_values(model: nn.Module) -> None:
             "submodule.to_empty(device='cpu') and an initialisation, or set buffers, which no "
             "checkpoint has if they are not persistent."
         )
-
-
-def _names_without_values(model: nn.Module) -> Iterator[str]:
-    """Tensors on ``meta`` that no hook brings in."""
-    offloaded: set[str] = set()
-    for module_name, module in model.named_modules():
-        prefix = f"{module_name}." if module_name else ""
-        for hook in each_hook(module):
-            if isinstance(hook, AlignDevicesHook):
-                offloaded.update(prefix + name for name in hook.offloaded_names)
-        for name, tensor in named_module_tensors(module):
-            if tensor.is_meta and prefix + name not in offloaded:
-                yield prefix + name
 
 
 def _refuse_gradient(name: str, gradient: torch.Tensor) -> NoReturn:
@@ -702,13 +659,8 @@ def attach_execution_device_hook(
 ) -> None:
     """Hook all submodules with weights and without a hook: arguments go to where they compute.
 
-    Args:
-        module: The module.
-        execution_device: Where it computes.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes in whose instances nothing is hooked.
-        tied_params_map: See `set_module_tensor_to_device`.
-        order: Shared by the hooks of one model.
+    Inside of instances of `preload_module_classes` nothing is hooked; other arguments are as in
+    `attach_align_device_hook`.
     """
     for _, part in _outside_of(module, preload_module_classes or ()):
         if not hasattr(part, HOOK_ATTRIBUTE) and len(part.state_dict()) > 0:
@@ -716,7 +668,7 @@ def attach_execution_device_hook(
                 execution_device,
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
-                execution_order=order,
+                execution_order=order or ExecutionOrder(prefetch=False),
             )
             add_hook_to_module(part, hook)
 
@@ -797,18 +749,8 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Hook the parts of a model, each with a device of its own.
 
-    Args:
-        module: The model.
-        execution_device: Where it computes: one device, or one for each of the parts by name.
-        offload: Whether weights are on ``meta`` between calls: for all, or for each part.
-        weights_map: As in `attach_align_device_hook`, also all that follow.
-        offload_buffers: Whether buffers are offloaded, too.
-        module_name: What the module is called in the mappings.
-        skip_keys: Arguments that are not moved.
-        preload_module_classes: Classes whose instances get all their weights at once.
-        tied_params_map: Where tied weights have been placed.
-        order: Shared by the hooks of one model; None: a new one.
-        prefetch: Whether a new one asks for weights ahead of time.
+    `execution_device` and `offload` are one for all, or one for each of the parts by name; other
+    arguments are as in `attach_align_device_hook`.
     """
     order = order or ExecutionOrder(prefetch=prefetch)
     common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}

@@ -165,33 +165,11 @@ def notebook_launcher(
         KeyboardInterrupt: If interrupted. All workers have ended; its message says whether the
             model has the weights of the last step (see `on_stop`) or is as it was.
     """
+    # Its settings have the same names in a `RunConfig`. First, when nothing else is local.
+    arguments = locals()
+    asked = {name: arguments[name] for name in RunConfig.model_fields if name in arguments}
     # IPython leaves such frames out of tracebacks.
     __tracebackhide__ = True
-    asked = {
-        "num_processes": num_processes,
-        "mixed_precision": mixed_precision,
-        "use_port": use_port,
-        "master_addr": master_addr,
-        "node_rank": node_rank,
-        "num_nodes": num_nodes,
-        "rdzv_backend": rdzv_backend,
-        "rdzv_endpoint": rdzv_endpoint,
-        "rdzv_conf": rdzv_conf,
-        "rdzv_id": rdzv_id,
-        "max_restarts": max_restarts,
-        "monitor_interval": monitor_interval,
-        "log_line_prefix_template": log_line_prefix_template,
-        "start_method": start_method,
-        "timeout": timeout,
-        "share_back": share_back,
-        "on_stop": on_stop,
-        "resume": resume,
-        "compare": compare,
-        "engine": engine,
-        "hostfile": hostfile,
-        "include": include,
-        "exclude": exclude,
-    }
     if pool is not None:
         return _launch_in_pool(pool, function, args, config, asked)
     return launch_configured(function, args, _merge_settings(config, asked))
@@ -223,11 +201,8 @@ def shutdown() -> None:
 
 def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, Any]) -> RunConfig:
     # A value equal to the default cannot be told from one that was not given.
-    given = {
-        setting_name: value
-        for setting_name, value in settings.items()
-        if not _is_same(value, RunConfig.model_fields[setting_name].default)
-    }
+    fields = RunConfig.model_fields
+    given = {n: value for n, value in settings.items() if not _is_same(value, fields[n].default)}
     if config is None:
         return RunConfig(**given)
     if conflicting_names := list(given):
@@ -306,18 +281,18 @@ def _launch_in_pool(
     # The plan's number: the configuration may leave it open.
     pool_settings = pool.config.model_dump() | {"num_processes": pool.num_processes}
     conflicting_names = [
-        setting_name
-        for setting_name, setting_value in requested_settings.items()
-        if setting_value != defaults[setting_name] and setting_value != pool_settings[setting_name]
+        name
+        for name, value in requested_settings.items()
+        if value != defaults[name] and value != pool_settings[name]
     ]
     if conflicting_names:
         raise ConfigError(
             *(
-                f"{setting_name}={requested_settings[setting_name]!r} was asked for, but the "
-                f"pool's workers run with {setting_name}={pool_settings[setting_name]!r}, which "
-                "cannot change while they live. Leave it out, or use "
-                f"pool.restart(pool.config.changed({setting_name}={requested_settings[setting_name]!r}))."
-                for setting_name in conflicting_names
+                f"{name}={requested_settings[name]!r} was asked for, but the pool's workers run "
+                f"with {name}={pool_settings[name]!r}, which cannot change while they live. Leave "
+                "it out, or use "
+                f"pool.restart(pool.config.changed({name}={requested_settings[name]!r}))."
+                for name in conflicting_names
             )
         )
     outcome = pool.launch(function, args)

@@ -54,13 +54,7 @@ class MultiProcessAdapter(_AdapterBase):
         return f"[RANK {distributed.rank()}] {msg}", kwargs
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Warn, but not a second time with the same words.
-
-        Args:
-            msg: The message.
-            *args: What goes into it.
-            **kwargs: As of `log`.
-        """
+        """Warn, but not a second time with the same words."""
         warned_keys = self.logger.__dict__.setdefault("_nbaccel_said", set())
         if (message_key := (str(msg), repr(args))) not in warned_keys:
             warned_keys.add(message_key)
@@ -68,15 +62,7 @@ class MultiProcessAdapter(_AdapterBase):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger for training code.
-
-    Args:
-        name: Usually ``__name__``.
-        log_level: ``"INFO"`` and the like; None reads ``ACCELERATE_LOG_LEVEL``, else leaves it.
-
-    Returns:
-        The logger.
-    """
+    """A logger for training code, whose level is `log_level`, or ``ACCELERATE_LOG_LEVEL``."""
     logger = logging.getLogger(name)
     level_name = log_level or env.read("ACCELERATE_LOG_LEVEL")
     if level_name:

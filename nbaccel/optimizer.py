@@ -58,7 +58,18 @@ class AcceleratedOptimizer(Optimizer):
         self._has_stepped = False
         self._mark_step = mark_step
         self._watch_steps()
-        _move_state_to_parameters(optimizer)
+        # Move state that was made on another device to where its parameters are now.
+        if any(
+            isinstance(value, torch.Tensor)
+            # Adam's 0-d `step` is on the CPU on purpose, wherever the parameter is.
+            and value.dim() > 0
+            and value.device != parameter.device
+            for parameter, state in getattr(optimizer, "state", {}).items()
+            if isinstance(parameter, torch.Tensor) and isinstance(state, dict)
+            for value in state.values()
+        ):
+            # torch moves state to the device of its parameter when it loads it.
+            optimizer.load_state_dict(optimizer.state_dict())
 
     # ---------------------------------------------------------------- stepping
 
@@ -227,18 +238,3 @@ def _infinite_gradient_flag(
     device = inf_flags[0].device
     # A sum is a new tensor: the scaler adds other optimizers' flags to its own in place.
     return torch.stack([flag.to(device, non_blocking=True) for flag in inf_flags]).sum()
-
-
-def _move_state_to_parameters(optimizer: Optimizer) -> None:
-    """Move state that was made on another device to where its parameters are now."""
-    if any(
-        isinstance(value, torch.Tensor)
-        # Adam's 0-d `step` is on the CPU on purpose, wherever the parameter is.
-        and value.dim() > 0
-        and value.device != parameter.device
-        for parameter, state in getattr(optimizer, "state", {}).items()
-        if isinstance(parameter, torch.Tensor) and isinstance(state, dict)
-        for value in state.values()
-    ):
-        # torch moves state to the device of its parameter when it loads it.
-        optimizer.load_state_dict(optimizer.state_dict())

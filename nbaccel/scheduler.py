@@ -56,12 +56,7 @@ class AcceleratedScheduler:
             self.steps_per_call = num_processes or distributed.init_process().world_size
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, if the optimizers stepped with the current batch.
-
-        Args:
-            *args: For the scheduler's own step, for example a metric.
-            **kwargs: The same.
-        """
+        """Advance, if the optimizers stepped; arguments are for the scheduler's own step."""
         if self.gradient_state.is_skipping:
             return
         if not self.with_optimizer:

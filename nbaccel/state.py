@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -46,12 +45,7 @@ _DecoratedFunction = TypeVar("_DecoratedFunction", bound=Callable[..., Any])
 
 
 class ProcessInfo:
-    """This process among the others: its numbers, and who runs what.
-
-    Args:
-        place: Where this process stands.
-        collectives: Collectives of all processes.
-    """
+    """This process among the others: its numbers, and who runs what."""
 
     def __init__(self, place: Place, collectives: Collectives) -> None:
         self._place = place
@@ -135,21 +129,13 @@ class ProcessInfo:
     # --------------------------------------------------------------------- who runs what
 
     def on_main_process(self, function: _DecoratedFunction | None = None) -> Any:
-        """Let only process 0 run a function; elsewhere the call returns None.
-
-        Args:
-            function: The function; without it, a decorator is returned.
-        """
+        """Let only process 0 run a function; elsewhere the call returns None."""
         if function is None:
             return self.on_main_process
         return _run_only_here(function, self.is_main_process)
 
     def on_local_main_process(self, function: _DecoratedFunction | None = None) -> Any:
-        """Let only process 0 of each node run a function; elsewhere the call returns None.
-
-        Args:
-            function: The function; without it, a decorator is returned.
-        """
+        """Let only process 0 of each node run a function; elsewhere the call returns None."""
         if function is None:
             return self.on_local_main_process
         return _run_only_here(function, self.is_local_main_process)
@@ -161,11 +147,7 @@ class ProcessInfo:
     def on_process(
         self, function: _DecoratedFunction | None = None, process_index: int | None = None
     ) -> Any:
-        """Let only one process run a function; elsewhere the call returns None.
-
-        Args:
-            function: The function; without it, a decorator is returned.
-            process_index: Number of the process among all.
+        """Let only one process of a number run a function; elsewhere the call returns None.
 
         Raises:
             ConfigError: There is no process of that number. One that is alone runs everything.
@@ -182,10 +164,6 @@ class ProcessInfo:
         self, function: _DecoratedFunction | None = None, local_process_index: int | None = None
     ) -> Any:
         """Let only one process of each node run a function; elsewhere the call returns None.
-
-        Args:
-            function: The function; without it, a decorator is returned.
-            local_process_index: Number of the process on its node.
 
         Raises:
             ConfigError: There is no process of that number. One that is alone runs everything.
@@ -249,11 +227,7 @@ class ProcessInfo:
             # gathered.
             padded_part = torch.cat([own_part, *[inputs[-1:]] * num_missing])
             return padded_part.to(self.device) if apply_padding else own_part
-        return (
-            own_part + type(inputs)(itertools.repeat(inputs[-1], num_missing))
-            if num_missing
-            else own_part
-        )
+        return own_part + type(inputs)(inputs[-1:]) if num_missing else own_part
 
     def _own_span(self, length: int, apply_padding: bool) -> tuple[int, int, int]:
         """First and one-past-last item of this process, and how many are missing to the longest."""
@@ -261,12 +235,8 @@ class ProcessInfo:
         rank = self.process_index
         first_item = rank * items_each + min(rank, num_longer)
         end_item = first_item + items_each + (rank < num_longer)
-        most_items = items_each + (num_longer > 0)
-        return (
-            first_item,
-            end_item,
-            most_items - (end_item - first_item) if apply_padding and length else 0,
-        )
+        is_shorter = num_longer > 0 and rank >= num_longer
+        return first_item, end_item, int(apply_padding and is_shorter)
 
 
 def _run_only_here(function: _DecoratedFunction, runs_here: bool) -> _DecoratedFunction:
@@ -306,26 +276,16 @@ if hasattr(os, "register_at_fork"):  # Windows has no forks
 
 
 def remember_accelerator(new_accelerator: Any) -> None:
-    """Let ``AcceleratorState()`` mean this one's, as long as it lives and is the newest.
-
-    Args:
-        new_accelerator: An `Accelerator` that has just been made.
-    """
+    """Let ``AcceleratorState()`` mean this one's, as long as it lives and is the newest."""
     _LIVE_ACCELERATORS[:] = [one for one in _LIVE_ACCELERATORS if one() is not None]
     _LIVE_ACCELERATORS.append(weakref.ref(new_accelerator))
     _RESET_CLASSES.clear()
 
 
 def _newest_accelerator() -> Any:
-    return next(
-        (
-            accelerator
-            # The newest may be gone while an older one still trains.
-            for reference in reversed(_LIVE_ACCELERATORS)
-            if (accelerator := reference()) is not None
-        ),
-        None,
-    )
+    # The newest may be gone while an older one still trains.
+    there = (reference() for reference in reversed(_LIVE_ACCELERATORS))
+    return next((accelerator for accelerator in there if accelerator is not None), None)
 
 
 def is_initialized() -> bool:

@@ -119,27 +119,12 @@ class Accelerator(TrainingCheckpoints):
         downcast_bf16: bool = False,
         kwarg_handlers: Sequence[Handler] | None = None,
     ) -> None:
-        refuse_unserved(torch_tp_plugin, megatron_lm_plugin, parallelism_config)
-        request = Request.of(
-            mixed_precision=mixed_precision,
-            cpu=cpu,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
-            split_batches=split_batches,
-            dataloader_config=dataloader_config,
-            project_dir=project_dir,
-            project_config=project_config,
-            plugins={
-                "fsdp_plugin": fsdp_plugin,
-                "deepspeed_plugin": deepspeed_plugin,
-                "deepspeed_plugins": deepspeed_plugins,
-            },
-            kwargs_handlers=kwargs_handlers,
-            kwarg_handlers=kwarg_handlers,
-            config=config,
-            downcast_bf16=downcast_bf16,
+        given = locals()  # first, when only the arguments are local
+        refuse_unserved(given)
+        request = Request.of(given)
+        self._requested_trackers = tuple(
+            tracking.filter_trackers(log_with, request.project.logging_dir)
         )
-        self._requested_trackers = tuple(tracking.filter_trackers(log_with, request.logging_dir))
         run = TrainingRun.begin(request, dynamo_settings(dynamo_backend, dynamo_plugin))
         super().__init__(run)
         precision_check.note(self.mixed_precision)  # a launch checks that its precision is used
@@ -148,17 +133,14 @@ class Accelerator(TrainingCheckpoints):
         self.rng_types = list(rng_types) if rng_types is not None else ["generator"]
         self.trackers: list[tracking.GeneralTracker] = []
         self._trigger = False
-        self.gradient_state.resuming = self._find_resuming()
-        remember_accelerator(self)  # last: `AcceleratorState()` must not find an incomplete one
-
-    def _find_resuming(self) -> Resuming | None:
-        return Resuming.asked_for(
+        self.gradient_state.resuming = Resuming.asked_for(
             self._place,
             self._dataloaders,
             save=functools.partial(self._save_training, may_be_numbered=False),
             load=self.load_state,
             rest_of=skip_first_batches,
         )
+        remember_accelerator(self)  # last: `AcceleratorState()` must not find an incomplete one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a copy would count steps separately, with the same prepared objects

@@ -163,17 +163,11 @@ class GradientSteps(Preparer):
                 "under `if accelerator.sync_gradients:`."
             )
         optimizers = self._optimizers if optimizer is None else optimizer
-        for chosen_optimizer in (
-            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        ):
-            torch_optimizer = (
-                chosen_optimizer.optimizer
-                if isinstance(chosen_optimizer, AcceleratedOptimizer)
-                else chosen_optimizer
-            )
+        for chosen in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            inner = chosen.optimizer if isinstance(chosen, AcceleratedOptimizer) else chosen
             # `clip_grad_norm_` may have unscaled them already, and torch raises the second time.
-            if not torch_private.gradients_are_unscaled(scaler, torch_optimizer):
-                scaler.unscale_(torch_optimizer)
+            if not torch_private.gradients_are_unscaled(scaler, inner):
+                scaler.unscale_(inner)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

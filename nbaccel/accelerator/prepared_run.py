@@ -15,7 +15,7 @@ import torch
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.log import write_notice
-from nbaccel.config import Configured, Fp8Config, RunConfig, run_config_of
+from nbaccel.config import Fp8Config, RunConfig, run_config_of
 from nbaccel.config.capabilities import (
     DEVICES,
     PRECISIONS,
@@ -25,7 +25,6 @@ from nbaccel.config.capabilities import (
     precision_row,
     strategy_row,
 )
-from nbaccel.config.capability_rows import StrategyRow
 from nbaccel.config.fp8 import Fp8Handler
 from nbaccel.config.handlers import (
     AutocastKwargs,
@@ -75,8 +74,16 @@ class Handlers:
     """All of them as they were given, among them settings of strategies."""
 
     @classmethod
-    def of(cls, given_handlers: Sequence[Handler] | None) -> Handlers:
-        """Sort a list of handlers."""
+    def of(
+        cls, given_handlers: Sequence[Handler] | None, other_spelling: Sequence[Handler] | None
+    ) -> Handlers:
+        """Sort a list of handlers, which was given under either name of the argument."""
+        if given_handlers is not None and other_spelling is not None:
+            raise ConfigError(
+                f"Accelerator got kwargs_handlers={given_handlers} and kwarg_handlers="
+                f"{other_spelling}: two spellings of one argument. Give kwargs_handlers alone."
+            )
+        given_handlers = other_spelling if given_handlers is None else given_handlers
         field_names = {
             AutocastKwargs: "autocast",
             GradScalerKwargs: "scaler",
@@ -84,22 +91,28 @@ class Handlers:
             ProfileKwargs: "profile",
             **dict.fromkeys(_subclasses(Fp8Handler), "fp8"),
         }
+        # Of strategies whose settings have no argument of their own; by their classes' paths, as
+        # importing the classes of all rows would import their libraries.
+        of_strategies = {
+            row.settings: f"strategy {row.name}"
+            for row in STRATEGIES
+            if row.settings and not row.arguments
+        }
         handlers_by_field: dict[str, Any] = {}
         for handler in given_handlers or ():
-            handler_class = type(handler)
-            field_name = field_names.get(handler_class) or _strategy_using(handler_class)
+            kind = type(handler)
+            path = f"{kind.__module__}:{kind.__qualname__}"
+            field_name = field_names.get(kind) or of_strategies.get(path)
             if field_name is None:
-                known_classes = [
-                    *(handler_class.__name__ for handler_class in field_names),
-                    *(row.settings.rpartition(":")[2] for row in _strategies_by_handler()),
-                ]
+                strategy_classes = (path.rpartition(":")[2] for path in of_strategies)
+                known = [*(one.__name__ for one in field_names), *strategy_classes]
                 raise ConfigError(
-                    f"kwargs_handlers got a {handler_class.__name__}: {handler!r}. It would have "
-                    f"no effect. Give objects of {', '.join(known_classes)}."
+                    f"kwargs_handlers got a {kind.__name__}: {handler!r}. It would have no effect. "
+                    f"Give objects of {', '.join(known)}."
                 )
             if field_name in handlers_by_field:
                 first_handler = handlers_by_field[field_name]
-                class_names = sorted({type(first_handler).__name__, type(handler).__name__})
+                class_names = sorted({type(first_handler).__name__, kind.__name__})
                 raise ConfigError(
                     f"kwargs_handlers got two {' and '.join(class_names)}: {first_handler} and "
                     f"{handler}. Only one can apply. Give one with both settings."
@@ -114,25 +127,6 @@ def _subclasses(settings_class: type[Fp8Handler]) -> Iterator[type[Fp8Handler]]:
     for handler_class in settings_class.__subclasses__():
         yield handler_class
         yield from _subclasses(handler_class)
-
-
-def _strategy_using(settings_class: type) -> str | None:
-    """The strategy whose settings are objects of a class; None where none has it."""
-    # Compared as text: importing the classes of all rows would import their libraries.
-    path = f"{settings_class.__module__}:{settings_class.__qualname__}"
-    return next(
-        (
-            f"strategy {strategy.name}"
-            for strategy in _strategies_by_handler()
-            if strategy.settings == path
-        ),
-        None,
-    )
-
-
-def _strategies_by_handler() -> Iterator[StrategyRow]:
-    """The strategies whose settings have no argument of their own."""
-    return (strategy for strategy in STRATEGIES if strategy.settings and not strategy.arguments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,16 +144,6 @@ class Request:
     activation_checkpointing: bool = False
     downcast_bf16: bool = False
 
-    @property
-    def writes_shards(self) -> bool:
-        """Whether every process writes its own part of a checkpoint."""
-        return self.said_by_settings.writes_shards
-
-    @property
-    def logging_dir(self) -> Any:
-        """Folder of the trackers, if any was given."""
-        return self.project.logging_dir
-
     def settings_for(self, strategy_name: str) -> Any:
         """The settings of the strategy that the plan names."""
         strategy = self.asked.strategy
@@ -175,43 +159,29 @@ class Request:
         return self.settings
 
     @classmethod
-    def of(
-        cls,
-        *,
-        mixed_precision: str | None,
-        cpu: bool,
-        gradient_accumulation_steps: int | None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None,
-        split_batches: bool | None,
-        dataloader_config: DataLoaderConfiguration | None,
-        project_dir: Any,
-        project_config: ProjectConfiguration | None,
-        plugins: Mapping[str, Any],
-        kwargs_handlers: Sequence[Handler] | None,
-        config: RunConfig | Configured | None,
-        downcast_bf16: bool = False,
-        kwarg_handlers: Sequence[Handler] | None = None,
-    ) -> Request:
-        """Merge what was given in several places."""
-        run_config = None if config is None else run_config_of(config)
-        handlers = Handlers.of(_one_spelling(kwargs_handlers, kwarg_handlers))
+    def of(cls, given: Mapping[str, Any]) -> Request:
+        """Merge the arguments of an `Accelerator`, its configuration and the environment."""
+        run_config = None if given["config"] is None else run_config_of(given["config"])
+        handlers = Handlers.of(given["kwargs_handlers"], given["kwarg_handlers"])
+        plugins = {name: value for name, value in given.items() if name in _STRATEGY_ARGUMENTS}
         strategy = registry.wanted_strategy(
             Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
         )
         # Before precision and accumulation, because a DeepSpeed file may set both.
         strategy, strategy_settings, request = _read_settings(strategy)
-        loader_config = _loader_settings(dataloader_config, split_batches)
+        loader_config = _loader_settings(given["dataloader_config"], given["split_batches"])
         accumulation_steps, steps_source, accumulation_plugin = _accumulation_settings(
-            gradient_accumulation_steps, gradient_accumulation_plugin, run_config
+            given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"], run_config
         )
         precision_name, precision_source = _merge_precision(
-            request, *_requested_precision(mixed_precision, run_config)
+            request, *_requested_precision(given["mixed_precision"], run_config)
         )
         if steps_source == "default" and request.accumulation_steps is not None:
             accumulation_steps = request.accumulation_steps
             steps_source = "config"
             accumulation_plugin = replace(accumulation_plugin, num_steps=accumulation_steps)
-        project_settings = project_config or ProjectConfiguration(project_dir=project_dir)
+        project_dir = given["project_dir"]
+        project_settings = given["project_config"] or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project_settings.project_dir is None:
             project_settings.set_directories(project_dir)
         asked = TrainingRequest(
@@ -221,11 +191,12 @@ class Request:
             accumulation_source=steps_source,
             strategy=strategy,
             fp8=_fp8_settings(run_config, handlers.fp8, precision_name),
-            device=_requested_device(run_config, cpu=cpu),
+            device=_requested_device(run_config, cpu=given["cpu"]),
             split_batches=loader_config.split_batches,
         )
+        flag = bool(env.flag(ACTIVATION_CHECKPOINTING))
         return cls(
-            downcast_bf16=downcast_bf16 or bool(env.flag("ACCELERATE_DOWNCAST_BF16")),
+            downcast_bf16=given["downcast_bf16"] or bool(env.flag("ACCELERATE_DOWNCAST_BF16")),
             asked=asked,
             handlers=handlers,
             accumulation=accumulation_plugin,
@@ -233,7 +204,9 @@ class Request:
             project=project_settings,
             settings=strategy_settings,
             said_by_settings=request,
-            activation_checkpointing=_activation_checkpointing(run_config),
+            activation_checkpointing=(
+                flag if run_config is None else run_config.activation_checkpointing
+            ),
         )
 
 
@@ -273,30 +246,23 @@ def _accumulation_settings(
             f"gradient_accumulation_plugin.num_steps={accumulation_plugin.num_steps}. Only one "
             "can apply. Give num_steps in the plugin alone."
         )
-    if accumulation_plugin is not None and accumulation_plugin.num_steps is not None:
-        return accumulation_plugin.num_steps, "argument", accumulation_plugin
-    accumulation_plugin = accumulation_plugin or GradientAccumulationPlugin()
-    if num_steps is not None:
-        # `replace` copies: the caller may give the same plugin to another accelerator.
-        return num_steps, "argument", replace(accumulation_plugin, num_steps=num_steps)
-    if run_config is not None and run_config.gradient_accumulation_steps is not None:
-        num_steps = run_config.gradient_accumulation_steps
-        return num_steps, "config", replace(accumulation_plugin, num_steps=num_steps)
-    text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
-    if not text.strip():
-        return 1, "default", replace(accumulation_plugin, num_steps=1)
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ConfigError(
-            f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must "
-            "be a whole number of at least 1: the number of batches in one optimizer step. Correct "
-            "or unset it."
-        )
-    return int(text), "environment", replace(accumulation_plugin, num_steps=int(text))
-
-
-def _activation_checkpointing(run_config: RunConfig | None) -> bool:
-    flag = bool(env.flag(ACTIVATION_CHECKPOINTING))
-    return flag if run_config is None else run_config.activation_checkpointing
+    plugin = accumulation_plugin or GradientAccumulationPlugin()
+    if plugin.num_steps is not None:
+        return plugin.num_steps, "argument", plugin
+    source = "argument"
+    if num_steps is None and run_config is not None:
+        num_steps, source = run_config.gradient_accumulation_steps, "config"
+    if num_steps is None:
+        text = (env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or "").strip()
+        if text and not (text.isdecimal() and int(text)):
+            raise ConfigError(
+                f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a "
+                "whole number of at least 1: the number of batches in one optimizer step. Correct "
+                "or unset it."
+            )
+        num_steps, source = int(text or 1), "environment" if text else "default"
+    # `replace` copies: the caller may give the same plugin to another accelerator.
+    return num_steps, source, replace(plugin, num_steps=num_steps)
 
 
 def _requested_precision(precision: str | None, run_config: RunConfig | None) -> tuple[str, Any]:
@@ -366,18 +332,6 @@ def _merge_precision(
     )
 
 
-def _one_spelling(
-    kwargs_handlers: Sequence[Handler] | None, kwarg_handlers: Sequence[Handler] | None
-) -> Sequence[Handler] | None:
-    """What was given under either name of the argument."""
-    if kwargs_handlers is not None and kwarg_handlers is not None:
-        raise ConfigError(
-            f"Accelerator got kwargs_handlers={kwargs_handlers} and kwarg_handlers="
-            f"{kwarg_handlers}: two spellings of one argument. Give kwargs_handlers alone."
-        )
-    return kwargs_handlers if kwarg_handlers is None else kwarg_handlers
-
-
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
     """How prepared models are compiled, said in one of two ways."""
     if plugin is None:
@@ -395,6 +349,7 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
     return plugin
 
 
+_STRATEGY_ARGUMENTS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
 _UNSERVED_ARGUMENTS = {
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
@@ -402,16 +357,14 @@ _UNSERVED_ARGUMENTS = {
 }
 
 
-def refuse_unserved(torch_tp_plugin: Any, megatron_lm_plugin: Any, parallelism_config: Any) -> None:
+def refuse_unserved(given: Mapping[str, Any]) -> None:
     """Refuse arguments of Accelerator that this version does not serve, rather than ignore them."""
-    values = (torch_tp_plugin, megatron_lm_plugin, parallelism_config)
-    for name, argument_value in zip(_UNSERVED_ARGUMENTS, values, strict=True):
-        if argument_value is not None:
+    for name, meaning in _UNSERVED_ARGUMENTS.items():
+        if given[name] is not None:
             raise PlatformUnsupported(
-                f"Accelerator({name}={argument_value!r}) means "
-                f"{_UNSERVED_ARGUMENTS[name]}, which this version of nbaccel does not "
-                "support; training without it would be something else. Leave it out, and use "
-                "fsdp_plugin for models too big for one device."
+                f"Accelerator({name}={given[name]!r}) means {meaning}, which this version of "
+                "nbaccel does not support; training without it would be something else. Leave it "
+                "out, and use fsdp_plugin for models too big for one device."
             )
 
 

@@ -100,8 +100,9 @@ class Preparer(RunDescription):
         if not evaluation_mode:
             return self.prepare(model, device_placement=[device_placement])  # type: ignore[no-any-return]
         to_device = self.device_placement if device_placement is None else device_placement
-        bundle = self._place_models(Bundle(models=(model,)), [to_device])
-        return self._wrap_forward(bundle).models[0]
+        self._place_models([model], [to_device])
+        self._run.precision.wrap_forward(model)
+        return model
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -208,8 +209,7 @@ class Preparer(RunDescription):
             if to_device and not getattr(model, "hf_device_map", None):
                 _refuse_empty(model)
         _refuse_offloaded(bundle)
-        for step in self._bundle_steps(model_placements):
-            bundle = step(bundle)
+        bundle = self._make_ready(bundle, model_placements)
         for numbers, ready_objects in (
             (model_indices, bundle.models),
             (optimizer_indices, bundle.optimizers),
@@ -223,44 +223,39 @@ class Preparer(RunDescription):
             ready_items[index] = self.prepare_scheduler(scheduler)
         return ready_items
 
-    def _bundle_steps(self, placements: Sequence[bool]) -> tuple[Callable[[Bundle], Bundle], ...]:
-        """What is done to a bundle, in order."""
-        steps = (
-            self._checkpoint_activations,
-            self._wrap_models,
-            self._compile_models,
-            self._wrap_optimizers,
-        )
-        if self._run.strategy.owns_precision:
-            # The engine casts the model; which layers compute in 8 bits it does not know.
-            return (_restore_layers, self._run.precision.convert, *steps)
-        return (
-            self._before_placement,
-            # Parameters are moved before a strategy replaces them, and the forward is replaced
-            # before DDP wraps the model, so that DDP calls the new one.
-            _restore_layers,
-            lambda bundle: self._place_models(bundle, placements),
-            self._run.precision.convert,
-            self._wrap_forward,
-            *steps,
-        )
-
-    def _before_placement(self, bundle: Bundle) -> Bundle:
-        before_placement = self._run.strategy.before_placement
-        if before_placement is not None:
-            before_placement(bundle.models)
-        return bundle
-
-    def _checkpoint_activations(self, bundle: Bundle) -> Bundle:
-        if self._run.request.activation_checkpointing:
-            for model in bundle.models:
+    def _make_ready(self, bundle: Bundle, placements: Sequence[bool]) -> Bundle:
+        strategy, precision = self._run.strategy, self._run.precision
+        # An engine places and casts models; which layers compute in 8 bits it does not know.
+        by_engine = strategy.owns_precision
+        if strategy.before_placement is not None and not by_engine:
+            strategy.before_placement(bundle.models)
+        _restore_layers(bundle)
+        if not by_engine:  # before a strategy replaces parameters
+            self._place_models(bundle.models, placements)
+        bundle = precision.convert(bundle)
+        for model in bundle.models:
+            if not by_engine:  # before DDP wraps the model, so that it calls the new forward
+                precision.wrap_forward(model)
+            if self._run.request.activation_checkpointing:
                 enable_gradient_checkpointing(model)
-        return bundle
-
-    def _wrap_models(self, bundle: Bundle) -> Bundle:
-        bundle = self._run.strategy.wrap(bundle)
+        bundle = strategy.wrap(bundle)
         _refuse_stand_ins(bundle, self._run.initial_plan.strategy)
-        return bundle
+        dynamo = self._run.dynamo
+        for model in bundle.models if dynamo.compiles else ():
+            # In place: a wrapper around it would hide from the strategy what it wrapped itself.
+            compile_all = compile_regions if dynamo.use_regional_compilation else nn.Module.compile
+            compile_all(model, **dynamo.to_kwargs())
+        optimizers = tuple(
+            AcceleratedOptimizer(
+                optimizer,
+                scaler=precision.scaler,
+                gradient_state=self.gradient_state,
+                mark_step=registry.device(self._run.place.device_name).mark_step,
+            )
+            for optimizer in bundle.optimizers
+        )
+        self._optimizers.extend(optimizers)
+        return replace(bundle, optimizers=optimizers)
 
     def _prepared_before(self, item: Any) -> Any:
         """What this has become, if it was prepared before; else None."""
@@ -272,8 +267,8 @@ class Preparer(RunDescription):
                 return optimizer
         return item if isinstance(item, AcceleratedOptimizer) else None
 
-    def _place_models(self, bundle: Bundle, placements: Sequence[bool]) -> Bundle:
-        for model, to_device in zip(bundle.models, placements, strict=True):
+    def _place_models(self, models: Sequence[nn.Module], placements: Sequence[bool]) -> None:
+        for model, to_device in zip(models, placements, strict=True):
             device_map = getattr(model, "hf_device_map", None) or {}
             if len(set(device_map.values())) > 1 and not self._run.place.is_alone:
                 raise ConfigError(
@@ -289,36 +284,6 @@ class Preparer(RunDescription):
             if to_device and not is_spread:
                 device = registry.device(self._run.place.device_name)
                 device.place_module(model, self._run.place.device)  # AcceleratedOptimizer follows
-        return bundle
-
-    def _wrap_forward(self, bundle: Bundle) -> Bundle:
-        for model in bundle.models:
-            self._run.precision.wrap_forward(model)
-        return bundle
-
-    def _compile_models(self, bundle: Bundle) -> Bundle:
-        if not self._run.dynamo.compiles:
-            return bundle
-        for model in bundle.models:
-            # In place: a wrapper around it would hide from the strategy what it wrapped itself.
-            if self._run.dynamo.use_regional_compilation:
-                compile_regions(model, **self._run.dynamo.to_kwargs())
-            else:
-                model.compile(**self._run.dynamo.to_kwargs())
-        return bundle
-
-    def _wrap_optimizers(self, bundle: Bundle) -> Bundle:
-        wrapped_optimizers = tuple(
-            AcceleratedOptimizer(
-                optimizer,
-                scaler=self._run.precision.scaler,
-                gradient_state=self.gradient_state,
-                mark_step=registry.device(self._run.place.device_name).mark_step,
-            )
-            for optimizer in bundle.optimizers
-        )
-        self._optimizers.extend(wrapped_optimizers)
-        return replace(bundle, optimizers=wrapped_optimizers)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -427,7 +392,7 @@ def _refuse_offloaded(bundle: Bundle) -> None:
         )
 
 
-def _restore_layers(bundle: Bundle) -> Bundle:
+def _restore_layers(bundle: Bundle) -> None:
     """Give models the layers back that an earlier Accelerator replaced; optimizers follow."""
     for layers in registry.layer_restorers():
         for model in bundle.models:
@@ -435,13 +400,8 @@ def _restore_layers(bundle: Bundle) -> Bundle:
             for optimizer in bundle.optimizers if replaced else ():
                 # Only when an FP8 library has been used: importing it earlier costs every start.
                 conversion = registry.load_object("nbaccel.precision.fp8_layers")
-                list(
-                    conversion.follow_parameters(
-                        optimizer,
-                        lambda parameter: replaced.get(id(parameter)),  # noqa: B023 - at once
-                    )
-                )
-    return bundle
+                get = replaced.get
+                list(conversion.follow_parameters(optimizer, lambda p, get=get: get(id(p))))
 
 
 def _is_scheduler(given_object: Any) -> bool:
@@ -464,12 +424,11 @@ def _optimizer_parts(optimizer: AcceleratedOptimizer) -> tuple[Any, ...]:
 
 def _refuse_stand_ins(bundle: Bundle, strategy_name: str) -> None:
     items = (*bundle.optimizers, *bundle.schedulers)
-    stand_ins = (item for item in items if isinstance(item, (DummyOptim, DummyScheduler)))
-    stand_in_names = [type(item).__name__ for item in stand_ins]
-    if stand_in_names:
+    stand_ins = [item for item in items if isinstance(item, (DummyOptim, DummyScheduler))]
+    if stand_ins:
         raise ConfigError(
-            f"prepare got {' and '.join(stand_in_names)} with strategy {strategy_name!r}: they "
-            "stand for what a DeepSpeed configuration describes, and there is none here. Nothing "
-            "would be trained. Give optimizers and schedules of torch, or a deepspeed_plugin with "
-            "a configuration."
+            f"prepare got {' and '.join(type(item).__name__ for item in stand_ins)} with strategy "
+            f"{strategy_name!r}: they stand for what a DeepSpeed configuration describes, and "
+            "there is none here. Nothing would be trained. Give optimizers and schedules of torch, "
+            "or a deepspeed_plugin with a configuration."
         )

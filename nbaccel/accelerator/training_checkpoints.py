@@ -121,7 +121,7 @@ class TrainingCheckpoints(GradientSteps):
             precision=self._run.precision,
             custom=self._custom_objects,
             amid_group=not self.gradient_state.sync_gradients,
-            in_shards=self._run.request.writes_shards,
+            in_shards=self._run.request.said_by_settings.writes_shards,
             leaves_out_frozen=leaves_out_frozen,
         )
 

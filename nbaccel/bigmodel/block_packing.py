@@ -263,6 +263,8 @@ class _BlockPacker:
             # What came with another block is still in the queue.
             if number in self._waiting:
                 self._place_block(number)
+        first_level = self._tiers[0].level
+        away = (layer for layer in self._forest.layers if self._levels[layer] != first_level)
         return Packing(
             tiers=self._tiers,
             devices=self._devices,
@@ -270,7 +272,7 @@ class _BlockPacker:
             refusals=self._refusals,
             decisions=tuple(self._decisions),
             is_complete=not self._waiting,
-            largest_kept_away=self._largest_kept_away(),
+            largest_kept_away=self._forest.size_of(islice(away, 1)),
         )
 
     def _place_block(self, number: int) -> None:
@@ -286,7 +288,16 @@ class _BlockPacker:
         if divisible is not None:
             self._split(divisible, size)
         elif not (self._rules.may_skip_ahead and self._place_later_block(number)):
-            self._close_tier(number, members, size)
+            tier = self._tiers[self._current]
+            name = self._forest.blocks[number].name
+            room_kept = self._room_beside(members)
+            self._refusals[tier.device] = Refusal(name, size, room_kept)
+            self._decide(
+                "%s: cannot be split, and its %s bytes do not fit on %s, which holds %s of %s and "
+                "keeps %s free for layers of slower tiers: nothing more is put there",
+                *(name, size, tier.device, self._held[tier.device], tier.budget, room_kept),
+            )
+            self._current += 1
 
     def _divisible(self, number: int, members: Sequence[int]) -> int | None:
         """What is to be split: a block tied to one that would fit alone, or the block itself."""
@@ -328,11 +339,6 @@ class _BlockPacker:
                 return self._forest.blocks[layer].size
         return 0
 
-    def _largest_kept_away(self) -> float:
-        first_level = self._tiers[0].level
-        away = (layer for layer in self._forest.layers if self._levels[layer] != first_level)
-        return self._forest.size_of(islice(away, 1))
-
     # ------------------------------------------------------------------- what is done
     def _place(self, members: Sequence[int], size: float) -> None:
         tier = self._tiers[self._current]
@@ -362,18 +368,6 @@ class _BlockPacker:
             *(tier.device, self._held[tier.device], tier.budget, self._room_beside([number])),
         )
 
-    def _close_tier(self, number: int, members: Sequence[int], size: float) -> None:
-        tier = self._tiers[self._current]
-        name = self._forest.blocks[number].name
-        room_kept = self._room_beside(members)
-        self._refusals[tier.device] = Refusal(name, size, room_kept)
-        self._decide(
-            "%s: cannot be split, and its %s bytes do not fit on %s, which holds %s of %s and "
-            "keeps %s free for layers of slower tiers: nothing more is put there",
-            *(name, size, tier.device, self._held[tier.device], tier.budget, room_kept),
-        )
-        self._current += 1
-
     def _decide(self, text: str, *arguments: object) -> None:
         self._decisions.append((text, arguments))
 
@@ -386,7 +380,12 @@ class _BlockPacker:
         members = members or self._find_later(number, lambda found: found[0] in self._waiting)
         size = self._forest.size_of(members)
         for member in members:
-            self._uncover(member, size)
+            # Split what is around a block until the block itself is waiting.
+            while member not in self._waiting:
+                outer = next(
+                    outer for outer in self._forest.around(member) if outer in self._waiting
+                )
+                self._split(outer, size)
         if members:
             self._place(members, size)
         return bool(members)
@@ -408,9 +407,3 @@ class _BlockPacker:
 
     def _is_lone_buffer(self, number: int) -> bool:
         return not (self._forest.children[number] or self._forest.blocks[number].is_layer)
-
-    def _uncover(self, number: int, size: float) -> None:
-        """Split what is around a block until the block itself is waiting."""
-        while number not in self._waiting:
-            outer = next(outer for outer in self._forest.around(number) if outer in self._waiting)
-            self._split(outer, size)

@@ -63,11 +63,6 @@ class CheckpointTensor:
         """Bytes of it in the file."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
-    @property
-    def is_mappable(self) -> bool:
-        """Whether it lies in a file as it would in memory, at an address that its dtype allows."""
-        return self.opened is None and self.first_byte % self.dtype.itemsize == 0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointContent:
@@ -95,12 +90,20 @@ def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
             tensors_by_file[path.name] = {stored.name: stored for stored in read(path)}
         except CheckpointDamaged as damage:
             problems += damage.mistakes
-    if not problems and weight_map is not None:
-        problems += _index_problems(source, weight_map, tensors_by_file)
     if problems:
         raise CheckpointDamaged(*problems)
     if weight_map is None:
         return CheckpointContent(source=source, tensors=tensors_by_file[file_paths[0].name])
+    absent = [
+        f"{name} in {file_name}"
+        for name, file_name in weight_map.items()
+        if name not in tensors_by_file[file_name]
+    ]
+    if absent:
+        raise CheckpointDamaged(
+            f"The index of {source} promises {len(absent)} tensors that are not in the files it "
+            f"names: {first_few(absent, 3)}. {_REMEDY}"
+        )
     # Files may hold more than the index names, and a name twice; the index says which one counts.
     tensors = {name: tensors_by_file[file_name][name] for name, file_name in weight_map.items()}
     return CheckpointContent(source=source, tensors=tensors)
@@ -159,7 +162,8 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
             f"are. {_REMEDY}"
         ) from error
     weight_map: Any = index.get("weight_map", index) if isinstance(index, dict) else None
-    if weight_map is None or not _is_weight_map(weight_map):
+    is_map = isinstance(weight_map, dict) and bool(weight_map)
+    if not is_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointDamaged(
             f"{index_path} is no index: it must map names of tensors to names of files, under "
             f'"weight_map". {_REMEDY}'
@@ -179,32 +183,6 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
             f"{index_path.name} names: {first_few(missing, 3)}. {_REMEDY}"
         )
     return [index_path.parent / name for name in file_names], weight_map
-
-
-def _is_weight_map(weight_map: Any) -> bool:
-    return (
-        isinstance(weight_map, dict)
-        and bool(weight_map)
-        and all(isinstance(name, str) for name in weight_map.values())
-    )
-
-
-def _index_problems(
-    source: Path,
-    weight_map: Mapping[str, str],
-    tensors_by_file: Mapping[str, Mapping[str, CheckpointTensor]],
-) -> list[str]:
-    absent = [
-        f"{name} in {file_name}"
-        for name, file_name in weight_map.items()
-        if name not in tensors_by_file[file_name]
-    ]
-    if not absent:
-        return []
-    return [
-        f"The index of {source} promises {len(absent)} tensors that are not in the files it names: "
-        f"{first_few(absent, 3)}. {_REMEDY}"
-    ]
 
 
 # ------------------------------------------------------------------------------ what is in one
@@ -392,7 +370,7 @@ class WeightFiles:
         if not stored.num_bytes:
             return torch.empty(stored.shape, dtype=stored.dtype)
         raw_bytes = self._raw_bytes(stored)
-        if not stored.is_mappable:
+        if stored.first_byte % stored.dtype.itemsize:  # at an address that its dtype does not allow
             raw_bytes = raw_bytes.clone()
         return raw_bytes.view(stored.dtype).view(stored.shape)
 
@@ -460,7 +438,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         held: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._files = files
-        self._stored = dict(stored)
+        self.stored = dict(stored)
         self._held = dict(held or {})
         self._reads: dict[str, Future[None]] = {}
 
@@ -471,36 +449,36 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         if read is not None:
             # Touching the pages meanwhile would read them a second time, in small pieces.
             read.result()
-        return self._files.view(self._stored[name])
+        return self._files.view(self.stored[name])
 
     def __iter__(self) -> Iterator[str]:
         yield from self._held
-        yield from (name for name in self._stored if name not in self._held)
+        yield from (name for name in self.stored if name not in self._held)
 
     def __len__(self) -> int:
-        return len(self._held.keys() | self._stored.keys())
+        return len(self._held.keys() | self.stored.keys())
 
     def holding(self, held: Mapping[str, torch.Tensor]) -> StoredWeights:
         """The same with further weights, which are in memory."""
-        return StoredWeights(self._files, self._stored, {**self._held, **held})
+        return StoredWeights(self._files, self.stored, {**self._held, **held})
 
     def prefetch(self, names: Sequence[str]) -> None:
         """See :class:`~nbaccel.bigmodel.prefetching.PrefetchingWeights`."""
-        new_names = [name for name in names if name in self._stored and name not in self._reads]
+        new_names = [name for name in names if name in self.stored and name not in self._reads]
         if not new_names:
             return
         # A thread for each call, which ends when it has read: one that stayed would be in the way
         # of a fork. Reading waits for the disk without the interpreter's lock.
         reader = ThreadPoolExecutor(1, thread_name_prefix="nbaccel-read-ahead")
         self._reads |= {
-            name: reader.submit(self._files.bring_in, self._stored[name]) for name in new_names
+            name: reader.submit(self._files.bring_in, self.stored[name]) for name in new_names
         }
         reader.shutdown(wait=False)
 
     def release(self, names: Sequence[str]) -> None:
         """See :class:`~nbaccel.bigmodel.prefetching.PrefetchingWeights`."""
         for name in names:
-            if name in self._stored:
+            if name in self.stored:
                 read = self._reads.pop(name, None)
                 if read is None or read.cancel() or read.done():
-                    self._files.release(self._stored[name])
+                    self._files.release(self.stored[name])

@@ -53,14 +53,6 @@ _PORTION_BYTES = 16 << 20  # copied at a time
 _BAR_DELAY_S = 0.5  # a load that is over by then needs no bar
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedWeights:
-    """What a load leaves behind for those who move weights later."""
-
-    weights: StoredWeights  # the weights that stayed in the files, by name
-    stored: Mapping[str, CheckpointTensor]  # where they are, by name
-
-
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | Path,
@@ -107,7 +99,19 @@ def load_checkpoint_in_model(
             Nothing has been changed in either case.
     """
     del offload_state_dict
-    _refuse_other_formats(offload_8bit_bnb, full_state_dict=full_state_dict, model=model)
+    if offload_8bit_bnb:
+        raise ConfigError(
+            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
+            "version does not make. Load with from_pretrained(quantization_config=...) of "
+            "transformers."
+        )
+    has_shards = any(is_sharded(tensor) for _, tensor in arena.named_tensors(inner_model(model)))
+    if has_shards and not full_state_dict:
+        raise ConfigError(
+            f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
+            "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
+            "Accelerator.load_state."
+        )
     _refuse_map(device_map, model)
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
         raise ConfigError(
@@ -118,7 +122,7 @@ def load_checkpoint_in_model(
     if broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1:
         _load_from_first_rank(model, checkpoint, strict=strict)
         return
-    loaded = fill_model(
+    weights = fill_model(
         model,
         checkpoint,
         device_map=device_map,
@@ -128,8 +132,8 @@ def load_checkpoint_in_model(
         strict=strict,
         needs_mapping=False,
     )
-    if offload_folder is not None and loaded.stored:
-        write_offload_index(offload_folder, loaded)
+    if offload_folder is not None and weights.stored:
+        write_offload_index(offload_folder, weights)
 
 
 def fill_model(
@@ -142,8 +146,8 @@ def fill_model(
     offload_buffers: bool = False,
     strict: bool = False,
     needs_mapping: bool = True,
-) -> LoadedWeights:
-    """Fill a model, and tell where weights on the ``disk`` tier are."""
+) -> StoredWeights:
+    """Fill a model, and return the weights on the ``disk`` tier, which stayed in the files."""
     plan = plan_loading(
         model,
         read_checkpoint(checkpoint),
@@ -157,12 +161,18 @@ def fill_model(
     _check_tiers(plan)
     if needs_mapping:
         _refuse_unmapped(on_disk)
-    _refuse_empty_shards(plan)
+    empty_names = [p.names[0] for p in plan.placements if p.tensor.is_meta and is_sharded(p.tensor)]
+    if empty_names:
+        raise ConfigError(
+            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
+            "without memory for their values. Nothing has been loaded. Call "
+            'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
+        )
     files = WeightFiles()
     files.map_files(placement.stored for placement in plan.placements)
     _fill(plan, files)
     stored = {name: placement.stored for placement in on_disk for name in placement.names}
-    return LoadedWeights(weights=StoredWeights(files, stored), stored=stored)
+    return StoredWeights(files, stored)
 
 
 def load_state_dict(
@@ -264,7 +274,13 @@ def plan_loading(
         )
     mistakes += _coverage_mistakes(groups, content, strict=strict)
     if mistakes:
-        raise _mismatch_error(model, content, mistakes, _prefix_hint(groups, content))
+        shown = first_few(mistakes, _MOST_LISTED, separator="\n  ")
+        raise ConfigError(
+            f"{content.source} does not fit {type(model).__name__}:\n  {shown}\nNothing has been "
+            "loaded. Build the model from the configuration that the checkpoint was saved with, or "
+            "give the checkpoint of this "
+            f"model.{_prefix_hint(groups, content)}{_conversion_hint(model, mistakes)}"
+        )
     _warn_of_empty_buffers(model)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
     return LoadPlan(model=model, placements=tuple(placements))
@@ -336,13 +352,9 @@ def _coverage_mistakes(
     missing = [(names[0], tensor) for names, tensor in groups if stored.isdisjoint(names)]
     without_values = [name for name, tensor in missing if strict or tensor.is_meta]
     if without_values:
-        yield (
-            f"{len(without_values)} weights are not in the checkpoint, and have no values in the "
-            f"model either: {first_few(without_values, _MOST_LISTED)}"
-            if not strict
-            else f"{len(without_values)} weights are not in the checkpoint (strict=True): "
-            f"{first_few(without_values, _MOST_LISTED)}"
-        )
+        how = " (strict=True)" if strict else ", and have no values in the model either"
+        listed = first_few(without_values, _MOST_LISTED)
+        yield f"{len(without_values)} weights are not in the checkpoint{how}: {listed}"
     elif missing:
         _log.warning(
             "%d weights of %s are not in %s and keep their values: %s",
@@ -379,20 +391,6 @@ def _warn_of_empty_buffers(model: nn.Module) -> None:
             type(model).__name__,
             first_few(empty_names, _MOST_LISTED),
         )
-
-
-def _mismatch_error(
-    model: nn.Module, content: CheckpointContent, mistakes: list[str], prefix_hint: str
-) -> ConfigError:
-    shown = "".join(f"\n  {mistake}" for mistake in mistakes[:_MOST_LISTED])
-    rest = len(mistakes) - _MOST_LISTED
-    text = f"\n  and {rest} more" if rest > 0 else ""
-    return ConfigError(
-        f"{content.source} does not fit {type(model).__name__}:{shown}{text}\n"
-        "Nothing has been loaded. Build the model from the configuration that the checkpoint was "
-        f"saved with, or give the checkpoint of this model.{prefix_hint}"
-        f"{_conversion_hint(model, mistakes)}"
-    )
 
 
 _WRAPPER_PREFIXES = ("module.", torch_private.COMPILED_PREFIX, "model.")
@@ -436,22 +434,6 @@ def _conversion_hint(model: nn.Module, mistakes: list[str]) -> str:
 
 
 # ------------------------------------------------------------------------------ refusals
-def _refuse_other_formats(
-    offload_8bit_bnb: bool, *, full_state_dict: bool, model: nn.Module
-) -> None:
-    if offload_8bit_bnb:
-        raise ConfigError(
-            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
-            "version does not make. Load with from_pretrained(quantization_config=...) of "
-            "transformers."
-        )
-    has_shards = any(is_sharded(tensor) for _, tensor in arena.named_tensors(inner_model(model)))
-    if has_shards and not full_state_dict:
-        raise ConfigError(
-            f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
-            "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
-            "Accelerator.load_state."
-        )
 
 
 def _refuse_map(device_map: Any, model: nn.Module) -> None:
@@ -490,16 +472,6 @@ def _check_tiers(plan: LoadPlan) -> None:
             )
     if problems:
         raise ConfigError(*problems)
-
-
-def _refuse_empty_shards(plan: LoadPlan) -> None:
-    empty_names = [p.names[0] for p in plan.placements if p.tensor.is_meta and is_sharded(p.tensor)]
-    if empty_names:
-        raise ConfigError(
-            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
-            "without memory for their values. Nothing has been loaded. Call "
-            'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
-        )
 
 
 def _refuse_unmapped(on_disk: Iterable[Placement]) -> None:
@@ -586,22 +558,18 @@ def _fill_one(
         _copy_in_portions(target, values)
         _put(model, placement, target)
     elif placement.tier is None:
-        _fill_in_place(placement, values)
+        tensor = placement.tensor
+        if is_sharded(tensor):
+            fill_local_part(tensor, values)
+        elif placement.dtype == tensor.dtype:
+            _copy_in_portions(tensor.detach(), values)
+        else:
+            tensor.data = values.to(tensor.device, placement.dtype)
     else:
         # To the device first: it converts faster, and host memory need not hold both formats.
         _put(model, placement, values.to(placement.tier).to(placement.dtype))
     files.release(stored)
     bar.update(stored.num_bytes)
-
-
-def _fill_in_place(placement: Placement, values: torch.Tensor) -> None:
-    tensor = placement.tensor
-    if is_sharded(tensor):
-        fill_local_part(tensor, values)
-    elif placement.dtype == tensor.dtype:
-        _copy_in_portions(tensor.detach(), values)
-    else:
-        tensor.data = values.to(tensor.device, placement.dtype)
 
 
 def _copy_in_portions(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -708,11 +676,9 @@ def _agree_on_receiving(
 
 
 def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
-    whole = (
-        torch.empty(full_shape(tensor), dtype=tensor.dtype)
-        if values is None
-        else values.to(tensor.dtype)
-    )
+    if values is None:
+        values = torch.empty(full_shape(tensor), dtype=tensor.dtype)
+    whole = values.to(tensor.dtype)
     if is_dtensor(tensor):
         optimizer_shards.refill_parameter(tensor, whole)
         return
@@ -725,12 +691,12 @@ def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 # ------------------------------------------------------------------------------ index of a folder
-def write_offload_index(offload_folder: str | Path, loaded: LoadedWeights) -> None:
+def write_offload_index(offload_folder: str | Path, weights: StoredWeights) -> None:
     """Say in a folder where the weights on disk are, in Accelerate's format."""
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
-    for name, stored in loaded.stored.items():
+    for name, stored in weights.stored.items():
         if stored.opened is not None:
             offload_weight(stored.opened, name, folder, index)
             continue

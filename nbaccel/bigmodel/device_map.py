@@ -41,7 +41,7 @@ from nbaccel.bigmodel.module_sizes import (
 from nbaccel.memory.estimate import table_lines
 from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.inventory import Gpu, Inventory
+from nbaccel.plan.inventory import Inventory
 
 DeviceKey = int | str
 """A tier of a device map: an accelerator's number, ``mps``, ``cpu`` or ``disk``."""
@@ -104,9 +104,7 @@ def get_max_memory(
 
 
 def _tier_order(device: Any) -> tuple[int, int]:
-    is_number = isinstance(device, int)
-    place = NAMED_TIERS.index(device) if device in NAMED_TIERS else len(NAMED_TIERS)
-    return (0, device) if is_number else (1, place)
+    return (0, device) if isinstance(device, int) else (1, [*NAMED_TIERS, device].index(device))
 
 
 def _mistaken_devices(max_memory: Iterable[Any]) -> Iterator[str]:
@@ -152,19 +150,15 @@ def _accelerator_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
             # Its memory is the host's, and its driver counts nothing of its own.
             yield unit.kind, unit.free_bytes or machine.host_available_bytes
         else:
-            yield unit.index, _driver_bytes(unit)
-
-
-def _driver_bytes(unit: Gpu) -> int:
-    if not unit.free_bytes and not unit.total_bytes:
-        _log.warning(
-            "The driver of accelerator %s (%s) does not tell its free memory, so nothing is put "
-            "there. Give max_memory={%s: ...} to use it.",
-            unit.index,
-            unit.name,
-            unit.index,
-        )
-    return unit.free_bytes
+            if not unit.free_bytes and not unit.total_bytes:
+                _log.warning(
+                    "The driver of accelerator %s (%s) does not tell its free memory, so nothing "
+                    "is put there. Give max_memory={%s: ...} to use it.",
+                    unit.index,
+                    unit.name,
+                    unit.index,
+                )
+            yield unit.index, unit.free_bytes
 
 
 # ------------------------------------------------------------------------------- balance
@@ -208,25 +202,12 @@ def get_balanced_memory(
         return budgets
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     num_shares = len(sharing) - 1 if low_zero else len(sharing)
-    extra_bytes = _bytes_around_share(model, module_sizes, class_names(no_split_module_classes))
-    share_bytes = int(module_sizes[""] // num_shares) + extra_bytes
-    first_device, *other_devices = sharing
-    for device in sharing[low_zero:-1]:
-        budgets[device] = min(share_bytes, budgets[device])
-    if low_zero:
-        rest_bytes = module_sizes[""] - sum(budgets[device] for device in other_devices)
-        budgets[first_device] = min(max(0, math.ceil(rest_bytes)), budgets[first_device])
-    return budgets
-
-
-def _bytes_around_share(
-    model: nn.Module, module_sizes: Mapping[str, int], whole_classes: frozenset[str]
-) -> int:
-    """Room for the block that a share's end would cut, as large as a whole one or a mean layer."""
+    # Room for the block that a share's end would cut, as large as a whole one or a mean layer.
+    whole_classes = class_names(no_split_module_classes)
     block_bytes: dict[str, int] = {}
     for module_name, module in model.named_modules():
         class_name = type(module).__name__
-        if module_name and class_name in whole_classes and module_name in module_sizes:
+        if module_name and module_name in module_sizes and class_name in whole_classes:
             # The first of its class stands for all: the last share takes what is larger.
             block_bytes.setdefault(class_name, module_sizes[module_name])
     tensor_names = frozenset(get_module_leaves(module_sizes))
@@ -236,7 +217,15 @@ def _bytes_around_share(
     layer_names = get_module_leaves(sizes_of_modules)
     layer_bytes = sum(sizes_of_modules[name] for name in layer_names)
     mean_bytes = int(layer_bytes / max(1, len(layer_names)))
-    return int(_ROOM_PER_BLOCK * max([mean_bytes, *block_bytes.values()]))
+    extra_bytes = int(_ROOM_PER_BLOCK * max([mean_bytes, *block_bytes.values()]))
+    share_bytes = int(module_sizes[""] // num_shares) + extra_bytes
+    first_device, *other_devices = sharing
+    for device in sharing[low_zero:-1]:
+        budgets[device] = min(share_bytes, budgets[device])
+    if low_zero:
+        rest_bytes = module_sizes[""] - sum(budgets[device] for device in other_devices)
+        budgets[first_device] = min(max(0, math.ceil(rest_bytes)), budgets[first_device])
+    return budgets
 
 
 DeviceOfMap = int | str | torch.device
@@ -298,7 +287,11 @@ def infer_auto_device_map(
             "get room of its own. Call model.tie_weights() before.",
             type(model).__name__,
         )
-    blocks = _list_blocks(_parts_of_model(model, no_split_module_classes), module_sizes)
+    whole_classes = class_names(no_split_module_classes)
+    # Accelerate splits the model itself, also where its class must not be split.
+    is_whole = type(model).__name__ in whole_classes
+    parts = [("", model)] if is_whole else list(_direct_parts("", model))
+    blocks = _list_blocks(parts, whole_classes, module_sizes)
     packing = pack_blocks(
         BlockForest(blocks, tied_groups), _tiers_of(budgets), may_skip_ahead=fallback_allocation
     )
@@ -312,10 +305,7 @@ def infer_auto_device_map(
         _log.warning(
             "The first device in use has %s too little room for the largest layer that is brought "
             "back to it (%s): with it, it holds more than max_memory gives it.",
-            *(
-                format_bytes(round(packing.lacking_room)),
-                format_bytes(round(packing.largest_kept_away)),
-            ),
+            *(format_bytes(round(it)) for it in (packing.lacking_room, packing.largest_kept_away)),
         )
     if not offload_buffers:
         buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
@@ -325,14 +315,6 @@ def infer_auto_device_map(
 
 
 # ------------------------------------------------------------------------------- blocks
-def _parts_of_model(
-    model: nn.Module, no_split_module_classes: str | Iterable[str] | None
-) -> tuple[list[NamedPart], frozenset[str]]:
-    """What the model is made of at the top, and the classes that are not split."""
-    whole_classes = class_names(no_split_module_classes)
-    # Accelerate splits the model itself, also where its class must not be split.
-    is_whole = type(model).__name__ in whole_classes
-    return [("", model)] if is_whole else list(_direct_parts("", model)), whole_classes
 
 
 def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
@@ -350,11 +332,9 @@ def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
 
 
 def _list_blocks(
-    parts_and_classes: tuple[Iterable[NamedPart], frozenset[str]],
-    sizes: Mapping[str, float],
+    parts: Iterable[NamedPart], whole_classes: frozenset[str], sizes: Mapping[str, float]
 ) -> list[Block]:
     """All blocks that may be placed alone, each before those inside of it."""
-    parts, whole_classes = parts_and_classes
     blocks: list[Block] = []
     stack: list[tuple[str, Any, str | None]] = [(*pair, None) for pair in reversed([*parts])]
     while stack:
@@ -371,9 +351,8 @@ def _divided(part_name: str, part: Any, whole_classes: frozenset[str]) -> list[N
     """What a part is split into; nothing where it is a tensor or a layer."""
     if not isinstance(part, nn.Module) or type(part).__name__ in whole_classes:
         return []
-    _, _, submodules = module_tables(part)
-    has_submodules = any(submodule is not None for submodule in submodules.values())
-    return list(_direct_parts(part_name, part)) if has_submodules else []
+    is_layer = next(part.children(), None) is None
+    return [] if is_layer else list(_direct_parts(part_name, part))
 
 
 def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[Tier]:
@@ -395,15 +374,10 @@ def _too_small_text(packing: Packing) -> str:
     table_rows = [("device", "budget", "placed", "wanted next", "its size")]
     for tier in packing.tiers:
         refusal = packing.refusals.get(tier.device)
-        table_rows.append(
-            (
-                str(tier.device),
-                "unlimited" if tier.budget is None else format_bytes(tier.budget),
-                format_bytes(round(packing.held[tier.device])),
-                "" if refusal is None else refusal.block,
-                "" if refusal is None else format_bytes(round(refusal.size)),
-            )
-        )
+        wanted = (refusal.block, format_bytes(round(refusal.size))) if refusal else ("", "")
+        limit = "unlimited" if tier.budget is None else format_bytes(tier.budget)
+        held = format_bytes(round(packing.held[tier.device]))
+        table_rows.append((str(tier.device), limit, held, *wanted))
     last_refusal = packing.refusals[packing.tiers[-1].device]
     return "\n".join(
         [
@@ -500,9 +474,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) ->
     Raises:
         ConfigError: Parameters and saved buffers without a device, all of them.
     """
-    known_names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known_names.update(name for name, _ in model.named_parameters(remove_duplicate=False))
-    known_names.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+    tables = (model.named_modules, model.named_parameters, model.named_buffers)
+    known_names = {name for table in tables for name, _ in table(remove_duplicate=False)}
     unknown_names = [name for name in device_map if name not in known_names]
     if unknown_names:
         warnings.warn(
@@ -548,7 +521,7 @@ def fallback_allocate(
     whole_classes = class_names(no_split_module_classes)
     is_below_zero = not isinstance(size_limit, str) and size_limit < 0
     limit_bytes = -1 if is_below_zero else parse_bytes(size_limit)
-    blocks = _list_blocks((modules, whole_classes), module_sizes)
+    blocks = _list_blocks(modules, whole_classes, module_sizes)
     forest = BlockForest(blocks, tied_parameters or ())
     members = find_block(forest, forest.roots, lambda _, size: size <= limit_bytes)
     if not members:

@@ -72,15 +72,9 @@ class TierBar:
         """Its row: what it is called, a bar, what it holds, and what is left."""
         of_capacity = "" if self.capacity is None else f" of {format_bytes(self.capacity)}"
         holds = f"holds {format_bytes(self.used)}{of_capacity}"
-        if self.left is None:
-            rest = "no limit known"
-        elif self.left < 0:
+        rest = "no limit known" if self.left is None else f"{format_bytes(self.left)} left"
+        if self.left is not None and self.left < 0:
             rest = f"✗ {format_bytes(-self.left)} too much"
-        else:
-            rest = f"{format_bytes(self.left)} left"
-        return self.label, self._bar(runs), holds, rest
-
-    def _bar(self, runs: Sequence[BlockRun]) -> str:
         # Without a capacity, and beyond it, the bar is scaled to what lies there.
         size = max(self.capacity or 0, self.used, 1)
         text = ""
@@ -90,7 +84,7 @@ class TierBar:
             # Ends are rounded, not lengths: the sum of many short runs is as long as it should be.
             run_end = round(_BAR_CHARS * size_before / size)
             text += _RUN_CHARS[runs.index(block_run) % len(_RUN_CHARS)] * (run_end - len(text))
-        return f"[{text:{_FREE_CHAR}<{_BAR_CHARS}}]"
+        return self.label, f"[{text:{_FREE_CHAR}<{_BAR_CHARS}}]", holds, rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -109,25 +103,16 @@ class DeviceMapView:
             *((run.label, names[run.device], format_bytes(run.size)) for run in self.runs),
         ]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         bars = [bar.cells(self.runs) for bar in self.bars]
         tables = (*table_lines(bars), "", *table_lines(self._table_rows()))
         return "\n".join([self._headline(), *tables])
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def _headline(self) -> str:
         total_size = sum(block_run.size for block_run in self.runs)
-        num_blocks = sum(block_run.num_blocks for block_run in self.runs)
+        blocks = count_noun(sum(block_run.num_blocks for block_run in self.runs), "block")
         devices = count_noun(len({block_run.device for block_run in self.runs}), "device")
-        text = count_noun(num_blocks, "block")
-        return f"{self.model_name}: {format_bytes(total_size)}, {text} on {devices}"
-
-    def _repr_mimebundle_(
-        self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
-    ) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self._repr_html_()}
+        return f"{self.model_name}: {format_bytes(total_size)}, {blocks} on {devices}"
 
     def _repr_html_(self) -> str:
         rows = [tuple(map(escape, bar.cells(self.runs))) for bar in self.bars]
@@ -179,15 +164,21 @@ def show_device_map(
     runs = tuple(_fold_runs(_blocks_in_order(model, devices)))
     machine = inspect_machine() if inventory is None else inventory
     capacities: dict[DeviceKey, int] = get_max_memory(max_memory, inventory=machine)
-    if max_memory is None:
-        for device, present_bytes in _present_bytes(model).items():
-            if device in capacities:
-                capacities[device] += present_bytes
-    return DeviceMapView(
-        model_name=type(model).__name__,
-        bars=tuple(_bars_of(runs, capacities, machine)),
-        runs=runs,
+    if max_memory is None:  # what the model takes now is not free, and its own; on `meta`, nothing
+        for _, tensor in named_module_tensors(model, recurse=True):
+            if not tensor.is_meta and (device := _key_of(tensor.device)) in capacities:
+                capacities[device] += tensor.numel() * tensor.itemsize
+    names = {unit.index: f"{unit.index} · {unit.name}" for unit in registry.usable_units(machine)}
+    bars = tuple(
+        TierBar(
+            device=device,
+            label=names.get(device, str(device)) if isinstance(device, int) else device,
+            capacity=capacities.get(device),
+            runs=tuple(block_run for block_run in runs if block_run.device == device),
+        )
+        for device in sorted({*capacities, *(run.device for run in runs)}, key=_speed_order)
     )
+    return DeviceMapView(model_name=type(model).__name__, bars=bars, runs=runs)
 
 
 def _device_key(device: Any) -> DeviceKey:
@@ -250,30 +241,6 @@ def _fold_runs(blocks: Iterable[BlockRun]) -> Iterator[BlockRun]:
             device=run[0].device,
             size=sum(block.size for block in run),
             num_blocks=len(run),
-        )
-
-
-def _present_bytes(model: nn.Module) -> dict[DeviceKey, int]:
-    """Bytes that the model takes of each device now; what is on ``meta`` takes none."""
-    present: dict[DeviceKey, int] = {}
-    for _, tensor in named_module_tensors(model, recurse=True):
-        if not tensor.is_meta:
-            device = _key_of(tensor.device)
-            present[device] = present.get(device, 0) + tensor.numel() * tensor.itemsize
-    return present
-
-
-def _bars_of(
-    runs: Sequence[BlockRun], capacities: Mapping[DeviceKey, int], machine: Inventory
-) -> Iterator[TierBar]:
-    names = {unit.index: f"{unit.index} · {unit.name}" for unit in registry.usable_units(machine)}
-    devices = dict.fromkeys(block_run.device for block_run in runs)
-    for device in sorted({*capacities, *devices}, key=_speed_order):
-        yield TierBar(
-            device=device,
-            label=names.get(device, str(device)) if isinstance(device, int) else device,
-            capacity=capacities.get(device),
-            runs=tuple(block_run for block_run in runs if block_run.device == device),
         )
 
 

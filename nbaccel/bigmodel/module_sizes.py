@@ -52,14 +52,11 @@ def named_module_tensors(
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
-        left_out = (
-            get_non_persistent_buffers(module, recurse, fqns=True)
-            if remove_non_persistent
-            else set()
-        )
-        for name, buffer in module.named_buffers(recurse=recurse):
-            if name not in left_out:
-                yield name, buffer
+        left_out = set()
+        if remove_non_persistent:
+            left_out = get_non_persistent_buffers(module, recurse, fqns=True)
+        buffers = module.named_buffers(recurse=recurse)
+        yield from ((name, buffer) for name, buffer in buffers if name not in left_out)
 
 
 def get_non_persistent_buffers(
@@ -67,11 +64,7 @@ def get_non_persistent_buffers(
 ) -> set[str]:
     """Names of the buffers that are not in the state dict.
 
-    Args:
-        module: Whose.
-        recurse: Whether those of submodules, too.
-        fqns: Whether names have their submodules' in front (``layer.positions``); without, names
-            of different submodules may coincide.
+    Without their submodules' names in front (`fqns`) those of different submodules may coincide.
     """
     saved_names = module.state_dict(keep_vars=True).keys()
     names = {
@@ -143,13 +136,9 @@ def compute_module_sizes(
         tensor_name: dtype_byte_size(_read_format(special_format))
         for tensor_name, special_format in (special_dtypes or {}).items()
     }
-    named_tensors = (
-        model.named_buffers(recurse=True)
-        if buffers_only
-        else named_module_tensors(model, recurse=True)
-    )
+    get_tensors = nn.Module.named_buffers if buffers_only else named_module_tensors
     module_sizes: dict[str, int] = defaultdict(int)
-    for tensor_name, tensor in named_tensors:
+    for tensor_name, tensor in get_tensors(model, recurse=True):
         bytes_each = special_bytes.get(tensor_name)
         if bytes_each is None:
             bytes_each = dtype_byte_size(tensor.dtype)
@@ -254,14 +243,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Names with no other name of the same mapping below them.
-
-    Args:
-        module_sizes: Sizes by name; with those of tensors in it, leaves are tensors.
-
-    Returns:
-        The names in their order.
-    """
+    """Names with no other name of the same mapping below them; tensors, where it has those."""
     parent_names = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name and name not in parent_names]
 
@@ -273,20 +255,10 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[NamedPart],
 ) -> tuple[int, list[str], list[Any]]:
-    """Bytes of a module together with all modules that hold a parameter tied to one of its own.
+    """Bytes of a module with all modules that hold a parameter tied to one of its own.
 
-    Args:
-        tied_params: Names of those parameters, which lie outside of the module.
-        module_size: Its own bytes.
-        module_sizes: Sizes by name. The tied parameters' are taken off, because the memory is the
-            module's own.
-        modules_to_treat: The modules and tensors among which the others are looked for.
-
-    Returns:
-        The bytes in all, and for each tied parameter the name and the module that holds it.
-
-    Raises:
-        ConfigError: A tied parameter is in none of them.
+    The tied parameters' bytes are taken off once: the memory is the module's own. Returns also, for
+    each tied parameter, the name and the module that holds it.
     """
     parts_by_name = dict(modules_to_treat)
     holder_names = [_holder_name(tied_param, parts_by_name) for tied_param in tied_params]
@@ -311,11 +283,7 @@ def _holder_name(tied_param: str, parts_by_name: Mapping[str, Any]) -> str:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a model of transformers says that some of its weights are to be tied.
-
-    Args:
-        model: The module; any other than a model of transformers says nothing.
-    """
+    """Whether a model of transformers says that some of its weights are to be tied."""
     if "PreTrainedModel" not in {base_class.__name__ for base_class in type(model).__mro__}:
         return False
     model_config: Any = getattr(model, "config", None)
@@ -323,8 +291,8 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     text_config = model_config if read_text_config is None else read_text_config(decoder=True)
     ties_words = getattr(text_config, "tie_word_embeddings", False)
     outputs: Any = getattr(model, "get_output_embeddings", lambda: None)
-    ties_halves = getattr(model_config, "is_encoder_decoder", False) and getattr(
-        model_config, "tie_encoder_decoder", False
+    ties_halves = all(
+        getattr(model_config, name, False) for name in ("is_encoder_decoder", "tie_encoder_decoder")
     )
     ties_own = any(hasattr(module, "_tie_weights") for module in model.modules())
     return bool((ties_words and outputs() is not None) or ties_halves or ties_own)
@@ -333,15 +301,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Collection[str]], device_map: Mapping[str, Any]
 ) -> None:
-    """Warn, in the log, of tied parameters that a map puts on different devices.
-
-    Args:
-        tied_params: Groups of names, as of ``find_tied_parameters``.
-        device_map: Devices by the names of modules and tensors.
-
-    Raises:
-        ConfigError: The map has no device for one of them.
-    """
+    """Warn, in the log, of tied parameters that a map puts on different devices."""
     for tied_names in tied_params:
         devices = {name: _device_of(name, device_map) for name in tied_names}
         if len(set(devices.values())) > 1:

@@ -20,7 +20,7 @@ from torch import nn
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.bigmodel.prefetching import prefetch_weights, release_weights
+from nbaccel.bigmodel.prefetching import tell_weights
 from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device, usable_device
 
 INDEX_NAME = "index.json"
@@ -78,9 +78,20 @@ def offload_state_dict(
     save_offload_index({name: _weight_info(weight) for name, weight in state_dict.items()}, folder)
 
 
-def _write_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+def _write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
     for weight_name, weight in weights.items():
-        _check_weight(weight_name, weight)
+        _file_name(weight_name)
+        is_plain = isinstance(weight, torch.Tensor) and weight.layout is torch.strided
+        if not is_plain or weight.is_meta or weight.is_quantized:
+            found = (
+                f"a tensor on {weight.device} of layout {weight.layout} and {weight.dtype}"
+                if isinstance(weight, torch.Tensor)
+                else f"{type(weight).__name__}"
+            )
+            raise ConfigError(
+                f"{weight_name!r} is {found}: it has no plain numbers that could be written to a "
+                "file. Load its values first, or leave it in memory."
+            )
     folder.mkdir(parents=True, exist_ok=True)
     with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
         for weight_name, weight in weights.items():
@@ -124,21 +135,6 @@ def _file_name(weight_name: Any) -> str:
             "letters, digits and dots, or use an index of your own making only."
         )
     return f"{weight_name}.dat"
-
-
-def _check_weight(weight_name: str, weight: Any) -> None:
-    _file_name(weight_name)
-    is_plain = isinstance(weight, torch.Tensor) and weight.layout is torch.strided
-    if not is_plain or weight.is_meta or weight.is_quantized:
-        found = (
-            f"a tensor on {weight.device} of layout {weight.layout} and {weight.dtype}"
-            if isinstance(weight, torch.Tensor)
-            else f"{type(weight).__name__}"
-        )
-        raise ConfigError(
-            f"{weight_name!r} is {found}: it has no plain numbers that could be written to a file. "
-            "Load its values first, or leave it in memory."
-        )
 
 
 def _weight_info(weight: torch.Tensor) -> dict[str, Any]:
@@ -185,7 +181,20 @@ def load_offloaded_weight(
     dtype = _stored_dtype(path, weight_info)
     shape = _stored_shape(path, weight_info)
     expected_bytes = math.prod(shape) * dtype.itemsize
-    _check_size(path, expected_bytes, dtype, shape)
+    try:
+        found_bytes = path.stat().st_size
+    except OSError as error:
+        raise CheckpointDamaged(
+            f"{path} cannot be read ({type(error).__name__}: {error.strerror}), though the index "
+            f"tells of {expected_bytes} bytes there. Offload the model again, or copy the whole "
+            "folder."
+        ) from None
+    if found_bytes != expected_bytes:
+        raise CheckpointDamaged(
+            f"{path} has {found_bytes} bytes; by the index ({dtype}, shape {list(shape)}) it must "
+            f"have {expected_bytes}: it is truncated, or belongs to another model. Offload the "
+            "model again, to a new folder."
+        )
     if expected_bytes == 0:
         return torch.empty(shape, dtype=dtype)
     # Copy on write: pages that are only read are the file's own, and cost no memory of the process.
@@ -220,41 +229,12 @@ def _stored_shape(path: Path, weight_info: Mapping[str, Any]) -> tuple[int, ...]
     return tuple(sizes)
 
 
-def _check_size(
-    path: Path, expected_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    try:
-        found_bytes = path.stat().st_size
-    except OSError as error:
-        raise CheckpointDamaged(
-            f"{path} cannot be read ({type(error).__name__}: {error.strerror}), though the index "
-            f"tells of {expected_bytes} bytes there. Offload the model again, or copy the whole "
-            "folder."
-        ) from None
-    if found_bytes != expected_bytes:
-        raise CheckpointDamaged(
-            f"{path} has {found_bytes} bytes; by the index ({dtype}, shape {list(shape)}) it must "
-            f"have {expected_bytes}: it is truncated, or belongs to another model. Offload the "
-            "model again, to a new folder."
-        )
-
-
 def load_offloaded_weights(
     model: nn.Module,
     index: Mapping[str, Any] | None,
     offload_folder: str | os.PathLike[str],
 ) -> None:
-    """Give a model the weights of a folder, in host memory.
-
-    Args:
-        model: The model.
-        index: The entries of the weights; without any, nothing is done.
-        offload_folder: Where their files are.
-
-    Raises:
-        CheckpointDamaged: A file or its entry is not usable; no weight has been set then.
-        ConfigError: The model has no tensor of a name or shape, or weights are of 8 bits.
-    """
+    """Give a model the weights of a folder, in host memory; without an index nothing is done."""
     _refuse_8_bits(index or {})
     loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
     weights = dict(loader.items())
@@ -275,12 +255,7 @@ def _refuse_8_bits(index: Mapping[str, Any]) -> None:
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """The part of a map whose keys begin with a prefix, without it.
-
-    Args:
-        dataset: The map.
-        prefix: The prefix, such as ``layers.0.``.
-    """
+    """The part of a map whose keys begin with a prefix, such as ``layers.0.``, without it."""
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
         self.dataset = dataset
@@ -301,11 +276,11 @@ class PrefixedDataset(Mapping[str, Any]):
 
     def prefetch(self, names: Sequence[str]) -> None:
         """Pass names on to a map that reads ahead; see `PrefetchingWeights`."""
-        prefetch_weights(self.dataset, [f"{self.prefix}{name}" for name in names])
+        tell_weights(self.dataset, "prefetch", [f"{self.prefix}{name}" for name in names])
 
     def release(self, names: Sequence[str]) -> None:
         """Pass names on to a map that reads ahead; see `PrefetchingWeights`."""
-        release_weights(self.dataset, [f"{self.prefix}{name}" for name in names])
+        tell_weights(self.dataset, "release", [f"{self.prefix}{name}" for name in names])
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
@@ -349,7 +324,17 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return self.state_dict[key]
         weight_info = self.index[key]
         if isinstance(weight_info, Mapping) and weight_info.get("safetensors_file") is not None:
-            return self._from_safetensors(key, weight_info)
+            path = Path(weight_info["safetensors_file"])
+            dtype = _stored_dtype(path, weight_info) if "dtype" in weight_info else None
+            try:
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    tensor: torch.Tensor = file.get_tensor(weight_info.get("weight_name", key))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointDamaged(
+                    f"{path} cannot give the weight {key!r} ({type(error).__name__}: {error}). "
+                    "Download or save the checkpoint again."
+                ) from None
+            return tensor.to(usable_device("cpu" if self.device is None else self.device), dtype)
         if self.save_folder is None:
             raise ConfigError(
                 f"{key!r} is in the index ({weight_info!r}) without a safetensors_file, so its "
@@ -365,19 +350,6 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.all_keys)
-
-    def _from_safetensors(self, key: str, weight_info: Mapping[str, Any]) -> torch.Tensor:
-        path = Path(weight_info["safetensors_file"])
-        dtype = _stored_dtype(path, weight_info) if "dtype" in weight_info else None
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                tensor: torch.Tensor = file.get_tensor(weight_info.get("weight_name", key))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointDamaged(
-                f"{path} cannot give the weight {key!r} ({type(error).__name__}: {error}). "
-                "Download or save the checkpoint again."
-            ) from None
-        return tensor.to(usable_device("cpu" if self.device is None else self.device), dtype)
 
 
 def extract_submodules_state_dict(

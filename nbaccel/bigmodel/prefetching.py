@@ -7,7 +7,6 @@ copied like that is left to the caller, who copies it when it is needed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,6 @@ PREFETCH_WINDOW_BYTES = 256 * 1024**2
 
 _FREE_PARTS = 8
 
-# A pass that does not come back to where it began ends after so many times its blocks.
-_LONGEST_PASS = 4
-
 _copy_log = get_logger(__name__)
 
 
@@ -41,19 +37,12 @@ class PrefetchingWeights(Protocol):
         """Take note that weights are not used for now: their memory may be used for others."""
 
 
-def prefetch_weights(weights_map: Any, names: Sequence[str]) -> None:
-    """Pass a wish on to a map of weights that reads ahead; others do nothing."""
+def tell_weights(weights_map: Any, wish: str, names: Sequence[str]) -> None:
+    """Pass ``prefetch`` or ``release`` on to a map of weights that reads ahead, if it does."""
     # Not by isinstance, which takes long for a protocol, and this runs for every module.
-    prefetch = getattr(weights_map, "prefetch", None)
-    if names and prefetch is not None:
-        prefetch(names)
-
-
-def release_weights(weights_map: Any, names: Sequence[str]) -> None:
-    """The same of :meth:`PrefetchingWeights.release`."""
-    release = getattr(weights_map, "release", None)
-    if names and release is not None:
-        release(names)
+    method = getattr(weights_map, wish, None)
+    if names and method is not None:
+        method(names)
 
 
 # ------------------------------------------------------------------------------ which is next
@@ -74,56 +63,59 @@ class OffloadedBlock(Protocol):
 
 
 class ExecutionOrder:
-    """The order in which the blocks of a model run, learnt from its last pass.
-
-    Before the first pass has ended, it is the order in which the blocks were registered. A pass
-    ends where its first block begins again.
-    """
+    """Which block runs after which, learnt while they run; at first, in the order they came in."""
 
     def __init__(self, window_bytes: int = PREFETCH_WINDOW_BYTES, prefetch: bool = True) -> None:
-        self.window_bytes = window_bytes
-        self._pass_window_bytes = window_bytes
+        self.window_bytes = self._pass_window_bytes = window_bytes
         self.prefetch = prefetch
-        self._registered: dict[OffloadedBlock, None] = {}
-        self._last_pass: list[OffloadedBlock] = []
-        self._this_pass: list[OffloadedBlock] = []
-        self._order: Sequence[OffloadedBlock] = ()
-        self._position = 0
+        self._registered: list[OffloadedBlock] = []
+        self._after: dict[OffloadedBlock, OffloadedBlock] = {}
+        self._running: OffloadedBlock | None = None
         self._asked: set[OffloadedBlock] = set()
         self._copied: OffloadedBlock | None = None
 
     def register(self, block: OffloadedBlock) -> None:
-        """Add a block; it comes after those that are there."""
-        self._registered.setdefault(block)
+        """Add a block; it is expected after those that are there."""
+        if block not in self._registered:
+            if self._registered:
+                self._after.setdefault(self._registered[-1], block)
+            self._registered.append(block)
 
     def forget(self, block: OffloadedBlock) -> None:
         """Remove a block, which will not run as one any more."""
-        self._registered.pop(block, None)
-        self._last_pass = [other for other in self._last_pass if other is not block]
-        self._this_pass = [other for other in self._this_pass if other is not block]
-        self._order = ()
+        following = self._after.pop(block, None)
+        for earlier in [other for other, after in self._after.items() if after is block]:
+            del self._after[earlier]
+            if following is not None and following is not earlier:
+                self._after[earlier] = following
+        self._registered = [other for other in self._registered if other is not block]
         self._asked.discard(block)
-        if self._copied is block:
-            self._copied = None
+        self._running = None if self._running is block else self._running
+        self._copied = None if self._copied is block else self._copied
 
     def enter(self, block: OffloadedBlock) -> None:
         """A block begins: its weights are asked for if they were not, then those of the next."""
         self.register(block)
-        self._record(block)
+        # One that runs several times in a row, as shared layers do, is one step.
+        if self._running is not None and self._running is not block:
+            self._after[self._running] = block
+        self._running = block
         if not self.prefetch:
             return
-        if self._copied is block:
-            self._copied = None
-        elif self._copied is not None and self._copied is not self._following():
+        if self._copied is not None and self._copied not in (block, self._following()):
             self._copied.drop_copies()
             self._copied = None
-        coming_blocks = list(self._in_window())
+        if self._copied is block:
+            self._copied = None
+        if block is self._registered[0]:
+            self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // _FREE_PARTS)
+        coming_blocks = list(self._in_window(block))
         wanted = set(coming_blocks)
         for mistaken in self._asked - wanted - {block}:
-            release_weights(mistaken.weights_map, mistaken.offloaded_names)
+            tell_weights(mistaken.weights_map, "release", mistaken.offloaded_names)
         for near in (block, *coming_blocks):
             if near not in self._asked:
-                prefetch_weights(near.weights_map, near.offloaded_names)
+                tell_weights(near.weights_map, "prefetch", near.offloaded_names)
         self._asked = wanted
 
     def end_block(self) -> None:
@@ -139,36 +131,19 @@ class ExecutionOrder:
         None at the end of a pass: whether there is another one is not known, and a copy would take
         the device's memory until then.
         """
-        after = self._order[self._position + 1 : self._position + 2]
-        return after[0] if after else None
+        following = None if self._running is None else self._after.get(self._running)
+        return None if following is self._registered[0] else following
 
-    def _record(self, block: OffloadedBlock) -> None:
-        current = self._this_pass
-        is_back = bool(current) and current[0] is block and current[-1] is not block
-        if is_back or len(current) > _LONGEST_PASS * len(self._registered):
-            self._last_pass = current
-            self._this_pass = []
-            self._position = 0
-            self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // _FREE_PARTS)
-        # One that runs several times in a row, as shared layers do, is one step.
-        if not self._this_pass or self._this_pass[-1] is not block:
-            self._this_pass.append(block)
-        is_known = block in self._last_pass
-        self._order = self._last_pass if is_known else list(self._registered)
-        self._position = _next_index(self._order, block, self._position)
-
-    def _in_window(self) -> Iterator[OffloadedBlock]:
+    def _in_window(self, block: OffloadedBlock) -> Iterator[OffloadedBlock]:
         """The blocks that are expected next, until the window is full."""
-        blocks = list(self._order[self._position + 1 :])
-        if self._order is self._last_pass:
-            # There was more than one pass, so another one is likely.
-            blocks += self._order[: self._position]
+        seen = {block}
         num_bytes = 0
-        for coming in dict.fromkeys(blocks):
-            if coming is self._order[self._position] or num_bytes >= self._pass_window_bytes:
-                return
-            num_bytes += coming.weight_bytes
+        coming = self._after.get(block)
+        while coming is not None and coming not in seen and num_bytes < self._pass_window_bytes:
             yield coming
+            seen.add(coming)
+            num_bytes += coming.weight_bytes
+            coming = self._after.get(coming)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExecutionOrder:
         """An empty one: the blocks of a copied model register themselves when they run."""
@@ -178,14 +153,6 @@ class ExecutionOrder:
 
     def __reduce__(self) -> tuple[type[ExecutionOrder], tuple[int, bool]]:
         return ExecutionOrder, (self.window_bytes, self.prefetch)
-
-
-def _next_index(order: Sequence[OffloadedBlock], block: OffloadedBlock, start: int) -> int:
-    """Where a block is, from a position on, else from the beginning."""
-    for index in range(start, len(order)):
-        if order[index] is block:
-            return index
-    return order.index(block)
 
 
 # ------------------------------------------------------------------------------ copies
@@ -217,8 +184,14 @@ def start_copies(
     host_weights = {
         name: weight.detach() for name, weight in weights.items() if weight.device.type == "cpu"
     }
-    stream = _side_stream(_with_index(device)) if _can_copy_beside(device) else None
-    if stream is None or not host_weights:
+    runtime = registry.device_runtime(device.type) if is_accelerator(device) else None
+    copies_beside = runtime and runtime.pins_host_memory and runtime.copies_without_blocking
+    if not (host_weights and copies_beside):
+        return None
+    index: int | None = device.index
+    if index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    if (stream := _side_stream(device)) is None:
         return None
     try:
         return _copy_on(stream, host_weights)
@@ -236,25 +209,18 @@ def _copy_on(stream: torch.Stream, host_weights: Mapping[str, torch.Tensor]) -> 
         name: weight if weight.is_pinned() else weight.pin_memory()
         for name, weight in host_weights.items()
     }
-    with _current_stream(stream):
+    index = torch.accelerator.current_device_index()
+    previous_stream = torch.accelerator.current_stream(device)
+    torch.accelerator.set_stream(stream)
+    try:
         tensors = {name: weight.to(device, non_blocking=True) for name, weight in pinned.items()}
         end = torch.Event(device=device)
         end.record(stream)
+    finally:
+        torch.accelerator.set_stream(previous_stream)
+        # Setting a stream makes its device the current one.
+        torch.accelerator.set_device_index(index)
     return CopiesUnderWay(tensors, device, end)
-
-
-def _can_copy_beside(device: torch.device) -> bool:
-    if not is_accelerator(device):
-        return False
-    runtime = registry.device_runtime(device.type)
-    return runtime.pins_host_memory and runtime.copies_without_blocking
-
-
-def _with_index(device: torch.device) -> torch.device:
-    index: int | None = device.index
-    if index is None:
-        return torch.device(device.type, torch.accelerator.current_device_index())
-    return device
 
 
 @functools.lru_cache(maxsize=64)
@@ -265,17 +231,3 @@ def _side_stream(device: torch.device) -> torch.Stream | None:
     except (RuntimeError, NotImplementedError) as error:
         _copy_log.debug("%s has no streams, so nothing is copied beside: %s", device, error)
         return None
-
-
-@contextlib.contextmanager
-def _current_stream(stream: torch.Stream) -> Iterator[None]:
-    """A block whose work goes to a stream; afterwards stream and device are as before."""
-    index = torch.accelerator.current_device_index()
-    previous_stream = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(previous_stream)
-        # Setting a stream makes its device the current one.
-        torch.accelerator.set_device_index(index)

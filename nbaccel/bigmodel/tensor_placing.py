@@ -48,12 +48,7 @@ def usable_device(device: torch.device | str | int) -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether two devices are one; ``cuda`` without a number counts as ``cuda:0``.
-
-    Args:
-        first_device: One.
-        second_device: The other.
-    """
+    """Whether two devices are one; ``cuda`` without a number counts as ``cuda:0``."""
     if first_device.type != second_device.type:
         return False
     if first_device.type == "cpu":
@@ -101,9 +96,8 @@ def parameter_like(example: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 def placed_on(group: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor | None:
     """The tensor of a tied group that is on a device already."""
-    found = (
-        placed for where, placed in group.items() if check_device_same(as_device(where), device)
-    )
+    places = group.items()
+    found = (placed for where, placed in places if check_device_same(as_device(where), device))
     return next(found, None)
 
 
@@ -140,14 +134,31 @@ def set_module_tensor_to_device(
         ConfigError: There is no such tensor or device, shapes differ, values are lacking, or
             statistics are given. Nothing has been changed then.
     """
-    _refuse_statistics(tensor_name, fp16_statistics)
+    if fp16_statistics is not None:
+        raise ConfigError(
+            f"fp16_statistics for {tensor_name!r} ({type(fp16_statistics).__name__}) belong to "
+            "8-bit weights of bitsandbytes, which quantize themselves when they are moved; nbaccel "
+            "does not place such weights. Load the model with transformers' BitsAndBytesConfig, "
+            "whole on one GPU, or offload it without quantization."
+        )
     owner, last_name = own_module(module, tensor_name)
     target = as_device(device)
     current = _current_tensor(owner, last_name)
     group = _tied_group(tied_params_map, current, value)
     placed = None if group is None else placed_on(group, target)
     if placed is None:
-        _check_value(tensor_name, current, value, target)
+        if value is None:
+            if current.is_meta and target.type != "meta":
+                raise ConfigError(
+                    f"{tensor_name!r} is on meta, without values, so there is nothing to copy to "
+                    f"{target}. Pass them as value=."
+                )
+        elif current.shape != (shape := torch.as_tensor(value).shape):
+            raise ConfigError(
+                f"{tensor_name!r} has the shape {tuple(current.shape)}, and the value given for it "
+                f"{tuple(shape)}: they belong to different models. Check that the checkpoint is "
+                "this model's, and that its configuration is the same."
+            )
         placed = _placed_tensor(current, value, target, as_dtype(dtype), non_blocking)
         if group is not None:
             group[device] = placed
@@ -167,16 +178,6 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
             'converted to it. Name one such as "float16" or "bfloat16".'
         )
     return found
-
-
-def _refuse_statistics(name: str, statistics: Any) -> None:
-    if statistics is not None:
-        raise ConfigError(
-            f"fp16_statistics for {name!r} ({type(statistics).__name__}) belong to 8-bit "
-            "weights of bitsandbytes, which quantize themselves when they are moved; nbaccel does "
-            "not place such weights. Load the model with transformers' BitsAndBytesConfig, whole "
-            "on one GPU, or offload it without quantization."
-        )
 
 
 def _current_tensor(owner: nn.Module, last_name: str) -> torch.Tensor:
@@ -204,21 +205,6 @@ def _tied_group(
     return None
 
 
-def _check_value(name: str, current: torch.Tensor, value: Any, target: torch.device) -> None:
-    if value is None:
-        if current.is_meta and target.type != "meta":
-            raise ConfigError(
-                f"{name!r} is on meta, without values, so there is nothing to copy to "
-                f"{target}. Pass them as value=."
-            )
-    elif current.shape != (shape := torch.as_tensor(value).shape):
-        raise ConfigError(
-            f"{name!r} has the shape {tuple(current.shape)}, and the value given for it "
-            f"{tuple(shape)}: they belong to different models. Check that the checkpoint is "
-            "this model's, and that its configuration is the same."
-        )
-
-
 def _placed_tensor(
     current: torch.Tensor,
     value: Any,
@@ -228,24 +214,18 @@ def _placed_tensor(
 ) -> torch.Tensor:
     """What the module is to hold: `current` itself where nothing changes."""
     source = current if value is None else torch.as_tensor(value)
-    wanted_dtype = _wanted_dtype(source, current, dtype)
-    data = source.detach().to(target, wanted_dtype, non_blocking=non_blocking)
+    # Values take the tensor's format, or the given one; from the latter integers keep theirs.
+    if dtype is None:
+        dtype = current.dtype
+    elif not (source.is_floating_point() or source.is_complex()):
+        dtype = source.dtype
+    data = source.detach().to(target, dtype, non_blocking=non_blocking)
     if not isinstance(current, nn.Parameter):
         return data
     stays = value is None and data.dtype == current.dtype
     if stays and check_device_same(current.device, target):
         return current
     return parameter_like(current, data)
-
-
-def _wanted_dtype(
-    source: torch.Tensor, current: torch.Tensor, dtype: torch.dtype | None
-) -> torch.dtype:
-    """Values take the tensor's format, or the given one; from the latter integers keep theirs."""
-    if dtype is None:
-        return current.dtype
-    has_fractions = source.is_floating_point() or source.is_complex()
-    return dtype if has_fractions else source.dtype
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:

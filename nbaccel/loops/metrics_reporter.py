@@ -129,7 +129,18 @@ class Reporter:
         for name, value in values.items():
             # It is what the curves are drawn over.
             if str(name).lower() != "epoch":
-                self._replace_seen(str(name))
+                # The function logs this by itself: what was seen of the same is not drawn beside
+                # it.
+                for seen, words in _SEEN_WORDS.items():
+                    if seen in self._logged or not words.search(str(name).lower()):
+                        continue
+                    self._logged.add(seen)
+                    if seen in self._names:
+                        del self._names[seen]
+                        self._new_points.pop(seen, None)
+                        self._unread = [point for point in self._unread if point[0] != seen]
+                        self._num_older = 0
+                        self._replaced.add(seen)
                 self._note(str(name)[:_NAME_CHARS], value, at_step or 0)
         self._tell()
 
@@ -241,19 +252,6 @@ class Reporter:
                 self._num_older //= 2
         else:
             self._new_points[name].add(value.item() if is_tensor else float(value), step)
-
-    def _replace_seen(self, name: str) -> None:
-        """The function logs this by itself: what was seen of the same is not drawn beside it."""
-        for seen, words in _SEEN_WORDS.items():
-            if seen in self._logged or not words.search(name.lower()):
-                continue
-            self._logged.add(seen)
-            if seen in self._names:
-                del self._names[seen]
-                self._new_points.pop(seen, None)
-                self._unread = [point for point in self._unread if point[0] != seen]
-                self._num_older = 0
-                self._replaced.add(seen)
 
     def _read_values(self, *, is_last: bool) -> None:
         """Read what devices have computed: what was there at the last message, or all."""

@@ -78,7 +78,10 @@ class Collectives:
 
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
         # The result has no gradient, so a copy needs none either.
-        local_rows = _as_sent(_without_gradient(tensor if tensor.dim() else tensor[None]))
+        rows = tensor if tensor.dim() else tensor[None]
+        # Detached only where it must be: a new object may be freed last by a thread of gloo, which
+        # waits for Python's lock then.
+        local_rows = _as_sent(rows.detach() if rows.requires_grad else rows)
         all_rows = local_rows.new_empty(
             (self.place.world_size * local_rows.shape[0], *local_rows.shape[1:])
         )
@@ -174,14 +177,12 @@ class Collectives:
                 f"{tensor_counts}. It is unclear which belong together. Give as many on every "
                 "process."
             )
-        shapes = list(
-            zip(*([shape for _, shape in signature] for signature in signatures), strict=True)
-        )
+        shapes_by_signature = ([shape for _, shape in signature] for signature in signatures)
+        shapes = list(zip(*shapes_by_signature, strict=True))
         for tensor_index, shapes_by_rank in enumerate(shapes):
             if len({len(shape) for shape in shapes_by_rank}) > 1:
-                by_process = ", ".join(
-                    f"process {rank}: {shape}" for rank, shape in enumerate(shapes_by_rank)
-                )
+                by_rank = enumerate(shapes_by_rank)
+                by_process = ", ".join(f"process {rank}: {shape}" for rank, shape in by_rank)
                 raise CollectiveMismatch(
                     "pad_across_processes got tensors of different numbers of dimensions "
                     f"(tensor {tensor_index}; {by_process}). They cannot be made equal in one "
@@ -208,14 +209,6 @@ class Collectives:
 
 def _is_nested(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_nested
-
-
-def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where it has none.
-
-    A new object of it may be freed last by a thread of gloo, which waits for Python's lock then.
-    """
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,9 +254,8 @@ def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple
     if isinstance(tree, torch.Tensor):
         return ((tree.dtype, tree.shape),)
     tree_leaves = leaves(tree)
-    other_types = {
-        type(leaf).__name__ for leaf in tree_leaves if not isinstance(leaf, torch.Tensor)
-    }
+    others = (leaf for leaf in tree_leaves if not isinstance(leaf, torch.Tensor))
+    other_types = {type(leaf).__name__ for leaf in others}
     if other_types:
         raise TypeError(
             f"{collective_name} takes tensors in lists, tuples and dictionaries: got "

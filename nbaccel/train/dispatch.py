@@ -42,20 +42,9 @@ class DataLoaderDispatcher(PreparedLoader):
     """A loader that process 0 reads for all; every process gets its part of each batch.
 
     The last round is completed with rows of the first one, so that all processes get equally many
-    (unless a last round that is not full is dropped).
-
-    Args:
-        dataset: What is read.
-        split_batches: Cut each batch into one slice per process; otherwise each process gets one
-            whole batch per round.
-        skip_batches: Rounds that are read and left out at the beginning of an epoch.
-        use_stateful_dataloader: Read with torchdata's loader, which has a state.
-        _drop_last: Whether a last round that is not full is dropped.
-        _non_blocking: Whether copies to the device may still be under way.
-        slice_fn: How a process takes its rows of a batch; None takes them from every tensor.
-        torch_device_mesh: None: batches are not shared out by a mesh here.
-        iteration: Number of the first epoch.
-        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
+    (unless a last round that is not full is dropped). With `split_batches` each batch is cut into
+    one slice per process; otherwise each gets one whole batch per round. `slice_fn` says how a
+    process takes its rows of a batch; by default it takes them from every tensor.
 
     Raises:
         ConfigError: A mesh was given; or, while it is read, batches have different sizes, or hold
@@ -114,9 +103,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _open_source(self, *, draws_now: bool) -> Iterator[Any]:
         if self.settings.place.is_alone:
-            return self._open_base(draws_now=draws_now)
+            return super()._open_source(draws_now=draws_now)
         if self.settings.place.is_main:
-            return self._round_parts(self._joined_batches(self._open_base(draws_now=draws_now)))
+            return self._round_parts(
+                self._joined_batches(super()._open_source(draws_now=draws_now))
+            )
         # On the others nothing is read, but as much is drawn as process 0 draws to begin.
         if isinstance(self.dataset, IterDataPipe):
             iter(self.base)  # torch lets all processes agree on a seed here
@@ -137,7 +128,12 @@ class DataLoaderDispatcher(PreparedLoader):
                 return
             # Only the last round may be short, and that is known when another one follows.
             if short_rows:
-                raise _uneven_batch_error(short_rows, world_size)
+                raise ConfigError(
+                    f"A batch of {short_rows} samples does not divide equally between {world_size} "
+                    "processes, and it was not the last. Samples would be lost, or come twice. "
+                    f"Make all batches but the last divisible by {world_size}, or give "
+                    "DataLoaderConfiguration(dispatch_batches=False)."
+                )
             num_rows = find_batch_size(batch) or 0
             if first_rows is None:
                 # Enough to fill any round: fewer than `world_size` rows can be missing.
@@ -227,15 +223,6 @@ def _fill_rows(batch: Any, first_rows: Any, num_rows: int) -> Any:
     while (find_batch_size(batch) or num_rows) < num_rows:
         batch = concatenate([batch, first_rows])
     return batch
-
-
-def _uneven_batch_error(num_rows: int, num_processes: int) -> ConfigError:
-    return ConfigError(
-        f"A batch of {num_rows} samples does not divide equally between {num_processes} "
-        "processes, and it was not the last. Samples would be lost, or come twice. Make all "
-        f"batches but the last divisible by {num_processes}, or give "
-        "DataLoaderConfiguration(dispatch_batches=False)."
-    )
 
 
 def _check_divisible_leaves(batches: list[Any]) -> None:

@@ -51,6 +51,9 @@ def init_process(
         _join_process_group(environment, backend, settings)
     if not dist.is_initialized():
         return Place(device=torch_device, device_row=device_backend.name)
+    # The backend for tensors on this device: the matching part of ``cpu:gloo,cuda:nccl``.
+    config = str(dist.get_backend_config())
+    backend_parts = [part.partition(":") for part in config.split(",")]
     return Place(
         rank=dist.get_rank(),
         local_rank=environment["local_rank"],
@@ -58,7 +61,10 @@ def init_process(
         local_world_size=environment["local_world_size"],
         device=torch_device,
         device_row=device_backend.name,
-        backend=_backend_in_use(torch_device),
+        backend=(
+            {device_type: name for device_type, _, name in backend_parts}.get(torch_device.type)
+            or config
+        ),
     )
 
 
@@ -189,7 +195,20 @@ def _process_numbers() -> dict[str, int]:
             "world_size": _environment_number("WORLD_SIZE", 1),
         }
         # Checked before torch: a rendezvous with wrong numbers would wait until its timeout.
-        _check_process_numbers(group_numbers)
+        if not 0 <= group_numbers["rank"] < group_numbers["world_size"]:
+            raise ConfigError(
+                f"RANK={group_numbers['rank']} does not fit "
+                f"WORLD_SIZE={group_numbers['world_size']}. The processes could not connect to "
+                "each other. Set both, or none to train in this process alone."
+            )
+        variables = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.read(name)]
+        if group_numbers["world_size"] > 1 and variables:
+            raise ConfigError(
+                f"WORLD_SIZE={group_numbers['world_size']} means several processes, but "
+                f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} not set. They "
+                "could not connect to each other. Start them with notebook_launcher or torchrun, "
+                "or unset WORLD_SIZE to train in this process alone."
+            )
     local_number = _environment_number("LOCAL_RANK", group_numbers["rank"])
     return group_numbers | {
         "local_rank": local_number,
@@ -211,30 +230,6 @@ def _environment_number(name: str, default: int) -> int:
             "It tells a process its place among the others. Unset it, or start the processes with "
             "a launcher, which sets it."
         ) from None
-
-
-def _check_process_numbers(numbers: dict[str, int]) -> None:
-    if not 0 <= numbers["rank"] < numbers["world_size"]:
-        raise ConfigError(
-            f"RANK={numbers['rank']} does not fit WORLD_SIZE={numbers['world_size']}. "
-            "The processes could not connect to each other. Set both, or none to train in this "
-            "process alone."
-        )
-    variables = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.read(name)]
-    if numbers["world_size"] > 1 and variables:
-        raise ConfigError(
-            f"WORLD_SIZE={numbers['world_size']} means several processes, but "
-            f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} "
-            "not set. They could not connect to each other. Start them with notebook_launcher or "
-            "torchrun, or unset WORLD_SIZE to train in this process alone."
-        )
-
-
-def _backend_in_use(device: torch.device) -> str:
-    """The backend for tensors on this device: the matching part of ``cpu:gloo,cuda:nccl``."""
-    config = str(dist.get_backend_config())
-    backend_parts = [part.partition(":") for part in config.split(",")]
-    return {device_type: name for device_type, _, name in backend_parts}.get(device.type) or config
 
 
 def leave_process_group(collectives: Collectives) -> None:

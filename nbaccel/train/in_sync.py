@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbaccel.base.units import first_few
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.loader import PreparedLoader
 
@@ -39,12 +40,9 @@ def tensor_fingerprint(tensor: torch.Tensor) -> int:
 def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list[str]:
     """Compare facts over the processes; a collective."""
     facts_by_rank = collectives.answers("check_in_sync", dict(facts))
-    # A process may lack names that another one has.
-    fact_names = list(
-        dict.fromkeys(fact_name for rank_facts in facts_by_rank for fact_name in rank_facts)
-    )
     message_lines = []
-    for fact_name in fact_names:
+    # A process may lack names that another one has.
+    for fact_name in dict.fromkeys(name for rank_facts in facts_by_rank for name in rank_facts):
         values = [rank_facts.get(fact_name, "missing") for rank_facts in facts_by_rank]
         others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
         if others:
@@ -78,26 +76,19 @@ def check_in_sync(
     sync_facts: dict[str, Any] = dict(parameter_facts(models))
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
-            sync_facts[f"learning rate of optimizer {index}, group {group_index}"] = float(
-                group["lr"]
-            )
+            rate_name = f"learning rate of optimizer {index}, group {group_index}"
+            sync_facts[rate_name] = float(group["lr"])
     for index, loader in enumerate(loaders):
-        sync_facts[f"batches used of loader {index}"] = (
-            f"{loader.batches_seen} (epoch {loader.iteration})"
-        )
+        batches = f"{loader.batches_seen} (epoch {loader.iteration})"
+        sync_facts[f"batches used of loader {index}"] = batches
     message_lines = find_differences(sync_facts, collectives)
     if message_lines and collectives.place.is_main:
-        more_line = (
-            f"\n  and {len(message_lines) - _MOST_DIFFERENCES} more"
-            if len(message_lines) > _MOST_DIFFERENCES
-            else ""
-        )
+        differences = first_few(message_lines, _MOST_DIFFERENCES, separator="\n  ")
         warnings.warn(
-            "The processes have drifted apart:\n  "
-            + "\n  ".join(message_lines[:_MOST_DIFFERENCES])
-            + f"{more_line}\nThey train different models from here on. Look for code that changes "
-            "weights on one process only, different seeds before the model was built, or a "
-            "`break` that only some take.",
+            f"The processes have drifted apart:\n  {differences}\n"
+            "They train different models from here on. Look for code that changes weights on one "
+            "process only, different seeds before the model was built, or a `break` that only some "
+            "take.",
             stacklevel=3,  # past Accelerator.check_in_sync
         )
     return not message_lines

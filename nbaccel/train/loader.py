@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,19 +101,20 @@ class LoaderPosition:
         return state
 
     def state_dict(self, *, is_through: bool = False) -> dict[str, Any]:
-        """The position, in plain containers and tensors."""
+        """The position: epoch, batches seen, and the states that the order was drawn from.
+
+        In plain containers; with torchdata's loader, also all that its own state has.
+        """
         if self.restored_state is not None:
             # Saved again before the next iteration, which will start from what was loaded.
             return dict(self.restored_state)
-        is_within = self._epoch_start is not None and not is_through
+        start = None if is_through else self._epoch_start
         return {
             "epoch": self.epoch + is_through,
-            "batches_seen": self.batches_seen if is_within else 0,
-            "start": self._epoch_start if is_within else None,
-            "ahead": self.ahead if is_within else None,
-            "has_begun": self._epoch_start["has_begun"]
-            if is_within and self._epoch_start
-            else self.has_begun,
+            "batches_seen": self.batches_seen if start else 0,
+            "start": start,
+            "ahead": self.ahead if start else None,
+            "has_begun": start["has_begun"] if start else self.has_begun,
             "generators": self._draw_states(),
         }
 
@@ -204,22 +205,6 @@ class LoaderSettings:
     # Lays out a tensor that has been put on the device; None leaves it as it is.
     place_batch: Callable[[torch.Tensor], None] | None = None
 
-    @property
-    def batch_size(self) -> int | None:
-        """Samples of one batch of this process; None where it is not known."""
-        divisor = self.num_sharing if self.split_batches else 1
-        return self.base_batch_size and self.base_batch_size // divisor
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Samples of one batch of all processes together; None where it is not known."""
-        factor = 1 if self.split_batches else self.num_sharing
-        return self.base_batch_size and self.base_batch_size * factor
-
-    def skipping(self, more_batches: int) -> LoaderSettings:
-        """The same with so many more batches left out."""
-        return replace(self, skip_batches=self.skip_batches + more_batches)
-
 
 class PreparedLoader(DataLoader[Any]):
     """What loaders of all kinds have that give this process its share, on its device.
@@ -241,18 +226,10 @@ class PreparedLoader(DataLoader[Any]):
     """
 
     @classmethod
-    def around(
-        cls,
-        base: DataLoader[Any],
-        gradient_state: GradientState,
-        settings: LoaderSettings,
-        position: LoaderPosition | None = None,
-        *,
-        drop: int = 0,
-    ) -> Self:
-        """A loader around another one; the constructors have Accelerate's arguments."""
+    def around(cls, *args: Any, **options: Any) -> Self:
+        """A loader by the arguments below; the constructors of its classes have Accelerate's."""
         loader = cls.__new__(cls)
-        PreparedLoader.__init__(loader, base, gradient_state, settings, position, drop=drop)
+        PreparedLoader.__init__(loader, *args, **options)
         return loader
 
     def __init__(
@@ -296,7 +273,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
         """Samples of one batch of this process; None where it is not known."""
-        return self.settings.batch_size
+        divisor = self.settings.num_sharing if self.settings.split_batches else 1
+        return self.settings.base_batch_size and self.settings.base_batch_size // divisor
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
@@ -316,7 +294,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int | None:
         """Samples of one batch of all processes together; None where it is not known."""
-        return self.settings.total_batch_size
+        factor = 1 if self.settings.split_batches else self.settings.num_sharing
+        return self.settings.base_batch_size and self.settings.base_batch_size * factor
 
     @property
     def total_dataset_length(self) -> int:
@@ -357,11 +336,7 @@ class PreparedLoader(DataLoader[Any]):
         return max(0, len(self.base) - self.batches_to_drop)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell samplers and dataset which epoch is read next.
-
-        Args:
-            epoch: Its number, from 0. It is counted on from there.
-        """
+        """Tell samplers and dataset which epoch is read next; it is counted on from there."""
         self.position.move_to(epoch)
         for epoch_user in (*chain_of_samplers(self.base), self.dataset):
             if hasattr(epoch_user, "set_epoch"):
@@ -370,11 +345,7 @@ class PreparedLoader(DataLoader[Any]):
     # ------------------------------------------------------------------------- iteration
 
     def is_for(self, place: Place) -> bool:
-        """Whether it was prepared for this process among as many others.
-
-        Args:
-            place: The process.
-        """
+        """Whether it was prepared for this process among as many others."""
         own_place = self.settings.place
         return (own_place.rank, own_place.world_size) == (place.rank, place.world_size)
 
@@ -482,7 +453,10 @@ class PreparedLoader(DataLoader[Any]):
         with rng.preserve_rng_states() if is_resumed else contextlib.nullcontext():
             self._match_workers()
             restored_state = position.put_back() or {"base": None, "ahead": None}
-            self._synchronize_generators()
+            if settings.rng_types and not settings.place.is_alone:
+                rng.synchronize_rng_states(
+                    settings.rng_types, settings.synchronized, settings.collectives
+                )
             self.set_epoch(position.epoch)
             continues_epoch = settings.stateful and not settings.skip_batches and is_resumed
             skipped_batches = (
@@ -523,39 +497,26 @@ class PreparedLoader(DataLoader[Any]):
 
     def _open_source(self, *, draws_now: bool) -> Iterator[Any]:
         """Begin to read."""
-        return self._open_base(draws_now=draws_now)
-
-    def _open_base(self, *, draws_now: bool) -> Iterator[Any]:
         iterator: Any = iter(self.base)
         # A sampler draws when its first index is read, which torch has done if there are workers.
         if draws_now and not self.num_workers:
             torch_private.draw_order_now(iterator)
         return iterator  # type: ignore[no-any-return]
 
-    def _synchronize_generators(self) -> None:
-        settings = self.settings
-        if settings.rng_types and not settings.place.is_alone:
-            rng.synchronize_rng_states(
-                settings.rng_types, settings.synchronized, settings.collectives
-            )
-
     def _must_move(self, batch: Any) -> bool:
         """Whether batches come from elsewhere; one is looked at, they are all made alike."""
         device = self.settings.device
         if device is None or batch is _END_OF_EPOCH:
             return False
-        if device.type != "cpu":
-            return True
-        return any(
-            isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves(batch)
-        )
+        tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+        return device.type != "cpu" or any(tensor.device.type != "cpu" for tensor in tensors)
 
     def _foretold_remainder(self) -> int:
         """The remainder as Accelerate tells it from the first batch on: by the dataset's length."""
-        if self.settings.drop_last or not self.settings.total_batch_size:
+        if self.settings.drop_last or not self.total_batch_size:
             return -1
         try:
-            return len(self.dataset) % self.settings.total_batch_size  # type: ignore[arg-type]
+            return len(self.dataset) % self.total_batch_size  # type: ignore[arg-type]
         except TypeError:  # a stream has no length
             return -1
 
@@ -566,14 +527,14 @@ class PreparedLoader(DataLoader[Any]):
             return -1
         if settings.place.is_alone:
             rows = find_batch_size(last_batch)
-            full_rows = settings.total_batch_size
+            full_rows = self.total_batch_size
             if rows is None or not full_rows or isinstance(self.dataset, IterableDataset):
                 return -1
             return rows % full_rows
         counters: list[Any] = list(self._batch_shards())
         # Worker processes read copies of the dataset, whose counts stay there.
         if isinstance(self.dataset, IterableDatasetShard) and not self.num_workers:
-            counters += [self.dataset] if settings.batch_size else []
+            counters += [self.dataset] if self.batch_size else []
         return int(counters[-1].remainder) if counters else -1
 
     # ------------------------------------------------------------------------- position
@@ -592,11 +553,7 @@ class PreparedLoader(DataLoader[Any]):
         return {**(state["base"] or {}), **state}
 
     def check_state_dict(self, state: Any) -> None:
-        """Refuse a state that :meth:`load_state_dict` would refuse; nothing is changed.
-
-        Raises:
-            ConfigError: It is something else.
-        """
+        """Refuse a state that :meth:`load_state_dict` would refuse; nothing is changed."""
         if not self._is_of_torchdata(state):
             self.position.check(state)
 
@@ -608,11 +565,8 @@ class PreparedLoader(DataLoader[Any]):
         """Go back to where another run was.
 
         The next iteration repeats the interrupted epoch's order: from its beginning, so that
-        `skip_first_batches` leaves out what was done, or with torchdata's loader from the middle.
-
-        Args:
-            state_dict: What :meth:`state_dict` gave; with torchdata's loader, also what its own
-                gave, as in a checkpoint of Accelerate.
+        `skip_first_batches` leaves out what was done, or with torchdata's loader, whose own
+        states will do as well, from the middle.
 
         Raises:
             ConfigError: It is something else.
@@ -635,24 +589,8 @@ class DataLoaderShard(PreparedLoader):
     """A loader whose batches come on a device, and that knows its last one.
 
     Made by hand, it reads all that it is given: a ``batch_sampler=BatchSamplerShard(...)`` or an
-    ``IterableDatasetShard`` chooses this process's share.
-
-    Args:
-        dataset: What is read.
-        device: Where batches are put; None leaves them where they are.
-        rng_types: Random generators that all processes take from process 0 at each epoch.
-        synchronized_generator: What ``"generator"`` stands for in them.
-        skip_batches: Batches that are read and left out at the beginning of an epoch.
-        use_stateful_dataloader: Read with torchdata's loader, which has a state.
-        _drop_last: Whether a last batch that is not full was dropped.
-        _non_blocking: Whether copies to the device may still be under way.
-        torch_device_mesh: None: batches are not shared out by a mesh here.
-        iteration: Number of the first epoch.
-        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
-
-    Raises:
-        ConfigError: A mesh was given.
-        MissingBackend: torchdata is asked for and not installed.
+    ``IterableDatasetShard`` chooses this process's share. Batches to skip are read and left out;
+    what `DataLoader` takes follows as keywords.
     """
 
     def __init__(
@@ -686,17 +624,7 @@ class DataLoaderShard(PreparedLoader):
 
 
 class SkipDataLoader(PreparedLoader):
-    """A loader that leaves out the first batches of every epoch; `skip_first_batches` reads less.
-
-    Args:
-        dataset: What is read.
-        skip_batches: How many.
-        use_stateful_dataloader: Read with torchdata's loader, which has a state.
-        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
-
-    Raises:
-        MissingBackend: torchdata is asked for and not installed.
-    """
+    """A loader that leaves out the first batches of each epoch; `skip_first_batches` reads less."""
 
     def __init__(
         self,

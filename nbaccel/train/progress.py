@@ -128,12 +128,12 @@ class Progress(Generic[_LoaderBatch]):
         self._last_post_s = time.monotonic()
         # Reading the loss waits for the device, which is why it is done this seldom.
         last_loss = None if self._last_loss is None else float(self._last_loss.float().mean())
-        own_numbers: dict[str, Any] = {
+        own: dict[str, Any] = {
             "samples": self.samples,
             "loss": last_loss,
             "since": self._start_time,
         }
-        all_numbers = [own_numbers] if self._place.is_alone else self._exchange_numbers(own_numbers)
+        all_numbers = [own] if self._place.is_alone else self._exchange_numbers(own)
         if not self._place.is_main:
             return
         # The clock may not have advanced since the start, or may have been set back.
@@ -145,12 +145,10 @@ class Progress(Generic[_LoaderBatch]):
         if losses:
             postfix = {"loss": f"{sum(losses) / len(losses):.4g}", **postfix}
         if not self._place.is_alone:
-            num_heard = len(all_numbers)
-            num_all = self._place.world_size
+            heard, all_processes = len(all_numbers), self._place.world_size
             # Of those that have said nothing yet no samples are counted.
-            postfix["processes"] = (
-                str(num_all) if num_heard == num_all else f"{num_heard} of {num_all}"
-            )
+            before = "" if heard == all_processes else f"{heard} of "
+            postfix["processes"] = f"{before}{all_processes}"
         self.bar.set_postfix(postfix)
 
     def _exchange_numbers(self, own_numbers: dict[str, Any]) -> list[dict[str, Any]]:
@@ -160,16 +158,11 @@ class Progress(Generic[_LoaderBatch]):
             store.set(self._store_key(self._place.rank), json.dumps(own_numbers))
             if self._place.is_main:
                 store_keys = [self._store_key(rank) for rank in range(1, self._place.world_size)]
-                posted_numbers = [
-                    json.loads(store.get(key))
-                    for key in store_keys
-                    # `get` blocks until a key exists; a process that has written nothing yet is
-                    # left out.
-                    if store.check([key])
-                ]
+                # `get` blocks until a key exists: what has not written anything yet is left out.
+                posted = [json.loads(store.get(key)) for key in store_keys if store.check([key])]
                 # An earlier run on the same store may have left numbers of its own.
                 since = self._start_time - 3600
-                return [own_numbers, *(n for n in posted_numbers if n["since"] > since)]
+                return [own_numbers, *(n for n in posted if n["since"] > since)]
         return [own_numbers]
 
     def _store_key(self, rank: int) -> str:

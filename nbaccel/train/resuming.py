@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ _POSITION_FILE = "position.json"
 _Item = TypeVar("_Item")
 
 
+@dataclass(eq=False)
 class Resuming:
     """What an accelerator keeps of a launch that is stopped, and how the next one goes on.
 
@@ -33,23 +35,16 @@ class Resuming:
         is_skipping: Whether what the function does now was done before it was stopped.
     """
 
-    def __init__(
-        self,
-        folder: Path,  # where it is kept
-        place: Place,  # this process among the others
-        loaders: Sequence[Any],  # prepared loaders, in the order in which they were prepared
-        *,
-        save: Callable[[Path], Any],  # saves the accelerator's state to a folder; a collective
-        load: Callable[[Path], Any],  # loads it; a collective
-        # A loader without the batches that its restored position has seen.
-        rest_of: Callable[[Any], Iterable[Any]],
-    ) -> None:
-        self._folder = folder
-        self._place = place
-        self._loaders = loaders
-        self._save = save
-        self._load = load
-        self._rest_of = rest_of
+    _folder: Path  # where it is kept
+    _place: Place  # this process among the others
+    _loaders: Sequence[Any]  # prepared loaders, in the order in which they were prepared
+    _: KW_ONLY
+    save: Callable[[Path], Any]  # saves the accelerator's state to a folder; a collective
+    load: Callable[[Path], Any]  # loads it; a collective
+    # A loader without the batches that its restored position has seen.
+    rest_of: Callable[[Any], Iterable[Any]]
+
+    def __post_init__(self) -> None:
         self.is_skipping = False
         self._has_begun = False
         self._epoch_loops = 0
@@ -94,7 +89,7 @@ class Resuming:
             # What was kept of an earlier Stop is behind the weights that come home now: where there
             # is no room for the new state, the next launch must not go on from that.
             position_file.unlink(missing_ok=True)
-        self._save(self._folder)
+        self.save(self._folder)
         if self._place.is_local_main:
             position = {
                 "stopped_at": (self._epoch_loops, self._round or 0),
@@ -122,7 +117,7 @@ class Resuming:
                 f"has {self._place.world_size}: they would read other batches. Launch with "
                 f"num_processes={position['processes']}, or without resume to begin anew."
             )
-        self._load(self._folder)
+        self.load(self._folder)
         self._generators = rng.capture_rng_states(self._place)
         self._stopped_at = tuple(position["stopped_at"])
         self._to_skip_in_round = _by_number(position["ended_in_round"])
@@ -156,11 +151,7 @@ class Resuming:
                 self._epoch_loops += 1
 
     def batches_left(self, loader: Any) -> Iterable[Any] | None:
-        """What a loop over a prepared loader reads: the loader itself where it was not stopped.
-
-        Returns:
-            None where the loop was done.
-        """
+        """What a loop over a loader reads: itself if it was not stopped, None if it was done."""
         self._begin()
         number = self._number_of(loader)
         if number is None:
@@ -176,7 +167,7 @@ class Resuming:
             # Code between the loops that were left out may have drawn numbers.
             rng.restore_rng_states(self._place, self._generators or {})
         is_within = loader.position.restored_state is not None
-        return self._rest_of(loader) if is_within and loader.batches_seen else loader
+        return self.rest_of(loader) if is_within and loader.batches_seen else loader
 
     def loop_begins(self, loader: Any) -> None:
         """A loop over a prepared loader begins to read."""

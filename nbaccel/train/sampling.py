@@ -213,12 +213,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 class SkipBatchSampler(BatchSampler):
-    """Leaves out the first batches of another batch sampler; their data is never read.
-
-    Args:
-        batch_sampler: What yields the batches.
-        skip_batches: How many to leave out.
-    """
+    """Leaves out the first batches of another batch sampler; their data is never read."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
@@ -299,9 +294,8 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __len__(self) -> int:
         num_rounds = len(cast("Sized", self.dataset)) / (self._samples_each * self.num_processes)
-        return (
-            math.floor(num_rounds) if self.drop_last else math.ceil(num_rounds)
-        ) * self._samples_each
+        whole_rounds = math.floor(num_rounds) if self.drop_last else math.ceil(num_rounds)
+        return whole_rounds * self._samples_each
 
     def __iter__(self) -> Iterator[Any]:
         self.remainder = -1
@@ -310,9 +304,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
         round_size = self._samples_each * self.num_processes
-        own_slice = slice(
-            self.process_index * self._samples_each, (self.process_index + 1) * self._samples_each
-        )
+        first_own = self.process_index * self._samples_each
+        own_slice = slice(first_own, first_own + self._samples_each)
         first_round: list[Any] = []
         current_round: list[Any] = []
         for sample in self.dataset:
@@ -324,7 +317,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.remainder = len(current_round)
         if current_round and not self.drop_last:
             # An epoch shorter than one round is completed from itself.
-            filled_round = itertools.chain(
-                current_round, itertools.cycle(first_round or current_round)
-            )
+            endless = itertools.cycle(first_round or current_round)
+            filled_round = itertools.chain(current_round, endless)
             yield from list(itertools.islice(filled_round, round_size))[own_slice]

@@ -21,13 +21,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 def filter_linear_layers(
     module: nn.Module, fqn: str, layers_to_filter: Sequence[str | None]
 ) -> bool:
-    """Whether a layer can be converted.
-
-    Args:
-        module: The layer.
-        fqn: Its name in the model.
-        layers_to_filter: Names of layers that are left as they are.
-    """
+    """Whether a layer of that name is not to be left as it is, and 16 divides its sizes."""
     sizes = (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
     return fqn not in layers_to_filter and all(size % MULTIPLE == 0 for size in sizes)
 
@@ -38,11 +32,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether a model has linear layers of torchao that compute in 8 bits.
-
-    Raises:
-        MissingBackend: torchao cannot be imported.
-    """
+    """Whether a model has linear layers of torchao that compute in 8 bits."""
     torchao.load_torchao()
     return torchao.has_layers(model)
 
@@ -54,14 +44,8 @@ def convert_model_to_fp8_ao(
 ) -> None:
     """Put torchao's layers in the place of a model's linear ones; in place.
 
-    Args:
-        model: The model, on its device.
-        config: A ``torchao.float8.Float8LinearConfig``; None takes torchao's defaults.
-        module_filter_func: Called with a layer and its name: whether it is converted. None: all but
-            the first and the last, where 16 divides their sizes.
-
-    Raises:
-        MissingBackend: torchao cannot be imported.
+    By default of all but the first and the last, where 16 divides their sizes; `module_filter_func`
+    is called with a layer and its name, and says otherwise.
     """
     ends = find_first_last_linear_layers(model)
 

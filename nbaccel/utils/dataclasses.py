@@ -64,13 +64,5 @@ globals().update(missing_names_of(__name__))
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class of that name among a model's modules.
-
-    Args:
-        module: The model.
-        name: Of the class, as in ``transformer_layer_cls_to_wrap``.
-
-    Returns:
-        The class; None where no module has one of that name.
-    """
+    """The class of that name among a model's modules; None where no module has one."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

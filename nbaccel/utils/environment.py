@@ -30,11 +30,7 @@ _ENDS_A_VARIABLE = frozenset(";\n<> ")
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set environment variables for the length of a block.
-
-    Args:
-        **kwargs: Values by name; names are written in capitals, values as text.
-    """
+    """Set environment variables, by their names in capitals, for the length of a block."""
     with env.applied({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
 
@@ -51,14 +47,9 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Let a test's function or class leave no variable ``ACCELERATE_...`` behind.
+    """Let a test's function leave no variable ``ACCELERATE_...`` behind.
 
-    Args:
-        func_or_cls: The function, or a class, whose test methods are meant then, with those that
-            it inherits and those of its subclasses.
-
-    Returns:
-        It, wrapped.
+    Of a class all test methods are meant, with inherited ones and those of its subclasses.
     """
     if not inspect.isclass(func_or_cls):
         return _purged(func_or_cls)
@@ -104,18 +95,7 @@ def _accelerates() -> dict[str, str]:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read yes or no.
-
-    Args:
-        value: ``yes``, ``true``, ``on``, ``1`` and their like, or the opposite.
-        to_bool: Whether the answer is a truth value instead of 1 or 0.
-
-    Returns:
-        The answer.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Read ``yes``, ``true``, ``on``, ``1`` and their like, or the opposite, as 1 or 0 or bool."""
     word = value.lower()
     if word not in _YES | _NO:
         raise ConfigError(
@@ -161,11 +141,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of this machine's devices, and the name for several; none is initialised.
-
-    Returns:
-        Such as ``("cuda", "MULTI_GPU")``, which is also the answer where there is none.
-    """
+    """This machine's devices, such as ``("cuda", "MULTI_GPU")``, also where there are none."""
     for kind in ("mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron"):
         if getattr(imports, f"is_{kind}_available")():
             return kind, f"MULTI_{kind.upper()}"
@@ -219,12 +195,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Let this process run only on the cores next to its NVIDIA GPU; nothing where there is none.
-
-    Args:
-        local_process_index: Number of the GPU.
-        verbose: Whether to log the cores; None does under ``ACCELERATE_DEBUG_MODE``.
-    """
+    """Let this process run only on the cores next to its NVIDIA GPU, if there is one."""
     if not imports.is_cuda_available() or not imports.is_pynvml_available():
         return
     import pynvml

@@ -38,13 +38,7 @@ _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: Any
 ) -> set[nn.Parameter]:
-    """The parameters of some modules, such as those that FSDP leaves alone.
-
-    Args:
-        modules: They, or a regular expression for their whole names; None for none.
-        model: Where names are looked for.
-        device: Where modules go that were found by name.
-    """
+    """The parameters of modules, or of those whose whole names match a regular expression."""
     if isinstance(modules, str):
         modules = [
             module.to(device)
@@ -178,7 +172,16 @@ def write_merged_file(
     )
     total_bytes = len(head) + sum(sizes)
     with weight_files.publishing(output_folder, total_bytes) as workshop:
-        storage = _mapped_file(workshop / SAFE_FILE, head, total_bytes)
+        path = workshop / SAFE_FILE
+        with path.open("wb") as file:
+            # All its blocks at once: on a full disk a write to a page would kill the process. macOS
+            # has no such call.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, total_bytes)
+            else:
+                file.truncate(total_bytes)
+            file.write(head)
+        storage: Any = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=total_bytes)
         read_into(
             {
                 key: _view_of(storage, stored, begin)
@@ -195,19 +198,6 @@ def _dtype_code(key: str, stored: Any) -> str:
             "could not be written. Merge with --unsafe_serialization (safe_serialization=False)."
         )
     return code
-
-
-def _mapped_file(path: Path, head: bytes, total_bytes: int) -> Any:
-    """The bytes of a new file as a storage of torch: what is written there is in the file."""
-    with path.open("wb") as file:
-        # All its blocks at once: on a full disk a write to a page would kill the process. macOS
-        # has no such call.
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, total_bytes)
-        else:
-            file.truncate(total_bytes)
-        file.write(head)
-    return torch.UntypedStorage.from_file(str(path), shared=True, nbytes=total_bytes)
 
 
 def _view_of(storage: torch.UntypedStorage, stored: Any, first_byte: int) -> torch.Tensor:

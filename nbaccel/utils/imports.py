@@ -176,22 +176,13 @@ def is_rocm_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether there is the GPU of a Mac.
-
-    Args:
-        min_version: Least version of torch; every supported one is newer.
-    """
+    """Whether there is the GPU of a Mac."""
     del min_version
     return torch.backends.mps.is_available() and torch.backends.mps.is_built()
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and not turned off by ``USE_TORCH_XLA=0``.
-
-    Args:
-        check_is_tpu: Whether it also has to compute on a TPU.
-        check_is_gpu: Whether it also has to compute on a GPU.
-    """
+    """Whether torch_xla is installed, not off by ``USE_TORCH_XLA=0``, and has the device."""
     if env.flag("USE_TORCH_XLA") is False or not is_installed("torch_xla"):
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -237,11 +228,7 @@ is_xpu_available = _device("xpu", "")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether there is a device that torch calls 'hpu'.
-
-    Args:
-        init_hccl: Taken for compatibility; the package loads its own backend.
-    """
+    """Whether there is a device that torch calls 'hpu'."""
     return _has_device("hpu", "habana_frameworks.torch")
 
 
@@ -255,11 +242,7 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether this machine's device computes in bf16; CPUs do.
-
-    Args:
-        ignore_tpu: Whether a TPU counts as one that does not.
-    """
+    """Whether this machine's device computes in bf16; CPUs do, and TPUs unless they are ignored."""
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     if is_cuda_available():

@@ -21,11 +21,6 @@ class PrepareForLaunch:
 
     The caller sets ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` before; `notebook_launcher`
     does all of it by itself.
-
-    Args:
-        launcher: The function; its arguments follow the number in the call.
-        distributed_type: How the processes train together.
-        debug: Taken for compatibility: processes meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
     """
 
     def __init__(

@@ -27,14 +27,7 @@ _OUT_OF_MEMORY = (
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free what big objects hold.
-
-    Args:
-        *objects: What the caller no longer needs.
-
-    Returns:
-        As many Nones, to assign: ``model, optimizer = release_memory(model, optimizer)``.
-    """
+    """Free what big objects hold; returns as many Nones, to assign to their names."""
     held: MutableSequence[Any] = list(objects)
     held.clear()
     _free()
@@ -42,11 +35,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return cached memory of torch to the device.
-
-    Args:
-        garbage_collection: Whether Python first frees objects that cannot be reached any more.
-    """
+    """Return cached memory of torch to the device, after a collection of garbage if wanted."""
     if garbage_collection:
         gc.collect()
     # A device that is not in use has no cache, and emptying it would initialise the device.
@@ -87,11 +76,26 @@ def find_executable_batch_size(
         )
     # Accelerate's factor, so that the same sizes are tried.
     smaller = reduce_batch_size_fn or (lambda size: size * 9 // 10)
-    _check_first_argument(function)
+    if not inspect.signature(function).parameters:
+        raise ConfigError(
+            f"{function.__name__} takes no argument: find_executable_batch_size could not pass the "
+            "batch size to it. Give it a first parameter for that."
+        )
 
     @functools.wraps(function)
     def attempt(*args: Any, **kwargs: Any) -> Any:
-        _check_call(function, args)
+        positional = [
+            p
+            for p in inspect.signature(function).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if args and len(args) >= len(positional) and not _takes_any(function):
+            names = ", ".join(p.name for p in positional[1:])
+            raise TypeError(
+                f"{function.__name__} gets its batch size from find_executable_batch_size: got "
+                f"{len(args)} arguments besides it, and it takes {len(positional) - 1}. Call it as "
+                f"{function.__name__}({names})."
+            )
         size = starting_batch_size
         while size > 0:
             try:
@@ -116,40 +120,13 @@ def find_executable_batch_size(
     return attempt
 
 
-def _check_first_argument(function: Callable[..., Any]) -> None:
-    if not inspect.signature(function).parameters:
-        raise ConfigError(
-            f"{function.__name__} takes no argument: find_executable_batch_size could not pass the "
-            "batch size to it. Give it a first parameter for that."
-        )
-
-
-def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    positional = [
-        p
-        for p in inspect.signature(function).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if args and len(args) >= len(positional) and not _takes_any(function):
-        names = ", ".join(p.name for p in positional[1:])
-        raise TypeError(
-            f"{function.__name__} gets its batch size from find_executable_batch_size: got "
-            f"{len(args)} arguments besides it, and it takes {len(positional) - 1}. Call it as "
-            f"{function.__name__}({names})."
-        )
-
-
 def _takes_any(function: Callable[..., Any]) -> bool:
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     return inspect.Parameter.VAR_POSITIONAL in kinds
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether a smaller batch may help: memory was not enough.
-
-    Args:
-        exception: What a training step raised.
-    """
+    """Whether a smaller batch may help: memory was not enough."""
     return isinstance(exception, RuntimeError) and _is_out_of_memory(exception)
 
 

@@ -74,12 +74,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """What scales losses under fp16, for this process's device.
-
-    Args:
-        distributed_type: Not used; Accelerate chooses by it between scalers of other devices.
-        **kwargs: Arguments of ``torch.amp.GradScaler``.
-    """
+    """What scales losses under fp16, for this process's device."""
     del distributed_type
     return torch.amp.GradScaler(PartialState().device.type, **kwargs)
 
@@ -87,12 +82,7 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """``torch.autocast`` for this process's device, or a context in which nothing happens.
-
-    Args:
-        native_amp: Whether autocast is wanted at all.
-        autocast_kwargs: An `AutocastKwargs`.
-    """
+    """``torch.autocast`` for this process's device where it is wanted, else nothing happens."""
     if not native_amp:
         return nullcontext()
     formats = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -110,11 +100,7 @@ def get_mixed_precision_context_manager(
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a module has a hook that brings its weights in when it runs.
-
-    Args:
-        module: The module; submodules are not asked.
-    """
+    """Whether a module itself has a hook that brings its weights in when it runs."""
     return _offloading_hook(module) is not None
 
 
@@ -174,11 +160,7 @@ def _brought_in(module: nn.Module, hook: Any, execution_device: Any) -> Iterator
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """The state dict of a model with offloaded weights, all of it in host memory.
 
-    Args:
-        model: The model.
-
-    Returns:
-        Its tensors by name. Weights that nothing has values of are left out, with a warning.
+    Weights that nothing has values of are left out, with a warning.
     """
     state: dict[str, Any] = {
         name: value.to("cpu") if _has_values(value) else value
@@ -213,14 +195,7 @@ def get_state_dict_from_offload(
 ) -> dict[str, Any]:
     """Put a module's tensors into a state dict that has their names already.
 
-    Args:
-        module: The module.
-        module_name: The whole name of one of its tensors.
-        state_dict: It is changed.
-        device_to_put_offload: Where offloaded weights go; others stay where they are.
-
-    Returns:
-        `state_dict`.
+    `module_name` is the whole name of one of them; what is not offloaded stays where it is.
     """
     owner_name = module_name.rpartition(".")[0]
     target = device_to_put_offload if has_offloaded_params(module) else None

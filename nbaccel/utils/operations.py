@@ -87,17 +87,7 @@ def pad_across_processes(
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give all processes the tensor of the one that has it.
-
-    Args:
-        tensor: The tensor on one process, None on the others.
-
-    Returns:
-        It, on this process's device.
-
-    Raises:
-        CollectiveMismatch: Not exactly one process gave a tensor.
-    """
+    """Give all processes the tensor of the one that has it, on their devices."""
     place = distributed.init_process()
     collectives = Collectives(place)
     outlines = collectives.all_objects(
@@ -130,15 +120,7 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Join equal trees of tensors along a dimension; one alone is returned as it is.
-
-    Args:
-        data: At least one; all of the same structure.
-        dim: Dimension of every tensor.
-
-    Raises:
-        TypeError: There are several, and something in them is no tensor.
-    """
+    """Join equal trees of tensors along a dimension; one alone is returned as it is."""
     if len(data) == 1:
         return data[0]
     others = {type(leaf).__name__ for leaf in leaves(data) if not is_torch_tensor(leaf)}
@@ -151,12 +133,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Make a sequence of the type of another: a list, a tuple, a named tuple.
-
-    Args:
-        obj: The other sequence.
-        generator: The items.
-    """
+    """Make a sequence of the type of another: a list, a tuple, a named tuple."""
     return trees.sequence_like(obj, list(generator))
 
 
@@ -168,21 +145,9 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to everything of a kind in lists, tuples and mappings.
+    """Apply a function to everything of a kind in containers, which keep their type.
 
-    Args:
-        func: The function.
-        data: What it is applied to; containers keep their type.
-        *args: Further arguments of the function.
-        test_type: Says whether something is of that kind; by default, tensors are.
-        error_on_other_type: Whether to raise where something is not; otherwise it stays.
-        **kwargs: Further keywords of the function.
-
-    Returns:
-        The same containers, with what the function gave.
-
-    Raises:
-        TypeError: Something is not of that kind.
+    What `test_type` does not accept stays, or is refused.
     """
 
     def apply(leaf: Any) -> Any:
@@ -214,17 +179,7 @@ def slice_tensors(
     process_index: int | None = None,
     num_processes: int | None = None,
 ) -> Any:
-    """Cut every tensor.
-
-    Args:
-        data: Tensors in containers.
-        tensor_slice: The part to take, as in ``tensor[tensor_slice]``.
-        process_index: Not used; functions given as `slice_fn_for_dispatch` take it.
-        num_processes: The same.
-
-    Returns:
-        The same containers.
-    """
+    """Take the same part of every tensor, in the same containers."""
     del process_index, num_processes
     return trees.map_tensors(lambda tensor: tensor[tensor_slice], data)
 
@@ -246,12 +201,7 @@ def get_shape(data: Any) -> Any:
 
 @dataclass
 class TensorInformation:
-    """What a tensor is, without its numbers.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its number format.
-    """
+    """What a tensor is, without its numbers."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -277,17 +227,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Lengthen tensors by zeros, so that they can be cut into equal parts for the processes.
-
-    Args:
-        tensor: Tensors in containers.
-        batch_size: Rows that they have now.
-        num_processes: How many parts.
-        dim: The dimension of the rows.
-
-    Returns:
-        The same containers; the rows are the next multiple of `num_processes`.
-    """
+    """Lengthen tensors by zeros, so that they can be cut into equal parts for the processes."""
     rows = -batch_size % num_processes
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
@@ -308,11 +248,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32:
-    """A function whose results in fp16 and bf16 are turned into float32.
-
-    Args:
-        model_forward: The function, a model's forward for example.
-    """
+    """A function whose results in fp16 and bf16 are turned into float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -324,11 +260,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """As `ConvertOutputsToFp32`, as a plain function, which becomes a method in a class.
-
-    Args:
-        model_forward: The function.
-    """
+    """As `ConvertOutputsToFp32`, as a plain function, which becomes a method in a class."""
 
     @functools.wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -342,14 +274,7 @@ def GatheredParameters(  # noqa: N802 - Accelerate's name
 ) -> AbstractContextManager[Any]:
     """Whole parameters in a block, where DeepSpeed's ZeRO-3 has cut them up; else nothing happens.
 
-    Args:
-        params: The parameters.
-        modifier_rank: The process whose changes count; None where nothing is changed.
-        fwd_module: The module whose forward uses them.
-        enabled: Whether anything is done.
-
-    Returns:
-        The context.
+    What process `modifier_rank` changes counts for all.
     """
     # A single parameter is iterable, too, but by rows.
     single = isinstance(params, torch.Tensor) or not isinstance(params, Iterable)

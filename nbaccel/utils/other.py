@@ -59,7 +59,10 @@ def extract_model_from_parallel(
     if recursive:
         inner = _unwrapped_throughout(inner)
     if not keep_fp32_wrapper:
-        _restore_forward(inner)
+        wrapper = inner.__dict__.get("forward")
+        if isinstance(wrapper, AutocastForward):
+            del inner.__dict__["forward"]
+        inner.__dict__.pop("_original_forward", None)
     if compiled is None or not keep_torch_compile:
         return inner
     # Replaced inside the compiled wrapper, so that its compiled code is kept.
@@ -68,15 +71,6 @@ def extract_model_from_parallel(
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    classes = _wrappers()
-    # Wrappers may be nested.
-    while isinstance(model, classes):
-        inner: Any = model.module
-        model = inner
-    return model
-
-
-def _wrappers() -> tuple[type[Any], ...]:
     # A module that was not imported can have no instances; importing DeepSpeed takes seconds.
     named_classes = (
         ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
@@ -86,7 +80,12 @@ def _wrappers() -> tuple[type[Any], ...]:
         getattr(sys.modules.get(module), name, None) for module, name in named_classes
     )
     torch_classes = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    return (*torch_classes, *(wrapper for wrapper in imported_classes if wrapper is not None))
+    classes = (*torch_classes, *(wrapper for wrapper in imported_classes if wrapper is not None))
+    # Wrappers may be nested.
+    while isinstance(model, classes):
+        inner: Any = model.module
+        model = inner
+    return model
 
 
 def _unwrapped_throughout(module: nn.Module) -> nn.Module:
@@ -95,13 +94,6 @@ def _unwrapped_throughout(module: nn.Module) -> nn.Module:
     for name, child in list(inner.named_children()):
         setattr(inner, name, _unwrapped_throughout(child))
     return inner  # type: ignore[no-any-return]
-
-
-def _restore_forward(model: nn.Module) -> None:
-    wrapper = model.__dict__.get("forward")
-    if isinstance(wrapper, AutocastForward):
-        del model.__dict__["forward"]
-    model.__dict__.pop("_original_forward", None)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -136,12 +128,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """All submodules, each after those inside of it, the model itself last.
-
-    Args:
-        model: The model.
-        return_fqns: Whether each comes with its name.
-    """
+    """All submodules, each after those inside of it, the model itself last; or also their names."""
     named_modules: list[tuple[str, nn.Module]] = []
     waiting = [("", model)]
     while waiting:
@@ -160,14 +147,7 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 def save(
     obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Write an object to a file, once per run.
-
-    Args:
-        obj: Anything that pickles.
-        f: The file; a reader sees the old one or the whole new one.
-        save_on_each_node: Whether once per node instead.
-        safe_serialization: safetensors, for a dict of tensors.
-    """
+    """Write an object to a file, once per run or node; a reader sees the old file or the new."""
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
         if safe_serialization and isinstance(obj, Mapping) and (names := _sharing_names(obj)):
@@ -176,16 +156,7 @@ def save(
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what :func:`save` wrote; no code in it is run, unless ``weights_only=False`` allows it.
-
-    Args:
-        f: The file.
-        map_location: Where tensors go, as for ``torch.load``.
-        **kwargs: Of ``torch.load``.
-
-    Raises:
-        CheckpointDamaged: It cannot be read, or holds more than tensors and plain data.
-    """
+    """Read what :func:`save` wrote; no code in it runs unless ``weights_only=False`` allows it."""
     path = Path(f) if isinstance(f, str) else f
     return files.read_torch_file(path, map_location=map_location, **kwargs)
 
@@ -193,11 +164,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 def clean_state_dict_for_safetensors(state_dict: MutableMapping[str, Any]) -> dict[str, Any]:
     """A state dict in which no two tensors share memory, which safetensors do not hold.
 
-    Args:
-        state_dict: Tensors by name; of those that share memory only the first stays in it.
-
-    Returns:
-        The rest, each in one piece.
+    Of those that share memory only the first stays in it.
     """
     dropped = _sharing_names(state_dict)
     for name in dropped:
@@ -263,15 +230,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Put a nested dictionary into another.
-
-    Args:
-        source: The entries to add.
-        destination: Where; changed in place.
-
-    Returns:
-        The destination.
-    """
+    """Put a nested dictionary into another, in place; returns that."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))

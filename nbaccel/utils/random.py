@@ -14,12 +14,7 @@ __all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give all processes one random state of process 0.
-
-    Args:
-        rng_type: ``torch``, ``cuda`` or ``generator``; None for none.
-        generator: The one that ``generator`` means.
-    """
+    """Give all processes one random state of process 0; None is none."""
     if rng_type is not None:
         synchronize_rng_states([rng_type], generator)
 

@@ -12,16 +12,7 @@ __all__ = ["tqdm"]
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """A progress bar that only process 0 of each node shows.
-
-    Args:
-        *args: Arguments of ``tqdm``.
-        main_process_only: False shows one per process.
-        **kwargs: Arguments of ``tqdm``; ``disable=True`` hides it here, too.
-
-    Returns:
-        The bar.
-    """
+    """A progress bar of ``tqdm`` that only process 0 of each node shows, unless all are to."""
     if main_process_only and distributed.local_rank() != 0:
         kwargs["disable"] = True
     return auto.tqdm(*args, **kwargs)

@@ -19,17 +19,7 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> None:
-    """Put TransformerEngine's linear layers and LayerNorms in a model, or torch's back; in place.
-
-    Args:
-        model: The model; parameters stay the same objects.
-        to_transformer_engine: Whether its layers are put in, or taken out.
-        _convert_linear: Whether linear layers are put in.
-        _convert_ln: Whether LayerNorms are put in.
-
-    Raises:
-        MissingBackend: TransformerEngine cannot be imported.
-    """
+    """Put TransformerEngine's linear layers and norms in a model, or torch's back; in place."""
     library = engine_layers.load_transformer_engine()
     if to_transformer_engine:
         linear_names = None if _convert_linear else frozenset[str]()
@@ -48,19 +38,7 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """A forward under TransformerEngine's autocast, to be bound to a model.
-
-    Args:
-        model_forward: The model's own forward, bound to it.
-        fp8_recipe: An object of one of TransformerEngine's recipes.
-        use_during_eval: Whether evaluation computes in 8 bits, too.
-
-    Returns:
-        A function of the model and the forward's arguments.
-
-    Raises:
-        MissingBackend: TransformerEngine cannot be imported.
-    """
+    """A forward under TransformerEngine's autocast, as a function to be bound to a model."""
     library = engine_layers.load_transformer_engine()
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -74,19 +52,7 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Fp8Handler | None) -> nn.Module:
-    """Let a model's forward run under TransformerEngine's autocast; in place.
-
-    Args:
-        model: The model.
-        fp8_recipe_handler: The recipe, as `TERecipeKwargs`; None takes the defaults.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigError: The installed version does not have the recipe.
-        MissingBackend: TransformerEngine cannot be imported.
-    """
+    """Let a model's forward run under TransformerEngine's autocast; in place."""
     library = engine_layers.load_transformer_engine()
     settings = (fp8_recipe_handler or TERecipeKwargs()).to_config()
     if settings.recipe == "auto":

@@ -16,20 +16,7 @@ __all__ = ["compare_versions", "is_torch_version"]
 def compare_versions(
     library_or_version: str | Version, operation: str, requirement_version: str
 ) -> bool:
-    """Whether a version is as required.
-
-    Args:
-        library_or_version: Name of an installed package, or a version.
-        operation: ``>``, ``>=``, ``==``, ``!=``, ``<=`` or ``<``.
-        requirement_version: What it is compared with.
-
-    Returns:
-        The answer.
-
-    Raises:
-        ConfigError: The operation is none of these.
-        PackageNotFoundError: The package is not installed.
-    """
+    """Whether a version, or that of an installed package, is as required."""
     if operation not in STR_OPERATION_TO_FUNC:
         raise ConfigError(
             f"compare_versions(operation={operation!r}) is unknown: versions cannot be compared. "
@@ -43,10 +30,5 @@ def compare_versions(
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the installed torch is of such a version; see :func:`compare_versions`.
-
-    Args:
-        operation: As there.
-        version: As there.
-    """
+    """Whether the installed torch is of such a version; see :func:`compare_versions`."""
     return compare_versions("torch", operation, version)

@@ -228,12 +228,6 @@ def test_the_forward_and_the_context_compute_in_the_precision(precision: str, dt
     assert (accelerator.scaler is not None) is (precision == "fp16")
 
 
-def test_the_context_can_be_switched_off_by_its_own_settings() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    with accelerator.autocast(AutocastKwargs(enabled=False)):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-
-
 def test_autocast_is_as_the_handler_says() -> None:
     accelerator = Accelerator(
         cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)]

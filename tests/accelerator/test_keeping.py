@@ -6,15 +6,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
-from nbaccel.errors import ConfigError
-from nbaccel.tracking import GeneralTracker
-from tests.accelerator.loops import line, numbers, sgd, together, told, weight
+from tests.accelerator.loops import line, numbers, sgd, together, told
 
 
 def test_a_models_weights_are_written_once_under_the_users_names(tmp_path: Path) -> None:
@@ -56,48 +53,6 @@ def test_sharded_models_are_written_whole(tmp_path: Path) -> None:
     assert torch.equal(written["weight"], expected.weight)
 
 
-def test_a_state_brings_back_weights_optimizer_schedule_step_and_own_objects(
-    tmp_path: Path,
-) -> None:
-    class Counter:
-        def __init__(self) -> None:
-            self.count = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"count": self.count}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.count = state["count"]
-
-    def start() -> Any:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-        model, counter = line(), Counter()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        accelerator.register_for_checkpointing(counter)
-        return accelerator, model, optimizer, counter
-
-    accelerator, model, optimizer, counter = start()
-    seen: list[Any] = []
-    accelerator.register_save_state_pre_hook(lambda m, w, f: seen.append((len(m), len(w))))
-    accelerator.backward(model(torch.ones(1, 1)).sum())
-    optimizer.step()
-    accelerator.step, counter.count = 2, 7
-    folder = accelerator.save_state(tmp_path / "state")
-    assert folder == tmp_path / "state"
-    assert seen == [(1, 1)]
-
-    again, reborn, stepper, recounted = start()
-    again.load_state(folder)
-    assert weight(reborn) == weight(model)
-    assert (again.step, recounted.count) == (2, 7)
-    assert len(stepper.state) == 1  # the momentum
-    with pytest.raises(ConfigError, match="str"):
-        again.register_for_checkpointing("text")
-    with pytest.raises(ConfigError, match="nowhere"):
-        again.save_state()
-
-
 def read(path: Path) -> list[Any]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
@@ -131,37 +86,6 @@ def test_a_tracker_nobody_asked_for_is_not_found(tmp_path: Path) -> None:
     )
     assert accelerator.get_tracker("jsonl", unwrap=True).name.endswith("run.jsonl")
     accelerator.end_training()
-
-
-def test_a_tracker_of_the_users_own_is_told_everything() -> None:
-    class Mine(GeneralTracker):
-        name = "mine"
-        requires_logging_directory = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[Any] = []
-
-        @property
-        def tracker(self) -> list[Any]:
-            return self.told
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            self.told.append(values)
-
-        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-            self.told.append((values, step, kwargs))
-
-        def finish(self) -> None:
-            self.told.append("end")
-
-    mine = Mine()
-    accelerator = Accelerator(cpu=True, log_with=mine)
-    accelerator.init_trackers("run", config={"a": 1})
-    accelerator.log({"x": 2}, step=1)
-    assert accelerator.get_tracker("mine") is mine
-    accelerator.end_training()
-    assert mine.told == [{"a": 1}, ({"x": 2}, 1, {}), "end"]
 
 
 def test_training_may_be_ended_twice_and_without_trackers() -> None:

@@ -100,19 +100,6 @@ def test_nothing_is_cut_where_the_last_batch_is_dropped_or_no_loader_runs() -> N
     assert together(body) == [([0, 1, 2, 3, 4, 5], [1.0] * 6)] * 2
 
 
-def test_one_process_gets_back_what_it_gave() -> None:
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(numbers(5, 2))
-    seen = [i for batch in loader for i in rows(accelerator.gather_for_metrics(batch))]
-    assert seen == [0, 1, 2, 3, 4]
-    for _ in loader:
-        mine = {"names": "abcdef", "count": 3}
-        assert accelerator.gather_for_metrics(mine) == mine
-        assert accelerator.gather_for_metrics(torch.tensor(1.0)).dim() == 0
-    assert accelerator.gather(torch.tensor(2.0)).dim() == 0
-    assert accelerator.gather_for_metrics(["a"]) == ["a"]
-
-
 def test_values_are_combined_and_padded() -> None:
     def body(accelerator: Accelerator) -> Any:
         rank = accelerator.process_index
@@ -144,18 +131,6 @@ def test_values_are_combined_and_padded() -> None:
             "no such dim": 1 + rank,
             "scalars": [0, 1],
         }
-
-
-def test_metrics_of_a_loop_inside_a_loop_are_those_of_the_inner_loader() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        training, evaluation = accelerator.prepare(numbers(20, 5), numbers(5, 2))
-        found = []
-        for _ in training:
-            seen = [i for b in evaluation for i in rows(accelerator.gather_for_metrics(b))]
-            found.append(seen)
-        return found
-
-    assert together(body) == [[[0, 1, 2, 3, 4]] * 2] * 2
 
 
 def test_a_loader_of_the_users_own_passes_all_through() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -44,24 +43,6 @@ def test_one_thing_comes_back_alone_and_unknown_ones_as_they_were() -> None:
     assert accelerator.prepare(model) is model
     assert accelerator.prepare(strange) is strange
     assert accelerator.prepare(None, strange) == (None, strange)
-
-
-def test_what_is_prepared_stays_as_it_is() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        model = line()
-        optimizer = sgd(model)
-        first = accelerator.prepare(model, optimizer, numbers(), schedule(optimizer))
-        again = accelerator.prepare(*first)
-        by_original = accelerator.prepare(model)
-        kept = [len(getattr(accelerator, f"_{kind}")) for kind in ("models", "optimizers")]
-        return (
-            all(a is b for a, b in zip(first, again, strict=True)),
-            by_original is first[0],
-            isinstance(first[0], DistributedDataParallel),
-            kept,
-        )
-
-    assert together(body) == [(True, True, True, [1, 1])] * 2
 
 
 def test_a_schedulers_optimizer_may_have_been_prepared_before_it() -> None:
@@ -275,15 +256,6 @@ def test_what_is_given_twice_or_again_is_prepared_once() -> None:
     assert together(body) == [(True, True, True, True, False, [1, 1])] * 2
 
 
-def test_a_launcher_may_ask_for_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
-    model = Accelerator(cpu=True).prepare(line())
-    assert model._compiled_call_impl is not None
-    plain = Accelerator(cpu=True, dynamo_backend="NO").prepare(line())
-    assert plain._compiled_call_impl is None
-    assert torch.equal(model(torch.ones(1, 1)), plain(torch.ones(1, 1)))
-
-
 def test_a_model_in_few_bits_that_is_offloaded_cannot_be_trained() -> None:
     model: Any = line()
     model.is_loaded_in_8bit = True
@@ -299,16 +271,6 @@ def test_a_device_is_named_with_its_number(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "no-device:1")
     with pytest.raises(ConfigError, match="ACCELERATE_TORCH_DEVICE='no-device:1' names no device"):
         Accelerator()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_wrapper_of_the_callers_own_is_unwrapped_too(keep: bool) -> None:
-    model, accelerator = line(), Accelerator(cpu=True)
-    assert accelerator.unwrap_model(nn.DataParallel(model)) is model
-    compiled = torch.compile(nn.DataParallel(model))
-    found: Any = accelerator.unwrap_model(compiled, keep_torch_compile=keep)
-    assert (found._orig_mod if keep else found) is model
 
 
 def test_a_scheduler_that_was_sent_with_its_optimizer_does_not_warn_of_an_overridden_step() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,100 +14,10 @@ from nbaccel import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
-    GradScalerKwargs,
 )
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.utils import TERecipeKwargs
 from tests.accelerator.loops import line, numbers, rows, sgd, together, told, weight
-
-
-def test_metrics_have_no_duplicates_after_skipping_batches() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        loader = accelerator.skip_first_batches(accelerator.prepare(numbers()), 1)
-        return [i for batch in loader for i in rows(accelerator.gather_for_metrics(batch))]
-
-    assert together(body) == [[6, 7, 8, 9]] * 2
-
-
-def test_an_outer_loader_sees_its_end_after_an_inner_one_was_left_by_break() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = line()
-    model, optimizer, outer, inner = accelerator.prepare(
-        model, sgd(model), numbers(5, 1), numbers(5, 1)
-    )
-    synced = []
-    for batch in outer:
-        for _ in inner:
-            break
-        with accelerator.accumulate(model):
-            accelerator.backward(model(batch[0]).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-            synced.append(accelerator.sync_gradients)
-    assert synced == [False, True, False, True, True]
-    assert model.weight.grad is None  # the short last group was used
-    assert not accelerator.gradient_state.in_dataloader
-
-
-def test_tensors_of_unequal_shapes_raise_instead_of_giving_garbage() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        mine = torch.arange(3 + accelerator.process_index)
-        first = told(lambda: accelerator.gather(mine))
-        padded = accelerator.pad_across_processes(mine, pad_index=-1)
-        return first, accelerator.gather(padded).tolist()
-
-    for message, after in together(body):
-        assert message.startswith("CollectiveMismatch")
-        assert "int64 (3,)" in message
-        assert "int64 (4,)" in message
-        assert after == [0, 1, 2, -1, 0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("seedable", [False, True])
-def test_differently_seeded_processes_draw_every_sample_once(seedable: bool) -> None:
-    def body(accelerator: Accelerator) -> Any:
-        torch.manual_seed(100 + accelerator.process_index)
-        loader = accelerator.prepare(numbers(12, 3, shuffle=True))
-        return [[i for batch in loader for i in rows(batch)] for _ in range(2)]
-
-    config = DataLoaderConfiguration(use_seedable_sampler=seedable)
-    first, second = together(body, dataloader_config=config)
-    for epoch in (0, 1):
-        assert sorted(first[epoch] + second[epoch]) == list(range(12))
-    assert first[0] != first[1]
-
-
-def resume(folder: Path, seed: int, **arguments: Any) -> Any:
-    def body(accelerator: Accelerator) -> Any:
-        torch.manual_seed(seed)
-        loader = accelerator.prepare(numbers(12, 2, shuffle=True))
-        for _ in loader:
-            pass
-        done = []
-        for number, batch in enumerate(loader):
-            done.append(rows(batch))
-            if number == 0:
-                accelerator.save_state(folder)
-        third = [rows(batch) for batch in loader]
-
-        torch.manual_seed(seed + 77)  # another process, later
-        again = Accelerator(cpu=True, **arguments)
-        reborn = again.prepare(numbers(12, 2, shuffle=True))
-        again.load_state(folder)
-        epoch = reborn.iteration
-        rest = [rows(batch) for batch in again.skip_first_batches(reborn)]
-        return epoch, done[1:] == rest, third == [rows(batch) for batch in reborn]
-
-    return together(body, **arguments)
-
-
-@pytest.mark.parametrize("seedable", [False, True])
-def test_loading_a_state_brings_back_epoch_and_order_of_the_loaders(
-    tmp_path: Path, seedable: bool
-) -> None:
-    config = DataLoaderConfiguration(use_seedable_sampler=seedable)
-    assert resume(tmp_path / "state", 5, dataloader_config=config) == [(1, True, True)] * 2
-    assert (tmp_path / "state" / "sampler.bin").stat().st_size > 0
 
 
 @pytest.mark.filterwarnings("ignore:GradientAccumulationPlugin:UserWarning")  # at the first True
@@ -231,55 +140,3 @@ def test_a_second_accelerator_leaves_the_first_ones_steps_alone() -> None:
     with first.accumulate():
         assert not first.sync_gradients
         assert second.sync_gradients
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["dispatch_batches", "even_batches", "use_seedable_sampler", "logging_dir"],
-)
-def test_arguments_that_do_not_exist_are_refused(name: str) -> None:
-    make: Any = Accelerator
-    with pytest.raises(TypeError, match=name):
-        make(**{name: True})
-
-
-def test_fp16_on_the_cpu_computes_in_fp16_and_scales_the_loss() -> None:
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)]
-    )
-    seen = []
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    model.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
-    inner: list[torch.dtype] = []
-    body = nn.Sequential(model)
-    model.register_forward_hook(lambda _m, _i, out: inner.append(out.dtype))
-    body, optimizer = accelerator.prepare(body, sgd(body))
-    out = body(torch.ones(1, 1))
-    assert inner == [torch.float16]
-    assert seen == [True]
-    assert out.dtype == torch.float32
-    accelerator.backward(out.sum())
-    assert float(model.weight.grad) == 8.0
-    optimizer.step()
-    assert weight(body) == pytest.approx(0.9)
-
-
-def test_splitting_a_dict_leaves_the_callers_one_as_it_was() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        mine = {"a": [1, 2, 3], "b": {"c": torch.arange(3)}["c"]}
-        with accelerator.split_between_processes(mine) as part:
-            return len(part["a"]), len(part["b"]), len(mine["a"]), len(mine["b"])
-
-    assert together(body) == [(2, 2, 3, 3), (1, 1, 3, 3)]
-
-
-def test_what_is_no_tensor_cannot_be_gathered_and_is_named() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        message = told(lambda: accelerator.gather({"x": torch.ones(1), "name": "me"}))
-        return message, accelerator.gather_for_metrics([f"p{accelerator.process_index}"])
-
-    for message, objects in together(body):
-        assert message.startswith("TypeError")
-        assert "got str" in message
-        assert objects == ["p0", "p1"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +58,3 @@ def load_side_by_side(path: str, layers: int, width: int) -> dict[str, int]:
     dist.barrier()
     assert total > 0
     return {name: after[name] - before[name] for name in ("Rss", "Pss", "Anonymous")}
-
-
-def count(tensors: dict[str, Any]) -> dict[str, float]:
-    return {name: float(tensor.double().sum()) for name, tensor in tensors.items()}

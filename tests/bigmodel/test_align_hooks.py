@@ -18,7 +18,6 @@ from nbaccel.hooks import (
     add_hook_to_module,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
     remove_hook_from_submodules,
 )
 from nbaccel.utils import align_module_device
@@ -109,21 +108,6 @@ def test_only_what_runs_is_in_memory():
     assert there == [[True, False, False], [False, True, False], [False, False, True]]
 
 
-@pytest.mark.parametrize("offload_buffers", [False, True])
-def test_buffers_go_if_asked(offload_buffers):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-    model[1].register_buffer("fleeting", torch.ones(1), persistent=False)
-    model[1].running_mean += 3
-    expected = model(X)
-    attach_align_device_hook(model, "cpu", offload=True, offload_buffers=offload_buffers)
-    assert model[1].running_mean.is_meta is offload_buffers
-    assert not model[1].fleeting.is_meta
-    assert torch.equal(model(X), expected)
-    assert model[1].running_mean.is_meta is offload_buffers
-    remove_hook_from_submodules(model)
-    assert torch.equal(model(X), expected)
-
-
 class ReadsInner(nn.Module):
     """Uses the weights of a submodule without calling it."""
 
@@ -159,16 +143,6 @@ def test_arguments_are_moved_but_those_to_skip():
     add_hook_to_module(module, AlignDevicesHook("meta", skip_keys="cache"))
     found = module(X, cache={"k": X}, mask=X)
     assert found == {"rows": "meta", "cache": "cpu", "mask": "meta"}
-
-
-def test_outputs_go_to_where_the_input_was():
-    module = nn.Linear(4, 4)
-    add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=True))
-    assert module(X).device.type == "cpu"
-    meta_module = nn.Linear(4, 4)
-    add_hook_to_module(meta_module, AlignDevicesHook("meta"))
-    assert meta_module.weight.is_meta
-    assert meta_module(X).is_meta
 
 
 def test_a_failing_forward_is_followed_by_a_good_one():
@@ -215,14 +189,6 @@ def test_a_copy_of_an_offloaded_model_runs_by_itself(duplicate):
 
 
 # ------------------------------------------------------------------------- parts and ties
-
-
-def test_submodules_without_hooks_get_one_that_moves_arguments():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
-    attach_execution_device_hook(model, "meta")
-    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
-    assert hooked == ["", "0", "2", "2.0"]
-    assert model(X).is_meta
 
 
 class Tied(nn.Module):
@@ -288,22 +254,6 @@ def test_a_gradient_that_would_be_lost_is_refused():
     loss = model(X).sum()
     with pytest.raises(ConfigError, match=r"'2\.(weight|bias)'.*would be lost.*max_memory.*FSDP"):
         loss.backward()
-
-
-def test_what_is_in_memory_is_trained_beside_frozen_offloaded_weights():
-    model = make_model(2)
-    reference = copy.deepcopy(model)
-    for part in (model[1], reference[1]):
-        part.requires_grad_(False)
-    add_layers = {"0": False, "1": True}
-    attach_align_device_hook_on_blocks(
-        model, {"": "cpu", "0": "cpu", "1": "cpu"}, add_layers, weights_map=state_of(model)
-    )
-    model(X).sum().backward()
-    reference(X).sum().backward()
-    assert torch.equal(model[0].weight.grad, reference[0].weight.grad)
-    assert not model[0].weight.is_meta
-    assert model[1].weight.is_meta
 
 
 def test_a_tied_weight_that_stays_in_memory_is_trained():
@@ -448,18 +398,6 @@ def test_layers_that_run_several_times_are_right(numbers):
     assert set(asked) <= set(numbers)
     # A pass ends where its first layer comes again, so some orders are not learnt as a whole.
     assert len(asked) <= 2 * len(numbers)
-
-
-def test_a_part_that_runs_alone_for_long_keeps_no_endless_record():
-    model, source = attach_backwards()
-    order = model.layers[0]._hf_hook.execution_order
-    model(X)
-    for _ in range(50):
-        model(X, (1, 2))
-    assert len(order._this_pass) <= 4 * 4 + 1
-    source.told.clear()
-    model(X, (1, 2))
-    assert set(layer_numbers(source.take("prefetch"))) <= {1, 2}
 
 
 def test_looking_into_a_module_does_not_change_the_order():

@@ -121,11 +121,6 @@ def test_the_models_own_map_is_read():
     assert view.bars[0].used == 0
 
 
-def test_this_machine_is_shown_where_none_is_described():
-    view = show_device_map(on_meta(), device_map={"": "cpu"})
-    assert next(bar for bar in view.bars if bar.device == "cpu").left > 0
-
-
 @pytest.mark.parametrize("hf_device_map", [None, {}, 3])
 def test_without_a_map_it_says_how_to_get_one(hf_device_map):
     model = on_meta()
@@ -141,11 +136,6 @@ def test_what_is_no_device_is_refused():
         shown(device_map={"": "attic"})
 
 
-def test_an_incomplete_map_is_refused():
-    with pytest.raises(ConfigError, match=r"head\.weight"):
-        shown(device_map={"embed": 0, "layers": 1})
-
-
 def test_tensors_and_modules_inside_of_others_count_once():
     view = shown(device_map={"": "cpu", "layers.3": 0, "head.weight": 1})
     sizes = {run.label: run.size for run in view.runs}
@@ -153,14 +143,12 @@ def test_tensors_and_modules_inside_of_others_count_once():
 
 
 def test_the_html_has_the_same_rows_escaped():
-    bundle = shown()._repr_mimebundle_()
-    page = bundle["text/html"]
+    page = shown()._repr_html_()
     assert page.count("<tr") == 1 + 4 + 1 + 6
     assert "<GPU>" not in page
     assert "Fast &lt;GPU&gt; &amp; Co" in page
     for bar in shown().bars:
         assert all(html.escape(cell) in page for cell in bar.cells(shown().runs))
-    assert bundle["text/plain"] == str(shown())
 
 
 def test_names_of_modules_are_escaped():
@@ -168,8 +156,3 @@ def test_names_of_modules_are_escaped():
     page = shown(model=model, device_map={"<script>alert(1)</script>": 0})._repr_html_()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
-
-
-def test_the_view_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        shown().model_name = "other"

@@ -15,7 +15,6 @@ from nbaccel import (
     Accelerator,
     ConfigError,
     cpu_offload,
-    cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
     init_empty_weights,
@@ -103,12 +102,6 @@ def test_a_model_gives_the_same_numbers_from_any_tier(
     assert not reading or prefetch
 
 
-def test_nothing_is_copied_for_the_disk_tier(checkpoint: Path) -> None:
-    before = sorted(checkpoint.parent.iterdir())
-    load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "disk"})(TOKENS)
-    assert sorted(checkpoint.parent.iterdir()) == before
-
-
 @pytest.mark.parametrize("words", ["auto", "balanced", "balanced_low_0", "sequential"])
 def test_a_map_is_made_of_a_word_and_budgets(tower: Tower, checkpoint: Path, words: str) -> None:
     model = load_checkpoint_and_dispatch(
@@ -176,18 +169,6 @@ def test_whole_models_are_offloaded_to_the_host_or_the_disk(
             remove_hook_from_submodules(model)
             assert not on_meta(model)
             assert torch.equal(model(TOKENS), expected)
-
-
-def test_a_model_that_waits_in_host_memory_makes_room_for_the_next(tower: Tower) -> None:
-    first, first_hook = cpu_offload_with_hook(nn.Linear(4, 4), torch.device("cpu"))
-    second, second_hook = cpu_offload_with_hook(
-        nn.Linear(4, 4), torch.device("cpu"), prev_module_hook=first_hook
-    )
-    assert second(first(torch.ones(1, 4))).shape == (1, 4)
-    second_hook.offload()
-    second_hook.remove()
-    first_hook.remove()
-    assert not hasattr(second, "_hf_hook")
 
 
 # ------------------------------------------------------------------------------ refusals

@@ -10,7 +10,6 @@ from torch import nn
 
 from nbaccel import big_modeling, hooks as our_hooks
 from nbaccel.utils import modeling, offload
-from tests.bigmodel.families import FAMILIES, build, inputs
 
 accelerate = pytest.importorskip("accelerate")
 peer_hooks = pytest.importorskip("accelerate.hooks")
@@ -123,27 +122,6 @@ def test_hooks_do_the_same(way):
         assert alike(own, other), (step, own, other)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models_of_transformers_give_the_same(family):
-    torch.manual_seed(0)
-    plain = build(family).eval()
-    state = state_copy(plain)
-    found = {}
-    for hooks in (our_hooks, peer_hooks):
-        with big_modeling.init_empty_weights():
-            model = build(family).eval()
-        model.load_state_dict(state, assign=True)
-        hooks.attach_align_device_hook(model, "cpu", offload=True, weights_map=dict(state))
-        with torch.no_grad():
-            found[hooks] = model(**inputs(family)).logits, facts(model)["devices"]
-    with torch.no_grad():
-        expected = plain(**inputs(family)).logits
-    (our_logits, our_devices), (their_logits, their_devices) = found.values()
-    assert torch.equal(our_logits, expected)
-    assert torch.equal(their_logits, expected)
-    assert our_devices == their_devices
-
-
 WEIGHTS = {
     "a": torch.randn(2, 3),
     "b": torch.randn(3).bfloat16(),
@@ -152,17 +130,6 @@ WEIGHTS = {
     "e": torch.arange(4, dtype=torch.int64),
     "f": torch.randn(4).to(torch.float8_e4m3fn),
 }
-
-
-@pytest.mark.parametrize("reader", [offload, peer_offload])
-@pytest.mark.parametrize("writer", [offload, peer_offload])
-def test_each_reads_the_folders_of_the_other(tmp_path, writer, reader):
-    writer.offload_state_dict(tmp_path, WEIGHTS)
-    loader = reader.OffloadedWeightsLoader(save_folder=tmp_path)
-    assert list(loader) == list(WEIGHTS)
-    for name, weight in WEIGHTS.items():
-        assert loader[name].dtype == weight.dtype
-        assert torch.equal(loader[name].float(), weight.float())
 
 
 def test_folders_are_the_same(tmp_path):

@@ -250,25 +250,6 @@ def test_processes_see_the_same_bytes_only_of_files_that_nobody_wrote_to(tmp_pat
     assert mapped_files.same_bytes([span(again, 0, 8)]) is not None
 
 
-def test_two_machines_never_see_the_same_bytes(tmp_path, monkeypatch):
-    (tmp_path / "file").write_bytes(bytes(PAGE))
-    mapping = Arena.of_file(tmp_path / "file")
-    here = mapped_files.same_bytes([span(mapping, 0, 8)])
-    for name, value in [("_BOOT_NUMBER", tmp_path / "none"), ("platform", _Elsewhere)]:
-        mapped_files._machine_identity.cache_clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(mapped_files, name, value)
-            assert mapped_files.same_bytes([span(mapping, 0, 8)]) != here
-        mapped_files._machine_identity.cache_clear()
-    assert mapped_files.same_bytes([span(mapping, 0, 8)]) == here
-
-
-class _Elsewhere:
-    @staticmethod
-    def node() -> str:
-        return "another-node"
-
-
 # ------------------------------------------------------------------------------ arenas
 
 

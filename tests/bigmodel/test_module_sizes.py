@@ -9,18 +9,13 @@ import torch
 from torch import nn
 
 from nbaccel.bigmodel.module_sizes import (
-    calculate_maximum_sizes,
-    check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     compute_module_sizes,
     compute_module_total_buffer_size,
-    get_max_layer_size,
-    get_module_leaves,
     get_module_size_with_ties,
 )
 from nbaccel.config.enumerations import CustomDtype
 from nbaccel.errors import ConfigError
-from tests.bigmodel.families import build
 
 
 def encoder() -> nn.Module:
@@ -54,13 +49,6 @@ def test_sizes_add_up_to_those_of_the_modules_around():
     }
     # A tied weight counts at its first name.
     assert sizes["head"] == sizes["head.weight"] == 0
-
-
-def test_tensors_on_meta_count_with_what_they_will_take():
-    with torch.device("meta"):
-        empty = encoder()
-        empty["head"].weight = empty["embed"].weight
-    assert compute_module_sizes(empty) == compute_module_sizes(encoder())
 
 
 SPECIAL = {"embed.weight": torch.float64}
@@ -101,25 +89,6 @@ def test_buffers_alone():
     assert compute_module_total_buffer_size(nn.Linear(2, 2)) == 0
 
 
-def test_the_largest_layer_and_all_of_its_size():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    sizes = compute_module_sizes(model)
-    parts = list(model.named_children())
-    assert get_max_layer_size(parts, sizes, []) == (80, ["0", "1.0"])
-    assert get_max_layer_size(parts, sizes, "Sequential") == (80, ["0", "1"])
-
-
-def test_maximum_sizes_know_what_a_model_says_of_its_blocks():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    assert calculate_maximum_sizes(model) == (240, (80, ["0", "1.0", "1.1"]))
-    model._no_split_modules = ["Sequential"]
-    assert calculate_maximum_sizes(model) == (240, (160, ["1"]))
-
-
-def test_leaves_have_nothing_below_them():
-    assert get_module_leaves({"": 3, "a": 2, "a.b": 1, "a.c": 1, "ab": 1}) == ["a.b", "a.c", "ab"]
-
-
 def test_a_size_with_ties_counts_what_is_tied_once():
     sizes = {"a": 30, "a.weight": 20, "b": 25, "b.weight": 20, "c": 20}
     parts = [("b", nn.Linear(1, 1)), ("c", nn.Parameter(torch.zeros(5)))]
@@ -152,11 +121,3 @@ def test_ties_on_different_devices_are_warned_of(caplog):
 def test_a_tied_weight_without_a_device_is_refused():
     with pytest.raises(ConfigError, match=r"head\.weight"):
         check_tied_parameters_on_same_device([["head.weight"]], {"embed": 0})
-
-
-def test_only_models_of_transformers_say_that_they_tie():
-    assert not check_tied_parameters_in_config(encoder())
-    for ties in (True, False):
-        with torch.device("meta"):
-            model = build("gpt2", tie_word_embeddings=ties)
-        assert check_tied_parameters_in_config(model) == ties

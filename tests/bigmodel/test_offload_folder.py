@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -80,20 +79,6 @@ def test_writing_to_a_weight_never_changes_its_file(tmp_path):
     assert (tmp_path / "w.dat").read_bytes() == before
     assert torch.equal(loader["w"], torch.ones(4))
     assert torch.equal(changed, torch.full((4,), 7.0))
-
-
-def test_a_weight_is_not_read_before_it_is_used(tmp_path):
-    """Resident memory stays the same though 64 MiB are loaded."""
-
-    def resident_bytes() -> int:
-        numbers_of_pages = Path("/proc/self/statm").read_text(encoding="ascii")
-        return int(numbers_of_pages.split()[1]) * resource.getpagesize()
-
-    offload_state_dict(tmp_path, {"w": torch.zeros(16 * 2**20)})
-    before = resident_bytes()
-    weight = OffloadedWeightsLoader(save_folder=tmp_path)["w"]
-    assert resident_bytes() - before < 16 * 2**20
-    assert weight.shape == (16 * 2**20,)
 
 
 def test_the_index_grows(tmp_path):

@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-MIB = 1 << 20
 KINDS = ["fsdp", pytest.param("zero", marks=DEEPSPEED)]
 SIZES = {"width": 700, "blocks": 8}  # 60 MiB in float32
 

@@ -18,7 +18,6 @@ from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.transfer import arena
 from tests.bigmodel.launched import (
     add_one,
-    count,
     load_side_by_side,
     only_look,
     smaps,
@@ -135,16 +134,6 @@ def test_a_model_in_a_closure_is_seen_and_brought_home(model, method):
         assert sums(model)[0] == pytest.approx(before[0] + 64 * 64, rel=1e-6)
 
 
-@pytest.mark.parametrize("is_changed", [False, True])
-def test_single_tensors_of_a_checkpoint_arrive(model, is_changed):
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    if is_changed:
-        tensors["2.weight"][7] = 5
-    expected = {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
-    seen = notebook_launcher(count, (tensors,), num_processes=2, start_method="template")
-    assert list(seen) == [expected, expected]
-
-
 def test_weights_of_torch_files_and_converted_ones_come_home_too(tmp_path):
     source = tower(2, 16, "cpu")
     torch.save(source.state_dict(), tmp_path / "pytorch_model.bin")
@@ -202,15 +191,6 @@ def test_cells_train_the_model_of_the_notebook_again_and_again(model, checkpoint
         pool.run("import torch\nwith torch.no_grad():\n  for p in again.parameters(): p.add_(1)")
         assert sums(again)[0] == pytest.approx(before[0] + 64 * 64, rel=1e-6)
         names.clear()
-
-
-def test_launches_into_live_workers_train_it(model):
-    with Pool(2, namespace={}) as pool:
-        for number in range(2):
-            before = sums(model)
-            seen = notebook_launcher(add_one, (model,), pool=pool)
-            assert list(seen) == [before, before], number
-            assert sums(model)[0] == pytest.approx(before[0] + 64 * 64, rel=1e-6)
 
 
 # ------------------------------------------------------------------------------ memory

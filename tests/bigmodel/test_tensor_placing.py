@@ -10,7 +10,6 @@ from torch import nn
 
 from nbaccel.bigmodel.module_sizes import find_tied_parameters
 from nbaccel.bigmodel.tensor_placing import (
-    as_device,
     check_device_same,
     retie_parameters,
     set_module_tensor_to_device,
@@ -82,24 +81,6 @@ def test_class_and_attributes_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype", "expected"),
-    [
-        (torch.ones(3, dtype=torch.float16), None, torch.float32),
-        (torch.ones(3), torch.float16, torch.float16),
-        (torch.ones(3), "bfloat16", torch.bfloat16),
-        (torch.ones(3), "torch.float16", torch.float16),
-        (torch.ones(3, dtype=torch.int8), torch.float16, torch.int8),
-        (None, torch.float16, torch.float16),
-    ],
-)
-def test_formats(value, dtype, expected):
-    model = nn.Linear(2, 3)
-    set_module_tensor_to_device(model, "bias", "cpu", value=value, dtype=dtype)
-    assert model.bias.dtype is expected
-    assert model.bias.requires_grad is expected.is_floating_point
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("0.none", "cpu"), "no parameter or buffer 'none'.*It has: weight, bias"),
@@ -168,12 +149,6 @@ def test_devices_are_compared(one, other, same):
     assert check_device_same(torch.device(one), torch.device(other)) is same
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_an_accelerator_that_is_not_there_has_no_number():
-    with pytest.raises(ConfigError, match="0 is no device of this machine"):
-        as_device(0)
-
-
 # ------------------------------------------------------------------------- offloaded modules
 
 
@@ -218,26 +193,6 @@ def test_a_plain_module_moves_for_a_block():
         assert torch.equal(module.weight, values)
     with pytest.raises(ConfigError, match="on meta"), align_module_device(module, "meta"):
         assert module.weight.is_meta
-
-
-def test_the_state_of_an_offloaded_model_is_whole():
-    model, expected = offloaded_model(), make_model().state_dict()
-    found = get_state_dict_offloaded_model(model)
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert model[0].weight.is_meta
-
-
-def test_weights_of_the_whole_model_itself_are_in_its_state():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(2))
-            self.inner = nn.Linear(2, 2)
-
-    model = Own()
-    attach_align_device_hook(model, "cpu", offload=True)
-    assert set(get_state_dict_offloaded_model(model)) == {*("scale", "inner.weight", "inner.bias")}
 
 
 def test_weights_that_nothing_has_are_left_out_with_a_warning(caplog):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import nbaccel
-from nbaccel import data_loader, notebook_launcher
+from nbaccel import data_loader
 from nbaccel.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
@@ -38,11 +38,6 @@ def theirs() -> Any:
     yield importlib.import_module("accelerate.data_loader")
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def read(loader: Any) -> list[Any]:
-    found = [batch.tolist() for batch in loader]
-    return [*found, len(loader), loader.total_batch_size, loader.total_dataset_length]
 
 
 @pytest.mark.parametrize(
@@ -132,31 +127,6 @@ def test_what_prepare_returns_is_an_instance_of_their_classes(
     assert not isinstance(DataLoader(range(2)), DataLoaderShard)
 
 
-def prepared_in_two() -> Any:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    accelerator = nbaccel.Accelerator(
-        cpu=True,
-        dataloader_config=DataLoaderConfiguration(
-            dispatch_batches=True, use_stateful_dataloader=True
-        ),
-    )
-    loader = accelerator.prepare(DataLoader(range(8), batch_size=2))
-    shared = data_loader.prepare_data_loader(DataLoader(range(8), batch_size=2))
-    by_hand = DataLoaderDispatcher(torch.arange(8), batch_size=2)
-    kinds = (DataLoaderDispatcher, StatefulDataLoader)
-    read = [[batch.tolist() for batch in one] for one in (loader, shared, by_hand)]
-    return [isinstance(loader, kind) for kind in kinds], read, by_hand.total_batch_size
-
-
-def test_so_it_is_in_two_processes() -> None:
-    for rank, (kinds, found, total) in enumerate(notebook_launcher(prepared_in_two, (), 2)):
-        assert kinds == [True, True]
-        mine = [[0, 1], [4, 5]] if rank == 0 else [[2, 3], [6, 7]]
-        assert found == [mine, mine, mine]
-        assert total == 4
-
-
 def test_a_loader_is_shared_out_for_processes_that_are_named(theirs: Any) -> None:
     for index in (0, 1):
         mine, other = (
@@ -185,16 +155,6 @@ def test_an_optimizer_and_a_scheduler_made_by_hand_step() -> None:
     waits_for_torchs = AcceleratedScheduler(schedule, [plain], False, True)
     waits_for_torchs.step()
     assert waits_for_torchs.get_last_lr() == [0.125]
-
-
-def test_what_prepare_makes_of_them_is_of_their_classes() -> None:
-    accelerator = nbaccel.Accelerator(cpu=True)
-    plain = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.StepLR(plain, 1)
-    optimizer, scheduler = accelerator.prepare(plain, schedule)
-    assert isinstance(optimizer, AcceleratedOptimizer)
-    assert isinstance(scheduler, AcceleratedScheduler)
-    assert not isinstance(plain, AcceleratedOptimizer)
 
 
 def test_a_profiler_is_built_from_its_settings() -> None:

@@ -96,7 +96,6 @@ WARMUP = {
 NEEDS_A_GPU = "'TorchTracemalloc' object has no attribute 'end'"
 AGAIN = "checkpointing, resumed"
 NAMES = [*CASES, AGAIN]
-TIMES = "Self CPU time total"
 LIMIT_S = 900  # to end a hang
 
 

@@ -18,20 +18,6 @@ METHODS = pytest.mark.parametrize("start_method", ["template", "fork"])
 PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16"])
 
 
-def with_torch(model: nn.Module) -> tuple[int, int, float]:
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    ddp = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    torch.manual_seed(rank)
-    ddp(torch.randn(4, 8)).square().mean().backward()
-    optimizer.step()
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total)
-    torch.distributed.destroy_process_group()
-    return rank, int(total.item()), next(model.parameters()).sum().item()
-
-
 def with_accelerate(model: nn.Module) -> dict[str, Any]:
     from accelerate import Accelerator
 

@@ -165,19 +165,3 @@ def test_one_process_sees_what_accelerates_sees() -> None:
         assert length == peer_length, case
         # With one process there are no copies, so the remainder says nothing.
         assert without_remainder(seen) == without_remainder(expected), case
-
-
-def seeded_apart() -> Any:
-    """Ranks whose seeds differ, with the seedable sampler: which samples does this one see?"""
-    place = init_process(cpu=True)
-    torch.manual_seed(place.rank)
-    settings = DataLoaderConfiguration(use_seedable_sampler=True)
-    loader = share_data_loader(
-        make("shuffled"), place, GradientState(), settings, Collectives(place)
-    )
-    return [batch.tolist() for batch in loader]
-
-
-def test_differently_seeded_ranks_share_one_order_where_accelerates_overlap() -> None:
-    first, second = notebook_launcher(seeded_apart, (), 2)
-    assert {number for batch in first + second for number in batch} == set(range(10))

@@ -140,21 +140,6 @@ def test_it_trains_as_one_that_was_built_in_the_workers() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
 @isolated
-def test_it_evaluates_and_knows_its_rank() -> None:
-    def look(trainer: Any) -> tuple[float, bool, int]:
-        loss = trainer.evaluate()["eval_loss"]
-        return round(loss, 5), trainer.state.is_world_process_zero, trainer.args.process_index
-
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = build(folder)
-        alone = round(trainer.evaluate()["eval_loss"], 5)
-        found = notebook_launcher(look, (trainer,), 2, timeout=300)
-    assert list(found) == [(alone, True, 0), (alone, False, 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-@isolated
 def test_it_trains_all_ranks_together_after_it_has_evaluated_in_the_notebook() -> None:
     """Accelerate's mark on the model must not travel: each rank would train one of its own."""
 

@@ -128,15 +128,6 @@ def test_a_trainer_of_transformers() -> None:
 
 
 @isolated(timeout_s=300)
-def test_a_trainer_that_was_built_in_the_notebook() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(folder)
-        facts = notebook_launcher(trainer.train, num_processes=2, timeout=300).report().facts
-    assert [figures.steps for figures in facts.ranks] == [STEPS, STEPS]
-    assert len(facts.curves["loss"][0]) == STEPS // 2
-
-
-@isolated(timeout_s=300)
 def test_accelerates_own_accelerator() -> None:
     facts = facts_of(with_accelerate)
     assert [figures.steps for figures in facts.ranks] == [6, 6]

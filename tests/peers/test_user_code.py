@@ -196,52 +196,6 @@ def checkpoints_by_epoch_and_step(folder: Path) -> Any:
     return unbroken, [name for name in files if not name.startswith(ours)]
 
 
-def early_stopping(folder: Path) -> Any:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator()
-    model, loader = accelerator.prepare(classifier(), DataLoader(rows(64), batch_size=4))
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
-    best, patience = float("inf"), 0
-    seen = 0
-    for x, y in loader:
-        seen += len(x)
-        loss = nn.functional.cross_entropy(model(x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        patience = 0 if loss.item() < best else patience + 1
-        best = min(best, loss.item())
-        if patience == 2:
-            accelerator.set_trigger()
-        if accelerator.check_trigger():
-            break
-    assert not accelerator.check_trigger()
-    return seen, numbers(accelerator.unwrap_model(model))
-
-
-def metrics(folder: Path) -> Any:
-    from accelerate import Accelerator
-    from accelerate.utils import gather, gather_object, pad_across_processes, reduce
-
-    accelerator = Accelerator()
-    rank, found = accelerator.process_index, []
-    loader = accelerator.prepare(DataLoader(rows(), batch_size=4))
-    for x, y in loader:
-        everything = accelerator.gather_for_metrics({"x": x, "y": [y, y.float()]})
-        names = accelerator.gather_for_metrics([f"sample {int(label)}" for label in y])
-        found.append((everything["x"].sum().item(), everything["y"][1].tolist(), names))
-    generated = torch.full((2, 3 + rank), rank)
-    padded = accelerator.pad_across_processes(generated, dim=1, pad_index=-100)
-    found.append(accelerator.gather(padded).tolist())
-    found.append(gather(pad_across_processes(generated, dim=1, pad_first=True)).tolist())
-    found.append(accelerator.reduce(torch.tensor([1.0, rank]), reduction="mean").tolist())
-    found.append(reduce({"loss": torch.tensor(float(rank))})["loss"].item())
-    found.append(gather_object([{"rank": rank}, rank]))
-    found.append(accelerator.gather(torch.tensor(2.5).repeat(2)).tolist())
-    return found
-
-
 def own_tracker(folder: Path) -> Any:
     from accelerate import Accelerator, PartialState
     from accelerate.logging import get_logger
@@ -510,32 +464,6 @@ def weights_for_elsewhere(folder: Path) -> Any:
     return saved, numbers(other), torch.load(folder / "extra.pt"), files
 
 
-def profiled(folder: Path) -> Any:
-    from accelerate import Accelerator, ProfileKwargs
-    from accelerate.utils import release_memory
-
-    accelerator = Accelerator(
-        kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)]
-    )
-    model, data = accelerator.prepare(classifier()), torch.randn(4, 8)
-    with accelerator.profile() as profiler:
-        model(data)
-    table = profiler.key_averages().table(sort_by="cpu_time_total", row_limit=20)
-    ready = []
-    handler = ProfileKwargs(
-        schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 0, "skip_first": 1},
-        on_trace_ready=lambda profiler: ready.append(profiler.step_num),
-        output_trace_dir=str(folder / "traces"),
-    )
-    with accelerator.profile(handler) as profiler:
-        for _ in range(9):
-            model(data)
-            profiler.step()
-    traces = sorted(path.name for path in (folder / "traces").iterdir())
-    model, data = release_memory(model, data)
-    return "aten::linear" in table, ready, traces, model
-
-
 def streamed_data(folder: Path) -> Any:
     from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
     from accelerate.state import AcceleratorState, GradientState
@@ -601,33 +529,6 @@ def local_averages(folder: Path) -> Any:
     return drifted, numbers(model), [bool(answer) for answer in there]
 
 
-def folds(folder: Path) -> Any:
-    from accelerate import Accelerator
-    from accelerate.utils import gather_object
-
-    accelerator = Accelerator()
-    everything, found = rows(24), []
-    for fold in range(3):
-        mine = [i for i in range(24) if i % 3 != fold]
-        model = classifier()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        train, test, model, optimizer = accelerator.prepare(
-            DataLoader(torch.utils.data.Subset(everything, mine), batch_size=4),
-            DataLoader(torch.utils.data.Subset(everything, range(fold, 24, 3)), batch_size=4),
-            model,
-            optimizer,
-        )
-        for x, y in train:
-            accelerator.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            logits = [accelerator.gather_for_metrics(model(x)) for x, _ in test]
-        found.append(torch.cat(logits).sum(0).tolist())
-        model, optimizer = accelerator.free_memory(model, optimizer)
-    return found, gather_object([accelerator.process_index])
-
-
 def batch_size_that_fits(folder: Path) -> Any:
     from accelerate import Accelerator, find_executable_batch_size
 
@@ -691,19 +592,15 @@ def compressed_gradients(folder: Path) -> Any:
 BODIES = (
     text_classification,
     checkpoints_by_epoch_and_step,
-    early_stopping,
     batch_size_that_fits,
-    metrics,
     own_tracker,
     generative_pair,
     inference,
     sharded,
     averaged_weights,
     weights_for_elsewhere,
-    profiled,
     streamed_data,
     local_averages,
-    folds,
     compressed_gradients,
 )
 LIBRARIES = ("accelerate", "nbaccel")

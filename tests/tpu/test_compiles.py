@@ -11,7 +11,7 @@ import pytest
 from nbaccel import RunConfig, notebook_launcher
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
-from nbaccel.train.compile_watch import WARM_UP_STEPS
+from nbaccel.train.gradient import WARM_UP_STEPS
 from tests.tpu import bodies
 from tests.tpu.bodies import Programs
 

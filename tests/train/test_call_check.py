@@ -94,18 +94,6 @@ def test_different_places_of_right_calls_stop_nobody() -> None:
     assert list(together(body)) == [([4, 5], True)] * 2
 
 
-def test_calls_made_before_are_told_apart_at_new_places() -> None:
-    def body(c: Collectives) -> Any:
-        x = torch.ones(2)
-        for _ in range(3):
-            c.gather(x)
-            c.reduce(x)
-        return c.gather(x) if c.place.rank else c.reduce(x)
-
-    with pytest.raises(CollectiveMismatch, match="different collectives at the same time"):
-        together(body)
-
-
 def test_processes_count_alike_after_a_mistake() -> None:
     """Or one would wait in the comparison of a call that the other one compares no more."""
 

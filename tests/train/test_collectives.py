@@ -86,27 +86,6 @@ def test_objects_are_joined_in_order_of_rank(check: str, num_items: int) -> None
     assert list(together(body, check=check)) == [expected] * 2
 
 
-@pytest.mark.slow
-@EACH_CHECK
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [("sum", [3, 5]), ("mean", [1.5, 2.5]), ("max", [2, 4]), ("none", None)],
-)
-def test_reductions_combine_element_by_element(reduction: str, expected: Any, check: str) -> None:
-    def body(c: Collectives) -> Any:
-        mine = torch.tensor([1, 1]) if c.place.rank == 0 else torch.tensor([2, 4])
-        return c.reduce({"x": mine}, reduction)["x"].tolist()
-
-    found = together(body, check=check)
-    assert list(found) == ([expected] * 2 if expected else [[1, 1], [2, 4]])
-
-
-def test_the_scale_of_a_reduction_holds_on_every_device() -> None:
-    """Accelerate honours it on TPUs alone."""
-    found = together(lambda c: c.reduce(torch.ones(2), "sum", scale=0.25).tolist())
-    assert list(found) == [[0.5, 0.5]] * 2
-
-
 def test_parameters_are_sent_and_stay_trainable() -> None:
     def body(c: Collectives) -> Any:
         weight = torch.nn.Parameter(torch.tensor([float(c.place.rank)]))
@@ -247,25 +226,6 @@ def test_a_long_wait_is_told_before_it_is_given_up(
     assert re.search(r"process 0 has waited 1\.[01] s in late", shown.out + shown.err)
 
 
-@COMPARING
-def test_a_process_that_has_never_come_is_told_so(check: str) -> None:
-    def body(c: Collectives) -> Any:
-        c.answers("first", 0)
-        other = Collectives(c.place, 0.4)
-        torch.distributed.barrier()
-        if c.place.rank == 0:
-            time.sleep(1.0)
-            return None
-        try:
-            other.barrier("second")
-        except CollectiveTimeout as error:
-            return str(error)
-        return "came"
-
-    _, text = together(body, check=check)
-    assert "process 0: last seen in first" in text
-
-
 def test_a_leaf_without_a_shape_is_refused_by_name() -> None:
     def body(c: Collectives) -> Any:
         try:
@@ -374,16 +334,6 @@ def test_another_default_device_and_trees_without_tensors_change_nothing() -> No
     assert list(together(body)) == [([[1] * 4, [2, 2], [1, 1]], {}, [], ())] * 2
 
 
-@pytest.mark.parametrize("length", [100, 500_000])
-def test_a_sum_is_the_same_to_the_bit_on_all_processes(length: int) -> None:
-    def body(c: Collectives) -> bool:
-        generator = torch.Generator().manual_seed(c.place.rank)
-        found = c.reduce(torch.randn(length, generator=generator), "mean")
-        return all(torch.equal(found, other) for other in c.all_objects(found))
-
-    assert list(together(body, n=4)) == [True] * 4
-
-
 def test_answers_of_any_length_are_exchanged_and_forgotten() -> None:
     def body(c: Collectives) -> Any:
         c.barrier()
@@ -407,22 +357,6 @@ def test_answers_of_any_length_are_exchanged_and_forgotten() -> None:
 
 
 # ------------------------------------------------------------------------- among many
-
-
-def test_a_mismatch_is_told_on_all_of_four_processes_and_they_go_on() -> None:
-    def body(c: Collectives) -> Any:
-        messages = []
-        for rows in (c.place.rank // 3 + 1, 1):
-            try:
-                messages.append(c.gather(torch.ones(rows, 2)).shape[0])
-            except CollectiveMismatch as error:
-                messages.append(str(error))
-        return messages
-
-    for text, after in together(body, n=4):
-        assert "process 0: float32 (1, 2)" in text
-        assert "process 3: float32 (2, 2)" in text
-        assert after == 4
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from nbaccel.abc.device import CompileCounts, UnlistedDevice
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.words import live_line
-from nbaccel.train.compile_watch import CompileWatch
+from nbaccel.train.gradient import CompileWatch
 
 
 class CompilingDevice(UnlistedDevice):
@@ -56,14 +56,6 @@ def test_a_batch_of_another_size_is_named_once_with_the_remedy(capsys):
     assert "6.0 s" not in line, "times differ by rank: the notebook could not fold their lines"
     assert "drop_last=True" in line
     assert "in evaluation, use the batch size of training" in line
-
-
-def test_shapes_that_come_back_compile_nothing_and_nothing_is_said(capsys):
-    device = CompilingDevice()
-    watch = CompileWatch.of(device)
-    for rows, programs in ((8, 7), (8, 7), (8, 0), (8, 0), (8, 0)):
-        step(watch, device, rows, programs)
-    assert capsys.readouterr().err == ""
 
 
 def test_numbers_that_change_are_suspected_when_known_shapes_compile_again_and_again(capsys):

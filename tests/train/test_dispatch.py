@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from nbaccel import ConfigError, WorkerFailed, notebook_launcher
+from nbaccel import ConfigError, notebook_launcher
 from nbaccel.train.gradient import GradientState
 from tests.train.data import Numbers, Stream, here, lists
 
@@ -189,26 +189,3 @@ def test_a_short_batch_that_is_not_the_last_is_refused():
     first, second = notebook_launcher(split_unevenly, (), 2)
     assert first == second
     assert first.startswith("A batch of 3 samples does not divide equally between 2 processes")
-
-
-def breaks_early(number):
-    state = GradientState()
-    loader = here(DataLoader(Numbers(20), batch_size=2), state=state, dispatch_batches=True)
-    for count, _ in enumerate(loader):
-        if count == number:
-            break
-    return state.in_dataloader, lists(loader)[0], loader.iteration
-
-
-def test_leaving_early_leaves_nothing_behind():
-    found = notebook_launcher(breaks_early, (2,), 2)
-    assert found == [(False, [0, 1], 1), (False, [2, 3], 1)]
-
-
-def fails_with(make):
-    lists(here(make(), dispatch_batches=True))
-
-
-def test_a_launch_fails_with_the_error_of_process_0():
-    with pytest.raises(WorkerFailed, match="no sample 5 on this disk"):
-        notebook_launcher(partial(fails_with, breaking), (), 2)

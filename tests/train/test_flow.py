@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nbaccel import PartialState, notebook_launcher
-from nbaccel.errors import ConfigError
 from tests.accelerator.loops import told
 
 
@@ -175,15 +174,3 @@ def test_printing_happens_once(capfd: pytest.CaptureFixture[str]) -> None:
     captured = capfd.readouterr().out
     assert captured.count("hello from") == 1
     assert "hello from 0!" in captured
-
-
-def test_no_process_index_at_all_is_a_mistake() -> None:
-    def body(state: PartialState) -> Any:
-        return told(lambda: state.on_process(lambda: 1)), told(
-            lambda: state.on_local_process(lambda: 1, local_process_index=-1)
-        )
-
-    for missing, negative in each(body):
-        assert "process_index=None names no process" in missing
-        assert "local_process_index=-1 names no process" in negative
-    assert issubclass(ConfigError, ValueError)

@@ -10,7 +10,6 @@ from nbaccel import notebook_launcher
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from nbaccel.train.in_sync import find_differences, parameter_facts, tensor_fingerprint
-from tests.train.data import ALONE
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,3 @@ def test_differences_are_told_alike_everywhere_with_plain_values() -> None:
         "only some differs from process 0's on process 1: x, missing, x by process",
     ]
     assert list(notebook_launcher(body, num_processes=3)) == [expected] * 3
-
-
-def test_one_process_differs_from_nobody() -> None:
-    assert find_differences({"a": 1}, Collectives(ALONE)) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import timeit
 
 import pytest
 import torch
@@ -114,27 +113,6 @@ def test_a_loader_may_run_inside_itself(loader, state):
     assert not state.in_dataloader
 
 
-def test_an_iterator_dropped_late_takes_only_itself_away(loader, state):
-    kept = iter(loader)
-    next(kept)
-    other = prepare(DataLoader(Numbers(4), batch_size=2), state)
-    for number, _ in enumerate(other):
-        if number == 0:
-            kept.close()
-        assert state.active_dataloader is other
-    assert not state.in_dataloader
-
-
-def test_two_accelerators_do_not_disturb_each_other(loader, state):
-    elsewhere = GradientState()
-    prepared = prepare(DataLoader(Numbers(), batch_size=3), elsewhere)
-    for _ in loader:
-        assert elsewhere.active_dataloader is loader, "a helper's accelerator gathers its metrics"
-        for _ in prepared:
-            assert elsewhere.active_dataloader is prepared
-            assert state.active_dataloader is loader
-
-
 @pytest.mark.parametrize(
     ("loader", "remainder"),
     [
@@ -191,14 +169,6 @@ def test_the_epoch_is_told_to_whoever_wants_to_know(state):
     lists(loader)
     assert loader.dataset.epochs == (0, 1, 7, 7)
     assert loader.iteration == 8
-
-
-def test_seeded_epochs_can_be_had_again():
-    settings = {"use_seedable_sampler": True, "data_seed": 11}
-    loader = prepare(DataLoader(Numbers(), batch_size=3, shuffle=True), **settings)
-    first, second = lists(loader), lists(loader)
-    loader.set_epoch(0)
-    assert lists(loader) == first != second
 
 
 def own_orders():
@@ -265,21 +235,3 @@ def test_it_can_be_pickled(workers):
     copy = pickle.loads(pickle.dumps(loader))
     assert lists(copy) == expected
     assert (copy.iteration, loader.iteration) == (2, 1)
-
-
-def test_knowing_the_last_batch_costs_less_than_the_batch():
-    class Ready:
-        """A batch sampler of one batch over and over, and data that are there already."""
-
-        def __iter__(self):
-            return iter([0] * 2000)
-
-    batch = torch.zeros(2)
-    bare = DataLoader([batch], sampler=Ready(), batch_size=None, collate_fn=lambda item: item)
-    prepared = prepare(bare)
-    seconds = {bare: [], prepared: []}
-    for _ in range(7):  # in turns: what else the machine does slows down both
-        for loader, taken in seconds.items():
-            taken.append(timeit.timeit(lambda: [None for _ in loader], number=1))  # noqa: B023
-    # benchmarks/step.py has the figure; a second look at the data would cost more than this bound.
-    assert min(seconds[prepared]) < 3 * min(seconds[bare])

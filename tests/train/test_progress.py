@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel import notebook_launcher
-from nbaccel.train.distributed import init_process
 from nbaccel.train.progress import Progress
 from tests.train.data import ALONE, Stream
 
@@ -53,32 +51,6 @@ def test_a_bar_is_closed_when_the_loop_is_left_or_fails() -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         list(other)
     assert other.bar.disable
-
-
-def test_process_zero_shows_everybodys_numbers_and_waits_for_nobody() -> None:
-    def body() -> Any:
-        place = init_process(cpu=True)
-        found = []
-        for bar in range(2):
-            shown = Progress([torch.ones(2 + place.rank)] * 2, place)
-            for _ in shown:
-                shown.note_loss(torch.tensor(float(bar + 2 * place.rank)))
-                torch.distributed.barrier()
-            torch.distributed.barrier()
-            shown._report_progress()  # by now both have posted their last numbers
-            found.append(getattr(shown.bar, "postfix", ""))  # a hidden bar has none
-        if place.is_main:  # a bar of this process alone
-            for _ in Progress([torch.ones(1)], place):
-                pass
-        return found
-
-    main, other = notebook_launcher(body, num_processes=2)
-    assert other == ["", ""]
-    for number, text in enumerate(main):
-        shown = dict(part.split("=") for part in text.split(", "))
-        assert shown["processes"] == "2"
-        assert float(shown["loss"]) == number + 1
-        assert float(shown["samples/s"]) > 0
 
 
 def test_bars_may_be_nested() -> None:

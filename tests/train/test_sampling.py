@@ -11,7 +11,6 @@ from nbaccel.train.sampling import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
-    SkipBatchSampler,
 )
 from tests.train.data import Stream
 
@@ -49,13 +48,6 @@ def test_batches_are_shared_as_the_table_says(sizes, how, first, second, remaind
     assert again == [first, second]
 
 
-def test_lengths_are_those_of_the_share():
-    assert [len(shard) for shard in shards(10, 3)] == [2, 2]
-    assert [len(shard) for shard in shards(9, 3, even_batches=False)] == [2, 1]
-    assert [len(shard) for shard in shards(10, 3, drop_last=True)] == [1, 1]
-    assert shards(10, 3)[0].total_length == 4
-
-
 def test_a_short_batch_in_the_middle_is_not_lost():
     """Accelerate drops the round it ends."""
 
@@ -89,14 +81,6 @@ def test_batches_that_do_not_divide_are_refused(size):
 def test_a_split_needs_a_size():
     with pytest.raises(ConfigError, match=r"SequentialSampler.*batch_size=None"):
         BatchSamplerShard(SequentialSampler(range(4)), 2, 0, True)
-
-
-def test_skipping_leaves_out_and_knows_its_length():
-    batches = BatchSampler(SequentialSampler(range(10)), 3, False)
-    skipping = SkipBatchSampler(batches, 2)
-    assert list(skipping) == [[6, 7, 8], [9]]
-    assert (len(skipping), skipping.total_length, skipping.batch_size) == (2, 4, 3)
-    assert len(SkipBatchSampler(batches, 9)) == 0
 
 
 def test_a_stream_counts_what_was_real_in_its_last_round():

@@ -68,14 +68,6 @@ def test_a_tracker_that_lacks_something_says_what():
         Half()
 
 
-def test_a_blank_tracker_takes_everything_and_does_nothing():
-    blank = GeneralTracker(_blank=True)
-    blank.start()
-    blank.store_init_configuration({"a": 1})
-    blank.log({"a": 1}, step=1, extra=2)
-    blank.finish()
-
-
 # ------------------------------------------------------------------------- jsonl
 
 
@@ -178,12 +170,6 @@ def test_trackers_are_found_by_name_class_and_instance(tmp_path):
     assert filter_trackers(Recording) == [Recording]
     everything = filter_trackers(["all", own], tmp_path)
     assert [everything[0], everything[1], everything[-1]] == [JsonlTracker, TensorBoardTracker, own]
-
-
-def test_accelerates_own_names_are_understood(tmp_path):
-    from accelerate.utils import LoggerType
-
-    assert filter_trackers(LoggerType.TENSORBOARD, tmp_path) == [TensorBoardTracker]
 
 
 def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):

@@ -160,7 +160,19 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
                 save_file({}, written_file, metadata={"format": "pt"})
         else:
             written_file = folder / "object"
-            _pickle_to_file(obj, written_file)
+            try:
+                torch.save(obj, written_file)
+            except RuntimeError:
+                # torch's C++ writer drops the reason. Writing through Python is slower and keeps
+                # it.
+                with written_file.open("wb") as file:
+                    noting_file = _ErrorNotingFile(file)
+                    try:
+                        torch.save(obj, cast("IO[bytes]", noting_file))
+                    except RuntimeError as error:
+                        if noting_file.error is not None:
+                            raise noting_file.error from error
+                        raise
         # Before the rename, which could otherwise reach the disk sooner than the file's contents.
         atomic.sync_path(written_file)
         atomic.keep_access(written_file, path)
@@ -183,25 +195,6 @@ class _ErrorNotingFile:
 
     def flush(self) -> None:
         self._wrapped_file.flush()
-
-
-def _pickle_to_file(obj: Any, path: Path) -> None:
-    try:
-        torch.save(obj, path)
-    except RuntimeError:
-        # torch's C++ writer drops the reason. Writing through Python is slower and keeps it.
-        _pickle_with_reason(obj, path)
-
-
-def _pickle_with_reason(obj: Any, path: Path) -> None:
-    with path.open("wb") as file:
-        noting_file = _ErrorNotingFile(file)
-        try:
-            torch.save(obj, cast("IO[bytes]", noting_file))
-        except RuntimeError as error:
-            if noting_file.error is not None:
-                raise noting_file.error from error
-            raise
 
 
 def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> None:

@@ -119,7 +119,13 @@ def new_checkpoint(
     sharder: ShardedCheckpoints | None = None,
 ) -> Iterator[tuple[Path, Path, FolderDisks]]:
     """Build a folder together; it gets its name only if every process has succeeded."""
-    target, partial_folder = _agree_on_names(target, collectives)
+    # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
+    proposal = (str(target.expanduser()), secrets.token_hex(4))
+    agreed_name, token = collectives.broadcast_object(proposal)
+    target = Path(agreed_name)
+    if target.is_symlink() or target.name in {"", ".."}:
+        target = target.resolve()  # what the link leads to is replaced, not the link
+    partial_folder = target.with_name(f".{target.name}.partial-{token}")
     text = f"save_state({str(target)!r})"
     with contextlib.ExitStack() as claims:
         made_folder = _make_partial_folder(
@@ -143,17 +149,6 @@ def new_checkpoint(
         with all_succeed(collectives, text):
             if made_folder:
                 _rename_into_place(partial_folder, target)
-
-
-def _agree_on_names(target: Path, collectives: Collectives) -> tuple[Path, Path]:
-    """The folder to be, and where it is built."""
-    # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
-    proposal = (str(target.expanduser()), secrets.token_hex(4))
-    agreed_name, token = collectives.broadcast_object(proposal)
-    target = Path(agreed_name)
-    if target.is_symlink() or target.name in {"", ".."}:
-        target = target.resolve()  # what the link leads to is replaced, not the link
-    return target, target.with_name(f".{target.name}.partial-{token}")
 
 
 def _waiting_name(target: Path) -> Path:
@@ -193,7 +188,15 @@ def _prepare_target(
 ) -> None:
     _check_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _clear_killed_save(target, series)
+    waiting_folder = _waiting_name(target)
+    # It waits only between the two renames, so `target` tells whether the second one happened.
+    if waiting_folder.exists():
+        if target.exists():
+            _retire_old_checkpoint(waiting_folder, target)
+        else:
+            waiting_folder.rename(target)
+    pattern = r"checkpoint_\d+" if series else re.escape(target.name)
+    clear_leftovers(target.parent, pattern)
     # Claimed before it exists: a save of another process would take it for a leftover.
     claims.enter_context(hold_claim(partial_folder))
     partial_folder.mkdir()
@@ -211,19 +214,6 @@ def _check_target(target: Path) -> None:
             f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step "
             f"by a new checkpoint. Give a folder in it: {str(target / 'checkpoint')!r}."
         )
-
-
-def _clear_killed_save(target: Path, series: bool) -> None:
-    """Finish or undo a save that was killed."""
-    waiting_folder = _waiting_name(target)
-    # It waits only between the two renames, so `target` tells whether the second one happened.
-    if waiting_folder.exists():
-        if target.exists():
-            _retire_old_checkpoint(waiting_folder, target)
-        else:
-            waiting_folder.rename(target)
-    pattern = r"checkpoint_\d+" if series else re.escape(target.name)
-    clear_leftovers(target.parent, pattern)
 
 
 # ------------------------------------------------------------------------- the step
@@ -419,7 +409,8 @@ def send_to_writers(
     lacks_state = rank in writers and not state
     if len(writers) < 2 or not any(collectives.answers(what, lacks_state)):
         return state
-    with _group_of(writers) as group:
+    group = dist.new_group(list(writers), backend="gloo")  # all processes enter and leave
+    try:
         if rank not in writers:
             return state
         outlines = [_map_each_once(lambda tensor: tensor.detach().to("meta"), state)]
@@ -436,6 +427,9 @@ def send_to_writers(
             flat_tensor = tensor.detach().cpu().contiguous().reshape(-1)
             if flat_tensor.numel():
                 dist.broadcast(flat_tensor.view(torch.uint8), src=0, group=group)
+    finally:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
     return received
 
 
@@ -449,17 +443,6 @@ def _map_each_once(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
         return mapped_by_id[id(tensor)]
 
     return map_tensors(map_one, tree)
-
-
-@contextlib.contextmanager
-def _group_of(ranks: Sequence[int]) -> Iterator[Any]:
-    """A group of these ranks for CPU tensors; all processes enter and leave."""
-    group = dist.new_group(list(ranks), backend="gloo")
-    try:
-        yield group
-    finally:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
 
 
 # ------------------------------------------------------------------------- one host's part

@@ -38,6 +38,8 @@ PRECISION_FILE = "fp8_scales.bin"
 SAMPLER_FILE = "sampler.bin"
 STATEFUL_LOADER_FILE = "dl_state_dict.bin"
 CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"
+RANDOM_STATES_FILE = "random_states_{}.pkl"  # by rank
+GRADIENTS_FILE = "gradients_{}.bin"  # by rank
 MANIFEST_FILE = "nbaccel_manifest.json"
 LEFT_OUT_FILE = "nbaccel_left_out.json"
 OPTIMIZER_SHARDS = "optimizer_{}"
@@ -76,16 +78,6 @@ def numbered_name(file_name: str, number: int) -> str:
     """A name with its number: ``optimizer.bin`` for 0, then ``optimizer_1.bin``."""
     file_stem, separator, file_ending = file_name.partition(".")
     return file_name if number == 0 else f"{file_stem}_{number}{separator}{file_ending}"
-
-
-def random_states_file(rank: int) -> str:
-    """The file of a process's generators."""
-    return f"random_states_{rank}.pkl"
-
-
-def gradients_file(rank: int) -> str:
-    """The file of a process's gradients that wait for an optimizer step."""
-    return f"gradients_{rank}.bin"
 
 
 def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:

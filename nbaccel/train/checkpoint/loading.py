@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from nbaccel.base import torch_private
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.log import get_logger
-from nbaccel.base.units import count_noun
+from nbaccel.base.units import count_noun, first_few
 from nbaccel.base.weight_files import file_problem
 from nbaccel.config.given_values import shown
 from nbaccel.plan.contracts.training import Place
@@ -51,7 +51,6 @@ from nbaccel.train.collectives import Collectives
 LoadHook = Callable[[list[Any], str], None]
 _log = get_logger(__name__)
 
-_SHOWN_NAMES = 3
 # State of torch's optimizers that is as large as the parameter it belongs to; that of others may
 # have any shape (Adafactor's is factored).
 _PARAMETER_SHAPED_STATE = {
@@ -260,40 +259,35 @@ def _classes_in(state_dict: Any) -> set[type]:
     return classes
 
 
+@dataclass(eq=False)
 class _CheckpointLoad:
     """One process's share of a load."""
 
-    def __init__(
-        self,
-        folder: Path,
-        parts: CheckpointParts,
-        place: Place,
-        read_options: Mapping[str, Any],
-        device: torch.device,
-        options: Mapping[str, Any],
-    ) -> None:
-        self._folder = folder
-        self._parts = parts
-        self._place = place
+    _folder: Path
+    _parts: CheckpointParts
+    _place: Place
+    _read_options: Mapping[str, Any]
+    _device: torch.device
+    _options: Mapping[str, Any]
+    step: int | None = None  # the accumulation step; None where no file has it
+
+    def __post_init__(self) -> None:
+        read_options = self._read_options
         self._read: Callable[[Path], Any] = partial(read_torch_file, **read_options)
         self._read_outline: Callable[[Path], Any] = partial(read_torch_outline, **read_options)
-        self._read_options = read_options
-        self._device = device
-        self._options = options
-        self.step: int | None = None  # the accumulation step; None where no file has it
         self._undo_steps: list[Callable[[], Any]] = []
         self._damaged: list[str] = []
         self._recorded = {}
         try:
-            self._recorded = dict(read_manifest(folder))
+            self._recorded = dict(read_manifest(self._folder))
         except CheckpointDamaged as error:
             self._damaged += error.mistakes
-        self._left_out = layout.read_left_out(folder)
+        self._left_out = layout.read_left_out(self._folder)
         self._rng_states: dict[str, Any] | None = None
         # A load hook's own files are not known.
         self._models = {
             number: part
-            for number, model in enumerate(parts.models)
+            for number, model in enumerate(self._parts.models)
             if (part := self._find_model(number, model)) is not None
         }
         self._optimizers = list(self._find_optimizers())
@@ -373,17 +367,14 @@ class _CheckpointLoad:
     def _optimizer_file(
         self, path: Path, optimizer: Optimizer, model: nn.Module | None
     ) -> _SavedPart:
-        def check() -> None:
-            _refuse(path, _optimizer_problem(optimizer, self._read_outline(path)))
-
-        def load() -> None:
-            state = self._read(path)
-            if model is None:
-                optimizer.load_state_dict(state)
-            else:
-                self._parts.strategy.load_optimizer_state(model, optimizer, state)
-
-        return _SavedPart(path=path, check=check, load=load)
+        put_back: Callable[[Any], Any] = optimizer.load_state_dict
+        if model is not None:
+            put_back = partial(self._parts.strategy.load_optimizer_state, model, optimizer)
+        return _SavedPart(
+            path=path,
+            check=lambda: _refuse(path, _optimizer_problem(optimizer, self._read_outline(path))),
+            load=lambda: put_back(self._read(path)),
+        )
 
     def _find_small_states(self) -> Iterator[tuple[Any, _SavedPart]]:
         parts = self._parts
@@ -425,7 +416,7 @@ class _CheckpointLoad:
             if isinstance(custom_object, (nn.Module, Optimizer)):
                 yield _registered_large(path, custom_object)
         # Sharded gradients are not saved; another strategy's may lie in the folder.
-        gradients = self._existing_file(layout.gradients_file(self._place.rank))
+        gradients = self._existing_file(layout.GRADIENTS_FILE.format(self._place.rank))
         if gradients is not None and self._parts.sharder is None:
             yield _SavedPart(
                 path=gradients,
@@ -434,7 +425,7 @@ class _CheckpointLoad:
                 is_common=False,
             )
         # Last, because a `load_state_dict` or a hook of the user's may draw random numbers.
-        generators = self._existing_file(layout.random_states_file(self._place.rank))
+        generators = self._existing_file(layout.RANDOM_STATES_FILE.format(self._place.rank))
         if generators is not None:
             yield _SavedPart(
                 path=generators,
@@ -466,7 +457,8 @@ class _CheckpointLoad:
 
     def damaged_files(self) -> list[str]:
         """Problems of files; each file is read by one process of a node."""
-        common = {layout.random_states_file(0)} & {path.name for path in self._folder.iterdir()}
+        first_states = layout.RANDOM_STATES_FILE.format(0)
+        common = {first_states} if (self._folder / first_states).exists() else set()
         own: set[str] = set()
         for part in self._all:
             (common if part.is_common else own).update(part.files(self._recorded))
@@ -502,11 +494,9 @@ class _CheckpointLoad:
 
     def _read_step(self) -> None:
         # A run with more processes than the saved one has ranks without a file of their own.
-        first = self._existing_file(layout.random_states_file(0))
-        states = self._rng_states
-        if states is None and first is not None:
-            states = read_torch_file(first)
-        self.step = (states or {}).get("step")
+        first = self._existing_file(layout.RANDOM_STATES_FILE.format(0))
+        states = self._rng_states or (read_torch_file(first) if first is not None else {})
+        self.step = states.get("step")
 
     # --------------------------------------------------------------------- loading
 
@@ -562,7 +552,7 @@ class _CheckpointLoad:
         """Weights, optimizers, registered models, gradients and random numbers; not undone."""
         for part in (*self._models.values(), *self._optimizers, *self._large):
             part.load()
-        name = layout.random_states_file(self._place.rank)
+        name = layout.RANDOM_STATES_FILE.format(self._place.rank)
         if self._existing_file(name) is None:
             _log.warning("%s has no %s: random numbers begin anew", self._folder, name)
 
@@ -570,28 +560,25 @@ class _CheckpointLoad:
 def _registered_large(path: Path, target: nn.Module | Optimizer) -> _SavedPart:
     """A registered model or optimizer, of which no second copy is kept."""
 
-    def check() -> None:
-        if isinstance(target, nn.Module):
-            saved = read_weights(path, target, torch.device("meta"))
-            _refuse(path, _model_problem(target, saved))
-        else:
-            _refuse(path, _optimizer_problem(target, read_torch_outline(path)))
+    def problem() -> str:
+        if isinstance(target, Optimizer):
+            return _optimizer_problem(target, read_torch_outline(path))
+        return _model_problem(target, read_weights(path, target, torch.device("meta")))
 
-    def load() -> None:
-        target.load_state_dict(read_torch_file(path))
-
-    return _SavedPart(path=path, check=check, load=load)
+    return _SavedPart(
+        path=path,
+        check=lambda: _refuse(path, problem()),
+        load=lambda: target.load_state_dict(read_torch_file(path)),
+    )
 
 
 def _loader_problem(loader: Any, state: Any) -> str:
     """Loaders of nbaccel compare it themselves, and torchdata's cannot."""
-    compare = getattr(loader, "check_state_dict", None)
-    if compare is not None:
+    if compare := getattr(loader, "check_state_dict", None):
         compare(state)
-        return ""
-    return (
-        "" if getattr(loader, "use_stateful_dataloader", False) else _state_problem(loader, state)
-    )
+    elif not getattr(loader, "use_stateful_dataloader", False):
+        return _state_problem(loader, state)
+    return ""
 
 
 def _missing_weights(folder: Path, number: int) -> str:
@@ -615,55 +602,37 @@ def _model_problem(
     left_out: Collection[str] = (),
 ) -> str:
     """What keeps weights, of which only shapes are looked at, from being loaded into a model."""
-    adapting_prefixes = _adapting_prefixes(model)
-    # Parts that load a state in a way of their own cannot be compared by name or shape.
-    shapes = _shapes_of(model).items()
-    model_shapes = {n: shape for n, shape in shapes if not n.startswith(adapting_prefixes)}
+    # Parts that read a state in a way of their own may rename or reshape: they are not compared.
+    adapting_prefixes = tuple(
+        uncompiled_name(f"{module_name}." if module_name else "")
+        for module_name, module in model.named_modules()
+        if any(map(_is_user_code, torch_private.state_readers(module)))
+    )
+    shapes = {n: it for n, it in _shapes_of(model).items() if not n.startswith(adapting_prefixes)}
     saved_shapes = {
-        uncompiled_name(tensor_name): tuple(value.shape)
-        for tensor_name, value in saved_weights.items()
+        name: tuple(value.shape)
+        for saved_name, value in saved_weights.items()
         if hasattr(value, "shape")
-        and not uncompiled_name(tensor_name).startswith(adapting_prefixes)
+        and not (name := uncompiled_name(saved_name)).startswith(adapting_prefixes)
     }
     # None is the shape of a lazy parameter, which takes that of the file.
     reshaped = [
-        tensor_name
-        for tensor_name in model_shapes
-        if tensor_name in saved_shapes
-        and model_shapes[tensor_name] is not None
-        and model_shapes[tensor_name] != saved_shapes[tensor_name]
+        f"{name} {list(saved_shapes[name])} for {list(shape)}"
+        for name, shape in shapes.items()
+        if shape is not None and saved_shapes.get(name, shape) != shape
     ]
     # BatchNorm starts its counter at 0 where an old file has none, so that is no mismatch.
-    missing_names = [
-        tensor_name
-        for tensor_name in model_shapes
-        if tensor_name not in saved_shapes
-        and tensor_name not in left_out
-        and not tensor_name.endswith("num_batches_tracked")
-    ]
-    unknown_names = [tensor_name for tensor_name in saved_shapes if tensor_name not in model_shapes]
-    problems = []
-    if reshaped:
-        pairs = (
-            f"{tensor_name} {list(saved_shapes[tensor_name])} for "
-            f"{list(model_shapes[tensor_name] or ())}"
-            for tensor_name in reshaped[:_SHOWN_NAMES]
-        )
-        problems.append(f"other shapes ({', '.join(pairs)}{_count_more(reshaped)})")
-    if strict and missing_names:
-        problems.append(f"no {', '.join(missing_names[:_SHOWN_NAMES])}{_count_more(missing_names)}")
-    if strict and unknown_names:
-        problems.append(
-            f"{', '.join(unknown_names[:_SHOWN_NAMES])}{_count_more(unknown_names)}, which the "
-            "model does not have"
-        )
+    known = {*saved_shapes, *left_out}
+    missing = [n for n in shapes if n not in known and not n.endswith("num_batches_tracked")]
+    unknown = [name for name in saved_shapes if name not in shapes]
+    problems = [f"other shapes ({first_few(reshaped, 3)})"] if reshaped else []
+    if strict and missing:
+        problems.append(f"no {first_few(missing, 3)}")
+    if strict and unknown:
+        problems.append(f"{first_few(unknown, 3)}, which the model does not have")
     if not problems:
         return ""
     return f"is of another model than the {type(model).__name__}: it has {'; '.join(problems)}"
-
-
-def _count_more(names: list[str]) -> str:
-    return f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
 
 
 def _named_as_in(model: nn.Module, saved_weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -683,15 +652,6 @@ def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
         if hasattr(parameter, "ds_shape"):  # ZeRO-3 has a placeholder there
             shapes_by_name[uncompiled_name(tensor_name)] = tuple(parameter.ds_shape)
     return shapes_by_name
-
-
-def _adapting_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Parts of a model that read a state in a way of their own: they may rename or reshape."""
-    return tuple(
-        uncompiled_name(f"{module_name}." if module_name else "")
-        for module_name, module in model.named_modules()
-        if any(map(_is_user_code, torch_private.state_readers(module)))
-    )
 
 
 def _is_user_code(function: Any) -> bool:

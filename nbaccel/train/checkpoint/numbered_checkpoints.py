@@ -121,16 +121,16 @@ class Checkpoints:
             )
         # Process 0 chooses: another one might look a moment later, when there is one more. What is
         # wrong is sent as text, because the others wait for the broadcast.
-        choice: tuple[Path | None, str] = (None, "")
+        found: Path | str = ""
         if self._place.is_main:
             try:
-                choice = (_latest_checkpoint(_folder_of(self._project)), "")
+                found = _latest_checkpoint(_folder_of(self._project))
             except ConfigError as error:
-                choice = (None, str(error))
-        path, text = self._collectives.broadcast_object(choice)
-        if path is None:
-            raise ConfigError(text)
-        return Path(path)
+                found = str(error)
+        found = self._collectives.broadcast_object(found)
+        if isinstance(found, str):
+            raise ConfigError(found)
+        return found
 
 
 def _folder_of(configuration: ProjectConfiguration) -> Path:

@@ -175,16 +175,25 @@ class _StateWriter:
 
     def write_all(self, hooks: list[SaveHook], place: Place, step: int, safetensors: bool) -> None:
         self._write_models(hooks, safetensors)
-        self._write_left_out()
+        if self._writes_shared and any(self._left_out.values()):
+            left_out_path = self._folder / layout.LEFT_OUT_FILE
+            self._attempt_step(
+                lambda: atomic.write_text(left_out_path, layout.left_out_text(self._left_out))
+            )
         self._write_optimizers()
-        self._write_loaders(place)
+        for number, loader in self._parts.stateful_loaders():
+            is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
+            # Each process has workers, random numbers and a part of the data of its own.
+            name = layout.loader_file(number, stateful=is_stateful, rank=place.rank)
+            self._write(name, loader.state_dict, is_own=True)
         self._write_small_states()
         # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
         if self._parts.amid_group and self._parts.sharder is None:
-            self._write(layout.gradients_file(place.rank), self._parts.gradients, is_own=True)
+            gradients_file = layout.GRADIENTS_FILE.format(place.rank)
+            self._write(gradients_file, self._parts.gradients, is_own=True)
         # The step is in this file because Accelerate keeps it there.
         states = {"step": step, **rng.capture_rng_states(place)}
-        self._write(layout.random_states_file(place.rank), states, is_own=True)
+        self._write(layout.RANDOM_STATES_FILE.format(place.rank), states, is_own=True)
         if self._met_errors:
             raise self._met_errors[0]
 
@@ -235,13 +244,6 @@ class _StateWriter:
             return frozenset()
         return frozen_names(self._parts.strategy.unwrap(model))
 
-    def _write_left_out(self) -> None:
-        if self._writes_shared and any(self._left_out.values()):
-            left_out_path = self._folder / layout.LEFT_OUT_FILE
-            self._attempt_step(
-                lambda: atomic.write_text(left_out_path, layout.left_out_text(self._left_out))
-            )
-
     def _write_optimizers(self) -> None:
         for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
             name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
@@ -253,13 +255,6 @@ class _StateWriter:
             # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
                 self._write_shards(model, optimizer, layout.OPTIMIZER_SHARDS.format(number))
-
-    def _write_loaders(self, place: Place) -> None:
-        for number, loader in self._parts.stateful_loaders():
-            is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
-            # Each process has workers, random numbers and a part of the data of its own.
-            name = layout.loader_file(number, stateful=is_stateful, rank=place.rank)
-            self._write(name, loader.state_dict, is_own=True)
 
     def _write_small_states(self) -> None:
         for number, scheduler in enumerate(self._parts.schedulers):

@@ -16,7 +16,7 @@ from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import layout, load_state, save_state
 from nbaccel.train.checkpoint.files import save
-from tests.damage import DAMAGES, damaged_copy, flip_a_bit, truncate
+from tests.damage import DAMAGES, damaged_copy, flip_a_bit
 from tests.train.checkpoint.training import ALONE, Training, arrived
 
 FILES = (
@@ -282,9 +282,3 @@ def test_a_damaged_file_of_one_process_stops_all_before_they_load(tmp_path):
         assert (told, is_as_before) == other, "both are told the same"
         assert is_as_before, f"{folder.name}: something was loaded"
         assert folder.name.partition(" ")[2] in told or "to be loaded" in told
-
-
-def test_truncation_is_what_it_says(tmp_path):
-    (tmp_path / "x").write_bytes(b"123456789")
-    truncate(tmp_path / "x")
-    assert (tmp_path / "x").read_bytes() == b"123456"

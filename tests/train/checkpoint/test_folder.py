@@ -128,12 +128,6 @@ def test_folders_that_cannot_be_replaced_are_refused(tmp_path, monkeypatch):
     assert not names(tmp_path / "work")
 
 
-def test_a_relative_name_is_meant_from_the_working_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert build(Path("ckpt")) == Path("ckpt")
-    assert names(tmp_path) == ["ckpt"]
-
-
 def test_what_is_deleted_loses_its_name_first(tmp_path):
     target = build(tmp_path / "ckpt")
     discard_checkpoint(target)

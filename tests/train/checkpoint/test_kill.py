@@ -6,10 +6,8 @@ Once at every single step on the file system, and often at moments that nobody c
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -114,39 +112,3 @@ def test_killed_at_any_step_it_leaves_the_old_or_the_new_checkpoint(tmp_path, nu
         assert len(list(folder.iterdir())) == 2
     else:
         assert (folder / "ckpt" / "mine.txt").read_text() == "a user's"
-
-
-def save_until_killed(folder: Path, mark: int, told: int, *, numbered: bool) -> None:
-    training = Training()
-    while True:
-        mark += 1
-        save(folder, mark, numbered=numbered, training=training)
-        os.write(told, f"{mark}\n".encode())
-
-
-@isolated(timeout_s=800)
-@pytest.mark.parametrize("numbered", [True, False])
-def test_killed_at_any_moment_it_loses_nothing_that_was_saved(tmp_path, numbered):
-    torch.set_num_threads(1)
-    moments = random.Random(0)
-    save(tmp_path, 1, numbered=numbered)
-    began = time.monotonic()
-    save(tmp_path, 2, numbered=numbered)
-    window_s = max(0.25, 4 * (time.monotonic() - began))  # also on a machine that is slow just now
-    mark, leftovers, kills = 2, 0, 0
-    while kills < 24 or (kills < 400 and (mark <= 10 or leftovers <= 5)):
-        kills += 1
-        reads, writes = os.pipe()
-        pid = forked(partial(save_until_killed, tmp_path, mark, writes, numbered=numbered))
-        os.close(writes)
-        time.sleep(moments.uniform(0.0, window_s))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        with os.fdopen(reads) as told:
-            finished = [int(line) for line in told.read().split()]
-        leftovers += bool(list(tmp_path.rglob(".*.partial-*")))
-        found = load(tmp_path, numbered=numbered)
-        assert found >= max(finished, default=mark), "a checkpoint that was saved is gone"
-        mark = found
-    assert mark > 10, "hardly anything was saved"
-    assert leftovers > 5, "it was hardly ever killed while saving"
