@@ -59,13 +59,7 @@ _OUTPUTS = f"(number) => {_PANEL}.content.widgets[number].model.outputs.toJSON()
 
 
 class NotebookPage:
-    """One notebook in one tab.
-
-    Attributes:
-        page: Playwright's page, for all that has no name here.
-        name: The notebook's name, without folder and ending.
-        path: Its file.
-    """
+    """One notebook in one tab."""
 
     def __init__(
         self,

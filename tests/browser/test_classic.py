@@ -150,26 +150,6 @@ def test_the_form_is_a_form_and_what_is_pressed_is_what_python_holds(classic: Cl
     classic.picture("configure", FORM)
 
 
-def test_a_cell_of_workers_prints_and_shows_its_last_expression(classic: Classic) -> None:
-    from playwright.sync_api import expect
-
-    output = classic.run(WORKERS)
-    expect(output).to_contain_text("[0-1] hello from the workers")
-    expect(output).to_contain_text("[1] 1")
-    expect(output).not_to_contain_text("Gloo")
-    classic.picture("accelerate", WORKERS)
-
-
-def test_a_failed_launch_names_the_cell_and_its_line(classic: Classic) -> None:
-    from playwright.sync_api import expect
-
-    output = classic.run(FAILED)
-    expect(output).to_contain_text(re.compile(r"Cell In\[\d+\], line 6, in train"))
-    expect(output).to_contain_text("return losses[int(os.environ['RANK'])]")
-    expect(output).not_to_contain_text("site-packages")
-    classic.picture("failed_launch", FAILED)
-
-
 def test_a_training_has_its_panel_at_the_top_and_nothing_of_an_error(classic: Classic) -> None:
     from playwright.sync_api import expect
 

@@ -16,7 +16,6 @@ from playwright.sync_api import BrowserContext, Locator, expect
 from tests.browser.conftest import APPLICATIONS, WINDOW, Open
 from tests.browser.page import NotebookPage
 from tests.browser.test_dashboard import VIEW, picture
-from tests.kernel.kernel import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -104,33 +103,6 @@ def test_another_browser_sees_the_run_and_can_stop_it(
         page.wait_idle()
     finally:
         context.close()
-
-
-def test_one_that_comes_back_after_the_end_has_the_summary(page: NotebookPage) -> None:
-    page.run_cell(SHORT, wait=False)
-    expect(panel_of(page, SHORT)).to_contain_text("step")
-    page.save()
-    page.leave()
-    assert wait_for(page.is_kernel_idle)
-    page.come_back()
-    expect(page.cell(SHORT)).to_contain_text("✓ 2 ranks")
-    expect(page.cell(SHORT)).to_contain_text("step 400")
-    picture(page, "summary")
-
-
-def test_the_next_cell_says_what_has_ended_if_nothing_was_saved(page: NotebookPage) -> None:
-    page.run_cell(SHORT, wait=False)
-    page.page.wait_for_timeout(500)
-    page.reload()
-    expect(page.cell(SHORT).locator(".jp-OutputArea-output")).to_have_count(0)
-    assert wait_for(page.is_kernel_idle)
-    page.run_cell(NEXT)
-    told = page.cell(NEXT)
-    expect(told).to_contain_text("In[2] has ended since its page was closed or reloaded:")
-    expect(told).to_contain_text("✓ 2 ranks")
-    picture(page, "next_cell")
-    page.run_cell(NEXT)
-    assert page.text(NEXT) == "2", "it is said once"
 
 
 def test_after_a_restart_of_the_kernel_it_says_so(page: NotebookPage) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Mapping
 
 from tests.house.source import nodes
 
@@ -39,12 +38,7 @@ def defined(tree: ast.Module) -> frozenset[str]:
 
 
 def used(tree: ast.Module, inherited: frozenset[str]) -> list[tuple[int, str]]:
-    """Line and name of each private name that is somebody else's.
-
-    Args:
-        tree: A module's.
-        inherited: What objects of the package may have from its other modules.
-    """
+    """Line and name of each private name that is somebody else's."""
     own = defined(tree)
     found = []
     for node in nodes(tree):
@@ -77,15 +71,3 @@ def _is_own(value: ast.expr) -> bool:
         bare = not value.args and not value.keywords
         return bare and isinstance(value.func, ast.Name) and value.func.id == "super"
     return isinstance(value, ast.Name) and value.id in ("self", "cls")
-
-
-def used_in_package(trees: Mapping[str, ast.Module]) -> list[str]:
-    """Each use of a private name that no module of the package defines.
-
-    Args:
-        trees: The modules of one package by their dotted names.
-    """
-    own = {part for name in trees for part in name.split(".")}
-    own |= {name for tree in trees.values() for name in defined(tree)}
-    uses = (name for tree in trees.values() for _, name in used(tree, frozenset(own)))
-    return [name for name in uses if name not in own]

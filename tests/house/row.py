@@ -1,14 +1,12 @@
-"""The package's structure in numbers: lines, functions, cycles, names, comments.
+"""The package's structure in numbers: lines, functions, cycles.
 
     python -m tests.house.row FOLDER [FOLDER ...]   # other packages, by their folders, as JSON
 
 The table of ARCHITECTURE.md is written by `python -m docs.tables`; what it shows of other packages
 is stored in benchmarks/results/structure_peers.json. A code line is one that is neither blank, nor
-a comment, nor part of a docstring. A name is what a module binds at its top level by `def`, `class`
-or assignment. A folder is one directly below the package, or a module that is; as drawn, all import
-paths of Accelerate's users are one (`places`). Imports count on three levels: those that run with
-the module, those inside functions as well, and those for type checkers as well. A private name of
-another package is one with a leading underscore that no module of the package itself defines.
+a comment, nor part of a docstring. A folder is one directly below the package, or a module that is;
+as drawn, all import paths of Accelerate's users are one (`places`). Imports count on three levels:
+those that run with the module, those inside functions as well, and those for type checkers as well.
 """
 
 from __future__ import annotations
@@ -17,15 +15,13 @@ import argparse
 import ast
 import functools
 import json
-import re
-from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import networkx as nx
 
-from tests.house import private_names, source
+from tests.house import source
 from tests.house.source import PACKAGE, ROOT, SourceFile
 
 PEERS = ROOT / "benchmarks" / "results" / "structure_peers.json"
@@ -45,7 +41,6 @@ class Module:
     tree: ast.Module
     raw_lines: int
     code_lines: frozenset[int]
-    comments: int
     imports: tuple[tuple[str, str], ...]
     """Modules of the package, each with the level on which it is imported."""
 
@@ -65,49 +60,17 @@ def _modules(folder: Path, files: Iterable[SourceFile]) -> list[Module]:
     named = {_name_of(file.path, folder): file for file in files}
     modules = []
     for name, file in named.items():
-        code, comments = _lines(file.text)
         is_package = file.path.stem == "__init__"
         imports = tuple(_imports(name, file.tree, named.keys(), is_package=is_package))
-        code -= _docstring_lines(file.tree)
-        modules.append(
-            Module(name, is_package, file.tree, len(file.lines), code, comments, imports)
-        )
+        code = {n for n, line in enumerate(file.lines, 1) if line.strip()[:1] not in ("", "#")}
+        code_lines = frozenset(code - _docstring_lines(file.tree))
+        modules.append(Module(name, is_package, file.tree, len(file.lines), code_lines, imports))
     return modules
 
 
 def _name_of(path: Path, folder: Path) -> str:
     parts = path.relative_to(folder.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-# A string, or a comment: whichever begins first, so that neither is seen inside the other. The
-# module `tokenize` takes several times as long.
-_STRING_OR_COMMENT = re.compile(
-    r"""
-    (?P<comment> \#.* )
-    | "{3} (?: [^\\"] | \\[\s\S] | "(?!"") )* "{3}
-    | '{3} (?: [^\\'] | \\[\s\S] | '(?!'') )* '{3}
-    | " (?: [^\\"\n] | \\[\s\S] )* "
-    | ' (?: [^\\'\n] | \\[\s\S] )* '
-    """,
-    re.VERBOSE,
-)
-_FOR_A_TOOL = re.compile(r"#\s*(noqa|type:|pragma|mypy:|ruff:|-{3,})")
-
-
-def _lines(text: str) -> tuple[frozenset[int], int]:
-    """The lines with code, docstrings among them, and the number of comments."""
-    comments = 0
-
-    def without(found: re.Match[str]) -> str:
-        nonlocal comments
-        if not found["comment"]:
-            return "_\n" * found[0].count("\n") + "_"  # blank lines within a string, too
-        comments += not _FOR_A_TOOL.match(found[0])
-        return ""
-
-    bare = _STRING_OR_COMMENT.sub(without, text).split("\n")
-    return frozenset(n for n, line in enumerate(bare, start=1) if line.strip()), comments
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:
@@ -161,13 +124,7 @@ def places(modules: list[Module]) -> dict[str, str]:
 
 
 def arrows(modules: list[Module], shown: Mapping[str, str], level: str = "typing") -> Arrows:
-    """The imports between folders, each with two modules as its example.
-
-    Args:
-        modules: Those of the package.
-        shown: What counts as one folder, by names at the top level (`places`).
-        level: It counts, and so do those before it.
-    """
+    """The imports between folders, each with two modules as its example."""
     found: Arrows = {}
     for one, other in _arrows(modules, level):
         ends = shown.get(top_name(one), ""), shown.get(top_name(other), "")
@@ -245,83 +202,29 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
         yield from getattr(node, name, ())
 
 
-# ---------------------------------------------------------------- names
-def defined(modules: list[Module]) -> dict[str, set[str]]:
-    """Names that modules define at their top level, with the modules."""
-    places: dict[str, set[str]] = defaultdict(set)
-    for module in modules:
-        for name in _bound(module.tree.body):
-            if not (name.startswith("__") and name.endswith("__")):
-                places[name].add(module.name)
-    return places
-
-
-def _bound(body: list[ast.stmt]) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Assign):
-            yield from (t.id for t in node.targets if isinstance(t, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
-
-
 # ---------------------------------------------------------------- the table
-def measure(modules: list[Module], shown: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The figures of one package, by what they are of.
-
-    Args:
-        modules: Those of the package.
-        shown: As what a drawing shows them, if there is one (`places`).
-    """
-    code = sum(len(module.code_lines) for module in modules)
+def measure(modules: list[Module]) -> dict[str, str]:
+    """The figures of one package, by what they are of."""
     lengths = sorted(function_lengths(modules))
-    places = defined(modules)
-    several = [name for name, where in places.items() if len(where) > 1]
-    classes = Counter(
-        node.name for m in modules for node in m.tree.body if isinstance(node, ast.ClassDef)
-    )
-    stems = Counter(m.name.rpartition(".")[2] for m in modules)
-    private = private_names.used_in_package({module.name: module.tree for module in modules})
     return {
         "files": str(len(modules)),
         "raw lines": f"{sum(module.raw_lines for module in modules):,}",
-        "code lines": f"{code:,}",
+        "code lines": f"{sum(len(module.code_lines) for module in modules):,}",
         "function: median / p90 / p99 / longest": " / ".join(
             str(lengths[min(int(q * len(lengths)), len(lengths) - 1)]) for q in (0.5, 0.9, 0.99, 1)
         ),
-        **_top_level(modules, shown),
         "cycles of modules: imports / lazy ones too / for types too": " / ".join(
             str(len(cycles(modules, level))) for level in _LEVELS
         ),
         "cycles of folders: imports / lazy ones too / for types too": " / ".join(
             str(len(folder_cycles(modules, level))) for level in _LEVELS
         ),
-        "names that several modules define": str(len(several)),
-        "class names that several modules define": str(sum(n > 1 for n in classes.values())),
-        "module names in several folders": str(sum(n > 1 for n in stems.values())),
-        "comments per 100 code lines": f"{100 * sum(m.comments for m in modules) / code:.1f}",
-        "private names of other packages / uses": f"{len(set(private))} / {len(private)}",
-    }
-
-
-def _top_level(modules: list[Module], shown: Mapping[str, str] | None) -> dict[str, str]:
-    each = _top_names(modules)
-    counted = (shown, each) if shown else (each,)
-    folders = [str(len(set(one.values()))) for one in counted]
-    imports = [str(len(arrows(modules, one))) for one in counted]
-    return {
-        "folders and modules at the top: as drawn / each": " / ".join(["-", *folders][-2:]),
-        "imports between these: as drawn / each": " / ".join(["-", *imports][-2:]),
     }
 
 
 def table() -> str:
     """The figures of the package, beside those of others that were stored."""
-    own, peers = (
-        measure(nbaccel(), places(nbaccel())),
-        json.loads(PEERS.read_text(encoding="utf-8")),
-    )
+    own, peers = measure(nbaccel()), json.loads(PEERS.read_text(encoding="utf-8"))
     lines = [f"|  | nbaccel | {' | '.join(peers)} |", "|---" + "|--:" * (1 + len(peers)) + "|"]
     for name, value in own.items():
         cells = [name, value, *(peer[name] for peer in peers.values())]

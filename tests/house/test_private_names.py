@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.house.private_names import defined, is_private, used, used_in_package
+from tests.house.private_names import defined, is_private, used
 from tests.house.source import package_files
 
 # Any private name of the packages that these wrap.
@@ -92,12 +92,6 @@ def test_no_private_method_of_others_is_replaced():
     assert [(f.name, m) for f in package_files() for m in _overridden(f.tree)] == []
 
 
-def test_a_replaced_one_would_be_found():
-    code = "from IPython.core.interactiveshell import InteractiveShell\n"
-    code += "class Shell(InteractiveShell):\n    def _showtraceback(self): ..."
-    assert _overridden(ast.parse(code)) == ["_showtraceback"]
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -119,11 +113,3 @@ def test_one_would_be_found(code):
 def test_ones_own_are_not_found():
     code = "class A:\n    def f(self, other):\n        self._a = other._a\n    def _b(self): ..."
     assert used(ast.parse(f"{code}\nA(None)._b()"), frozenset()) == []
-
-
-def test_uses_in_a_package_are_counted_without_its_own_names():
-    modules = {
-        "made._core": ast.parse("class A:\n    _a = 1"),
-        "made.b": ast.parse("from ._core import A\nimport torch._dynamo\nA._a\nA._b"),
-    }
-    assert sorted(used_in_package(modules)) == ["_b", "_dynamo"]

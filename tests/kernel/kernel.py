@@ -56,12 +56,7 @@ class Cell:
 
 
 class Kernel:
-    """A kernel of this interpreter in which nbaccel can be imported.
-
-    Args:
-        wrap: Makes of the kernel's command line the one that is run: on another host, for example.
-        **variables: Environment variables that it has besides.
-    """
+    """A kernel of this interpreter in which nbaccel can be imported."""
 
     def __init__(
         self, wrap: Callable[[list[str]], list[str]] | None = None, **variables: str
@@ -125,11 +120,7 @@ class Kernel:
             self._take(running, deadline)
 
     def take_reply(self, ident: str, *, timeout_s: float) -> None:
-        """Take the reply to a request, which comes by another socket than what cells show.
-
-        Raises:
-            queue.Empty: There was none in time.
-        """
+        """Take the reply to a request, which comes by another socket than what cells show."""
         deadline = time.monotonic() + timeout_s
         reply = None
         while reply != ident:

@@ -67,12 +67,7 @@ def state():
 
 
 class FrontEnd:
-    """One page that shows a notebook.
-
-    Args:
-        kernel: The kernel it speaks to.
-        page: Its number, which Jupyter calls a session; a page that is reloaded has another.
-    """
+    """One page that shows a notebook."""
 
     def __init__(self, kernel: Kernel, page: str = "") -> None:
         self.kernel = kernel
@@ -216,12 +211,6 @@ def test_a_page_that_comes_back_gets_the_summary_and_other_pages_are_told_once(
     assert (unknown.outputs, len(unknown.closed)) == ({}, 1)
 
 
-def test_the_page_that_has_seen_it_is_told_nothing(live: Kernel) -> None:
-    page = FrontEnd(live)
-    assert page.begin("notebook_launcher(train, (1.5,), 2)").finish().error == ""
-    assert page.begin("1 + 1").finish().outputs == {}
-
-
 def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
     run = live.begin(LAUNCH)
     live.until(run, "running")
@@ -232,27 +221,6 @@ def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
     assert told == "stopped loss\n"
     told = live.run("print(sys.last_value.report().facts == report.facts)").check().stdout
     assert told == "True\n"
-
-
-def test_other_metrics_and_axes_can_be_unfolded_while_the_cell_runs(live: Kernel) -> None:
-    run = FrontEnd(live).begin(
-        """
-        def talk():
-            accelerator = Accelerator()
-            for step in range(100_000):
-                accelerator.log({"loss": 1.0 + step / 100, "lr": 0.5 / (1 + step)})
-                print(f"line {step} of {accelerator.process_index}", flush=True)
-                time.sleep(0.02)
-        notebook_launcher(talk, (), 2)
-        """
-    )
-    run.until(lambda r: r.outputs and "other metric" in r.shown["text/html"])
-    folds = run.shown["text/html"].split("<details")
-    assert any("logarithmic axis" in fold and "<svg" in fold for fold in folds)
-    assert any("1 other metric" in fold and "lr" in fold for fold in folds)
-    assert run.text.count("line"), "all of it is below"
-    live.interrupt()
-    assert run.finish().error == "KeyboardInterrupt"
 
 
 def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
@@ -297,69 +265,6 @@ def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> Non
     assert is_folded == [True, True, False, False, False]
 
 
-EPOCH_LOOPS = {
-    "a bar of accelerator.progress": (
-        "for epoch in accelerator.progress(range(4)):",
-        "for batch in accelerator.progress(list(range(40))):",
-    ),
-    "a bar of tqdm": (
-        "for epoch in tqdm(range(4)):",
-        "for batch in accelerator.progress(list(range(40))):",
-    ),
-    "a number": (
-        "for epoch in range(4):",
-        "for batch in accelerator.progress(list(range(40)), epochs=4):",
-    ),
-}
-
-
-@pytest.mark.parametrize("way", EPOCH_LOOPS)
-def test_the_epochs_in_all_and_what_is_left_of_the_whole_are_told(live: Kernel, way: str) -> None:
-    outer, inner = EPOCH_LOOPS[way]
-    cell = live.run(
-        f"""
-        def epochs():
-            from tqdm import tqdm
-            accelerator = Accelerator()
-            {outer}
-                {inner}
-                    time.sleep(0.03)
-        notebook_launcher(epochs, (), 2);
-        """
-    ).check()
-    assert (cell.stderr, cell.stdout) == ("", "")
-    lines = [display["text/plain"].splitlines()[0] for display in cell.displays[:-1]]
-    told = [
-        (int(found[1]), float(found[2]), int(found[3]))
-        for line in lines
-        if (found := re.search(r"epoch (\d) of 4, ([\d.]+) s left · step ([\d]+) of 160 ", line))
-    ]
-    assert len(told) >= 3, lines
-    by_step = sorted(told, key=lambda seen: seen[2])
-    assert [epoch for epoch, *_ in by_step] == sorted(epoch for epoch, *_ in told)
-    # It ends after what it has said, and counts 40 batches for each epoch, and no epochs.
-    assert all(abs(epoch - 1 - step / 40) <= 1.1 for epoch, _, step in told)
-    assert told[0][1] > told[-1][1]
-    assert "step 160 (" in cell.displays[-1]["text/plain"]
-
-
-def test_a_loop_over_epochs_of_which_nobody_says_the_number_tells_of_the_epoch(
-    live: Kernel,
-) -> None:
-    cell = live.run(
-        """
-        def epochs():
-            accelerator = Accelerator()
-            for epoch in range(2):
-                for batch in accelerator.progress(list(range(50))):
-                    time.sleep(0.03)
-        notebook_launcher(epochs, (), 2);
-        """
-    ).check()
-    lines = [display["text/plain"].splitlines()[0] for display in cell.displays[:-1]]
-    assert any(re.search(r"epoch 1, [\d.]+ s left in this epoch · step \d+ \(", li) for li in lines)
-
-
 def test_a_short_training_keeps_its_summary_at_the_top(live: Kernel) -> None:
     """Its bars are nowhere else."""
     cell = live.run(
@@ -398,27 +303,6 @@ def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel
     assert run.finish().error == ""
     run.until(lambda r: "✓ <b>2 ranks" in r.facts())
     assert "Stop: interrupt" not in run.facts()
-
-
-def test_a_short_launch_leaves_nothing_behind(live: Kernel) -> None:
-    cell = live.run("notebook_launcher(os.getpid, (), 2);").check()
-    assert cell.displays == []
-
-
-def test_a_failure_is_what_the_summary_says(live: Kernel) -> None:
-    cell = live.run(
-        """
-        def diverges():
-            train(2.0)
-            if int(os.environ["RANK"]) == 1: raise ValueError("diverged")
-            time.sleep(600)
-        notebook_launcher(diverges, (), 2)
-        """
-    )
-    assert "ValueError" in cell.error
-    last = cell.displays[-1]
-    assert "failed after" in last["text/plain"]
-    assert "loss" in last["text/plain"]
 
 
 def test_it_comes_back_after_a_worker_has_cleared_the_cell(live: Kernel) -> None:

@@ -67,11 +67,7 @@ _TPU_DRIVERS = {"torch-tpu": "torch_tpu", "torch-xla": "torch_xla"}
 
 
 def render(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table.
-
-    Args:
-        records: What each lane has written: date, versions, front end, counts of tests.
-    """
+    """The table."""
     titles = ["lane", *_PACKAGES.values(), "TPU driver", "front end", "tests", "notebooks", "date"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for record in records.values():

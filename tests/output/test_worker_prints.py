@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -74,11 +73,6 @@ def test_equal_lines_are_folded_and_others_keep_their_rank(show: Show) -> None:
     assert out.count("epoch 0") == 1
 
 
-def test_a_prefix_template_names_every_line(show: Show) -> None:
-    out, _ = show(lambda: print("x"), log_line_prefix_template="<${role_name} ${rank}> ")
-    assert sorted(out.splitlines()) == ["<worker 0> x", "<worker 1> x"]
-
-
 def test_thousands_of_lines_arrive_whole_and_in_order(show: Show) -> None:
     def talk() -> None:
         for i in range(2000):
@@ -90,11 +84,6 @@ def test_thousands_of_lines_arrive_whole_and_in_order(show: Show) -> None:
         assert of_rank(rank, out) == expected
     assert len(out.splitlines()) == 4000
     assert err == ""
-
-
-def test_one_very_long_line_arrives(show: Show) -> None:
-    out, _ = show(lambda: print("y" * 3_000_000))
-    assert [len(line) for line in out.splitlines()] == [3_000_006]
 
 
 def test_output_of_c_code_and_of_programs_is_heard_in_order(show: Show) -> None:
@@ -169,31 +158,6 @@ def test_lines_are_shown_while_the_workers_run(capfd: pytest.CaptureFixture[str]
         os.close(read)
         os.close(write)
     assert seen == [True, True]
-
-
-def test_progress_bars_end_as_one_line(show: Show) -> None:
-    def train() -> None:
-        from tqdm.auto import tqdm
-
-        for _ in tqdm(range(5), desc="training"):
-            time.sleep(0.01)
-
-    out, err = show(train)
-    last = err.replace("\r", "\n").splitlines()
-    assert any("training: 100%" in line and "5/5" in line for line in last)
-    assert "training: 100%" in err.rpartition("\r")[2] or err.endswith("\n")
-    assert out == ""
-
-
-def test_display_in_a_terminal_shows_the_text(show: Show) -> None:
-    def talk() -> None:
-        from IPython.display import display
-
-        if workers.rank() == 0:
-            display({"a": 1})
-
-    out, _ = show(talk)
-    assert "{'a': 1}" in out
 
 
 def test_last_words_before_a_death_are_shown(capfd: pytest.CaptureFixture[str]) -> None:

@@ -300,14 +300,7 @@ class TqdmBar:
 
 
 class Training:
-    """A training by a clock of its own: what ranks report of it, and what it will really take.
-
-    Args:
-        epochs: What `accelerator.progress` is told.
-        has_outer_bar: Whether the loop over epochs is one of `accelerator.progress`.
-        evaluates: Whether each epoch ends with a loop over other batches, which has a name.
-        bar: That of tqdm around the loop over epochs.
-    """
+    """A training by a clock of its own: what ranks report of it, and what it will really take."""
 
     def __init__(
         self,
@@ -589,18 +582,6 @@ def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first: int)
     assert max(whole, default=0.0) < 10.0, "its rounds are no epochs"
 
 
-def test_within_epochs_such_a_loop_is_an_epoch() -> None:
-    run = Nested()
-    for _ in run.progress(4):
-        for number in run.progress(40):
-            run.now += BATCH_S
-            if number % 10 == 5:
-                run.batches(2, "validation")
-    assert run.steps == 4 * (40 + 4 * 2)
-    least, most = run.least_and_most(after=30.0)
-    assert 0.9 < least <= most < 1.3
-
-
 def test_two_loops_beside_each_other_are_no_epochs_of_each_other() -> None:
     run = Nested()
     for _ in zip(run.progress(100), run.progress(100), strict=True):
@@ -616,15 +597,6 @@ def test_a_training_that_goes_on_counts_the_epochs_that_are_left() -> None:
             run.batches(BATCHES)
     least, most = run.least_and_most(after=2 * BATCHES * BATCH_S)
     assert 0.9 < least <= most < 1.1
-
-
-def test_the_rest_of_an_epoch_is_one_of_the_epochs_that_were_told() -> None:
-    run = Nested()
-    run.batches(8, epochs=6)
-    for _ in range(5):
-        run.batches(BATCHES, epochs=6)
-    least, most = run.least_and_most(after=(8 + BATCHES) * BATCH_S)
-    assert 0.6 < least <= most < 1.1
 
 
 def test_where_each_epoch_has_another_length_nothing_is_said_that_grows() -> None:
