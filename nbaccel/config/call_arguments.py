@@ -101,7 +101,8 @@ def _unknown_keywords(
 ) -> list[str]:
     """A message about each keyword that the launcher does not have."""
     function = args[0] if args else kwargs.get("function")
-    parameters = _parameters_of(function)
+    function_signature = _signature_of(function)
+    parameters = {} if function_signature is None else function_signature.parameters
     return [
         f"{function_name}() has no argument {argument_name!r}: got "
         f"{argument_name}={shown(value)}. "
@@ -149,7 +150,8 @@ def check_call(function: Any, args: Any) -> None:
 
 
 def _swapped_argument_mistakes(function: Any, args: Any) -> list[str]:
-    if _are_swapped(function, args):
+    # Not `callable`: a module passed as an argument is callable, too.
+    if inspect.isroutine(args) and not inspect.isroutine(function):
         return [
             f"function is {_kind_of_value(function)} and args is {_function_name(args)}(): "
             f"they are swapped. The function comes first: write ({_function_name(args)}, (…,)), "
@@ -166,12 +168,13 @@ def _swapped_argument_mistakes(function: Any, args: Any) -> list[str]:
             f"args is {_kind_of_value(args)}, not a tuple: it is unpacked into the call. For one "
             "argument write args=(model,), with the comma."
         )
-    return call_mistakes or _binding_mistakes(function, tuple(args))
-
-
-def _are_swapped(function: Any, args: Any) -> bool:
-    # Not `callable`: a module passed as an argument is callable, too.
-    return inspect.isroutine(args) and not inspect.isroutine(function)
+    signature = _signature_of(function)
+    if not call_mistakes and signature is not None:
+        try:
+            signature.bind(*args)
+        except TypeError:
+            return [_binding_message(_function_name(function), signature, tuple(args))]
+    return call_mistakes
 
 
 def _kind_of_value(value: Any) -> str:
@@ -190,23 +193,6 @@ def _signature_of(function: Any) -> inspect.Signature | None:
         return inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some functions written in C have no signature
         return None
-
-
-def _parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    signature = _signature_of(function)
-    return signature.parameters if signature is not None else {}
-
-
-def _binding_mistakes(function: Any, args: tuple[Any, ...]) -> list[str]:
-    """The message about arguments that are missing in a call, or too many."""
-    signature = _signature_of(function)
-    if signature is None:
-        return []
-    try:
-        signature.bind(*args)
-    except TypeError:
-        return [_binding_message(_function_name(function), signature, args)]
-    return []
 
 
 def _binding_message(
