@@ -115,15 +115,6 @@ class Server:
         """Where an application shows a notebook."""
         return f"{self.url}{PAGES[application]}/{name}.ipynb?token={TOKEN}&reset"
 
-    def kernel_state(self, name: str) -> str:
-        """`idle` or `busy`: the kernel of a notebook; empty where it has none."""
-        states = [
-            session["kernel"]["execution_state"]
-            for session in self._ask("sessions")
-            if session["path"] == f"{name}.ipynb"
-        ]
-        return states[0] if states else ""
-
     def end_kernel(self, name: str) -> None:
         """End the kernel of a notebook, and what it has started."""
         for session in self._ask("sessions"):

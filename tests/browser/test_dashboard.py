@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +60,7 @@ START = """\
 %%accelerate -n 2
 from nbaccel import Accelerator
 Accelerator().wait_for_everyone()"""
-LAUNCH, CELL, WIDGETS, TALK, BARS, BOARD, PID = range(3, 10)
+LAUNCH, CELL, WIDGETS, TALK, BARS = range(3, 8)
 CELLS = [
     SETUP,
     "%load_ext nbaccel",
@@ -71,8 +70,6 @@ CELLS = [
     "from ipywidgets.widgets.widget import _instances\nprint(len(_instances), 'widgets')",
     "notebook_launcher(talk, (), 2)",
     "notebook_launcher(bars, (), 2)",
-    "%accelerate",
-    "print(os.getpid())",
 ]
 
 
@@ -207,38 +204,3 @@ def test_a_good_run_has_nothing_of_an_error(page: NotebookPage) -> None:
         page.set_theme(theme)
         picture(page, f"done_{theme}")
     page.set_theme("light")
-
-
-def test_the_board_of_workers_follows_the_cells(page: NotebookPage) -> None:
-    page.run_cell(BOARD)
-    board = page.cell(BOARD).locator("table")
-    expect(board.locator("tbody tr")).to_have_count(2)
-    expect(board).to_contain_text("Accelerator")
-    expect(board).to_contain_text("gloo, 2 ranks")
-    picture(page, "board")
-    page.run_cell(WIDGETS)
-    assert page.text(WIDGETS) == "0 widgets\n"
-
-
-def test_the_board_of_workers_is_live_while_a_cell_runs_and_in_between(page: NotebookPage) -> None:
-    page.run_cell(BOARD)
-    output = page.cell(BOARD).locator(".jp-OutputArea").first
-    page.run_cell(CELL, wait=False)
-    expect(output).to_contain_text("running cell In[")
-    first = output.locator("tbody tr").first
-    seen = first.inner_text()
-    expect(first).not_to_have_text(seen)
-    output.scroll_into_view_if_needed()
-    picture(page, "board_running")
-    page.find("nbaccel-stop").click()
-    page.wait_idle()
-    expect(output).to_contain_text("idle. 2 CPU workers")
-    page.run_cell(PID)
-    kernel = psutil.Process(int(page.text(PID)))
-    # No cell runs from here on.
-    os.kill(max(children_of(kernel)), signal.SIGKILL)
-    expect(output).to_contain_text("gone")
-    expect(output).to_contain_text("has ended: the next cell tells why")
-    output.scroll_into_view_if_needed()
-    picture(page, "board_gone")
-    assert [list(shown["data"]) for shown in page.outputs(BOARD)] == [["text/plain", "text/html"]]

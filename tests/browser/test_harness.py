@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 def page(open_notebook: Open) -> Iterator[NotebookPage]:
     """In JupyterLab; that Notebook 7 is served as well, every test of a form there shows."""
     found = open_notebook("harness", ["1 + 1"])
-    found.run_all()
+    found.run_cell(0)
     yield found
     found.close()
 

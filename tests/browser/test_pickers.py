@@ -16,8 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 # The widgets are the same in both; where keys, focus or files come in, Notebook 7 is asked as well.
 IN_LAB = pytest.mark.parametrize("page", ["lab"], indirect=True)
-PLACE = "zero_optimization-offload_optimizer-device"
-BUCKET = "zero_optimization-reduce_bucket_size"
 MAX_CLICKS = 3
 MAX_HEIGHT, WIDTH = 700, 1296
 # The first cell stands for a user's notebook: seven billion parameters, and two GPUs described.
@@ -37,7 +35,6 @@ CELLS = [
     "                inventory=machine)\n"
     "picker",
     "print(repr(picker.config))",
-    "picker.config = RunConfig(mixed_precision='fp16', num_processes=1)",
     "model = nn.Linear(8, 1)\n"
     "batch = torch.randn(4, 8)\n"
     "def train(model):\n"
@@ -58,7 +55,7 @@ CELLS = [
     "slow = configure(model, batch)\n"
     "activations.measure_activations = measure",
 ]
-SHOW, PRINT, SET, SHOW_SMALL, LAUNCH, BUSY, SLOW = range(1, 8)
+SHOW, PRINT, SHOW_SMALL, LAUNCH, BUSY, SLOW = range(1, 7)
 COUNT_CLICKS = """(root) => {
     root.nbaccelClicks = 0;
     root.addEventListener("click", () => { root.nbaccelClicks += 1; }, true);

@@ -34,12 +34,10 @@ def alone(num_steps):
 
 notebook_launcher(os.getpid, (), 2)
 print(os.getpid())"""
-LONG, SHORT, NEXT, ALONE = range(1, 5)
+LONG, ALONE = range(1, 3)
 CELLS = [
     SETUP,
     "notebook_launcher(train, (60_000,), 2)",
-    "notebook_launcher(train, (400,), 2)",
-    "1 + 1",
     "notebook_launcher(alone, (60_000,), 1)",
 ]
 

@@ -158,9 +158,6 @@ def test_each_row_says_what_it_does() -> None:
             assert option.target in Fp8Config.model_fields, option
 
 
-# ------------------------------------------------------------------ what options mean
-
-
 def read(*, file: RunConfig | None = None, **given: object) -> LaunchRequest:
     return read_launch_request(given, SettingsFile(config=file or RunConfig(), name="run.yaml"))
 
@@ -309,9 +306,6 @@ def test_flags_are_stronger_than_the_file_and_the_file_than_defaults() -> None:
     sources = {name: request.source_of(name) for name in ("num_processes", "mixed_precision")}
     assert sources == {"num_processes": "--num-processes", "mixed_precision": "run.yaml"}
     assert request.source_of("device") == "default"
-
-
-# ------------------------------------------------------------------ the command itself
 
 
 def test_a_misspelt_option_is_told_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,9 +130,6 @@ def test_no_file_names_a_path_of_one_machine():
     assert not found, "\n".join(found)
 
 
-# ------------------------------------------------------------------------- what notebooks install
-
-
 def brought_by(extras: set[str]) -> set[str]:
     """What an installation with these extras has been asked for, by nbaccel itself."""
     tomllib = pytest.importorskip("tomllib", reason="it came with Python 3.11")
@@ -180,9 +177,6 @@ def test_a_notebook_names_an_installation_that_is_enough(path: Path) -> None:
     assert {"ipykernel", "ipython"} <= brought, "a kernel"
 
 
-# ------------------------------------------------------------------------- links
-
-
 PAPERS = [
     *sorted(ROOT.glob("*.md")),
     ROOT / "benchmarks" / "README.md",
@@ -227,9 +221,6 @@ def test_links_lead_to_what_they_say(page: Path) -> None:
     found = links(page.read_text("utf-8"))
     faults = [f"{target} {wrong}" for text, target in found if (wrong := fault(page, text, target))]
     assert not faults, "\n".join(faults)
-
-
-# ------------------------------------------------------------------------- the page "Where is it?"
 
 
 PAGE = PAGES / "reference" / "where_is.md"

@@ -109,9 +109,6 @@ def test_a_redefined_function_is_the_one_that_runs(kernel: Kernel) -> None:
         assert f"[{version}, {version}]" in kernel.run("print(notebook_launcher(work, (), 2))").text
 
 
-# ------------------------------------------------------------------------- what is shown
-
-
 @pytest.mark.parametrize("method", ["template", "fork"])
 def test_display_and_figures_arrive_as_such(kernel: Kernel, method: str) -> None:
     cell = kernel.run(
@@ -197,9 +194,6 @@ def test_progress_bars_show_text(kernel: Kernel, flavour: str, method: str) -> N
     assert cell.stderr == ""
 
 
-# ------------------------------------------------------------------------- failures
-
-
 FAIL = """
 class MyError(Exception):
     pass
@@ -255,9 +249,6 @@ def test_a_crash_shows_the_cells_line(kernel: Kernel) -> None:
 
 def test_the_next_launch_works_after_a_failure(kernel: Kernel) -> None:
     assert "trained" in kernel.run(train()).check().stdout
-
-
-# ------------------------------------------------------------------------- fresh kernels
 
 
 @pytest.mark.slow

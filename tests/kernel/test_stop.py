@@ -179,9 +179,6 @@ def test_stop_reaches_a_worker_that_is_stopped_by_a_signal(live_kernel: Kernel, 
     live_kernel.run("%%accelerate\nassert mine == os.getpid()").check()
 
 
-# --------------------------------- what line each rank is at, while it waits and when it is stopped
-
-
 WAITING = """
 def train():
     dist.init_process_group("gloo")

@@ -298,9 +298,6 @@ def parse(line: str) -> tuple[set[int], str]:
     return ranks, text
 
 
-# ------------------------------------------------------------------------- too much of it
-
-
 @pytest.fixture
 def notebook(capfd: pytest.CaptureFixture[str]) -> Screen:
     """A console whose output goes to a browser."""

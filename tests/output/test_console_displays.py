@@ -114,9 +114,6 @@ def test_with_a_template_every_display_has_its_prefix(capfd: pytest.CaptureFixtu
     assert bare.flush() == "figure\n"
 
 
-# ------------------------------------------------------------------------- what lives on
-
-
 def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(screen: Show) -> None:
     for rank in (1, 0):
         screen.show(rank, f"start {rank}", handle=f"id{rank}")

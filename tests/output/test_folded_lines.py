@@ -109,8 +109,6 @@ def test_many_lines_take_little_time() -> None:
     assert time.perf_counter() - began < 2.0
 
 
-# ------------------------------------------------------------------------- packages
-
 OF_PACKAGES = [
     "/x/lib/python3.11/site-packages/torch/utils/data/dataloader.py:775: UserWarning: 'pin_memory' "
     "argument is set as true but no accelerator is found",

@@ -209,9 +209,6 @@ def test_a_bar_that_the_notebook_had_is_no_reason_for_a_warning(show: Show) -> N
     assert "of yours are running" not in err
 
 
-# ------------------------------------------------------------------------- files
-
-
 def run_folder(log_dir: Path) -> Path:
     [folder] = log_dir.iterdir()
     return folder

@@ -214,9 +214,6 @@ def test_in_live_workers_each_cell_counts_from_its_start(seen: Seen) -> None:
         assert [facts.told.steps for facts in seen.board.ranks.values()] == [77, 77]
 
 
-# ------------------------------------------------------------------------- without a launch
-
-
 def test_without_a_launch_nobody_is_told() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.log({"loss": 1.0})
