@@ -1,20 +1,15 @@
-"""The panel as a person sees it: it moves, its Stop button stops, and its summary stays.
-
-The pictures lie in the folder that NBACCEL_PICTURES names, where somebody wants to look at them.
-"""
+"""The panel as a person sees it: it moves, its Stop button stops, and its summary stays."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from tests.browser.conftest import APPLICATIONS, Open
 from tests.browser.page import NotebookPage
@@ -82,14 +77,6 @@ def page(request: pytest.FixtureRequest, open_notebook: Open) -> Iterator[Notebo
     found.close()
 
 
-def picture(page: NotebookPage, name: str, seen: Page | None = None) -> None:
-    """Keep what is seen now, here or in another window, if somebody wants to look at it."""
-    if folder := os.environ.get("NBACCEL_PICTURES"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        # Playwright's own writing to a file would leave a thread.
-        (Path(folder) / f"{page.name}_{name}.png").write_bytes((seen or page.page).screenshot())
-
-
 def workers(page: NotebookPage) -> set[int]:
     """The kernel's living descendants but templates, of which each cell may bring another."""
     return children_of(psutil.Process(int(page.text(0).split()[-1])))
@@ -131,7 +118,6 @@ def test_it_moves_and_stop_stops(page: NotebookPage, number: int) -> None:
     expect(cell).to_contain_text("[0-1] epoch 3")
     outputs = cell.locator(".jp-OutputArea-child").all_inner_texts()
     assert "2 ranks" in outputs[0], "at the top"
-    picture(page, f"{number}_live_light")
 
     clicked = time.monotonic()
     stop.click()
@@ -181,7 +167,6 @@ def test_stop_is_in_reach_with_ten_thousand_lines(page: NotebookPage) -> None:
     # To the end of all that was printed, as a person scrolls who wants to see it.
     cell.evaluate("(element) => element.scrollIntoView({block: 'end'})")
     expect(stop).to_be_in_viewport()
-    picture(page, "long_output")
     clicked = time.monotonic()
     stop.click()
     page.wait_idle()
@@ -200,7 +185,3 @@ def test_a_good_run_has_nothing_of_an_error(page: NotebookPage) -> None:
     assert "%|" not in page.text(BARS)
     expect(cell.locator("[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
     expect(cell.locator("details").first).to_contain_text("step 80")
-    for theme in ("light", "dark"):
-        page.set_theme(theme)
-        picture(page, f"done_{theme}")
-    page.set_theme("light")

@@ -1,7 +1,4 @@
-"""A page that is reloaded, closed or opened elsewhere while it trains, and what the file draws.
-
-The pictures lie in the folder that NBACCEL_PICTURES names, where somebody wants to look at them.
-"""
+"""A page that is reloaded, closed or opened elsewhere while it trains, and what the file draws."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from playwright.sync_api import BrowserContext, Locator, expect
 
 from tests.browser.conftest import APPLICATIONS, WINDOW, Open
 from tests.browser.page import NotebookPage
-from tests.browser.test_dashboard import VIEW, picture
+from tests.browser.test_dashboard import VIEW
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -71,14 +68,11 @@ def test_a_reloaded_page_shows_the_run_again_and_can_stop_it(page: NotebookPage)
     page.save()
     page.reload()
     expect(panel).to_contain_text("step")
-    picture(page, "at_once")
     moves(panel)
     moves(panel)
-    picture(page, "moves")
     panel.get_by_role("button", name="Stop").click()
     expect(page.cell(LONG)).to_contain_text("2 ranks · stopped after")
     expect(panel).to_have_count(0)
-    picture(page, "stopped")
 
 
 def test_another_browser_sees_the_run_and_can_stop_it(
@@ -94,7 +88,6 @@ def test_another_browser_sees_the_run_and_can_stop_it(
         panel = other.locator(".jp-Notebook .jp-Cell").nth(LONG).locator(".nbaccel-panel")
         expect(panel).to_contain_text("step")
         moves(panel)
-        picture(page, "elsewhere", other)
         moves(panel_of(page, LONG))
         panel.get_by_role("button", name="Stop").click()
         expect(page.cell(LONG)).to_contain_text("2 ranks · stopped after")
@@ -110,7 +103,6 @@ def test_after_a_restart_of_the_kernel_it_says_so(page: NotebookPage) -> None:
     page.restart_kernel()
     expect(panel).to_contain_text("The kernel has been restarted since this run.")
     expect(panel.get_by_role("button", name="Stop")).to_have_count(0)
-    picture(page, "restarted")
 
 
 def test_the_file_draws_without_a_kernel_and_holds_no_widget(page: NotebookPage) -> None:
@@ -129,7 +121,6 @@ def test_the_file_draws_without_a_kernel_and_holds_no_widget(page: NotebookPage)
     expect(panel).to_contain_text(re.compile(r"known of it on \d\d \w+, \d\d:\d\d:\d\d"))
     expect(panel.locator("svg").first).to_be_visible()
     expect(panel.get_by_role("button", name="Stop")).to_have_count(0)
-    picture(page, "no_kernel")
 
 
 def test_a_colleague_who_does_not_trust_it_sees_it_too(
@@ -153,7 +144,6 @@ def test_one_process_has_the_same_panel_with_its_stop_button(page: NotebookPage)
     page.run_cell(ALONE, wait=False)
     panel = panel_of(page, ALONE)
     moves(panel)
-    picture(page, "alone")
     panel.get_by_role("button", name="Stop").click()
     page.wait_idle()
     expect(page.cell(ALONE)).to_contain_text("1 rank · stopped after")
