@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
@@ -223,30 +222,10 @@ def test_links_lead_to_what_they_say(page: Path) -> None:
     assert not faults, "\n".join(faults)
 
 
-PAGE = PAGES / "reference" / "where_is.md"
-MOST_FILES = 8
-WALK = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-STEP = re.compile(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", re.MULTILINE | re.DOTALL)
-FORM = re.compile(r"`([\w/]+\.py)`: (`[\w.]+`(?:, `[\w.]+`)*): \w.*", re.DOTALL)
+WHERE_IS = (PAGES / "reference" / "where_is.md").read_text(encoding="utf-8")
+# `file.py`: `function`, `Class.method`: what happens there
+STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: (`[\w.]+`(?:, `[\w.]+`)*): ", re.MULTILINE)
 CLASS_IN_TEXT = re.compile(r"`_?([A-Z]+[a-z]\w*)(?:\.\w+)*`")
-
-
-class Step(NamedTuple):
-    """One line of a walk: `file.py`: `function`, `Class.method`: what happens there."""
-
-    file: str
-    names: list[str]
-
-
-def steps(walk: str) -> list[Step]:
-    """The steps of a walk."""
-    found = []
-    for number, text in STEP.findall(walk):
-        form = FORM.fullmatch(text.strip())
-        if form is None or int(number) != len(found) + 1:
-            raise ValueError(f"no step `file.py`: `name`: what happens: {number}. {text[:60]}")
-        found.append(Step(form[1], re.findall(r"`([\w.]+)`", form[2])))
-    return found
 
 
 def defined(body: list[ast.stmt], within: str = "") -> Iterator[str]:
@@ -258,32 +237,13 @@ def defined(body: list[ast.stmt], within: str = "") -> Iterator[str]:
             yield from defined(node.body, f"{within}{node.name}.")
 
 
-def faults(walk: str) -> list[str]:
-    """What is wrong with a walk."""
-    trees = {str(file.path.relative_to(PACKAGE)): file.tree for file in package_files()}
-    walked = steps(walk)
-    files = [step.file for step in walked]
-    wrong = [f"{file} is named twice" for file in sorted(set(files)) if files.count(file) > 1]
-    if not 1 < len(files) <= MOST_FILES:
-        wrong.append(f"{len(files)} files; a walk has at most {MOST_FILES}")
-    for step in walked:
-        if step.file not in trees:
-            wrong.append(f"nbaccel/{step.file} does not exist")
-            continue
-        there = set(defined(trees[step.file].body))
-        wrong += [f"nbaccel/{step.file} has no {name}" for name in step.names if name not in there]
-    return wrong
-
-
-WALKS = dict(WALK.findall(PAGE.read_text(encoding="utf-8")))
-
-
-@pytest.mark.parametrize("title", WALKS)
-def test_a_walk_names_what_is_there(title):
-    assert faults(WALKS[title]) == []
-
-
-def test_classes_and_messages_in_the_text_are_those_of_the_package():
-    names = {name for file in package_files() for name in defined(file.tree.body)}
-    known = {name.rpartition(".")[2].lstrip("_") for name in names}
-    assert set(CLASS_IN_TEXT.findall("".join(WALKS.values()))) - known == set()
+def test_where_is_names_what_is_there():
+    there = {
+        str(file.path.relative_to(PACKAGE)): {*defined(file.tree.body)} for file in package_files()
+    }
+    steps = STEP.findall(WHERE_IS)
+    assert len(steps) == len(re.findall(r"^\d+\. ", WHERE_IS, flags=re.MULTILINE))
+    for file, names in steps:
+        assert set(re.findall(r"[\w.]+", names)) <= there[file], file
+    classes = {name.rpartition(".")[2].lstrip("_") for names in there.values() for name in names}
+    assert set(CLASS_IN_TEXT.findall(WHERE_IS)) <= classes
