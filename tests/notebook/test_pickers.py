@@ -28,10 +28,12 @@ __all__ = ["show"]
 @DEEPSPEED
 def test_what_is_pressed_is_what_python_holds(show):
     shown = show()
+    first = shown.picker.config
     shown.press("mixed_precision", "bf16")
     shown.press("zero_stage", "3")
     shown.press(OPTIMIZER_PLACE, "cpu")
     shown.field("num_processes").value = "2"
+    assert first == RunConfig()
     assert shown.picker.config == RunConfig(
         num_processes=2,
         mixed_precision="bf16",

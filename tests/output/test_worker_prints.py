@@ -10,13 +10,11 @@ import os
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from tqdm import tqdm
 
 from nbaccel import Pool, RunConfig, notebook_launcher
@@ -54,23 +52,6 @@ def test_what_is_no_unicode_is_printed_as_in_a_kernel_and_ends_nothing(show: Sho
     out, err = show(talk)
     assert "a name: bad\\udcff" in out
     assert "\\udcff of errors" in err
-
-
-def test_equal_lines_are_folded_and_others_keep_their_rank(show: Show) -> None:
-    def talk() -> None:
-        workers.join()
-        for epoch in range(3):
-            print(f"epoch {epoch}")
-            print(f"rank {workers.rank()} has its own", epoch, sep=" | ")
-            dist.barrier()
-
-    out, _ = show(talk)
-    for rank in (0, 1):
-        expected = [
-            line for i in range(3) for line in (f"epoch {i}", f"rank {rank} has its own | {i}")
-        ]
-        assert of_rank(rank, out) == expected
-    assert out.count("epoch 0") == 1
 
 
 def test_thousands_of_lines_arrive_whole_and_in_order(show: Show) -> None:
@@ -114,17 +95,6 @@ def test_stderr_logging_and_warnings_stay_on_stderr(show: Show) -> None:
     assert out == ""
     assert "[0-1] error text\n" in err
     assert "[0-1] logged 1\n" in err
-
-
-def test_warnings_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    """In workers of the template: one forked from pytest still records warnings for it."""
-
-    def warn() -> None:
-        warnings.simplefilter("always")
-        warnings.warn("careful", stacklevel=1)
-
-    notebook_launcher(warn, (), 2)
-    assert "UserWarning: careful" in capfd.readouterr().err
 
 
 @pytest.mark.forks

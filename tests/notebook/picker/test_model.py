@@ -33,29 +33,6 @@ def reasons(picker: PickerModel, name: str) -> dict[str, str]:
 
 
 @needs.DEEPSPEED_ROW
-def test_a_choice_makes_a_new_configuration():
-    picker = PickerModel(inventory=with_gpus(2))
-    first = picker.config
-    calls = []
-    picker.observe(lambda: calls.append(picker.config))
-
-    picker.choose("mixed_precision", "bf16")
-    picker.choose("zero_stage", 3)
-    picker.choose(OPTIMIZER_PLACE, "cpu")
-    picker.choose("num_processes", 2)
-
-    assert first == RunConfig()
-    assert picker.config == RunConfig(
-        num_processes=2,
-        mixed_precision="bf16",
-        zero_stage=3,
-        deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-    )
-    assert len(calls) == 4
-    assert calls[-1] == picker.config
-
-
-@needs.DEEPSPEED_ROW
 def test_undo_walks_back_to_the_start():
     picker = PickerModel(inventory=with_gpus(1))
     states = [picker.config]
@@ -421,18 +398,6 @@ def test_an_estimate_that_was_interrupted_is_made_at_the_next_change():
     picker.choose("mixed_precision", "bf16")
     assert picker.verdict.fits
     assert picker.bars()
-
-
-def test_plain_training_holds_what_is_estimated():
-    """Every tensor of a model in training, counted, but for Adam's step counters."""
-    model = net(64)
-    picker = PickerModel(RunConfig(num_processes=1), model=model, inventory=WITHOUT_GPU)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 64)).sum().backward()
-    optimizer.step()
-    held = list(model.parameters()) + [p.grad for p in model.parameters()]
-    held += [t for s in optimizer.state.values() for name, t in s.items() if name != "step"]
-    assert picker.need.estimate.device.model_states == sum(t.nbytes for t in held)
 
 
 def test_without_a_model_nothing_is_claimed():

@@ -88,29 +88,6 @@ def test_in_a_progress_loop_a_step_is_a_batch_and_the_loss_is_the_one_that_is_lo
         assert (facts.loss_name, facts.loss.last) == ("train_loss", 7.0)
 
 
-def test_progress_tells_epochs_batches_and_samples_of_each_rank(launch: Launch, seen: Seen) -> None:
-    def train() -> None:
-        accelerator = Accelerator()
-        for _ in range(3):
-            for _ in accelerator.progress([torch.ones(4, 2)] * (5 + accelerator.process_index)):
-                pass
-            for _ in accelerator.progress([torch.ones(2, 2)] * 2, "check"):
-                pass
-
-    launch(train)
-    for rank in (0, 1):
-        facts = seen.board.ranks[rank]
-        assert (facts.loop_label, facts.told.epoch) == ("check", 3)
-        assert (facts.told.batches, facts.told.total_batches) == (2, 2)
-        assert facts.told.samples == 3 * (4 * (5 + rank) + 2 * 2)
-        assert facts.told.steps == 3 * (5 + rank + 2)
-        assert facts.marks == [
-            (float(epoch * (7 + rank) + offset), name)
-            for epoch in range(3)
-            for offset, name in ((0, f"epoch {epoch + 1}"), (5 + rank, "check"))
-        ]
-
-
 def test_a_value_is_a_point_at_the_step_of_its_report(seen: Seen) -> None:
     def train() -> None:
         accelerator = Accelerator()

@@ -40,17 +40,6 @@ class Clock:
         return self.now
 
 
-class Told(Dashboard):
-    """One whose lines for a terminal are kept."""
-
-    def __init__(self, said: list[str], *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._said = said
-
-    def _say(self, text: str) -> None:
-        self._said.append(text)
-
-
 class Cell:
     """The notebook's end: what was published, and what stands in the cell by its handle."""
 
@@ -177,40 +166,36 @@ def test_a_terminal_gets_a_line_now_and_then(
     )
 
 
-def test_what_ranks_hold_is_told_from_least_to_most(clock: Clock) -> None:
-    said: list[str] = []
-    board = Told(said, [0, 1], plan=PLAN, read_clock=clock)
+def test_what_ranks_hold_is_told_from_least_to_most(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
     clock.now += 1
     board.update([row(0, device_bytes=GIB), row(1, rss_bytes=2 * GIB, device_bytes=3 * GIB)])
-    assert "[0-1] running · 1.0 GiB to 2.0 GiB, on the device 1.0 GiB to 3.0 GiB" in said[0]
+    assert "[0-1] running · 1.0 GiB to 2.0 GiB, on the device 1.0 GiB to 3.0 GiB" in (
+        capsys.readouterr().err
+    )
 
 
-def test_the_lines_of_a_terminal_go_where_they_are_told(clock: Clock) -> None:
-    said: list[str] = []
-    board = Told(said, [0], plan=PLAN, read_clock=clock)
-    clock.now += 1
-    board.update([row(0, "reading")])
-    assert said == ["nbaccel: 1 rank · 1.0 s\nnbaccel: [0] reading · 1.0 GiB"]
-
-
-def test_memory_is_looked_at_more_often_than_a_terminal_is_told(clock: Clock) -> None:
-    said: list[str] = []
-    board = Told(said, [0], plan=PLAN, read_clock=clock)
+def test_memory_is_looked_at_more_often_than_a_terminal_is_told(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = Dashboard([0], plan=PLAN, read_clock=clock)
     for gib in (1, 7, 2, 1):
         clock.now += 1
         board.update([row(0, rss_bytes=gib * GIB)])
     board.finish()
+    said = capsys.readouterr().err.splitlines()
     assert said[-1] == "nbaccel: 1 rank · 4.0 s · up to 7.0 GiB"
 
 
 def test_it_can_be_turned_off(cell: Cell, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
-    said: list[str] = []
-    board = Told(said, [0], plan=PLAN, read_clock=clock)
+    board = Dashboard([0], plan=PLAN, read_clock=clock)
     clock.now += 5
     board.update([row(0)])
     board.finish()
-    assert (cell.taken, said) == (0, [])
+    assert cell.taken == 0
 
 
 def metrics(time: float, steps: int, loss: float = 1.0) -> Metrics:
@@ -240,21 +225,6 @@ def test_the_words_say_how_to_stop_where_no_script_puts_a_button(cell: Cell, clo
     assert "<script" not in cell.html, "no server has started this kernel"
     board.finish()
     assert "Stop" not in cell.html
-
-
-def test_what_stays_is_folded_away(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
-    clock.now += 1
-    board.update([row(0), row(1)])
-    board.board.receive(0, metrics(100.5, 0, 4.0))
-    board.board.receive(0, metrics(101.0, 50, 2.0))
-    board.finish([row(0, state="done", rss_bytes=0), row(1, state="failed")], ending="failed")
-    assert cell.text == (
-        "2 ranks · failed after 1.0 s · step 50 (100/s) · loss 2 █▁ · up to 1.0 GiB each"
-    )
-    assert cell.html.index("<summary") < cell.html.index("</summary>") < cell.html.index("<table")
-    for told in ("done", "failed", "4 → 2", "1.0 GiB"):
-        assert told in cell.html
 
 
 def test_a_launch_whose_output_goes_to_a_file_adds_nothing_to_it(

@@ -98,17 +98,6 @@ EMPTY = facts(
 )
 
 
-@pytest.mark.parametrize("known", [facts(), EMPTY], ids=["whole", "empty"])
-def test_a_report_survives_json(known: RunFacts) -> None:
-    report = RunReport(known)
-    text = json.dumps(report.to_dict(), allow_nan=False)
-    again = RunReport.from_dict(json.loads(text))
-    assert again.to_dict() == report.to_dict()
-    # Not the facts themselves where a value is no number: that is unequal to itself.
-    assert str(again) == str(report)
-    assert again._repr_html_() == report._repr_html_()
-
-
 def test_the_json_form_is_the_documented_one() -> None:
     document = RunReport(facts()).to_dict()
     assert (document["format"], document["version"]) == ("nbaccel.report", 1)
