@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from nbaccel.base.errors import WrongArguments
 from nbaccel.config.given_values import closest, shown
@@ -19,7 +19,6 @@ from nbaccel.config.run_config import RunConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Self = TypeVar("Self")
 
 _RANK_NAMES = ("rank", "local_rank", "global_rank", "gpu", "gpu_id", "process_index", "proc_id")
 """Usual names of the first parameter of a function for `torch.multiprocessing.spawn`."""
@@ -46,8 +45,13 @@ def call_title(function: Any, args: tuple[Any, ...]) -> str:
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a launcher explain how arguments that it does not have should be written."""
+    """Let a launcher, or a class, explain how arguments that it does not have should be written."""
     call_signature = inspect.signature(function)
+    owner_name, _, name = function.__qualname__.rpartition(".")
+    is_class = name == "__init__"
+    parameters = list(call_signature.parameters.values())
+    # Without `self`, which is not the caller's to give.
+    public_signature = call_signature.replace(parameters=parameters[is_class:])
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -56,39 +60,19 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         try:
             call_signature.bind(*args, **kwargs)
         except TypeError as error:
-            call_mistakes = _unknown_keywords(function.__name__, call_signature, args, kwargs)
-            if not call_mistakes:
+            given_args = () if is_class else args
+            called_name = owner_name if is_class else function.__name__
+            call_mistakes = _unknown_keywords(called_name, public_signature, given_args, kwargs)
+            if not call_mistakes and is_class:
+                call_form = f"{owner_name}({', '.join(kwargs) or '…'}=…)"
+                call_mistakes = [
+                    f"{owner_name}() cannot be called: {error}. Name the arguments: {call_form}."
+                ]
+            elif not call_mistakes:
                 has_function = bool(args) or "function" in kwargs
-                call_mistakes = [_call_refusal(function.__name__, error, has_function)]
+                call_mistakes = [_call_refusal(called_name, error, has_function)]
             raise WrongArguments(*call_mistakes) from None  # the message has Python's text
         return function(*args, **kwargs)
-
-    return checked
-
-
-def explained_constructor(
-    constructor: Callable[Concatenate[Self, P], None],
-) -> Callable[Concatenate[Self, P], None]:
-    """Let a class explain how arguments that its `__init__` does not have should be written."""
-    call_signature = inspect.signature(constructor)
-
-    @functools.wraps(constructor)
-    def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        __tracebackhide__ = True
-        try:
-            call_signature.bind(self, *args, **kwargs)
-        except TypeError as error:
-            class_name = constructor.__qualname__.rpartition(".")[0]
-            # Without `self`, which is not the caller's to give.
-            public_signature = call_signature.replace(
-                parameters=list(call_signature.parameters.values())[1:]
-            )
-            call_mistakes = _unknown_keywords(class_name, public_signature, (), kwargs)
-            call_form = f"Name the arguments: {class_name}({', '.join(kwargs) or '…'}=…)."
-            raise WrongArguments(
-                *(call_mistakes or [f"{class_name}() cannot be called: {error}. {call_form}"])
-            ) from None  # the message has Python's text
-        constructor(self, *args, **kwargs)
 
     return checked
 
