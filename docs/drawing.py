@@ -16,8 +16,7 @@ import textwrap
 from collections.abc import Collection, Iterator
 
 from tests.house import row
-from tests.house.markers import put_into
-from tests.house.source import ROOT
+from tests.house.source import ROOT, package_files, put_into
 
 PAGE = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "<!-- drawing:begin (made by `python -m docs.drawing`) -->", "<!-- drawing:end -->"
@@ -71,17 +70,21 @@ def common(shown: list[list[str]], arrows: Collection[tuple[str, str]]) -> list[
     return found
 
 
-def sentence(name: str, modules: list[row.Module]) -> str:
+def sentence(name: str) -> str:
     """What a folder is for: the first line of its docstring."""
     if name == row.IMPORT_PATHS:
         return "Import paths of Accelerate's users."
-    tree = next(module.tree for module in modules if module.name.split(".")[1:] == [name])
-    return (ast.get_docstring(tree) or "").partition("\n")[0]
+    file = next(file for file in package_files() if file.dotted_name == f"nbaccel.{name}")
+    return (ast.get_docstring(file.tree) or "").partition("\n")[0]
 
 
-def size(name: str, modules: list[row.Module], places: dict[str, str]) -> tuple[int, str]:
+def size(name: str, places: dict[str, str]) -> tuple[int, str]:
     """The number of files, and that of lines in thousands."""
-    inside = [m.raw_lines for m in modules if places.get(row.top_name(m.name)) == name]
+    inside = [
+        len(file.lines)
+        for file in package_files()
+        if places.get(row.top_name(file.dotted_name)) == name
+    ]
     return len(inside), f"{sum(inside) / 1000:.1f}k"
 
 
@@ -93,10 +96,10 @@ def rows(cells: tuple[object, ...], told: str, imports: list[str]) -> Iterator[s
         cells = ("",) * len(cells)
 
 
-def draw(modules: list[row.Module], order: list[list[str]]) -> str:
-    """A package as text."""
-    places = row.places(modules)
-    arrows = row.arrows(modules, places)
+def draw(order: list[list[str]]) -> str:
+    """The package as text."""
+    places = row.places()
+    arrows = row.arrows(places)
     shown = floors(order, places)
     check(shown, arrows)
     names = [name for floor in shown for name in floor]
@@ -105,15 +108,15 @@ def draw(modules: list[row.Module], order: list[list[str]]) -> str:
     for number, floor in zip(reversed(range(len(shown))), shown, strict=True):
         for name in floor:
             below = [one for one in names if (name, one) in arrows and one not in everywhere]
-            cells = (number if name == floor[0] else "", name, *size(name, modules, places))
-            text += rows(cells, sentence(name, modules), below)
+            cells = (number if name == floor[0] else "", name, *size(name, places))
+            text += rows(cells, sentence(name), below)
     told = f"* and {', '.join(everywhere)}: each is imported by all that is above it"
     return "\n".join([*text, "", told])
 
 
 def drawing() -> str:
     """nbaccel, as ARCHITECTURE.md shows it."""
-    return f"```text\n{draw(row.nbaccel(), layers())}\n```"
+    return f"```text\n{draw(layers())}\n```"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.notebook.magic_line import kinds_of, words_of
 from nbaccel.notebook.picker.choices import Setting, by_name
 from tests.house import public_names, row
-from tests.house.markers import put_into
+from tests.house.source import put_into
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "pages" / "reference"

@@ -19,7 +19,7 @@ from nbaccel import tracking
 from nbaccel.accelerator.prepared_run import Request, TrainingRun, dynamo_settings, refuse_unserved
 from nbaccel.accelerator.training_checkpoints import TrainingCheckpoints
 from nbaccel.config import Configured, RunConfig
-from nbaccel.config.call_arguments import explained_constructor
+from nbaccel.config.call_arguments import explained
 from nbaccel.config.handlers import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -90,7 +90,7 @@ class Accelerator(TrainingCheckpoints):
         PlatformUnsupported: An argument needs what this version does not support.
     """
 
-    @explained_constructor
+    @explained
     def __init__(
         self,
         device_placement: bool = True,

@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A bug of nbaccel needs its traceback.
         raise
     except NbaccelError as error:
-        print(_paragraph("nbaccel", str(error)), file=sys.stderr)
+        for line in f"nbaccel: {error}".splitlines():
+            filled = textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False)
+            print(filled, file=sys.stderr)
         is_correctable = isinstance(error, (UserMistake, MissingBackend, PlatformUnsupported))
         return _MISTAKE if is_correctable else _FAILED
     except KeyboardInterrupt:
@@ -112,11 +114,3 @@ def _options(
     ),
 ) -> None:
     """Options of the command itself."""
-
-
-def _paragraph(program: str, text: str) -> str:
-    lines = f"{program}: {text}".splitlines()
-    return "\n".join(
-        textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False)
-        for line in lines
-    )

@@ -74,7 +74,11 @@ def _ask(
 
     console = _console()
     path = _file_path(config_file)
-    _tell_existing(console, path)
+    if path.exists():
+        console.print(
+            f"[yellow]{path} is there already;[/yellow] it stays until you confirm at the end.",
+            soft_wrap=True,
+        )
     config = ask_config(console, inspect_machine(), mixed_precision=mixed_precision)
     _save(console, config, path, overwrite=overwrite)
 
@@ -175,14 +179,6 @@ def _accelerate_path() -> Path:
     return path
 
 
-def _tell_existing(console: Console, path: Path) -> None:
-    if path.exists():
-        console.print(
-            f"[yellow]{path} is there already;[/yellow] it stays until you confirm at the end.",
-            soft_wrap=True,
-        )
-
-
 def _save(console: Console, config: RunConfig, path: Path, *, overwrite: bool) -> None:
     from nbaccel.config.config_files import config_text, write_config_file
 
@@ -241,9 +237,8 @@ def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
     if not loaded.is_accelerate:
         return
     table = Table(title=f"{loaded.path}: what was mapped", title_justify="left")
-    table.add_column("Accelerate's key", overflow="fold")
-    table.add_column("value", overflow="fold")
-    table.add_column("what it became", overflow="fold")
+    for title in ("Accelerate's key", "value", "what it became"):
+        table.add_column(title, overflow="fold")
     for key in loaded.mapped_keys:
         if key.outcome != "empty":
             table.add_row(

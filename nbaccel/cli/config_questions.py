@@ -31,7 +31,11 @@ def ask_config(
     console: Console, inventory: Inventory, *, mixed_precision: str | None = None
 ) -> RunConfig:
     """Ask about a run."""
-    console.print(Panel(_machine_text(inventory), title="This machine", title_align="left"))
+    names = [unit.name or unit.kind for unit in registry.usable_units(inventory)]
+    units = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    reason = f" ({inventory.gpu_note})" if inventory.gpu_note else ""
+    parts = [f"{inventory.cpu_cores} CPU cores", *(units or [f"no accelerator{reason}"])]
+    console.print(Panel(", ".join(parts), title="This machine", title_align="left"))
     console.print("Enter takes the answer in parentheses; Ctrl-C leaves and writes nothing.\n")
     questions = _Questions(console, inventory)
     try:
@@ -54,15 +58,6 @@ def ask_config(
         refusal = escape(str(mistake))
         console.print(f"[yellow]On this machine it would be refused:[/yellow] {refusal}")
     return config
-
-
-def _machine_text(inventory: Inventory) -> str:
-    names = [unit.name or unit.kind for unit in registry.usable_units(inventory)]
-    unit_texts = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    reason_text = f" ({inventory.gpu_note})" if inventory.gpu_note else ""
-    return ", ".join(
-        [f"{inventory.cpu_cores} CPU cores", *(unit_texts or [f"no accelerator{reason_text}"])]
-    )
 
 
 class _Question(PromptBase[Any]):

@@ -203,19 +203,15 @@ def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
         options += ["--master_addr", config.master_addr]
     if config.log_dir is not None:
         options += ["--enable_each_rank_log", config.log_dir]
-    return EngineCommand(
-        words=["deepspeed", *options, *_deepspeed_script(script, _variables(request))],
-        notes=_notes(config, _NOT_DEEPSPEED, "deepspeed"),
-    )
-
-
-def _deepspeed_script(script: Script, variables: Mapping[str, str]) -> list[str]:
     # It takes no variables of ours to the other hosts, so that a program there sets them.
+    assignments = [f"{name}={value}" for name, value in _variables(request).items()]
     python = [sys.executable, "-u"]
     words = {"file": python, "module": [*python, "-m"], "program": []}
-    assignments = [f"{name}={value}" for name, value in variables.items()]
     program = ["env", *assignments, *words[script.kind], script.target, *script.arguments]
-    return ["--no_local_rank", "--no_python", *program]
+    return EngineCommand(
+        words=["deepspeed", *options, "--no_local_rank", "--no_python", *program],
+        notes=_notes(config, _NOT_DEEPSPEED, "deepspeed"),
+    )
 
 
 # ------------------------------------------------------------------ ray

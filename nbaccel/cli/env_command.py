@@ -23,7 +23,7 @@ from nbaccel.base import env
 from nbaccel.base.optional_packages import installed_version
 from nbaccel.base.units import format_bytes
 from nbaccel.devices.cuda import driver_versions
-from nbaccel.plan.inventory import Gpu, Inventory
+from nbaccel.plan.inventory import Inventory
 
 Facts = dict[str, dict[str, Any]]
 """Values by name, in sections."""
@@ -172,7 +172,11 @@ def _device_facts(inventory: Inventory) -> dict[str, Any]:
         **({"CUDA of the driver": cuda_version} if cuda_version else {}),
     }
     for unit in (*inventory.gpus, *inventory.accelerators):
-        facts[f"{unit.kind}:{unit.index}"] = _unit_text(unit)
+        major, minor = unit.compute_capability
+        facts[f"{unit.kind}:{unit.index}"] = (
+            f"{unit.name}, {format_bytes(unit.total_bytes)}, {format_bytes(unit.free_bytes)} free"
+            + (f", compute capability {major}.{minor}" if major else "")
+        )
     if inventory.tpu is not None:
         facts["TPU"] = {
             name: value for name, value in asdict(inventory.tpu).items() if value not in ("", 0, ())
@@ -180,14 +184,6 @@ def _device_facts(inventory: Inventory) -> dict[str, Any]:
     for number, problem in enumerate(inventory.problems):
         facts[f"problem {number}"] = problem
     return facts
-
-
-def _unit_text(unit: Gpu) -> str:
-    major, minor = unit.compute_capability
-    text = f", compute capability {major}.{minor}" if major else ""
-    return (
-        f"{unit.name}, {format_bytes(unit.total_bytes)}, {format_bytes(unit.free_bytes)} free{text}"
-    )
 
 
 # ------------------------------------------------------------------- variables and file

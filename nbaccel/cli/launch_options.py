@@ -7,7 +7,7 @@ peer's from its row in `peer_options`. All become one signature, from which type
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,9 +106,24 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
     from nbaccel.notebook.magic_line import setting_options
 
     parameters = list(inspect.signature(own_function, eval_str=True).parameters.values())[:-1]
-    taken_flags = _own_flags(parameters)
+    taken_flags = {
+        flag
+        for parameter in parameters
+        for info in getattr(parameter.annotation, "__metadata__", ())
+        for flag in getattr(info, "param_decls", None) or ()
+    }
     further_parameters = [
-        _setting_parameter(option, _short_flags(option.flag, PEER_OPTIONS))
+        # With other spellings that people know from another command.
+        _setting_parameter(
+            option,
+            [
+                flag
+                for peer in PEER_OPTIONS
+                if option.flag in peer.flags
+                for flag in peer.flags
+                if flag != option.flag
+            ],
+        )
         for option in setting_options()
     ]
     taken_flags |= set(setting_flags())
@@ -134,26 +149,6 @@ def setting_flags() -> dict[str, str]:
     }
 
 
-def _own_flags(own_parameters: list[inspect.Parameter]) -> set[str]:
-    return {
-        flag
-        for parameter in own_parameters
-        for info in getattr(parameter.annotation, "__metadata__", ())
-        for flag in getattr(info, "param_decls", None) or ()
-    }
-
-
-def _short_flags(flag: str, peer_options: Iterable[PeerOption]) -> list[str]:
-    """Other spellings of a setting's option that people know from another command."""
-    return [
-        other_flag
-        for option in peer_options
-        if flag in option.flags
-        for other_flag in option.flags
-        if other_flag != flag
-    ]
-
-
 def _setting_parameter(option: MagicOption, short_flags: list[str]) -> inspect.Parameter:
     is_switch = bool(option.negative)
     flags = [*short_flags, *option.flags]
@@ -161,22 +156,19 @@ def _setting_parameter(option: MagicOption, short_flags: list[str]) -> inspect.P
         flags[-1] = f"{flags[-1]}/{option.negative}"
     # Long lists of words would leave no room for what the option means.
     metavar = "WORD" if option.choices else option.value
+    meaning = _OTHER_MEANINGS.get(option.name, option.meaning)
+    choices = f" One of {', '.join(option.choices)}." if option.choices else ""
     return _keyword(
         option.name,
         bool if is_switch else str,
         typer.Option(
             *flags,
             metavar=None if is_switch else metavar,
-            help=_help_of(option),
+            help=f"{meaning}{choices}",
             rich_help_panel=_SETTINGS_PANEL,
             show_default=False,
         ),
     )
-
-
-def _help_of(option: MagicOption) -> str:
-    meaning = _OTHER_MEANINGS.get(option.name, option.meaning)
-    return f"{meaning} One of {', '.join(option.choices)}." if option.choices else meaning
 
 
 def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parameter:

@@ -23,7 +23,7 @@ from nbaccel.config.capabilities import device_row, engine_row
 from nbaccel.config.config_files import load_config_file, peek_config_file
 from nbaccel.config.host_filter import kept_slots, slots_by_host
 from nbaccel.config.run_config import chosen_engine
-from nbaccel.notebook.magic_line import setting_options
+from nbaccel.notebook.magic_line import json_or_text, setting_options
 from nbaccel.plan import Plan, inspect_machine, registry, resolve
 
 _DEFAULT_SOURCE = "default"
@@ -206,20 +206,16 @@ class _OptionReader:
     def _read_processes(self, given: Mapping[str, Any]) -> None:
         for name in ("nproc_per_node", "num_gpus", "num_accelerators"):
             flag = f"--{name.replace('_', '-')}"
-            if (value := given.get(name)) is not None:
-                self._put_local_count(str(value).strip().lower(), flag)
+            count_text = str(given.get(name, "auto")).strip().lower()
+            if (device := _COUNTED_DEVICES.get(count_text)) is not None:
+                self._put("device", device, flag)
+                # One worker per device, as the plan counts them; of cores as many as there are.
+                if device_row(device).in_host_memory:
+                    self._put("num_processes", inspect_machine().cpu_cores, flag)
+            elif count_text not in ("auto", "-1", "none"):
+                self._put("num_processes", count_text, flag)
         if (total := given.get("num_processes")) is not None:
             self._put_total(str(total))
-
-    def _put_local_count(self, count_text: str, flag: str) -> None:
-        name = _COUNTED_DEVICES.get(count_text)
-        if name is not None:
-            self._put("device", name, flag)
-            # One worker per device, as the plan counts them; of cores as many as there are.
-            if device_row(name).in_host_memory:
-                self._put("num_processes", inspect_machine().cpu_cores, flag)
-        elif count_text not in ("auto", "-1"):
-            self._put("num_processes", count_text, flag)
 
     def _put_total(self, total_text: str) -> None:
         """Accelerate counts the processes of all machines; a `RunConfig` those of one."""
@@ -429,25 +425,14 @@ def _setting_value(setting_name: str, option_value: Any) -> Any:
     if option.none and option_value.strip().lower() == "none":
         return None
     if setting_name == "rdzv_conf" and not option_value.lstrip().startswith("{"):
-        return _read_pairs(option_value)
+        # ``timeout=60,read_timeout=5``, as torchrun takes it; other text as it is.
+        pairs = [pair.partition("=") for pair in option_value.split(",") if pair.strip()]
+        if not all(sign for _, sign, _ in pairs):
+            return option_value
+        return {name.strip(): json_or_text(value.strip()) for name, _, value in pairs}
     if setting_name == "start_method":
         return _TORCHRUN_START_METHODS.get(option_value, option_value)
-    return _json_or_text(option_value) if option.is_json else option_value
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return text  # the setting itself says what it must be
-
-
-def _read_pairs(text: str) -> Any:
-    """``timeout=60,read_timeout=5``, as torchrun takes it; other text as it is."""
-    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
-    if not all(sign for _, sign, _ in pairs):
-        return text
-    return {name.strip(): _json_or_text(value.strip()) for name, _, value in pairs}
+    return json_or_text(option_value) if option.is_json else option_value
 
 
 def _numbers_left(excluded_numbers: list[str]) -> list[str]:
@@ -490,7 +475,11 @@ def show_dry_run(request: LaunchRequest, engine_command: str) -> None:
     for name in RunConfig.model_fields:
         source = request.source_of(name)
         style = "dim" if source == _DEFAULT_SOURCE else None
-        table.add_row(name, _shortened_value(getattr(request.config, name)), source, style=style)
+        value = getattr(request.config, name)
+        text = json.dumps(value) if isinstance(value, dict) else str("" if value is None else value)
+        if isinstance(value, dict) and len(text) > _SHOWN_CHARS:
+            text = f"{text[: _SHOWN_CHARS - 2]} …"
+        table.add_row(name, text, source, style=style)
     console.print(table)
     if request.variables:
         table = plain_table("Environment of workers", "variable", "value", "from")
@@ -517,10 +506,3 @@ def show_peer_options() -> None:
                 table.add_row(", ".join(option.flags), option.meaning)
         console.print(table)
         console.print()
-
-
-def _shortened_value(value: Any) -> str:
-    if isinstance(value, dict):
-        text = json.dumps(value)
-        return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 2]} …"
-    return "" if value is None else str(value)

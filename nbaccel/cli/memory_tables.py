@@ -74,7 +74,11 @@ def _stored_model(source: Path) -> ModelSizes:
     by_layer: dict[str, int] = defaultdict(int)
     for name, count in numbers_by_tensor.items():
         by_module[name.rpartition(".")[0]] += count
-        by_layer[_layer_name(name)] += count
+        # A block of a stack is the module up to its first number.
+        parts = name.split(".")
+        numbered = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+        layer = parts[:-1] if numbered is None else parts[: numbered + 1]
+        by_layer[".".join(layer)] += count
     total = sum(numbers_by_tensor.values())
     return ModelSizes(
         source=source,
@@ -132,13 +136,6 @@ def _header_of(path: Path) -> dict[str, int]:
         ) from error
 
 
-def _layer_name(tensor_name: str) -> str:
-    """The module up to its first number, which is a block of a stack; else the tensor's own."""
-    parts = tensor_name.split(".")
-    numbered = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
-    return ".".join(parts[:-1] if numbered is None else parts[: numbered + 1])
-
-
 # ------------------------------------------------------------------------------- config
 def _built_model(config_file: Path, *, trust_remote_code: bool) -> ModelSizes:
     transformers = _transformers(f"Building the model of {config_file}")
@@ -181,33 +178,23 @@ def _transformers(why: str) -> Any:
 
 def _sizes_of(config: Any, source: Path, transformers: Any) -> ModelSizes:
     from nbaccel.big_modeling import init_empty_weights
+    from nbaccel.bigmodel.module_sizes import calculate_maximum_sizes
 
+    # The class that the configuration names, else the base model.
+    names: Iterable[str] = getattr(config, "architectures", None) or ()
+    named_class = next((getattr(transformers, name, None) for name in names), None)
     with init_empty_weights():
-        module = _class_of(config, transformers)(config)
+        module = (named_class or transformers.AutoModel.from_config)(config)
     module.tie_weights()
+    # In bytes of one format, so that they count numbers.
+    _, (layer_bytes, _) = calculate_maximum_sizes(module.float())
     return ModelSizes(
         source=source,
         origin=f"{type(module).__name__} of transformers, built without weights",
         shape=measure(module),
-        largest_layer=_largest_layer(module),
+        largest_layer=layer_bytes // 4,
         module=module.float(),
     )
-
-
-def _class_of(config: Any, transformers: Any) -> Any:
-    """What builds the model: the class that its configuration names, else the base model."""
-    names: Iterable[str] = getattr(config, "architectures", None) or ()
-    named_class = next((getattr(transformers, name, None) for name in names), None)
-    return named_class or transformers.AutoModel.from_config
-
-
-def _largest_layer(module: Any) -> int:
-    """Numbers in the largest layer that its model keeps together."""
-    from nbaccel.bigmodel.module_sizes import calculate_maximum_sizes
-
-    # In bytes of one format, so that they count numbers.
-    _, (layer_bytes, _) = calculate_maximum_sizes(module.float())
-    return layer_bytes // 4
 
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8, "int4": 4}

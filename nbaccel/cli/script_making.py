@@ -90,7 +90,9 @@ def _without_magics(source: str) -> tuple[str, int]:
     lines = source.splitlines()
     num_magics = 0
     # Only of a cell that is no Python as it stands: a text may have a line that begins with "!".
-    if not _parses(source):
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):
         goes_on = False
         for position, line in enumerate(lines):
             line_magic = _MAGIC_LINE.match(line)
@@ -102,14 +104,6 @@ def _without_magics(source: str) -> tuple[str, int]:
                 goes_on = line.rstrip().endswith("\\")
                 num_magics += 1
     return "\n".join(lines), num_magics
-
-
-def _parses(code: str) -> bool:
-    try:
-        ast.parse(code)
-    except (SyntaxError, ValueError):
-        return False
-    return True
 
 
 def _syntax_mistake(cell: NotebookCell) -> str:
@@ -351,7 +345,9 @@ def _of_tagged_cells(
         for launch in launches:
             if launch.statement.cell_number == cell.number:
                 # Its place, in a script, is where nothing imports it.
-                text = text.replace(launch.statement.text, _guarded_call(launch))
+                call = f"{launch.function}({', '.join(launch.args)})"
+                guarded = f'if __name__ == "__main__":\n    {call}'
+                text = text.replace(launch.statement.text, guarded)
                 launched = launch
         parts.append(f"# Cell {cell.number}\n{text}")
     return MadeScript(
@@ -360,10 +356,6 @@ def _of_tagged_cells(
         launch=launched,
         num_magics=sum(cell.num_magics for cell in cells),
     )
-
-
-def _guarded_call(launch: LaunchCall) -> str:
-    return f'if __name__ == "__main__":\n    {launch.function}({", ".join(launch.args)})'
 
 
 def _of_launch(
@@ -391,12 +383,14 @@ def _of_launch(
     ]
     in_main = [statement for statement in all_needs if statement not in top_level]
     used_cells = {statement.cell_number for statement in (*top_level, *in_main)}
+    body = [statement.text for statement in in_main]
+    body.append(f"{launch.function}({', '.join(launch.args)})")
     return MadeScript(
         text=_joined(
             [
                 _heading(notebook_name),
                 _top_level_text(top_level),
-                _main_function(launch, in_main),
+                "def main():\n" + textwrap.indent("\n".join(body), "    "),
                 'if __name__ == "__main__":\n    main()',
             ]
         ),
@@ -416,7 +410,8 @@ def _needed(
         if _launch_call(statement.node) is not None:
             continue
         is_needed = bool(statement.binds & wanted_names)
-        if _is_seed(statement.node):
+        call = statement.node.value if isinstance(statement.node, ast.Expr) else None
+        if isinstance(call, ast.Call) and _SEEDS.search(ast.unparse(call.func)):
             is_needed = with_seeds and bool(needed_statements)
         if is_needed:
             needed_statements.insert(0, statement)
@@ -425,14 +420,6 @@ def _needed(
     if wanted_names <= set(names):
         return needed_statements
     return _needed(statements, wanted_names, with_seeds=with_seeds)
-
-
-def _is_seed(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and bool(_SEEDS.search(ast.unparse(node.value.func)))
-    )
 
 
 def _has_long_text(node: ast.stmt) -> bool:
@@ -471,12 +458,6 @@ def _without_launchers(statement: Statement) -> str:
     if not names:
         return ""
     return ast.unparse(ast.ImportFrom(module=node.module, names=names, level=node.level))
-
-
-def _main_function(launch: LaunchCall, in_main: Sequence[Statement]) -> str:
-    body = [statement.text for statement in in_main]
-    body.append(f"{launch.function}({', '.join(launch.args)})")
-    return "def main():\n" + textwrap.indent("\n".join(body), "    ")
 
 
 def _heading(notebook_name: str) -> str:

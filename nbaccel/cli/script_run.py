@@ -46,7 +46,10 @@ def run_to_exit_status(
                 [script_end] = launch_configured(
                     run_script_here, (script,), request.config, tells_warnings=tells_warnings
                 )
-                return _status_here(script_end, shows_tracebacks)
+                if isinstance(script_end, int):
+                    return script_end
+                _tell_failure(failure_text([script_end], 1), script_end, shows_tracebacks)
+                return _FAILURE
             # Imports torch beside this process, which does the same now.
             template_for(registry.prepare_notebook()).start_ahead()
             with _signals_as_interrupts(received_signals):
@@ -61,13 +64,6 @@ def run_to_exit_status(
                 print(f"nbaccel: {told or 'interrupted'}", file=sys.stderr)
             return _SIGNAL_STATUS + (received_signals or [signal.SIGINT])[0]
     return 0
-
-
-def _status_here(script_end: int | FailureRecord, shows_tracebacks: bool) -> int:
-    if isinstance(script_end, int):
-        return script_end
-    _tell_failure(failure_text([script_end], 1), script_end, shows_tracebacks)
-    return _FAILURE
 
 
 def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:

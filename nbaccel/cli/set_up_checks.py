@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,8 @@ def _check_precision(training: _CheckedTraining) -> str:
 def _train(training: _CheckedTraining) -> None:
     accelerator = training.accelerator
     num_batches = _NUM_STEPS * accelerator.gradient_accumulation_steps
-    for inputs, targets, _ in itertools.islice(_endless(training.loader), num_batches):
+    endless = itertools.chain.from_iterable(itertools.repeat(training.loader))
+    for inputs, targets, _ in itertools.islice(endless, num_batches):
         with accelerator.accumulate(training.model):
             loss = nn.functional.mse_loss(training.model(inputs).float(), targets)
             accelerator.backward(loss)
@@ -213,11 +214,6 @@ def _loss_of(training: _CheckedTraining) -> float:
 def _targets_of(inputs: torch.Tensor) -> torch.Tensor:
     # Of about the size that an untrained model answers, so that no step is too long.
     return inputs[:, :4].sum(dim=1, keepdim=True)
-
-
-def _endless(loader: Any) -> Iterator[Sequence[torch.Tensor]]:
-    while True:
-        yield from loader
 
 
 _CHECKS: dict[str, Callable[[_CheckedTraining], str]] = {

@@ -6,7 +6,7 @@ would train something else when left out is a mistake; all mistakes are reported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,6 +22,7 @@ from nbaccel.config.text_forms import read_yaml, unreadable
 _NOT_ASKED = "distributed_type does not use it"
 _DEFAULT = "the default"
 _TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}
+_FILE_DECIDES = "DeepSpeed's file decides"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,28 @@ class _Reading:
         self.origins: dict[str, str] = {}
         """The file's key of a setting that has another name there."""
 
+    def read(
+        self,
+        entries: Mapping[str, Any],
+        readers: Mapping[str, _ReadKey],
+        *,
+        section: str = "",
+        prefix: str = "",
+    ) -> None:
+        """Hand each key to its reader; older versions wrote some keys without their prefix."""
+        for name, value in entries.items():
+            key = f"{section}.{name}" if section else str(name)
+            full_name = f"{prefix}{str(name).removeprefix(prefix)}"
+            if full_name not in readers:
+                self.mistakes.append(
+                    f"{key}={shown(value)} is no key of Accelerate's files. It would be silently "
+                    f"ignored.{closest(full_name, readers) or ' Remove it.'}"
+                )
+            elif value is None or value in ({}, [], ""):
+                self.note_unused(key, value, "empty")
+            else:
+                readers[full_name](self, key, value)
+
     def use(self, key: str, value: Any, outcome: str) -> None:
         """Note what a key became."""
         self.mapped_keys.append(MappedKey(key=key, value=value, outcome=outcome, is_used=True))
@@ -72,18 +95,6 @@ class _Reading:
         """Take a setting of `RunConfig` from a key."""
         self.settings[name] = value
         self.use(key, value if given is None else given, f"{name}={value}")
-
-    def set_variable(self, name: str, text: str, key: str, value: Any) -> None:
-        """Give workers a variable."""
-        self.variables[name] = text
-        self.use(key, value, f"variables: {name}")
-
-    def refuse_unknown(self, key: str, value: Any, known_keys: Iterable[str]) -> None:
-        """Note a key that Accelerate does not have."""
-        self.mistakes.append(
-            f"{key}={shown(value)} is no key of Accelerate's files. It would be silently "
-            f"ignored.{closest(key.rpartition('.')[2], known_keys) or ' Remove it.'}"
-        )
 
     def truth(self, key: str, value: Any) -> bool:
         """A truth value, also one that was written as text."""
@@ -102,11 +113,9 @@ class _Reading:
         )
         return {}
 
-    def section(self, key: str, distributed_type: str) -> dict[str, Any]:
-        """A section that counts for one kind of training only; empty for others."""
-        is_wanted = str(self.given.get("distributed_type")).strip().upper() == distributed_type
-        value = self.given.get(key)
-        return dict(value) if is_wanted and isinstance(value, Mapping) else {}
+    def is_of_type(self, distributed_type: str) -> bool:
+        """Whether the file asks for this kind of training."""
+        return str(self.given.get("distributed_type")).strip().upper() == distributed_type
 
     def note_section(self, key: str, value: Any, reason: str = _NOT_ASKED) -> None:
         """Note why no key of a section has an effect."""
@@ -125,14 +134,53 @@ class _Reading:
                 settings["num_processes"] *= num_nodes
         return settings
 
-    def origin_of(self, mistake: str) -> str:
-        """Where in the file a setting comes from that has another name there."""
-        name = setting_of(mistake)
-        key = self.origins.get(name, name)
-        return f" In this file it is {key}." if key != name else ""
-
 
 _ReadKey: TypeAlias = Callable[[_Reading, str, Any], None]
+
+
+def _as_setting(name: str) -> _ReadKey:
+    """A reader of a key that is a setting of `RunConfig` under another name."""
+
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        reading.origins[name] = key
+        reading.set(name, value, key)
+
+    return read
+
+
+def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value: value) -> _ReadKey:
+    """A reader of a key that belongs to a section of `RunConfig`."""
+
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        converted = convert(value)
+        put_at(reading.settings.setdefault(section, {}), name, converted)
+        reading.use(key, value, f"{section}: {name}={converted}")
+
+    return read
+
+
+def _as_variable(name: str, *, only: bool = False) -> _ReadKey:
+    """A reader of a key that workers get as a variable; where `only`, if it is true."""
+
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        if only and not reading.truth(key, value):
+            reading.note_unused(key, value, _DEFAULT)
+            return
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        reading.variables[name] = text
+        reading.use(key, value, f"variables: {name}")
+
+    return read
+
+
+def _without_effect(reason: str, *, unless_default: bool = False) -> _ReadKey:
+    """A reader of a key that nothing of nbaccel follows; false is the default of some."""
+
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        is_default = unless_default and not reading.truth(key, value)
+        reading.note_unused(key, value, _DEFAULT if is_default else reason)
+
+    return read
 
 
 def setting_of(mistake: str) -> str:
@@ -198,13 +246,7 @@ def _read_keys(
     if "num_processes" in changes:
         file_settings.pop("num_processes", None)
     reading = _Reading(file_settings, folder=file_path.parent if file_path else Path())
-    for key, value in file_settings.items():
-        if key not in _KEY_READERS:
-            reading.refuse_unknown(str(key), value, _KEY_READERS)
-        elif value is None or value in ({}, [], ""):
-            reading.note_unused(key, value, "empty")
-        else:
-            _KEY_READERS[key](reading, key, value)
+    reading.read(file_settings, _KEY_READERS)
     return reading
 
 
@@ -214,12 +256,12 @@ def _judged(reading: _Reading, source_name: str, changes: Mapping[str, Any]) -> 
     try:
         config = RunConfig(**merged_settings(reading.complete_settings(), changes))
     except ConfigError as error:
-        mistakes += [
-            mistake
-            if setting_of(mistake) in changes
-            else f"{source_name}: {mistake}{reading.origin_of(mistake)}"
-            for mistake in error.mistakes
-        ]
+        for mistake in error.mistakes:
+            name = setting_of(mistake)
+            key = reading.origins.get(name, name)
+            origin = f" In this file it is {key}." if key != name else ""
+            told = f"{source_name}: {mistake}{origin}"
+            mistakes.append(mistake if name in changes else told)
     if mistakes:
         raise ConfigError(*mistakes)
     return AccelerateFile(config=config, mapped_keys=tuple(reading.mapped_keys))
@@ -239,13 +281,15 @@ def _read_environment(reading: _Reading, key: str, value: Any) -> None:
 def _read_type(reading: _Reading, key: str, value: Any) -> None:
     # YAML 1.1 reads a bare NO as False.
     type_name = "NO" if value is False else str(value).strip().upper()
-    device_name = _device_of_type(type_name)
+    types = {"MULTI_GPU": "cuda", "TPU": "tpu", "XLA": "tpu"}
+    is_known = type_name in types or type_name.startswith("MULTI_")
+    device_name = types.get(type_name, type_name.removeprefix("MULTI_").lower())
     if type_name == "NO":
         reading.settings.setdefault("num_processes", 1)
         reading.use(key, value, "num_processes=1")
     elif type_name in ("FSDP", "DEEPSPEED"):
         reading.set("strategy", type_name.lower(), key, value)
-    elif device_name:
+    elif is_known and device_name in [row.name for row in DEVICES]:
         reading.settings.setdefault("device", device_name)
         reading.use(key, value, f"device={device_name}")
     else:
@@ -253,13 +297,6 @@ def _read_type(reading: _Reading, key: str, value: Any) -> None:
         reading.mistakes.append(
             f"{key}={shown(value)} is not supported: nbaccel would train in another way. {remedy}."
         )
-
-
-def _device_of_type(type_name: str) -> str:
-    types = {"MULTI_GPU": "cuda", "TPU": "tpu", "XLA": "tpu"}
-    device_name = types.get(type_name, type_name.removeprefix("MULTI_").lower())
-    is_known = type_name in types or type_name.startswith("MULTI_")
-    return device_name if is_known and device_name in [row.name for row in DEVICES] else ""
 
 
 def _read_use_cpu(reading: _Reading, key: str, value: Any) -> None:
@@ -273,7 +310,7 @@ def _read_gpu_ids(reading: _Reading, key: str, value: Any) -> None:
     if str(value).strip().lower() == "all":
         reading.note_unused(key, value, _DEFAULT)
     else:
-        reading.set_variable("CUDA_VISIBLE_DEVICES", str(value).replace(" ", ""), key, value)
+        _as_variable("CUDA_VISIBLE_DEVICES")(reading, key, str(value).replace(" ", ""))
 
 
 def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
@@ -293,18 +330,13 @@ def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
         reading.use(key, value, f"num_processes={value // num_nodes}{per_node}")
 
 
-def _read_affinity(reading: _Reading, key: str, value: Any) -> None:
-    is_asked = reading.truth(key, value)
-    reason = "the system places threads; set_numa_affinity() in your script binds them"
-    reading.note_unused(key, value, reason if is_asked else _DEFAULT)
-
-
 # ------------------------------------------------------------------- precision and others
 def _read_precision(reading: _Reading, key: str, value: Any) -> None:
     precision = "no" if value is False else str(value).strip().lower()
-    has_document = "deepspeed_config_file" in reading.section("deepspeed_config", "DEEPSPEED")
-    if has_document and precision == "no":
-        reading.note_unused(key, value, "DeepSpeed's file decides")
+    section = reading.given.get("deepspeed_config")
+    has_document = isinstance(section, Mapping) and _DOCUMENT_KEY in section
+    if has_document and reading.is_of_type("DEEPSPEED") and precision == "no":
+        reading.note_unused(key, value, _FILE_DECIDES)
     else:
         reading.set("mixed_precision", precision, key, value)
 
@@ -315,12 +347,6 @@ def _read_fp16(reading: _Reading, key: str, value: Any) -> None:
         reading.note_unused(key, value, "mixed_precision decides")
     else:
         reading.set("mixed_precision", "fp16", key, value)
-
-
-def _read_downcast(reading: _Reading, key: str, value: Any) -> None:
-    is_asked = value is True or str(value).lower() in ("yes", "true")
-    reason = "torch_xla has dropped it: mixed_precision decides"
-    reading.note_unused(key, value, reason if is_asked else _DEFAULT)
 
 
 def _read_parallelism(reading: _Reading, key: str, value: Any) -> None:
@@ -336,14 +362,6 @@ def _read_parallelism(reading: _Reading, key: str, value: Any) -> None:
             reading.note_unused(dotted_key, entry_value, "FSDP shards over all processes")
 
 
-def _read_debug(reading: _Reading, key: str, value: Any) -> None:
-    if reading.truth(key, value):
-        reading.set_variable("ACCELERATE_DEBUG_MODE", "true", key, value)
-    else:
-        reason = f"{_DEFAULT}; NBACCEL_COLLECTIVE_CHECK says which calls are compared"
-        reading.note_unused(key, value, reason)
-
-
 def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
     for entry in value if isinstance(value, list) else [value]:
         name, separator, text = str(entry).partition("=")
@@ -354,68 +372,62 @@ def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
 
 # ---------------------------------------------------------------------------- DeepSpeed
 _DOCUMENT_KEY = "deepspeed_config_file"
-_NO_DOCUMENT = (None, "", "none")
 _DEFAULT_STAGE = 2
 _STARTED_ON_EACH = ("standard", "nossh")
 """Launchers of DeepSpeed that do not reach other machines."""
 _ZERO = "zero_optimization"
-_DOCUMENT_KEYS = {
-    "gradient_clipping": "gradient_clipping",
-    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
-    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
-    "offload_param_device": f"{_ZERO}.offload_param.device",
-    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
-    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+_DOCUMENT_READERS: Mapping[str, _ReadKey] = {
+    "zero_stage": _as_setting("zero_stage"),
+    "gradient_accumulation_steps": _as_setting("gradient_accumulation_steps"),
+    "gradient_clipping": _into("deepspeed", "gradient_clipping"),
+    "offload_optimizer_device": _into("deepspeed", f"{_ZERO}.offload_optimizer.device"),
+    "offload_optimizer_nvme_path": _into("deepspeed", f"{_ZERO}.offload_optimizer.nvme_path"),
+    "offload_param_device": _into("deepspeed", f"{_ZERO}.offload_param.device"),
+    "offload_param_nvme_path": _into("deepspeed", f"{_ZERO}.offload_param.nvme_path"),
+    "zero3_save_16bit_model": _into(
+        "deepspeed", f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
+    ),
 }
-"""Accelerate's fields, and DeepSpeed's keys."""
-_ENGINE_SETTINGS = ("zero_stage", "gradient_accumulation_steps")
-_DEEPSPEED_VARIABLES = {
-    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-}
-_LAUNCHER_KEYS = {
-    "deepspeed_multinode_launcher": "nbaccel launch is started on each machine",
-    "deepspeed_hostfile": "give nbaccel launch --hostfile",
-    "deepspeed_inclusion_filter": "give nbaccel launch --include",
-    "deepspeed_exclusion_filter": "give nbaccel launch --exclude",
+"""What a file of DeepSpeed's own says, too."""
+_DEEPSPEED_READERS: Mapping[str, _ReadKey] = {
+    **_DOCUMENT_READERS,
+    "zero3_init_flag": _as_variable("ACCELERATE_DEEPSPEED_ZERO3_INIT"),
+    "deepspeed_moe_layer_cls_names": _as_variable("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
+    "deepspeed_multinode_launcher": _without_effect("nbaccel launch is started on each machine"),
+    "deepspeed_hostfile": _without_effect("give nbaccel launch --hostfile"),
+    "deepspeed_inclusion_filter": _without_effect("give nbaccel launch --include"),
+    "deepspeed_exclusion_filter": _without_effect("give nbaccel launch --exclude"),
 }
 _HOST_SETTINGS = {
     "deepspeed_hostfile": "hostfile",
     "deepspeed_inclusion_filter": "include",
     "deepspeed_exclusion_filter": "exclude",
 }
-_DEEPSPEED_KEYS = (
-    *(_DOCUMENT_KEY, *_ENGINE_SETTINGS, *_DOCUMENT_KEYS),
-    *(*_DEEPSPEED_VARIABLES, *_LAUNCHER_KEYS),
-)
 
 
 def _read_deepspeed(reading: _Reading, key: str, value: Any) -> None:
     """Read ``deepspeed_config``: a file of DeepSpeed, or Accelerate's fields."""
-    if not reading.section(key, "DEEPSPEED"):
+    if not reading.is_of_type("DEEPSPEED"):
         reading.note_section(key, value)
         return
-    section = reading.mapping(key, value)
-    _read_hosts(reading, key, section)
-    document = section.pop(_DOCUMENT_KEY, None)
-    has_document = document not in _NO_DOCUMENT
-    if has_document:
+    section = {
+        entry_key: None if str(entry_value).lower() == "none" else entry_value
+        for entry_key, entry_value in reading.mapping(key, value).items()
+    }
+    launcher = str(section.get("deepspeed_multinode_launcher") or "pdsh")
+    if section.get("deepspeed_hostfile") and launcher not in _STARTED_ON_EACH:
+        # One command, on one machine, starts the workers of all hosts.
+        for file_key, name in _HOST_SETTINGS.items():
+            if section.get(file_key):
+                reading.set(name, section.pop(file_key), f"{key}.{file_key}")
+    readers = _DEEPSPEED_READERS
+    if document := section.pop(_DOCUMENT_KEY, None):
         reading.settings["deepspeed"] = _document_path(reading, str(document))
         reading.use(f"{key}.{_DOCUMENT_KEY}", document, "deepspeed: the file's content")
+        readers = {**readers, **dict.fromkeys(_DOCUMENT_READERS, _without_effect(_FILE_DECIDES))}
     else:
         section.setdefault("zero_stage", _DEFAULT_STAGE)
-    for entry_key, entry_value in section.items():
-        _read_engine_key(reading, f"{key}.{entry_key}", entry_value, has_document=has_document)
-
-
-def _read_hosts(reading: _Reading, key: str, section: dict[str, Any]) -> None:
-    """A file of hosts, with a launcher that is started on one machine for all of them."""
-    launcher = str(section.get("deepspeed_multinode_launcher", "pdsh"))
-    if section.get("deepspeed_hostfile") in _NO_DOCUMENT or launcher in _STARTED_ON_EACH:
-        return
-    for file_key, name in _HOST_SETTINGS.items():
-        if section.get(file_key) not in _NO_DOCUMENT:
-            reading.set(name, section.pop(file_key), f"{key}.{file_key}")
+    reading.read(section, readers, section=key)
 
 
 def _document_path(reading: _Reading, document: str) -> str:
@@ -428,107 +440,83 @@ def _document_path(reading: _Reading, document: str) -> str:
     return str(beside) if is_beside else document
 
 
-def _read_engine_key(reading: _Reading, key: str, value: Any, *, has_document: bool) -> None:
-    name = key.rpartition(".")[2]
-    if name not in _DEEPSPEED_KEYS:
-        reading.refuse_unknown(key, value, _DEEPSPEED_KEYS)
-    elif value is None or str(value).lower() == "none":
-        reading.note_unused(key, value, "empty")
-    elif has_document and (name in _ENGINE_SETTINGS or name in _DOCUMENT_KEYS):
-        reading.note_unused(key, value, "DeepSpeed's file decides")
-    elif name in _ENGINE_SETTINGS:
-        reading.set(name, value, key)
-    elif name in _DOCUMENT_KEYS:
-        put_at(reading.settings.setdefault("deepspeed", {}), _DOCUMENT_KEYS[name], value)
-        reading.use(key, value, f"deepspeed: {_DOCUMENT_KEYS[name]}")
-    elif name in _DEEPSPEED_VARIABLES:
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        reading.set_variable(_DEEPSPEED_VARIABLES[name], text, key, value)
-    else:
-        reading.note_unused(key, value, _LAUNCHER_KEYS[name])
-
-
 # --------------------------------------------------------------------------------- FSDP
-_FSDP_SETTINGS = {
-    **{name: name for name in FSDP_VARIABLES},
-    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
-    "offload_params": "cpu_offload",
+def _plain_truth(value: Any) -> Any:
+    is_truth = isinstance(value, str) and value.strip().lower() in ("true", "false")
+    return value.strip().lower() == "true" if is_truth else value
+
+
+def _read_resharding(reading: _Reading, key: str, value: Any) -> None:
+    # `accelerate config` writes FSDP1's words under the name that FSDP2 has for it.
+    value = _plain_truth(value)
+    name = "reshard_after_forward" if isinstance(value, bool) else "sharding_strategy"
+    _into("fsdp", name, sharding_word)(reading, key, value)
+
+
+def _read_least_params(reading: _Reading, key: str, value: Any) -> None:
+    if value == 0:
+        reading.note_unused(key, value, _DEFAULT)
+    else:
+        _into("fsdp", "min_num_params", _plain_truth)(reading, key, value)
+
+
+def _refuse_offloaded_activations(reading: _Reading, key: str, value: Any) -> None:
+    if reading.truth(key, value):
+        reading.mistakes.append(
+            f"{key}=true is not supported: this version recomputes activations and does "
+            "not move them to host memory, so it would need more. Set it to false."
+        )
+    else:
+        reading.note_unused(key, value, _DEFAULT)
+
+
+_FSDP_READERS: Mapping[str, _ReadKey] = {
+    **{f"fsdp_{name}": _into("fsdp", name, _plain_truth) for name in FSDP_VARIABLES},
+    "fsdp_transformer_layer_cls_to_wrap": _into("fsdp", "transformer_cls_names_to_wrap"),
+    "fsdp_offload_params": _into("fsdp", "cpu_offload", _plain_truth),
+    "fsdp_auto_wrap_policy": _into("fsdp", "auto_wrap_policy", lambda value: str(value).lower()),
+    "fsdp_sharding_strategy": _into("fsdp", "sharding_strategy", sharding_word),
+    "fsdp_reshard_after_forward": _read_resharding,
+    "fsdp_min_num_params": _read_least_params,
+    **dict.fromkeys(
+        (
+            *("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy", "fsdp_forward_prefetch"),
+            *("fsdp_use_orig_params", "fsdp_sync_module_states"),
+        ),
+        _without_effect("fully_shard does it by itself"),
+    ),
+    "fsdp_version": lambda reading, key, value: reading.use(
+        key, value, "fully_shard, which is version 2, trains in any case"
+    ),
+    "fsdp_activation_checkpointing_offload": _refuse_offloaded_activations,
 }
-"""Accelerate's keys without ``fsdp_``, which older versions did not write, and the plugin's."""
-_FSDP_BY_ITSELF = (
-    *("backward_prefetch", "backward_prefetch_policy", "forward_prefetch"),
-    *("use_orig_params", "sync_module_states"),
-)
-_FSDP_KEYS = (*_FSDP_SETTINGS, *_FSDP_BY_ITSELF, "version", "activation_checkpointing_offload")
 
 
 def _read_fsdp(reading: _Reading, key: str, value: Any) -> None:
     """Read ``fsdp_config``, of FSDP's versions 1 and 2."""
-    if not reading.section(key, "FSDP"):
+    if not reading.is_of_type("FSDP"):
         reading.note_section(key, value)
         return
-    section = {
-        entry_key.removeprefix("fsdp_"): entry_value
-        for entry_key, entry_value in reading.mapping(key, value).items()
-    }
-    settings: dict[str, Any] = {}
-    for name, entry_value in section.items():
-        _read_fsdp_key(reading, settings, f"{key}.fsdp_{name}", entry_value)
+    section = reading.mapping(key, value)
+    reading.read(section, _FSDP_READERS, section=key, prefix="fsdp_")
+    settings = reading.settings.pop("fsdp", {})
     if settings.get("sharding_strategy") == "NO_SHARD":
         reading.settings["strategy"] = "auto"
         return
-    if str(section.get("version", 1)) == "1":
+    if str(section.get("fsdp_version", section.get("version", 1))) == "1":
         # Version 1 writes whole weights where nothing is said, and version 2 shards.
         settings.setdefault("state_dict_type", "FULL_STATE_DICT")
     if settings:
         reading.settings["fsdp"] = settings
 
 
-def _read_fsdp_key(reading: _Reading, settings: dict[str, Any], key: str, value: Any) -> None:
-    name = key.rpartition(".fsdp_")[2]
-    if name not in _FSDP_KEYS:
-        reading.refuse_unknown(key, value, [f"fsdp_{known_name}" for known_name in _FSDP_KEYS])
-    elif value is None or value == "":
-        reading.note_unused(key, value, "empty")
-    elif name == "version":
-        reading.use(key, value, "fully_shard, which is version 2, trains in any case")
-    elif name == "activation_checkpointing_offload":
-        if reading.truth(key, value):
-            reading.mistakes.append(
-                f"{key}=true is not supported: this version recomputes activations and does "
-                "not move them to host memory, so it would need more. Set it to false."
-            )
-        else:
-            reading.note_unused(key, value, _DEFAULT)
-    elif name in _FSDP_BY_ITSELF:
-        reading.note_unused(key, value, "fully_shard does it by itself")
-    elif name == "min_num_params" and value == 0:
-        reading.note_unused(key, value, _DEFAULT)
-    else:
-        setting_name, setting_value = _fsdp_setting(_FSDP_SETTINGS[name], value)
-        settings[setting_name] = setting_value
-        reading.use(key, value, f"fsdp: {setting_name}={setting_value}")
-
-
-def _fsdp_setting(name: str, value: Any) -> tuple[str, Any]:
-    is_word = name in ("sharding_strategy", "auto_wrap_policy")
-    if not is_word and isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return name, value.strip().lower() == "true"
-    # `accelerate config` writes FSDP1's words under the name that FSDP2 has for it.
-    if name == "reshard_after_forward" and not isinstance(value, bool):
-        name = "sharding_strategy"
-    if name == "sharding_strategy":
-        return name, sharding_word(value)
-    return name, str(value).lower() if name == "auto_wrap_policy" else value
-
-
 # ------------------------------------------------------------------------ torch.compile
-_DYNAMO_SETTINGS = {
-    "backend": "backend",
-    "mode": "mode",
-    "use_fullgraph": "fullgraph",
-    "use_dynamic": "dynamic",
-    "use_regional_compilation": "use_regional_compilation",
+_DYNAMO_READERS: Mapping[str, _ReadKey] = {
+    "dynamo_backend": _into("dynamo", "backend", lambda value: str(value).lower()),
+    "dynamo_mode": _into("dynamo", "mode"),
+    "dynamo_use_fullgraph": _into("dynamo", "fullgraph"),
+    "dynamo_use_dynamic": _into("dynamo", "dynamic"),
+    "dynamo_use_regional_compilation": _into("dynamo", "use_regional_compilation"),
 }
 
 
@@ -536,68 +524,26 @@ def _read_dynamo(reading: _Reading, key: str, value: Any) -> None:
     """Read ``dynamo_config``, or ``dynamo_backend`` of older versions."""
     # YAML 1.1 reads a bare NO as False.
     word = "NO" if value is False else value
-    section = {"backend": word} if key == "dynamo_backend" else reading.mapping(key, word)
-    settings: dict[str, Any] = {}
-    for entry_key, entry_value in section.items():
-        dotted_key = key if key == "dynamo_backend" else f"{key}.{entry_key}"
-        name = _DYNAMO_SETTINGS.get(entry_key.removeprefix("dynamo_"))
-        if name is None:
-            known_keys = [f"dynamo_{known_name}" for known_name in _DYNAMO_SETTINGS]
-            reading.refuse_unknown(dotted_key, entry_value, known_keys)
-            continue
-        settings[name] = str(entry_value).lower() if name == "backend" else entry_value
-        reading.use(dotted_key, entry_value, f"dynamo: {name}={settings[name]}")
+    if key == "dynamo_backend":
+        reading.read({key: word}, _DYNAMO_READERS)
+    else:
+        section = reading.mapping(key, word)
+        reading.read(section, _DYNAMO_READERS, section=key, prefix="dynamo_")
     # Without a backend nothing is compiled, whatever the others say.
-    if settings.get("backend", "no") not in ("no", "false"):
-        reading.settings["dynamo"] = settings
+    if reading.settings.get("dynamo", {}).get("backend", "no") in ("no", "false"):
+        reading.settings.pop("dynamo", None)
 
 
 # ---------------------------------------------------------------------------------- FP8
-_FP8_NAMES = {
-    # What `accelerate config` asks for has other names than what `accelerate launch` reads.
-    "amax_history_length": "amax_history_len",
-    "amax_compute_algorithm": "amax_compute_algo",
-    "optimization_level": "opt_level",
-}
-
-
-def _read_fp8(reading: _Reading, key: str, value: Any) -> None:
-    precisions = [row.name for row in PRECISIONS if row.has_backends]
-    if str(reading.given.get("mixed_precision")).lower() not in precisions:
-        reading.note_section(key, value, "mixed_precision is not fp8")
-        return
-    settings: dict[str, Any] = {}
-    for entry_key, entry_value in reading.mapping(key, value).items():
-        dotted_key = f"{key}.{entry_key}"
-        setting_name, setting_value = _fp8_setting(reading, dotted_key, entry_value)
-        if setting_name not in Fp8Config.model_fields:
-            reading.refuse_unknown(dotted_key, entry_value, Fp8Config.model_fields)
-            continue
-        settings[setting_name] = setting_value
-        reading.use(dotted_key, entry_value, f"fp8: {setting_name}={setting_value}")
-    reading.settings["fp8"] = settings
-
-
-def _fp8_setting(reading: _Reading, dotted_key: str, value: Any) -> tuple[str, Any]:
-    entry_key = dotted_key.rpartition(".")[2]
-    # Accelerate takes `fp8_backend`, too.
-    entry_name = entry_key if entry_key == "fp8_format" else entry_key.removeprefix("fp8_")
-    setting_name = _FP8_NAMES.get(entry_name, entry_name)
-    if setting_name == "use_mxfp8_block_scaling":
-        return "recipe", "mxfp8" if reading.truth(dotted_key, value) else "auto"
-    if setting_name == "backend":
-        plain_word = _plain_word(str(value))
-        names = {_plain_word(word): row.name for row in FP8_BACKENDS for word in row.words}
-        names |= {_plain_word(row.name): row.name for row in FP8_BACKENDS}
-        return setting_name, names.get(plain_word, value)
-    if setting_name == "override_linear_precision":
-        return setting_name, _truth_values(value)
-    return setting_name, value
-
-
 def _plain_word(word: str) -> str:
     """``MS-AMP`` and ``MSAMP`` are the same."""
     return word.lower().replace("-", "").replace("_", "")
+
+
+def _fp8_backend(value: Any) -> Any:
+    names = {_plain_word(word): row.name for row in FP8_BACKENDS for word in row.words}
+    names |= {_plain_word(row.name): row.name for row in FP8_BACKENDS}
+    return names.get(_plain_word(str(value)), value)
 
 
 def _truth_values(value: Any) -> Any:
@@ -608,22 +554,36 @@ def _truth_values(value: Any) -> Any:
     return [value] * 3 if isinstance(value, bool) else value
 
 
+def _read_block_scaling(reading: _Reading, key: str, value: Any) -> None:
+    recipe = "mxfp8" if reading.truth(key, value) else "auto"
+    _into("fp8", "recipe", lambda _: recipe)(reading, key, value)
+
+
+_FP8_READERS: Mapping[str, _ReadKey] = {
+    f"fp8_{name.removeprefix('fp8_')}": read
+    for name, read in {
+        **{name: _into("fp8", name) for name in Fp8Config.model_fields},
+        # What `accelerate config` asks for has other names than what `accelerate launch` reads.
+        "amax_history_length": _into("fp8", "amax_history_len"),
+        "amax_compute_algorithm": _into("fp8", "amax_compute_algo"),
+        "optimization_level": _into("fp8", "opt_level"),
+        "backend": _into("fp8", "backend", _fp8_backend),
+        "override_linear_precision": _into("fp8", "override_linear_precision", _truth_values),
+        "use_mxfp8_block_scaling": _read_block_scaling,
+    }.items()
+}
+
+
+def _read_fp8(reading: _Reading, key: str, value: Any) -> None:
+    precisions = [row.name for row in PRECISIONS if row.has_backends]
+    if str(reading.given.get("mixed_precision")).lower() not in precisions:
+        reading.note_section(key, value, "mixed_precision is not fp8")
+        return
+    reading.settings["fp8"] = {}
+    reading.read(reading.mapping(key, value), _FP8_READERS, section=key, prefix="fp8_")
+
+
 # ----------------------------------------------------------------------------- all keys
-def _as_setting(name: str) -> _ReadKey:
-    """A reader of a key that is a setting of `RunConfig` under another name."""
-
-    def read(reading: _Reading, key: str, value: Any) -> None:
-        reading.origins[name] = key
-        reading.set(name, value, key)
-
-    return read
-
-
-def _without_effect(reason: str) -> _ReadKey:
-    """A reader of a key that nothing of nbaccel follows."""
-    return lambda reading, key, value: reading.note_unused(key, value, reason)
-
-
 _OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel has no such part"
 
 _KEY_READERS: Mapping[str, _ReadKey] = {
@@ -641,7 +601,9 @@ _KEY_READERS: Mapping[str, _ReadKey] = {
     "num_cpu_threads_per_process": _as_setting("threads_per_process"),
     "mixed_precision": _read_precision,
     "fp16": _read_fp16,
-    "downcast_bf16": _read_downcast,
+    "downcast_bf16": _without_effect(
+        "torch_xla has dropped it: mixed_precision decides", unless_default=True
+    ),
     "fp8_config": _read_fp8,
     "deepspeed_config": _read_deepspeed,
     "fsdp_config": _read_fsdp,
@@ -650,8 +612,11 @@ _KEY_READERS: Mapping[str, _ReadKey] = {
     "parallelism_config": _read_parallelism,
     # `distributed_type: MEGATRON_LM` itself is refused.
     "megatron_lm_config": _without_effect(_NOT_ASKED),
-    "enable_cpu_affinity": _read_affinity,
-    "debug": _read_debug,
+    "enable_cpu_affinity": _without_effect(
+        "the system places threads; set_numa_affinity() in your script binds them",
+        unless_default=True,
+    ),
+    "debug": _as_variable("ACCELERATE_DEBUG_MODE", only=True),
     "main_training_function": _without_effect(
         "nbaccel launch runs the whole script, on TPUs as elsewhere"
     ),

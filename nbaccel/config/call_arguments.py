@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from nbaccel.base.errors import WrongArguments
 from nbaccel.config.given_values import closest, shown
@@ -19,7 +19,6 @@ from nbaccel.config.run_config import RunConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Self = TypeVar("Self")
 
 _RANK_NAMES = ("rank", "local_rank", "global_rank", "gpu", "gpu_id", "process_index", "proc_id")
 """Usual names of the first parameter of a function for `torch.multiprocessing.spawn`."""
@@ -46,8 +45,13 @@ def call_title(function: Any, args: tuple[Any, ...]) -> str:
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a launcher explain how arguments that it does not have should be written."""
+    """Let a launcher, or a class, explain how arguments that it does not have should be written."""
     call_signature = inspect.signature(function)
+    owner_name, _, name = function.__qualname__.rpartition(".")
+    is_class = name == "__init__"
+    parameters = list(call_signature.parameters.values())
+    # Without `self`, which is not the caller's to give.
+    public_signature = call_signature.replace(parameters=parameters[is_class:])
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -56,39 +60,19 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         try:
             call_signature.bind(*args, **kwargs)
         except TypeError as error:
-            call_mistakes = _unknown_keywords(function.__name__, call_signature, args, kwargs)
-            if not call_mistakes:
+            given_args = () if is_class else args
+            called_name = owner_name if is_class else function.__name__
+            call_mistakes = _unknown_keywords(called_name, public_signature, given_args, kwargs)
+            if not call_mistakes and is_class:
+                call_form = f"{owner_name}({', '.join(kwargs) or '…'}=…)"
+                call_mistakes = [
+                    f"{owner_name}() cannot be called: {error}. Name the arguments: {call_form}."
+                ]
+            elif not call_mistakes:
                 has_function = bool(args) or "function" in kwargs
-                call_mistakes = [_call_refusal(function.__name__, error, has_function)]
+                call_mistakes = [_call_refusal(called_name, error, has_function)]
             raise WrongArguments(*call_mistakes) from None  # the message has Python's text
         return function(*args, **kwargs)
-
-    return checked
-
-
-def explained_constructor(
-    constructor: Callable[Concatenate[Self, P], None],
-) -> Callable[Concatenate[Self, P], None]:
-    """Let a class explain how arguments that its `__init__` does not have should be written."""
-    call_signature = inspect.signature(constructor)
-
-    @functools.wraps(constructor)
-    def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        __tracebackhide__ = True
-        try:
-            call_signature.bind(self, *args, **kwargs)
-        except TypeError as error:
-            class_name = constructor.__qualname__.rpartition(".")[0]
-            # Without `self`, which is not the caller's to give.
-            public_signature = call_signature.replace(
-                parameters=list(call_signature.parameters.values())[1:]
-            )
-            call_mistakes = _unknown_keywords(class_name, public_signature, (), kwargs)
-            call_form = f"Name the arguments: {class_name}({', '.join(kwargs) or '…'}=…)."
-            raise WrongArguments(
-                *(call_mistakes or [f"{class_name}() cannot be called: {error}. {call_form}"])
-            ) from None  # the message has Python's text
-        constructor(self, *args, **kwargs)
 
     return checked
 
@@ -101,7 +85,8 @@ def _unknown_keywords(
 ) -> list[str]:
     """A message about each keyword that the launcher does not have."""
     function = args[0] if args else kwargs.get("function")
-    parameters = _parameters_of(function)
+    function_signature = _signature_of(function)
+    parameters = {} if function_signature is None else function_signature.parameters
     return [
         f"{function_name}() has no argument {argument_name!r}: got "
         f"{argument_name}={shown(value)}. "
@@ -149,7 +134,8 @@ def check_call(function: Any, args: Any) -> None:
 
 
 def _swapped_argument_mistakes(function: Any, args: Any) -> list[str]:
-    if _are_swapped(function, args):
+    # Not `callable`: a module passed as an argument is callable, too.
+    if inspect.isroutine(args) and not inspect.isroutine(function):
         return [
             f"function is {_kind_of_value(function)} and args is {_function_name(args)}(): "
             f"they are swapped. The function comes first: write ({_function_name(args)}, (…,)), "
@@ -166,12 +152,13 @@ def _swapped_argument_mistakes(function: Any, args: Any) -> list[str]:
             f"args is {_kind_of_value(args)}, not a tuple: it is unpacked into the call. For one "
             "argument write args=(model,), with the comma."
         )
-    return call_mistakes or _binding_mistakes(function, tuple(args))
-
-
-def _are_swapped(function: Any, args: Any) -> bool:
-    # Not `callable`: a module passed as an argument is callable, too.
-    return inspect.isroutine(args) and not inspect.isroutine(function)
+    signature = _signature_of(function)
+    if not call_mistakes and signature is not None:
+        try:
+            signature.bind(*args)
+        except TypeError:
+            return [_binding_message(_function_name(function), signature, tuple(args))]
+    return call_mistakes
 
 
 def _kind_of_value(value: Any) -> str:
@@ -190,23 +177,6 @@ def _signature_of(function: Any) -> inspect.Signature | None:
         return inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some functions written in C have no signature
         return None
-
-
-def _parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    signature = _signature_of(function)
-    return signature.parameters if signature is not None else {}
-
-
-def _binding_mistakes(function: Any, args: tuple[Any, ...]) -> list[str]:
-    """The message about arguments that are missing in a call, or too many."""
-    signature = _signature_of(function)
-    if signature is None:
-        return []
-    try:
-        signature.bind(*args)
-    except TypeError:
-        return [_binding_message(_function_name(function), signature, args)]
-    return []
 
 
 def _binding_message(

@@ -540,7 +540,9 @@ def fp8_backend(
     """Which library computes in 8 bits."""
     for row in FP8_BACKENDS:
         if row.name == backend_name:
-            return Fp8Choice(row=row, problem=_missing_package(row), reason="asked for")
+            is_missing = bool(row.package) and not is_installed(row.package)
+            needs = f"the FP8 backend {row.name!r} needs {row.package}, which is not installed"
+            return Fp8Choice(row=row, problem=needs if is_missing else "", reason="asked for")
     passed_over: list[str] = []
     # Those that need no package come last: they are always there.
     for row in sorted(FP8_BACKENDS, key=lambda row: not _auto_package(row)):
@@ -556,12 +558,6 @@ def fp8_backend(
 def _auto_package(row: Fp8Row) -> str:
     """The module with which ``auto`` takes a library; empty where it needs none."""
     return row.auto_with or row.package
-
-
-def _missing_package(row: Fp8Row) -> str:
-    if not row.package or is_installed(row.package):
-        return ""
-    return f"the FP8 backend {row.name!r} needs {row.package}, which is not installed"
 
 
 def _auto_obstacle(

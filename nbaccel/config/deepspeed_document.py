@@ -115,7 +115,8 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
         for section_name in _HALF_FORMATS
         for mistake in _read_enabled(config_settings.get(section_name), f"{section_name}.enabled")
     ]
-    if all(_is_on(config_settings.get(section_name)) for section_name in _HALF_FORMATS):
+    sections = [config_settings.get(section_name) for section_name in _HALF_FORMATS]
+    if all(isinstance(one, dict) and one.get("enabled") is True for one in sections):
         text = (
             "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
             "DeepSpeed refuses two. Turn one of them off."
@@ -139,10 +140,6 @@ def _read_enabled(section: Any, key: str) -> list[FieldMistake]:
     if isinstance(word, bool):
         return []
     return [FieldMistake(_ENABLED_RULE.refusal(key, value), key)]
-
-
-def _is_on(section: Any) -> bool:
-    return isinstance(section, dict) and section.get("enabled") is True
 
 
 def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, Any]]:

@@ -40,10 +40,6 @@ def _lower_case(value: Any) -> Any:
     return value.strip().lower() if isinstance(value, str) else value
 
 
-def _truth_or_none(value: Any) -> Any:
-    return None if value is None else read_truth(value)
-
-
 def _three_values(value: Any) -> Any:
     if isinstance(value, str):
         value = [list_part.strip() for list_part in value.strip("()[] ").split(",")]
@@ -131,7 +127,7 @@ class Fp8Config(Plain):
         None,
         "Whether the first and the last linear layer stay in bfloat16; None: as is "
         "usual with the backend (ao and native leave them).",
-        read=_truth_or_none,
+        read=lambda value: None if value is None else read_truth(value),
         must="True, False or None",
         why="These two layers lose most in 8 bits",
         do="Leave it out",
@@ -272,13 +268,9 @@ class Fp8Handler(Handler):
                 )
             said["opt_level"] = level
         from_variables = Fp8Config.from_environment()
-        said.setdefault("backend", self._backend(from_variables))
+        if self.BACKEND != "auto" or from_variables is None:
+            said.setdefault("backend", self.BACKEND)
         return Fp8Config(**{**(dict(from_variables) if from_variables else {}), **said})
-
-    def _backend(self, from_variables: Fp8Config | None) -> str:
-        if self.BACKEND == "auto" and from_variables is not None:
-            return from_variables.backend
-        return self.BACKEND
 
 
 @dataclass

@@ -102,10 +102,6 @@ def _wrap_policy(value: Any) -> Any:
     return value
 
 
-def _state_dict_type(value: Any) -> Any:
-    return None if value is None else plain_name(value)
-
-
 _VERSION_FIELD = Annotated[
     Literal[1, 2] | None,
     FieldRule(
@@ -128,7 +124,7 @@ _WRAP_POLICY = Annotated[
 _STATE_TYPE = Annotated[
     Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None,
     FieldRule(
-        read=_state_dict_type,
+        read=lambda value: None if value is None else plain_name(value),
         must=f"one of {', '.join(_STATE_TYPES)}",
         allowed=_STATE_TYPES,
         why="Checkpoints could not be written",
@@ -221,7 +217,10 @@ class FullyShardedDataParallelPlugin(Settings):
             self.reshard_after_forward = choice is not False
         else:
             self.reshard_after_forward = _SHARDING_STRATEGIES[plain_name(choice)]
-        self.cpu_offload = _offloads_shards(self.cpu_offload)
+        policy = type(self.cpu_offload).__name__
+        # An object of FSDP1's class is true whatever its field says.
+        offloads = self.cpu_offload.offload_params if policy == "CPUOffload" else self.cpu_offload
+        self.cpu_offload = bool(_OFFLOAD_POLICIES.get(policy, offloads))
         self.activation_checkpointing = bool(self.activation_checkpointing)
 
     def _take_variables(self) -> None:
@@ -340,13 +339,6 @@ def _kind_of(state_dict_config: Any) -> str | None:
     if state_dict_config is None or not name.endswith("StateDictConfig"):
         return None
     return "FULL_STATE_DICT" if name.startswith("Full") else "SHARDED_STATE_DICT"
-
-
-def _offloads_shards(value: Any) -> bool:
-    # An object of FSDP1's class is true whatever its field says.
-    if type(value).__name__ == "CPUOffload":
-        return bool(value.offload_params)
-    return bool(_OFFLOAD_POLICIES.get(type(value).__name__, value))
 
 
 __all__ = [
@@ -668,7 +660,10 @@ class TorchDynamoPlugin(Handler):
 
     def __post_init__(self) -> None:
         # Before the check, so that it covers values from the environment, too.
-        self.backend = _dynamo_backend(self.backend or env.read(f"{_DYNAMO_PREFIX}BACKEND") or "no")
+        backend = self.backend or env.read(f"{_DYNAMO_PREFIX}BACKEND") or "no"
+        name = str(getattr(backend, "value", backend))
+        # A package may register a further backend with torch, whose name is case-sensitive.
+        self.backend = DynamoBackend(name.upper()) if name.upper() in DynamoBackend else name
         self.mode = self.mode or env.read(f"{_DYNAMO_PREFIX}MODE") or "default"
         super().__post_init__()
         if self.fullgraph is None:
@@ -703,9 +698,3 @@ class TorchDynamoPlugin(Handler):
             for name, value in compile_arguments.items()
             if value is not None and value != default_arguments.get(name)
         }
-
-
-def _dynamo_backend(backend: Any) -> DynamoBackend | str:
-    name = str(getattr(backend, "value", backend))
-    # A package may register a further backend with torch, whose name is case-sensitive.
-    return DynamoBackend(name.upper()) if name.upper() in DynamoBackend else name

@@ -122,41 +122,30 @@ def _unknown_host(setting_name: str, host_name: str, known_names: tuple[str, ...
 
 
 # `Any` is a `RunConfig` here, whose module imports this one.
-def _one_filter(config: Any) -> str:
-    if config.include is None or config.exclude is None:
-        return ""
-    return (
-        f"include={config.include!r} contradicts exclude={config.exclude!r}: one says what "
-        "is taken, the other what is left out. Leave one of them out."
-    )
-
-
-def _filters_need_hosts(config: Any) -> str:
+def filter_contradictions(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What a run's filters contradict, each with the settings that it is about."""
     name = "include" if config.include is not None else "exclude"
     text = getattr(config, name)
-    if text is None or config.hostfile is not None:
-        return ""
-    return (
-        f"{name}={text!r} needs hostfile=...: it chooses among the hosts of that "
-        "file. Nothing would be chosen. Give the file; devices of this machine alone are chosen "
-        'by variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.'
-    )
-
-
-def _named_slots_are_the_devices(config: Any) -> str:
+    if text is None:
+        return
+    if config.include is not None and config.exclude is not None:
+        yield (
+            ("include", "exclude"),
+            f"include={config.include!r} contradicts exclude={config.exclude!r}: one says what "
+            "is taken, the other what is left out. Leave one of them out.",
+        )
+    if config.hostfile is None:
+        yield (
+            ("include", "exclude", "hostfile"),
+            f"{name}={text!r} needs hostfile=...: it chooses among the hosts of that "
+            "file. Nothing would be chosen. Give the file; devices of this machine alone are "
+            'chosen by variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.',
+        )
     devices = (config.variables or {}).get("CUDA_VISIBLE_DEVICES")
-    if devices is None or (config.include is None and config.exclude is None):
-        return ""
-    return (
-        f"CUDA_VISIBLE_DEVICES={devices!r} in variables (gpu_ids of a file) contradicts "
-        "include and exclude, which choose the devices of each host. One would silently override "
-        "the other. Leave one of them out."
-    )
-
-
-HOST_FILTER_CONTRADICTIONS = (
-    (("include", "exclude"), _one_filter),
-    (("include", "exclude", "hostfile"), _filters_need_hosts),
-    (("include", "exclude", "variables"), _named_slots_are_the_devices),
-)
-"""Each with the settings that it is about."""
+    if devices is not None:
+        yield (
+            ("include", "exclude", "variables"),
+            f"CUDA_VISIBLE_DEVICES={devices!r} in variables (gpu_ids of a file) contradicts "
+            "include and exclude, which choose the devices of each host. One would silently "
+            "override the other. Leave one of them out.",
+        )

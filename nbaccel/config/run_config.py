@@ -4,14 +4,15 @@ It is frozen, complete and can be written as JSON or YAML; ``nbaccel.plan.resolv
 it. Values that contradict each other are refused here, values that this machine does not support
 are refused there.
 
-Rules for settings that contradict each other stand first: one each, with what to do.
+What settings may say against each other stands first, each with what to do.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from inspect import Parameter, Signature
+from itertools import chain
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -45,7 +46,7 @@ from nbaccel.config.given_values import (
     read_resume,
     shown,
 )
-from nbaccel.config.host_filter import HOST_FILTER_CONTRADICTIONS, read_host_filter
+from nbaccel.config.host_filter import filter_contradictions, read_host_filter
 from nbaccel.config.plugin_settings import (
     read_dynamo_settings,
     read_fsdp_settings,
@@ -60,116 +61,112 @@ if TYPE_CHECKING:
 _Settings: TypeAlias = Any
 
 
+_Contradiction: TypeAlias = tuple[tuple[str, ...], str]
+"""The settings that are involved, and the message."""
+
+
 def contradictions(config: _Settings, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
-    """Every contradiction between settings, of which one is not at its default at least."""
-    changed_names = {
-        setting_name
-        for setting_name, field in type(config).model_fields.items()
-        if getattr(config, setting_name) != field.default
-    }
-    texts = (
-        check(config)
-        for involved_names, check in _CONTRADICTION_CHECKS
-        if changed_names.intersection(involved_names)
-        and not any(setting_name in ignoring for setting_name in involved_names)
+    """What settings say against each other; of some it is known already that they are wrong."""
+    found = chain(
+        _of_nodes(config), _of_inline(config), _of_engines(config), filter_contradictions(config)
     )
-    return tuple(contradiction for contradiction in texts if contradiction)
+    return tuple(text for names, text in found if not set(names).intersection(ignoring))
 
 
-def _node_in_range(config: _Settings) -> str:
-    if config.node_rank < config.num_nodes:
-        return ""
-    return (
-        f"node_rank must be below num_nodes: got node_rank={config.node_rank} with "
-        f"num_nodes={config.num_nodes}. The other nodes would wait for a node that never "
-        "comes. Number the nodes from 0, or raise num_nodes."
-    )
-
-
-def _nodes_need_a_count(config: _Settings) -> str:
-    if config.num_nodes == 1 or config.num_processes is not None:
-        return ""
-    return (
-        f"num_processes cannot be left out with num_nodes={config.num_nodes}. "
-        "Every node must know how many workers the others have. "
-        "Give the same num_processes on every node."
-    )
-
-
-def _nodes_need_a_real_address(config: _Settings) -> str:
-    setting_name = "master_addr"
-    host_name = config.master_addr
-    if config.rdzv_endpoint:
-        setting_name = "rdzv_endpoint"
-        host_name = _host_of(config.rdzv_endpoint)
-    if config.num_nodes == 1 or not _is_loopback(host_name):
-        return ""
-    return (
-        f"{setting_name} cannot be {host_name!r} with num_nodes={config.num_nodes}. "
-        "On each node that address is the node itself, so they would never meet. "
-        "Give the address of the first node as the others reach it."
-    )
-
-
-def _endpoint_has_a_port(config: _Settings) -> str:
-    text = config.rdzv_endpoint.rpartition(":")[2]
+def _of_nodes(config: _Settings) -> Iterator[_Contradiction]:
+    if config.node_rank >= config.num_nodes:
+        yield (
+            ("node_rank", "num_nodes"),
+            f"node_rank must be below num_nodes: got node_rank={config.node_rank} with "
+            f"num_nodes={config.num_nodes}. The other nodes would wait for a node that never "
+            "comes. Number the nodes from 0, or raise num_nodes.",
+        )
+    if config.num_nodes > 1 and config.num_processes is None:
+        yield (
+            ("num_processes", "num_nodes"),
+            f"num_processes cannot be left out with num_nodes={config.num_nodes}. "
+            "Every node must know how many workers the others have. "
+            "Give the same num_processes on every node.",
+        )
+    host_name, separator, port = config.rdzv_endpoint.rpartition(":")
+    address = (host_name if separator else port).strip("[]") or config.master_addr
+    if config.num_nodes > 1 and _is_loopback(address):
+        yield (
+            ("master_addr", "rdzv_endpoint", "num_nodes"),
+            f"{'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'} cannot be {address!r} "
+            f"with num_nodes={config.num_nodes}. "
+            "On each node that address is the node itself, so they would never meet. "
+            "Give the address of the first node as the others reach it.",
+        )
     # Only static rendezvous needs the port; other backends have a default port.
-    if not config.rdzv_endpoint or config.rdzv_backend != "static":
-        return ""
-    if text.isdecimal() and 1 <= int(text) <= 65535:
-        return ""
-    return (
-        f'rdzv_endpoint must be "host:port": got {config.rdzv_endpoint!r}. '
-        "Static rendezvous connects to exactly that port. Add a port from 1 to 65535."
-    )
+    is_port = port.isdecimal() and 1 <= int(port) <= 65535
+    if config.rdzv_endpoint and config.rdzv_backend == "static" and not is_port:
+        yield (
+            ("rdzv_endpoint", "rdzv_backend"),
+            f'rdzv_endpoint must be "host:port": got {config.rdzv_endpoint!r}. '
+            "Static rendezvous connects to exactly that port. Add a port from 1 to 65535.",
+        )
+    if config.rdzv_backend.startswith("etcd") and not config.rdzv_endpoint:
+        yield (
+            ("rdzv_endpoint", "rdzv_backend"),
+            f"rdzv_endpoint cannot be empty with rdzv_backend={config.rdzv_backend!r}. "
+            'The etcd server must be found. Give its "host:port".',
+        )
 
 
-def _etcd_needs_an_endpoint(config: _Settings) -> str:
-    if not config.rdzv_backend.startswith("etcd") or config.rdzv_endpoint:
-        return ""
-    return (
-        f"rdzv_endpoint cannot be empty with rdzv_backend={config.rdzv_backend!r}. "
-        'The etcd server must be found. Give its "host:port".'
-    )
+def _of_inline(config: _Settings) -> Iterator[_Contradiction]:
+    if config.start_method != "inline":
+        return
+    if config.num_processes not in (None, 1):
+        yield (
+            ("start_method", "num_processes"),
+            f'start_method="inline" cannot run num_processes={config.num_processes}. '
+            "Inline means in this very process, which is one. "
+            'Give num_processes=1, or start_method="auto".',
+        )
+    given = {"num_nodes": config.num_nodes - 1, "max_restarts": config.max_restarts}
+    names = [name for name, more_than_possible in given.items() if more_than_possible > 0]
+    if names:
+        told = " and ".join(f"{name}={getattr(config, name)}" for name in names)
+        yield (
+            ("start_method", "num_nodes", "max_restarts"),
+            f'start_method="inline" cannot go with {told}. '
+            "Inline is this very process: it meets no other node and cannot be started again. "
+            f'Give start_method="auto", or leave out {names[0]}.',
+        )
 
 
-def _fsdp_by_its_strategy(config: _Settings) -> str:
-    names = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
-    if config.fsdp is None or config.strategy in names:
-        return ""
-    return (
-        f"fsdp cannot go with strategy={config.strategy!r}: its settings would have no effect. "
-        'Give strategy="fsdp", or leave fsdp out.'
-    )
-
-
-def _inline_is_one(config: _Settings) -> str:
-    if config.start_method != "inline" or config.num_processes in (None, 1):
-        return ""
-    return (
-        f'start_method="inline" cannot run num_processes={config.num_processes}. '
-        "Inline means in this very process, which is one. "
-        'Give num_processes=1, or start_method="auto".'
-    )
-
-
-def _inline_is_alone(config: _Settings) -> str:
-    upper_limits = (
-        ("num_nodes", config.num_nodes, 1),
-        ("max_restarts", config.max_restarts, 0),
-    )
-    settings = [
-        f"{name}={setting_value}"
-        for name, setting_value, largest_value in upper_limits
-        if setting_value > largest_value
-    ]
-    if config.start_method != "inline" or not settings:
-        return ""
-    return (
-        f'start_method="inline" cannot go with {" and ".join(settings)}. '
-        "Inline is this very process: it meets no other node and cannot be started again. "
-        f'Give start_method="auto", or leave out {settings[0].partition("=")[0]}.'
-    )
+def _of_engines(config: _Settings) -> Iterator[_Contradiction]:
+    sharding = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
+    if config.fsdp is not None and config.strategy not in sharding:
+        yield (
+            ("fsdp", "strategy"),
+            f"fsdp cannot go with strategy={config.strategy!r}: its settings would have no effect. "
+            'Give strategy="fsdp", or leave fsdp out.',
+        )
+    name = chosen_engine(config)[0]
+    starts_all = engine_row(name).runs_on_hosts
+    if config.num_nodes > 1 and starts_all:
+        yield (
+            ("engine", "hostfile", "num_nodes", "rdzv_backend"),
+            f"num_nodes={config.num_nodes} contradicts engine={name!r}, "
+            "with which one notebook starts the workers of all machines: num_nodes counts machines "
+            "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
+            "counts the workers on all hosts.",
+        )
+    owner = next(row.name for row in ENGINES if row.setting == "hostfile")
+    if config.hostfile is not None and config.engine not in ("auto", owner):
+        yield (
+            ("engine", "hostfile"),
+            f"hostfile={config.hostfile!r} contradicts engine={config.engine!r}, which finds "
+            f"its machines itself. One would be ignored. Leave one out, or give engine={owner!r}.",
+        )
+    if starts_all and config.start_method not in ("auto", "template"):
+        yield (
+            ("engine", "hostfile", "start_method", "rdzv_backend"),
+            f"start_method={config.start_method!r} contradicts engine={name!r}: workers on "
+            "other machines cannot be forked from this process. Leave start_method out.",
+        )
 
 
 def chosen_engine(config: _Settings) -> tuple[str, str]:
@@ -201,49 +198,6 @@ def elastic_reason(config: _Settings) -> str:
     return ""
 
 
-def _hosts_are_one_notebooks(config: _Settings) -> str:
-    if config.num_nodes == 1 or not engine_row(chosen_engine(config)[0]).runs_on_hosts:
-        return ""
-    return (
-        f"num_nodes={config.num_nodes} contradicts engine={chosen_engine(config)[0]!r}, "
-        "with which one notebook starts the workers of all machines: num_nodes counts machines "
-        "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
-        "counts the workers on all hosts."
-    )
-
-
-def _hostfile_has_its_engine(config: _Settings) -> str:
-    if config.hostfile is None or config.engine in ("auto", _owner_of("hostfile")):
-        return ""
-    return (
-        f"hostfile={config.hostfile!r} contradicts engine={config.engine!r}, which finds "
-        f"its machines itself. One would be ignored. Leave one out, or give engine="
-        f"{_owner_of('hostfile')!r}."
-    )
-
-
-def _hosts_fork_from_templates(config: _Settings) -> str:
-    name = chosen_engine(config)[0]
-    if config.start_method in ("auto", "template"):
-        return ""
-    if not engine_row(name).runs_on_hosts:
-        return ""
-    return (
-        f"start_method={config.start_method!r} contradicts engine={name!r}: workers on "
-        "other machines cannot be forked from this process. Leave start_method out."
-    )
-
-
-def _owner_of(name: str) -> str:
-    """The engine whose hosts a setting names."""
-    return next(row.name for row in ENGINES if row.setting == name)
-
-
-def _host_of(text: str) -> str:
-    name, separator, _ = text.rpartition(":")
-    return (name if separator else text).strip("[]")
-
-
 def _is_loopback(host_name: str) -> bool:
     stripped_name = host_name.strip().strip("[]").lower()
     try:
@@ -252,28 +206,6 @@ def _is_loopback(host_name: str) -> bool:
         return stripped_name == "localhost" or stripped_name.startswith("localhost.")
 
 
-_CONTRADICTION_CHECKS: tuple[tuple[tuple[str, ...], Callable[[_Settings], str]], ...] = (
-    (("node_rank", "num_nodes"), _node_in_range),
-    (("num_processes", "num_nodes"), _nodes_need_a_count),
-    (("master_addr", "rdzv_endpoint", "num_nodes"), _nodes_need_a_real_address),
-    (("rdzv_endpoint", "rdzv_backend"), _endpoint_has_a_port),
-    (("rdzv_endpoint", "rdzv_backend"), _etcd_needs_an_endpoint),
-    (("fsdp", "strategy"), _fsdp_by_its_strategy),
-    (("start_method", "num_processes"), _inline_is_one),
-    (("start_method", "num_nodes", "max_restarts"), _inline_is_alone),
-    (("engine", "hostfile", "num_nodes", "rdzv_backend"), _hosts_are_one_notebooks),
-    (("engine", "hostfile"), _hostfile_has_its_engine),
-    (("engine", "hostfile", "start_method", "rdzv_backend"), _hosts_fork_from_templates),
-    *HOST_FILTER_CONTRADICTIONS,
-)
-
-
-_AUTO_NAME = "auto"
-_DEVICE_NAMES = (_AUTO_NAME, *(row.name for row in DEVICES))
-_PRECISION_NAMES = tuple(row.name for row in PRECISIONS)
-_STRATEGY_NAMES = (_AUTO_NAME, *(row.name for row in STRATEGIES))
-_ENGINE_NAMES = (_AUTO_NAME, *(row.name for row in ENGINES))
-_START_METHODS = (_AUTO_NAME, *(row.name for row in START_METHODS))
 if TYPE_CHECKING:
     # A type checker cannot see the rows that other packages add.
     DeviceName = str
@@ -282,11 +214,11 @@ if TYPE_CHECKING:
     StartMethodName = str
     EngineName = str
 else:
-    DeviceName = Literal[_DEVICE_NAMES]
-    PrecisionName = Literal[_PRECISION_NAMES]
-    StrategyName = Literal[_STRATEGY_NAMES]
-    StartMethodName = Literal[_START_METHODS]
-    EngineName = Literal[_ENGINE_NAMES]
+    DeviceName = Literal[("auto", *(row.name for row in DEVICES))]
+    PrecisionName = Literal[tuple(row.name for row in PRECISIONS)]
+    StrategyName = Literal[("auto", *(row.name for row in STRATEGIES))]
+    StartMethodName = Literal[("auto", *(row.name for row in START_METHODS))]
+    EngineName = Literal[("auto", *(row.name for row in ENGINES))]
 OnStop = Literal["keep", "discard"]
 TpuDriverName = Literal["auto", "torch_tpu", "torch_xla"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -738,6 +670,3 @@ def _tidy_signature() -> Signature:
 
 # pydantic's signature shows each field's whole `Annotated` type, which fills a notebook's tooltip.
 RunConfig.__signature__ = _tidy_signature()
-
-
-# Contradictions that hold on every machine; those that depend on this one are found by the plan.

@@ -377,7 +377,7 @@ class _LineReader:
 
     def _keep(self, option: MagicOption, text: str) -> None:
         # The braces of JSON would be taken for expressions to replace.
-        option_value: Any = _from_json(text) if option.is_json else self._expanded(text)
+        option_value: Any = json_or_text(text) if option.is_json else self._expanded(text)
         if option.none and str(option_value).strip().lower() == "none":
             option_value = None
         elif option.name == "autoreload":
@@ -403,7 +403,12 @@ class _LineReader:
         flags = [flag for option in self.options for flag in (*option.flags, option.negative)]
         other_option = find_option(options_of(), flag_name)
         if other_option is not None:
-            text = f" {other_option.flag} is for {_where_used(other_option)}."
+            where = "%%accelerate"
+            if other_option.is_setting or other_option.name in ("config", "dist"):
+                where += ", %accelerate restart and %accelerate config"
+            elif other_option.name == "ranks":
+                where += ", %accelerate pull and push"
+            text = f" {other_option.flag} is for {where}."
         else:
             text = closest(flag_name.replace("_", "-"), filter(None, flags), _MEANT) or (
                 f" Its options are shown by {self._magic_name} --help."
@@ -557,17 +562,12 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and word != "-" and not word[1].isdecimal()
 
 
-def _from_json(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """What JSON says; other text is left to the setting, which says what it must be."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError):
-        return text  # the setting itself says what it must be
-
-
-def _where_used(option: MagicOption) -> str:
-    if option.is_setting or option.name in ("config", "dist"):
-        return "%%accelerate, %accelerate restart and %accelerate config"
-    return "%%accelerate, %accelerate pull and push" if option.name == "ranks" else "%%accelerate"
+        return text
 
 
 # ------------------------------------------------------------------------------ help
@@ -637,22 +637,16 @@ def _usage_of(subcommand: Subcommand) -> str:
 
 
 def _manual_section(title: str, options: Iterable[MagicOption]) -> str:
-    rows = [_manual_row(_option_head(option), _option_meaning(option)) for option in options]
+    rows = []
+    for option in options:
+        names = ", ".join(option.flags)
+        head = f"{names}, {option.negative}" if option.negative else f"{names} {option.value}"
+        default = RunConfig.model_fields[option.name].default if option.is_setting else None
+        if option.negative:
+            default = "yes" if default else "no"
+        told_default = f" (default {default})" if default not in (None, "") else ""
+        rows.append(_manual_row(head.rstrip(), f"{option.meaning}{told_default}"))
     return "\n".join([title, *rows, ""])
-
-
-def _option_head(option: MagicOption) -> str:
-    names = ", ".join(option.flags)
-    return f"{names}, {option.negative}" if option.negative else f"{names} {option.value}".rstrip()
-
-
-def _option_meaning(option: MagicOption) -> str:
-    default = RunConfig.model_fields[option.name].default if option.is_setting else None
-    if default in (None, ""):
-        return option.meaning
-    if option.negative:
-        default = "yes" if default else "no"
-    return f"{option.meaning} (default {default})"
 
 
 def _manual_row(head: str, meaning: str) -> str:

@@ -49,10 +49,9 @@ import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import ClassVar, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
@@ -161,60 +160,45 @@ class LineAssembler:
 
 _LOOK_AHEAD = 50  # items of a queue in which a twin is looked for: it bounds the cost per line
 _CLEARING = "clearing the cell"
-_DISPLAY_CHARS = 4_000  # the size that a display counts as: a figure is larger, a text smaller
+_DISPLAY_CHARS = 4_000  # of any display: a figure is larger, a text smaller
 
 
-class PrintedLine(NamedTuple):
-    """A line of text."""
-
-    time: float
-    stream: str
-    text: str
-
-    def is_twin(self, other_item: OutputItem) -> bool:
-        """Whether showing one of both is enough."""
-        return isinstance(other_item, PrintedLine) and self[1:] == other_item[1:]
-
-
-@dataclass(frozen=True)
-class RichOutput:
-    """Rich output, or a request to clear the cell."""
+class OutputItem(NamedTuple):
+    """A line of text; or rich output, or a request to clear the cell: these have a message."""
 
     time: float
-    message: messaging.Display | messaging.ClearOutput
-    stream: ClassVar[None] = None
-    text: ClassVar[str] = ""
+    key: Any  # of several ranks' items that have the same one is shown
+    stream: str | None = None
+    text: str = ""
+    message: messaging.Display | messaging.ClearOutput | None = None
+    # By what it can be updated later: others depend on it, and it may not be dropped.
+    handle: str | None = None
+    updates: bool = False  # whether it replaces an output that was shown before
 
     @property
     def clears(self) -> bool:
         """Whether it is a request to clear the cell."""
-        return isinstance(self.message, messaging.ClearOutput)
+        return self.handle == _CLEARING
 
     @property
-    def handle(self) -> str | None:
-        """By what it can be updated later: others depend on it, and it may not be dropped."""
-        if isinstance(self.message, messaging.ClearOutput):
-            return _CLEARING
-        display_id = (self.message.content.get("transient") or {}).get("display_id")
-        return None if display_id is None else str(display_id)
-
-    @property
-    def updates(self) -> bool:
-        """Whether it replaces an output that was shown before."""
-        message = self.message
-        return isinstance(message, messaging.Display) and bool(message.content.get("update"))
-
-    def is_twin(self, other_item: OutputItem) -> bool:
-        """Whether showing one of both is enough."""
-        if not isinstance(other_item, RichOutput):
-            return False
-        if self.handle is None or other_item.handle is None:
-            return bool(self.message == other_item.message)
-        # IPython draws handles at random, so those of two ranks always differ.
-        return (self.clears, self.updates) == (other_item.clears, other_item.updates)
+    def num_chars(self) -> int:
+        """The size that it counts as; nothing for what cannot be dropped."""
+        if self.message is None:
+            return len(self.text) + 1
+        return _DISPLAY_CHARS if self.handle is None else 0
 
 
-OutputItem = PrintedLine | RichOutput
+def rich_item(time: float, message: messaging.Display | messaging.ClearOutput) -> OutputItem:
+    """Rich output, or a request to clear the cell, as it waits among the lines."""
+    handle: str | None = _CLEARING
+    updates = False
+    if isinstance(message, messaging.Display):
+        display_id = (message.content.get("transient") or {}).get("display_id")
+        handle = None if display_id is None else str(display_id)
+        updates = bool(message.content.get("update"))
+    # IPython draws handles at random, so those of two ranks always differ.
+    key = message if handle is None else (handle == _CLEARING, updates)
+    return OutputItem(time, key, message=message, handle=handle, updates=updates)
 
 
 class LineMerger:
@@ -252,13 +236,14 @@ class LineMerger:
         texts = self._texts[worker_rank]
         num_chars = line_number = 0
         for line_number, line_text in enumerate(line_texts, 1):  # noqa: B007  (needed behind the loop)
-            rank_queue.append(PrintedLine(arrival_time, stream_name, line_text))
+            key = stream_name, line_text
+            rank_queue.append(OutputItem(arrival_time, key, stream_name, line_text))
             num_chars += len(line_text) + 1
-            texts[stream_name, line_text] += 1
+            texts[key] += 1
         self._chars[worker_rank] += num_chars
         self._lines[worker_rank] += line_number
 
-    def add_rich(self, worker_rank: int, item: RichOutput) -> None:
+    def add_rich(self, worker_rank: int, item: OutputItem) -> None:
         """Something a rank has displayed."""
         self._queues[worker_rank].append(item)
         self._count(worker_rank, item, 1)
@@ -275,7 +260,7 @@ class LineMerger:
             self._lines[worker_rank] > output_lines or self._chars[worker_rank] > num_chars
         ):
             queued_item = self._take(worker_rank, 0)
-            if isinstance(queued_item, RichOutput) and queued_item.handle is not None:
+            if queued_item.handle is not None:
                 kept_items.append(queued_item)
             else:
                 dropped_lines += 1
@@ -307,40 +292,33 @@ class LineMerger:
         item = rank_queue[position]
         del rank_queue[position]
         self._count(rank, item, -1)
-        if isinstance(item, PrintedLine):
+        if item.message is None:
             texts = self._texts[rank]
-            texts[item[1:]] -= 1
-            if not texts[item[1:]]:
-                del texts[item[1:]]
+            texts[item.key] -= 1
+            if not texts[item.key]:
+                del texts[item.key]
         return item
 
     def _count(self, rank: int, item: OutputItem, sign: int) -> None:
-        """Displays count as lines do, except for those that cannot be dropped."""
-        if isinstance(item, PrintedLine):
-            num_chars = len(item.text) + 1
-        elif item.handle is None:
-            num_chars = _DISPLAY_CHARS
-        else:
-            return
-        self._lines[rank] += sign
-        self._chars[rank] += sign * num_chars
+        if num_chars := item.num_chars:
+            self._lines[rank] += sign
+            self._chars[rank] += sign * num_chars
 
     # ---- twins
 
     def _folds(self, item: OutputItem) -> bool:
         """Whether it may be shown once for several ranks, and is worth waiting for them."""
-        return self._folds_any and not (isinstance(item, RichOutput) and item.updates)
+        return self._folds_any and not item.updates
 
     def _others(self, first_rank: int) -> list[int]:
         """Ranks in whose queues the head of the first one's may have a twin."""
         item = self._queues[first_rank][0]
         if not self._folds(item):
             return []
-        key = item[1:] if isinstance(item, PrintedLine) else None
         return [
             rank
             for rank, texts in self._texts.items()
-            if rank != first_rank and (key is None or key in texts)
+            if rank != first_rank and (item.message is not None or item.key in texts)
         ]
 
     def _twins(self, first_rank: int, others: Iterable[int]) -> dict[int, int]:
@@ -352,7 +330,7 @@ class LineMerger:
     def _reach(self, rank: int, queued_item: OutputItem) -> int | None:
         """Lines of the other stream do not block it: the order between two pipes is not known."""
         for position, other_item in enumerate(itertools.islice(self._queues[rank], _LOOK_AHEAD)):
-            if queued_item.is_twin(other_item):
+            if queued_item.key == other_item.key:
                 return position
             if other_item.stream in (None, queued_item.stream) or queued_item.stream is None:
                 return None
@@ -364,7 +342,7 @@ class LineMerger:
         """Whose heads have to come out first, if a missing twin is only held up behind one."""
         for rank in others:
             deeper_items = itertools.islice(self._queues[rank], 1, _LOOK_AHEAD)
-            if rank not in twin_items and any(map(queued_item.is_twin, deeper_items)):
+            if rank not in twin_items and any(queued_item.key == one.key for one in deeper_items):
                 return self._twins(rank, self._others(rank))
         return twin_items
 
@@ -517,7 +495,7 @@ class Console:
             if not self._sources[worker_rank, stream].rewritten:
                 # An unfinished line (`print("...", end="")`) comes before the picture.
                 self._finish(worker_rank, stream)
-        self._waiting.add_rich(worker_rank, RichOutput(time.monotonic(), message))
+        self._waiting.add_rich(worker_rank, rich_item(time.monotonic(), message))
 
     def close(self, worker_rank: int) -> None:
         """Note that this rank writes nothing further."""
@@ -594,13 +572,6 @@ class Console:
         lines = self._waiting.shorten(rank, stage.waiting_lines, stage.waiting_chars)
         self._dropped += Counter({rank: lines})
 
-    def _tell_dropped(self) -> None:
-        names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""
-        num_lines = sum(self._dropped.values())
-        words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
-        self._dropped.clear()
-        self._write(self._own_stream, f"{_OWN_PREFIX}… {words}{names} not shown\n")
-
     def tails(self) -> dict[int, list[str]]:
         """The last lines of each rank."""
         return {rank: list(lines) for rank, lines in self._tails.items()}
@@ -626,7 +597,11 @@ class Console:
             keep_bar=bar if not (entries or has_gap) and stream == self._drawn_on else ""
         )
         if has_gap:
-            self._tell_dropped()
+            names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""
+            lines = sum(self._dropped.values())
+            words = f"{lines:,} line{'s' * (lines != 1)}{names}"
+            self._dropped.clear()
+            self._write(self._own_stream, f"{_OWN_PREFIX}… {words} not shown\n")
         self._show(entries)
         self._draw(bar, stream)
 
@@ -651,7 +626,7 @@ class Console:
             # Each line costs a prefix and a line end too, also an empty one.
             num_chars += len(entry[1].text) + 5
         if self._pace.spend(num_chars):
-            entries.append(([], PrintedLine(current_time, self._own_stream, _TOO_MUCH)))
+            entries.append(([], OutputItem(current_time, None, self._own_stream, _TOO_MUCH)))
         return entries
 
     def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
@@ -659,7 +634,7 @@ class Console:
             # The lowest, as elsewhere: twins of outputs that are updated later differ.
             rank = min(popped_items)
             for queued_item in popped_items.values():
-                if isinstance(queued_item, RichOutput) and queued_item.handle is not None:
+                if queued_item.handle is not None:
                     owner = self._owners.get(queued_item.handle, rank)
                     self._owners[queued_item.handle] = min(rank, owner)
             yield [*popped_items], popped_items[rank]
@@ -695,9 +670,7 @@ class Console:
         """One write per run of lines of the same stream: each write is a message to the browser."""
         # Of updates of the same output only the last needs to be shown.
         newest_updates = {
-            (min(ranks), item.handle): item
-            for ranks, item in entries
-            if isinstance(item, RichOutput) and item.updates
+            (min(ranks), item.handle): item for ranks, item in entries if item.updates
         }
         for stream, entry_run in itertools.groupby(entries, key=lambda entry: entry[1].stream):
             if stream is not None:
@@ -705,12 +678,10 @@ class Console:
                 self._write(stream, "".join(lines))
                 continue
             for ranks, item in entry_run:
-                if isinstance(item, RichOutput) and (
-                    newest_updates.get((min(ranks), item.handle)) is item or not item.updates
-                ):
+                if not item.updates or newest_updates.get((min(ranks), item.handle)) is item:
                     self._publish(ranks, item)
 
-    def _publish(self, ranks: list[int], item: RichOutput) -> None:
+    def _publish(self, ranks: list[int], item: OutputItem) -> None:
         if item.handle is not None and self._owners[item.handle] != min(ranks):
             return
         label = self._prefix(ranks).rstrip()
@@ -795,7 +766,9 @@ class RankLogs:
 
 def hidden_streams(shown_output: str, ranks: Sequence[int]) -> frozenset[tuple[int, str]]:
     """What is not shown, by rank and stream."""
-    numbers = _numbers_by_rank(shown_output)
+    # ``0:3,1:2`` by local rank; a number alone stands for all other ranks, under None.
+    parts = [part.rpartition(":") for part in shown_output.replace(" ", "").split(",")]
+    numbers = {int(text) if text else None: int(number) for text, _, number in parts}
     return frozenset(
         (rank, name)
         for local_rank, rank in enumerate(ranks)
@@ -803,12 +776,6 @@ def hidden_streams(shown_output: str, ranks: Sequence[int]) -> frozenset[tuple[i
         for bit, name in enumerate(STREAM_NAMES, 1)
         if not numbers.get(local_rank, numbers.get(None, 0)) & bit
     )
-
-
-def _numbers_by_rank(shown_output: str) -> dict[int | None, int]:
-    """``0:3,1:2`` by local rank; a number alone stands for all other ranks, under None."""
-    parts = [part.rpartition(":") for part in shown_output.replace(" ", "").split(",")]
-    return {int(text) if text else None: int(number) for text, _, number in parts}
 
 
 def _make_folder(log_dir: Path) -> Path:

@@ -48,7 +48,8 @@ _IDLE = f"""(still) => {{
     window.nbaccelIdleSince ??= performance.now();
     return performance.now() - window.nbaccelIdleSince >= still;
 }}"""
-_RUN_ALL = '() => void window.jupyterapp.commands.execute("notebook:run-all-cells")'
+
+
 _RUN_CELL = f"""(number) => {{
     const content = {_PANEL}.content;
     content.activeCellIndex = number;
@@ -59,13 +60,7 @@ _OUTPUTS = f"(number) => {_PANEL}.content.widgets[number].model.outputs.toJSON()
 
 
 class NotebookPage:
-    """One notebook in one tab.
-
-    Attributes:
-        page: Playwright's page, for all that has no name here.
-        name: The notebook's name, without folder and ending.
-        path: Its file.
-    """
+    """One notebook in one tab."""
 
     def __init__(
         self,
@@ -90,7 +85,6 @@ class NotebookPage:
         # So far no cell has run: what went wrong while the application was loaded is its own.
         self.complaints = [text for text in self.complaints if text.startswith("request")]
 
-    # ---------------------------------------------------------------- coming and going
     def leave(self) -> None:
         """Close the notebook; its kernel goes on."""
         self.page.goto("about:blank")
@@ -113,10 +107,6 @@ class NotebookPage:
         self.page.reload(wait_until="commit")
         self.page.wait_for_function(_READY)
 
-    def is_kernel_idle(self) -> bool:
-        """Whether the kernel does nothing, as the server knows it."""
-        return self._server.kernel_state(self.name) == "idle"
-
     def restart_kernel(self) -> None:
         """Restart the kernel, as the menu does once it has asked."""
         self.page.evaluate(f"() => {_PANEL}.sessionContext.restartKernel()")
@@ -124,16 +114,6 @@ class NotebookPage:
     def end_kernel(self) -> None:
         """End the kernel, and what it has started."""
         self._server.end_kernel(self.name)
-
-    # ---------------------------------------------------------------- running
-    def run_all(self, *, wait: bool = True) -> None:
-        """Run all cells, as the menu does."""
-        self.wait_idle()
-        self.page.evaluate(
-            "() => void window.jupyterapp.commands.execute('notebook:run-all-cells')"
-        )
-        if wait:
-            self.wait_idle()
 
     def run_cell(self, number: int, *, wait: bool = True) -> None:
         """Run one cell, counted from 0."""
@@ -159,7 +139,6 @@ class NotebookPage:
         """Save the notebook, and wait until it is saved."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
 
-    # ---------------------------------------------------------------- looking and doing
     def find(self, css_class: str) -> Locator:
         """Everything with a class, in the outputs of cells."""
         return self.page.locator(f".jp-OutputArea .{css_class}")
@@ -193,7 +172,6 @@ class NotebookPage:
         path.parent.mkdir(parents=True, exist_ok=True)
         (of or self.page).screenshot(path=path)
 
-    # ---------------------------------------------------------------- ending
     def check(self) -> None:
         """Fail if the browser complained, or a request was to leave the machine."""
         assert not self.complaints, "\n".join(self.complaints)

@@ -62,15 +62,7 @@ SETTINGS = {
 
 
 class Server:
-    """It runs until `close`.
-
-    Args:
-        classic: Notebook 6 instead.
-
-    Attributes:
-        folder: Where notebooks lie.
-        url: Its address, with a slash at the end.
-    """
+    """It runs until `close`."""
 
     def __init__(self, *, classic: bool = False) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="nb-server-")
@@ -106,16 +98,7 @@ class Server:
         return self._log.read_text(errors="replace")
 
     def write(self, name: str, cells: Sequence[str | nbformat.NotebookNode]) -> Path:
-        """Put a notebook into its folder.
-
-        Args:
-            name: Without folder and ending.
-            cells: The code of each cell, or whole cells with their outputs. Nothing is signed, so
-                that Jupyter does not trust outputs that are there.
-
-        Returns:
-            The file.
-        """
+        """Put a notebook into its folder."""
         notebook = nbformat.v4.new_notebook(
             cells=[
                 nbformat.v4.new_code_cell(cell) if isinstance(cell, str) else cell for cell in cells
@@ -131,15 +114,6 @@ class Server:
     def address(self, application: str, name: str) -> str:
         """Where an application shows a notebook."""
         return f"{self.url}{PAGES[application]}/{name}.ipynb?token={TOKEN}&reset"
-
-    def kernel_state(self, name: str) -> str:
-        """`idle` or `busy`: the kernel of a notebook; empty where it has none."""
-        states = [
-            session["kernel"]["execution_state"]
-            for session in self._ask("sessions")
-            if session["path"] == f"{name}.ipynb"
-        ]
-        return states[0] if states else ""
 
     def end_kernel(self, name: str) -> None:
         """End the kernel of a notebook, and what it has started."""

@@ -1,21 +1,15 @@
-"""The panel as a person sees it: it moves, its Stop button stops, and its summary stays.
-
-The pictures lie in the folder that NBACCEL_PICTURES names, where somebody wants to look at them.
-"""
+"""The panel as a person sees it: it moves, its Stop button stops, and its summary stays."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from tests.browser.conftest import APPLICATIONS, Open
 from tests.browser.page import NotebookPage
@@ -61,7 +55,7 @@ START = """\
 %%accelerate -n 2
 from nbaccel import Accelerator
 Accelerator().wait_for_everyone()"""
-LAUNCH, CELL, WIDGETS, TALK, BARS, BOARD, PID = range(3, 10)
+LAUNCH, CELL, WIDGETS, TALK, BARS = range(3, 8)
 CELLS = [
     SETUP,
     "%load_ext nbaccel",
@@ -71,8 +65,6 @@ CELLS = [
     "from ipywidgets.widgets.widget import _instances\nprint(len(_instances), 'widgets')",
     "notebook_launcher(talk, (), 2)",
     "notebook_launcher(bars, (), 2)",
-    "%accelerate",
-    "print(os.getpid())",
 ]
 
 
@@ -83,14 +75,6 @@ def page(request: pytest.FixtureRequest, open_notebook: Open) -> Iterator[Notebo
         found.run_cell(number)
     yield found
     found.close()
-
-
-def picture(page: NotebookPage, name: str, seen: Page | None = None) -> None:
-    """Keep what is seen now, here or in another window, if somebody wants to look at it."""
-    if folder := os.environ.get("NBACCEL_PICTURES"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        # Playwright's own writing to a file would leave a thread.
-        (Path(folder) / f"{page.name}_{name}.png").write_bytes((seen or page.page).screenshot())
 
 
 def workers(page: NotebookPage) -> set[int]:
@@ -134,7 +118,6 @@ def test_it_moves_and_stop_stops(page: NotebookPage, number: int) -> None:
     expect(cell).to_contain_text("[0-1] epoch 3")
     outputs = cell.locator(".jp-OutputArea-child").all_inner_texts()
     assert "2 ranks" in outputs[0], "at the top"
-    picture(page, f"{number}_live_light")
 
     clicked = time.monotonic()
     stop.click()
@@ -184,7 +167,6 @@ def test_stop_is_in_reach_with_ten_thousand_lines(page: NotebookPage) -> None:
     # To the end of all that was printed, as a person scrolls who wants to see it.
     cell.evaluate("(element) => element.scrollIntoView({block: 'end'})")
     expect(stop).to_be_in_viewport()
-    picture(page, "long_output")
     clicked = time.monotonic()
     stop.click()
     page.wait_idle()
@@ -203,42 +185,3 @@ def test_a_good_run_has_nothing_of_an_error(page: NotebookPage) -> None:
     assert "%|" not in page.text(BARS)
     expect(cell.locator("[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
     expect(cell.locator("details").first).to_contain_text("step 80")
-    for theme in ("light", "dark"):
-        page.set_theme(theme)
-        picture(page, f"done_{theme}")
-    page.set_theme("light")
-
-
-def test_the_board_of_workers_follows_the_cells(page: NotebookPage) -> None:
-    page.run_cell(BOARD)
-    board = page.cell(BOARD).locator("table")
-    expect(board.locator("tbody tr")).to_have_count(2)
-    expect(board).to_contain_text("Accelerator")
-    expect(board).to_contain_text("gloo, 2 ranks")
-    picture(page, "board")
-    page.run_cell(WIDGETS)
-    assert page.text(WIDGETS) == "0 widgets\n"
-
-
-def test_the_board_of_workers_is_live_while_a_cell_runs_and_in_between(page: NotebookPage) -> None:
-    page.run_cell(BOARD)
-    output = page.cell(BOARD).locator(".jp-OutputArea").first
-    page.run_cell(CELL, wait=False)
-    expect(output).to_contain_text("running cell In[")
-    first = output.locator("tbody tr").first
-    seen = first.inner_text()
-    expect(first).not_to_have_text(seen)
-    output.scroll_into_view_if_needed()
-    picture(page, "board_running")
-    page.find("nbaccel-stop").click()
-    page.wait_idle()
-    expect(output).to_contain_text("idle. 2 CPU workers")
-    page.run_cell(PID)
-    kernel = psutil.Process(int(page.text(PID)))
-    # No cell runs from here on.
-    os.kill(max(children_of(kernel)), signal.SIGKILL)
-    expect(output).to_contain_text("gone")
-    expect(output).to_contain_text("has ended: the next cell tells why")
-    output.scroll_into_view_if_needed()
-    picture(page, "board_gone")
-    assert [list(shown["data"]) for shown in page.outputs(BOARD)] == [["text/plain", "text/html"]]

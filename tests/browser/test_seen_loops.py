@@ -8,7 +8,6 @@ import pytest
 
 from tests.browser.conftest import Open
 from tests.browser.page import NotebookPage
-from tests.browser.test_dashboard import picture
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -78,10 +77,7 @@ def page(open_notebook: Open) -> Iterator[NotebookPage]:
 @pytest.mark.parametrize("number", [1, 2, 3], ids=["course", "trainer", "one process"])
 def test_it_is_seen_without_a_line_of_code(page: NotebookPage, number: int) -> None:
     page.run_cell(number, wait=False)
-    page.page.wait_for_timeout(8_000)
-    picture(page, f"{number}_live")
     page.wait_idle()
-    picture(page, f"{number}_done")
     cell = page.cell(number)
     summary = cell.locator("details").first.inner_text()
     steps = {1: 120, 2: 90, 3: 120}[number]

@@ -10,7 +10,6 @@ from playwright.sync_api import expect
 
 from tests.browser.conftest import Open
 from tests.browser.page import NotebookPage
-from tests.browser.test_dashboard import picture
 from tests.browser.test_seen_loops import COURSE, PLAIN, SETUP, TRAINER
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -48,7 +47,6 @@ def test_the_model_has_learned(page: NotebookPage, number: int) -> None:
     else:
         stop.click()
     page.wait_idle()
-    picture(page, f"{number}_stopped")
     cell = page.cell(number)
     expect(cell).to_contain_text(re.compile(r"stopped at step \d+; its weights are in `model`"))
     expect(stop).to_have_count(0)
@@ -62,5 +60,4 @@ def test_the_same_cell_goes_on(page: NotebookPage) -> None:
     expect(page.cell(7)).to_contain_text("goes on where it was stopped")
     page.cell(7).get_by_role("button", name="Stop").click()
     page.wait_idle()
-    picture(page, "7_again")
     expect(page.cell(7)).to_contain_text("run it again to go on from there")

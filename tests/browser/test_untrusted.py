@@ -1,15 +1,12 @@
 """What is seen of a colleague's notebook, whose outputs Jupyter does not trust but sanitizes.
 
-Its outputs were made in a kernel here, and nobody has signed the file. The pictures lie in the
-folder that NBACCEL_PICTURES names, where somebody wants to look at them.
+Its outputs were made in a kernel here, and nobody has signed the file.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -107,6 +104,3 @@ def test_the_board_of_workers_is_a_table(page: NotebookPage) -> None:
     expect(board.locator("tbody tr")).to_have_count(2)
     expect(board.locator("thead")).to_contain_text("memory")
     expect(board).to_contain_text("idle. 2 CPU workers")
-    if folder := os.environ.get("NBACCEL_PICTURES"):
-        page.page.set_viewport_size({"width": 1300, "height": 2200})
-        (Path(folder) / f"{page.name}.png").write_bytes(page.page.screenshot())

@@ -12,8 +12,6 @@ from nbaccel.base.units import format_bytes
 from nbaccel.cli import main, memory_tables
 from nbaccel.cli.memory_tables import estimate_model, print_tables
 from nbaccel.config import RunConfig
-from nbaccel.memory.estimate import measure
-from nbaccel.memory.memory_model import fsdp_estimate, wrapped_sizes
 from nbaccel.notebook.picker.model import PickerModel
 from tests.needs import DEEPSPEED_ROW
 from tests.notebook.machines import with_gpus
@@ -85,15 +83,6 @@ def test_files_are_those_of_the_index(stored, capsys):
 
 
 @DEEPSPEED_ROW
-def test_zero_divides_what_the_devices_hold(stored, capsys):
-    told = estimate(capsys, stored, "--num-gpus", 4, "--num-nodes", 2)
-    rows = {row["strategy"]: row for row in told["trained"]}
-    assert set(rows) >= {f"ZeRO-{stage}, bf16" for stage in (1, 2, 3)}
-    assert rows["ZeRO-2, optimizer on the CPU, bf16"]["per_host"] > 0
-    assert rows["ZeRO-1, bf16"]["per_host"] == 0
-
-
-@DEEPSPEED_ROW
 def test_what_is_told_is_what_the_form_shows(built, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(memory_tables, "inspect_machine", lambda: with_gpus(2))
     told = estimate(capsys, tmp_path, "--num-gpus", 2, "--mixed-precision", "bf16")
@@ -124,29 +113,6 @@ def test_all_is_told_in_each_precision_or_in_the_one_that_is_asked_for(stored, c
     alone = estimate(capsys, stored, "--num-gpus", 4, "--mixed-precision", "bf16")
     assert [row for row in alone["trained"] if row["way"] == "ZeRO-2"] == zero[2:3]
     assert {row["precisions"][0] for row in alone["trained"]} == {"bf16"}
-
-
-def test_fsdp_is_told_in_each_precision_where_there_are_processes_to_shard_among(
-    built, tmp_path, capsys
-):
-    told = estimate(capsys, tmp_path, "--num-gpus", 2)
-    rows = {row["strategy"]: row for row in told["trained"]}
-    for name, compute_bytes in (("FSDP, no", 4), ("FSDP, bf16", 2)):
-        same = fsdp_estimate(
-            measure(built),
-            wrapped_sizes(built),
-            compute_bytes=compute_bytes,
-            offloads=False,
-            num_processes=2,
-            num_nodes=1,
-            activation_bytes=0,
-            inventory=with_gpus(2),
-        )
-        assert rows[name]["per_device"] == same.device.peak
-    assert rows["FSDP, all on the CPU, no"]["per_host"] > 0
-    one = estimate(capsys, tmp_path, "--num-gpus", 1)
-    refusals = {row["refusal"] for row in one["trained"] if "FSDP" in row["way"]}
-    assert refusals == {"needs two processes or more"}
 
 
 def test_headers_do_not_tell_how_fsdp_wraps_layers(stored, capsys):

@@ -196,32 +196,22 @@ def test_notes_and_warnings_are_left_out_if_quiet(tmp_path: Path, capfd) -> None
 
 def test_settings_reach_the_training_code(tmp_path: Path, capfd) -> None:
     text = """
-        import torch
-        from nbaccel import Accelerator
-        accelerator = Accelerator()
-        print(accelerator.mixed_precision, accelerator.gradient_accumulation_steps)
-    """
-    scripts.write(tmp_path / "train.py", text)
-    words = ["--mixed_precision=bf16", "--gradient_accumulation_steps", "4", "train.py"]
-    assert main([*TWO, *words]) == 0
-    assert "bf16 4" in capfd.readouterr().out
-
-
-def test_settings_of_fsdp_reach_its_plugin(tmp_path: Path, capfd) -> None:
-    text = """
-        from nbaccel import FullyShardedDataParallelPlugin
+        from nbaccel import Accelerator, FullyShardedDataParallelPlugin
         plugin = FullyShardedDataParallelPlugin()
         print(plugin.reshard_after_forward, plugin.auto_wrap_policy,
               plugin.transformer_cls_names_to_wrap, plugin.min_num_params)
+        accelerator = Accelerator()
+        print(accelerator.mixed_precision, accelerator.gradient_accumulation_steps)
     """
     scripts.write(tmp_path / "train.py", text)
     words = [
         *("--use_fsdp", "--fsdp_version=2", "--fsdp_reshard_after_forward=false"),
         *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_min_num_params=7"),
-        *("--fsdp_transformer_layer_cls_to_wrap", "Block,Head", "train.py"),
+        *("--fsdp_transformer_layer_cls_to_wrap", "Block,Head", "--mixed_precision=bf16"),
+        *("--gradient_accumulation_steps", "4", "train.py"),
     ]
     assert main([*TWO, *words]) == 0
-    expected = ["False transformer_based_wrap ['Block', 'Head'] 7"]
+    expected = ["False transformer_based_wrap ['Block', 'Head'] 7", "bf16 4"]
     assert scripts.of_rank(1, capfd.readouterr().out) == expected
 
 

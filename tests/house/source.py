@@ -29,6 +29,12 @@ class SourceFile:
         return str(self.path.relative_to(ROOT))
 
     @property
+    def dotted_name(self) -> str:
+        """As it is imported."""
+        parts = self.path.relative_to(ROOT).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
@@ -91,3 +97,10 @@ def tracked_files() -> list[Path] | None:
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def put_into(text: str, made: str, begin: str, end: str) -> str:
+    """A page of the documentation with something that is made between its two markers."""
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n\n{made}\n\n{end}{tail}"

@@ -37,9 +37,8 @@ def test_end(spoilt):
     assert True
 """
 FAILS = "def test_always():\n    assert 1 == 2\n"
-SKIPS_THEN = FAILS_ONCE.replace(
-    "    assert", "    import pytest\n    was_there and pytest.skip()\n    assert"
-)
+
+
 PASSES = "def test_well():\n    assert True\n"
 
 
@@ -82,11 +81,6 @@ def test_what_fails_again_fails_the_run(tmp_path):
     assert "again, alone: test_always.py::test_always\n  failed again" in done.stdout
 
 
-@pytest.mark.slow
-def test_a_skip_is_no_pass(tmp_path):
-    assert run_pytest(tmp_path, once=SKIPS_THEN).returncode == 1
-
-
 def test_many_failures_are_not_run_again(tmp_path):
     sources = {f"file{i}": FAILS_ONCE for i in range(rerun_alone.MOST_TESTS + 1)}
     done = run_pytest(tmp_path, **sources)
@@ -94,18 +88,9 @@ def test_many_failures_are_not_run_again(tmp_path):
     assert "again, alone" not in done.stdout
 
 
-def test_a_file_that_cannot_be_read_is_not_run_again(tmp_path):
-    done = run_pytest(tmp_path, broken="import nothing_of_this_name\n")
-    assert done.returncode == 2
-    assert "again, alone" not in done.stdout
-
-
 def test_no_test_is_listed_twice():
     listed = re.findall(r"^\| `([^`]+)`", rerun_alone.LIST.read_text(), flags=re.MULTILINE)
     assert len(listed) == len(set(listed)), "mend or delete what is unsteady for the second time"
-
-
-# ---------------------------------------- what `make quick CHANGED=1` and CI add to the quick tests
 
 
 FILES = [
@@ -161,11 +146,6 @@ def test_a_change_asks_for_those_that_look_from_outside_too(repository):
     assert selection.changed() == {"tests/calls", "tests/kernel"}
 
 
-def test_a_new_file_has_changed(repository):
-    (repository / "nbaccel/calls/new.py").touch()
-    assert "tests/calls" in selection.changed()
-
-
 def test_where_the_last_landing_is_unknown_everything_has_changed(repository):
     (repository / "landings").write_text(f"{'0' * 40} 2026-01-01\n")
     assert selection.changed() == {"tests"}
@@ -204,9 +184,6 @@ def test_slow_tests_that_would_begin_too_late_are_skipped_and_named(pytester):
     pytester.runpytest_subprocess("--slow-until", "9e9").assert_outcomes(passed=2)
 
 
-# ------------------------------------------------------------------------- `isolated`
-
-
 @pytest.fixture
 def outer_pid():
     return os.getpid()
@@ -217,20 +194,6 @@ def test_the_body_runs_in_another_process_with_the_fixtures_values(tmp_path, out
     assert Path(tmp_path).is_dir()
     assert os.getppid() == outer_pid
     assert "pytest" not in Path("/proc/self/cmdline").read_bytes().decode()
-
-
-class TestMethod:
-    word = "bound"
-
-    @isolated
-    def test_a_method_is_bound_to_an_object_of_its_class(self):
-        assert self.word == "bound"
-
-
-@isolated
-def test_warnings_are_errors_there_too():
-    with pytest.raises(UserWarning, match="loud"):
-        warnings.warn("loud", stacklevel=1)
 
 
 def fail():
@@ -276,16 +239,6 @@ def test_what_became_of_the_body_comes_home(body, kind, text, said, capsys):
     assert outcome.kind == kind
     assert text in outcome.text
     assert said in capsys.readouterr().out
-
-
-def test_the_decorated_function_raises_what_pytest_expects():
-    with pytest.raises(pytest.skip.Exception, match="no such device"):
-        isolated(skip)()
-    with pytest.raises(pytest.fail.Exception, match="the value 42 is odd"):
-        isolated(fail)()
-
-
-# -------------------------------------------- tests that fork, where a library uses the CUDA driver
 
 
 FORKS = (

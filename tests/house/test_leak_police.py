@@ -75,21 +75,11 @@ LEAKS = {
         "subprocess.run(['sh', '-c', 'sleep 61 >/dev/null 2>&1 &'], check=True)",
         "*process * (sleep 61)*",
     ),
-    "a bare fork whose parent is gone": (
-        "child = os.fork()\n"
-        "    if child == 0:\n"
-        "        os.fork() or time.sleep(62)\n"
-        "        os._exit(0)\n"
-        "    os.waitpid(child, 0)",
-        "*process * sleeping*",
-    ),
     "a thread": (
         "threading.Thread(target=time.sleep, args=(4,), name='dawdler', daemon=True).start()",
         "*thread 'dawdler'*",
     ),
     "a variable": ("os.environ['NEW'] = 'x'", "*variable NEW added: 'x'*"),
-    "a changed variable": ("os.environ['PATH'] += ':/nowhere'", "*variable PATH changed*"),
-    "a removed variable": ("del os.environ['PATH']", "*variable PATH removed*"),
     "a port": (
         "kept.append(socket.create_server(('127.0.0.1', 0)))",
         "*listening port 127.0.0.1:*",
@@ -97,12 +87,6 @@ LEAKS = {
     "a segment": (
         "pathlib.Path(f'/dev/shm/police-{os.getpid()}').write_text('x')",
         "*shared memory /dev/shm/police-*",
-    ),
-    "a folder of segments": (
-        "folder = pathlib.Path(f'/dev/shm/police-folder-{os.getpid()}')\n"
-        "    folder.mkdir()\n"
-        "    (folder / 'one').write_text('x')",
-        "*shared memory /dev/shm/police-folder-*",
     ),
     "a memfd": ("os.memfd_create('nbaccel-test')", "*1 open memfd of nbaccel*"),
     "a folder": ("os.chdir('/')", "*working folder / instead of*"),
@@ -207,7 +191,7 @@ def test_the_template_is_shut_down_when_the_session_ends(verdicts):
 
 
 def test_nothing_of_a_leaked_process_survives_the_session(verdicts):
-    leaked = [["sleep", seconds] for seconds in ("61", "62", "64", "65")]
+    leaked = [["sleep", seconds] for seconds in ("61", "64", "65")]
     assert verdicts.of(0)["test"], "a child leaked"
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] in leaked]
 

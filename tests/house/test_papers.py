@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import json
 import re
 import sys
@@ -11,17 +10,14 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import nbaccel
-from docs import drawing
 from nbaccel import errors
 from tests.guides import PAGES, python_of
-from tests.house import row
 from tests.house.source import PACKAGE, ROOT, package_files, tracked_files
 
 README = ROOT / "README.md"
@@ -37,11 +33,6 @@ def declared_version() -> str:
     """The version in pyproject.toml (tomllib came with Python 3.11; one line needs no parser)."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     return re.search(r'^version = "(.+)"$', text, flags=re.MULTILINE)[1]
-
-
-def test_the_readme_is_a_front_door():
-    assert python_of(README)
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
 @pytest.mark.parametrize(("page", "number"), CODE, ids=lambda part: getattr(part, "stem", part))
@@ -98,14 +89,6 @@ def test_package_and_changelog_have_the_declared_version():
     assert newest == declared_version()
 
 
-def test_what_is_installed_is_this_version():
-    try:
-        installed = importlib.metadata.version("nbaccel")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("run from the source tree: nbaccel is not installed")
-    assert installed == declared_version()
-
-
 def test_the_tests_that_make_quick_names_are_there():
     named = re.findall(r"\btests/[\w/]+(?:\.py)?", (ROOT / "Makefile").read_text())
     assert len(named) > 20
@@ -144,85 +127,6 @@ def test_no_file_names_a_path_of_one_machine():
         if MACHINE_PATH.search(line)
     ]
     assert not found, "\n".join(found)
-
-
-def test_the_search_for_machine_paths_sees_what_it_should():
-    assert MACHINE_PATH.search("cd " + "/" + "work/main")
-    assert MACHINE_PATH.search("HOME=/" + "root")
-    assert not MACHINE_PATH.search("nbaccel/workers/worker.py and src/" + "work/x")
-
-
-# ------------------------------------------------------------------------- the drawing
-
-
-LAYERS = [["cli"], ["state", "launchers"], ["plan", "memory"], ["base"]]
-FILES = {
-    "__init__": "from made import cli\n",
-    "cli/__init__": '"""The command.\n\nMore of it.\n"""\nfrom made import plan, state\n',
-    "cli/options": "from made.base import env\n",
-    "state": "def f():\n    from made.plan import x\n    from made.base import y\n",
-    "launchers": "from made import state\n",
-    "plan/__init__": "",
-    "plan/resolve": "import made.base.env\n" * 60,
-    "memory/__init__": "import typing\nif typing.TYPE_CHECKING:\n    import made.base\n",
-    "base/__init__": '"""Files."""\n',
-    "base/env": "",
-}
-DRAWN = """\
-                files  lines                                              imports *
- 3  cli             2   0.0k  The command.                                paths plan
- 2  paths           2   0.0k  Import paths of Accelerate's users.         plan
- 1  plan            2   0.1k
-    memory          1   0.0k
- 0  base            2   0.0k  Files.
-
-* and base: each is imported by all that is above it"""
-
-
-@pytest.fixture
-def made(tmp_path):
-    """A function that writes a small package, with changed files, and reads it."""
-
-    def write(**changed):
-        for name, text in (FILES | changed).items():
-            path = tmp_path / "made" / f"{name}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return row.read(tmp_path / "made")
-
-    return write
-
-
-def test_the_drawing_of_a_small_package(made):
-    assert drawing.draw(made(), LAYERS) == DRAWN
-
-
-def test_the_drawing_fits_a_terminal_of_110_columns():
-    assert max(len(line) for line in drawing.drawing().splitlines()) <= 110
-
-
-@pytest.mark.parametrize("folder", ["cli", "memory"])
-def test_imports_of_what_is_above_or_beside_are_not_drawn(made, folder):
-    modules = made(**{"plan/__init__": f"def f():\n    from made import {folder}\n"})
-    with pytest.raises(ValueError, match=rf"made\.plan imports made\.{folder}: .*not below"):
-        drawing.draw(modules, LAYERS)
-
-
-def test_what_has_no_layer_and_a_layer_of_nothing_are_named(made):
-    for modules, layers in (
-        (made(), [*LAYERS, ["hosts"]]),
-        (made(**{"hosts/__init__": ""}), LAYERS),
-    ):
-        with pytest.raises(ValueError, match="hosts"):
-            drawing.draw(modules, layers)
-
-
-def test_import_paths_are_drawn_as_one_only_if_they_lie_side_by_side(made):
-    with pytest.raises(ValueError, match=r"in between.*paths"):
-        drawing.draw(made(), [["cli"], ["launchers"], ["plan"], ["state"], ["memory"], ["base"]])
-
-
-# ------------------------------------------------------------------------- what notebooks install
 
 
 def brought_by(extras: set[str]) -> set[str]:
@@ -272,14 +176,6 @@ def test_a_notebook_names_an_installation_that_is_enough(path: Path) -> None:
     assert {"ipykernel", "ipython"} <= brought, "a kernel"
 
 
-def test_notebooks_have_numbers_of_their_own() -> None:
-    numbers = [int(path.name.partition("_")[0]) for path in NOTEBOOKS]
-    assert len(set(numbers)) == len(numbers), numbers
-
-
-# ------------------------------------------------------------------------- links
-
-
 PAPERS = [
     *sorted(ROOT.glob("*.md")),
     ROOT / "benchmarks" / "README.md",
@@ -326,45 +222,10 @@ def test_links_lead_to_what_they_say(page: Path) -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_a_wrong_link_is_seen() -> None:
-    page = ROOT / "README.md"
-    assert fault(page, "Guide", "docs/pages/guides/no_such_guide.md")
-    assert fault(page, "Guide", "docs/pages/guides/launcher.md#no-such-heading")
-    assert fault(page, "`nbaccel/pool.py`", "nbaccel/launchers.py")
-    assert not fault(page, "Guide", "docs/pages/guides/launcher.md#several-machines")
-
-
-# ------------------------------------------------------------------------- the page "Where is it?"
-
-
-PAGE = PAGES / "reference" / "where_is.md"
-MOST_FILES = 8
-WALK = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-STEP = re.compile(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", re.MULTILINE | re.DOTALL)
-FORM = re.compile(r"`([\w/]+\.py)`: (`[\w.]+`(?:, `[\w.]+`)*): \w.*", re.DOTALL)
+WHERE_IS = (PAGES / "reference" / "where_is.md").read_text(encoding="utf-8")
+# `file.py`: `function`, `Class.method`: what happens there
+STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: (`[\w.]+`(?:, `[\w.]+`)*): ", re.MULTILINE)
 CLASS_IN_TEXT = re.compile(r"`_?([A-Z]+[a-z]\w*)(?:\.\w+)*`")
-
-
-class Step(NamedTuple):
-    """One line of a walk: `file.py`: `function`, `Class.method`: what happens there."""
-
-    file: str
-    names: list[str]
-
-
-def steps(walk: str) -> list[Step]:
-    """The steps of a walk.
-
-    Raises:
-        ValueError: One is not written as the others are.
-    """
-    found = []
-    for number, text in STEP.findall(walk):
-        form = FORM.fullmatch(text.strip())
-        if form is None or int(number) != len(found) + 1:
-            raise ValueError(f"no step `file.py`: `name`: what happens: {number}. {text[:60]}")
-        found.append(Step(form[1], re.findall(r"`([\w.]+)`", form[2])))
-    return found
 
 
 def defined(body: list[ast.stmt], within: str = "") -> Iterator[str]:
@@ -376,53 +237,13 @@ def defined(body: list[ast.stmt], within: str = "") -> Iterator[str]:
             yield from defined(node.body, f"{within}{node.name}.")
 
 
-def faults(walk: str) -> list[str]:
-    """What is wrong with a walk."""
-    trees = {str(file.path.relative_to(PACKAGE)): file.tree for file in package_files()}
-    walked = steps(walk)
-    files = [step.file for step in walked]
-    wrong = [f"{file} is named twice" for file in sorted(set(files)) if files.count(file) > 1]
-    if not 1 < len(files) <= MOST_FILES:
-        wrong.append(f"{len(files)} files; a walk has at most {MOST_FILES}")
-    for step in walked:
-        if step.file not in trees:
-            wrong.append(f"nbaccel/{step.file} does not exist")
-            continue
-        there = set(defined(trees[step.file].body))
-        wrong += [f"nbaccel/{step.file} has no {name}" for name in step.names if name not in there]
-    return wrong
-
-
-WALKS = dict(WALK.findall(PAGE.read_text(encoding="utf-8")))
-
-
-def test_there_are_thirteen_walks():
-    assert len(WALKS) == 13
-
-
-@pytest.mark.parametrize("title", WALKS)
-def test_a_walk_names_what_is_there(title):
-    assert faults(WALKS[title]) == []
-
-
-def test_classes_and_messages_in_the_text_are_those_of_the_package():
-    names = {name for file in package_files() for name in defined(file.tree.body)}
-    known = {name.rpartition(".")[2].lstrip("_") for name in names}
-    assert set(CLASS_IN_TEXT.findall("".join(WALKS.values()))) - known == set()
-
-
-def test_faults_of_a_walk_are_seen():
-    line = "{}. `calls/launch.py`: `launch_plan`, `no_such_function`: runs it.\n"
-    walk = line.format(1) + line.format(2) + "3. `calls/no_such_file.py`: `run`: runs it.\n"
-    assert faults(walk) == [
-        "calls/launch.py is named twice",
-        "nbaccel/calls/launch.py has no no_such_function",
-        "nbaccel/calls/launch.py has no no_such_function",
-        "nbaccel/calls/no_such_file.py does not exist",
-    ]
-    many = "".join(f"{n}. `f{n}.py`: `run`: runs it.\n" for n in range(1, MOST_FILES + 2))
-    assert "9 files; a walk has at most 8" in faults(many)
-    with pytest.raises(ValueError, match="no step"):
-        steps("1. `calls/launch.py`: runs it.\n")
-    with pytest.raises(ValueError, match="no step"):
-        steps("2. `calls/launch.py`: `launch_plan`: runs it.\n")
+def test_where_is_names_what_is_there():
+    there = {
+        str(file.path.relative_to(PACKAGE)): {*defined(file.tree.body)} for file in package_files()
+    }
+    steps = STEP.findall(WHERE_IS)
+    assert len(steps) == len(re.findall(r"^\d+\. ", WHERE_IS, flags=re.MULTILINE))
+    for file, names in steps:
+        assert set(re.findall(r"[\w.]+", names)) <= there[file], file
+    classes = {name.rpartition(".")[2].lstrip("_") for names in there.values() for name in names}
+    assert set(CLASS_IN_TEXT.findall(WHERE_IS)) <= classes

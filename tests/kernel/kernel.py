@@ -43,6 +43,12 @@ class Cell:
     """What has become of outputs of earlier cells."""
     handles: set[str] = field(default_factory=set)
     """By what its own displays can be updated."""
+    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Displays by these handles, as they are now."""
+    widgets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Comm → the state of its widget, of all that are open."""
+    closed: list[str] = field(default_factory=list)
+    """Comms that the kernel has closed."""
     error: str = ""
     """Name of the exception's class."""
     traceback: list[str] = field(default_factory=list)
@@ -56,12 +62,7 @@ class Cell:
 
 
 class Kernel:
-    """A kernel of this interpreter in which nbaccel can be imported.
-
-    Args:
-        wrap: Makes of the kernel's command line the one that is run: on another host, for example.
-        **variables: Environment variables that it has besides.
-    """
+    """A kernel of this interpreter in which nbaccel can be imported."""
 
     def __init__(
         self, wrap: Callable[[list[str]], list[str]] | None = None, **variables: str
@@ -92,15 +93,32 @@ class Kernel:
         """Run a cell to its end."""
         return self.finish(self.begin(code), timeout_s=timeout_s)
 
-    def begin(self, code: str) -> tuple[str, Cell]:
-        """Start a cell."""
-        return self.client.execute(textwrap.dedent(code)), Cell()
+    def begin(self, code: str, *, page: str = "") -> tuple[str, Cell]:
+        """Start a cell, on another page than the others where that has a name."""
+        code = textwrap.dedent(code)
+        if not page:
+            return self.client.execute(code), Cell()
+        return self.send("execute_request", {"code": code, "silent": False}, page=page)
 
-    def until(self, running: tuple[str, Cell], text: str, *, timeout_s: float = WAIT_S) -> None:
-        """Wait until the cell has printed this."""
+    def send(self, kind: str, content: dict[str, Any], *, page: str) -> tuple[str, Cell]:
+        """Send what another page sends."""
+        message = self.client.session.msg(kind, content)
+        message["header"]["session"] = page
+        self.client.shell_channel.send(message)
+        return str(message["header"]["msg_id"]), Cell()
+
+    def until(
+        self,
+        running: tuple[str, Cell],
+        what: str | Callable[[Cell], object],
+        *,
+        timeout_s: float = WAIT_S,
+    ) -> None:
+        """Wait until the cell has printed this, or until something is so."""
         deadline = time.monotonic() + timeout_s
-        while text not in running[1].text:
-            assert not running[1].done, f"the cell ended without {text!r}: {running[1]}"
+        cell = running[1]
+        while not (what in cell.text if isinstance(what, str) else what(cell)):
+            assert callable(what) or not cell.done, f"the cell ended without {what!r}: {cell}"
             self._take(running, deadline)
 
     def look(self, running: tuple[str, Cell], *, timeout_s: float = WAIT_S) -> None:
@@ -125,11 +143,7 @@ class Kernel:
             self._take(running, deadline)
 
     def take_reply(self, ident: str, *, timeout_s: float) -> None:
-        """Take the reply to a request, which comes by another socket than what cells show.
-
-        Raises:
-            queue.Empty: There was none in time.
-        """
+        """Take the reply to a request, which comes by another socket than what cells show."""
         deadline = time.monotonic() + timeout_s
         reply = None
         while reply != ident:
@@ -186,7 +200,8 @@ class Kernel:
             message = self.client.get_iopub_msg(timeout=min(left, 1.0))
         except queue.Empty:
             return
-        if message["parent_header"].get("msg_id") == ident:
+        is_comm = message["msg_type"].startswith("comm_")
+        if is_comm or message["parent_header"].get("msg_id") == ident:
             _note(cell, message["msg_type"], message["content"])
 
 
@@ -214,10 +229,21 @@ def _note(cell: Cell, kind: str, content: dict[str, Any]) -> None:
         setattr(cell, content["name"], getattr(cell, content["name"]) + content["text"])
     elif kind in ("display_data", "execute_result"):
         cell.displays.append(content["data"])
-        cell.handles.add(content.get("transient", {}).get("display_id", ""))
+        handle = content.get("transient", {}).get("display_id", "")
+        cell.handles.add(handle)
+        if kind == "display_data":
+            cell.outputs[handle] = content["data"]
     elif kind == "update_display_data":
-        is_own = content["transient"]["display_id"] in cell.handles
-        (cell.displays if is_own else cell.updates).append(content["data"])
+        handle = content["transient"]["display_id"]
+        cell.outputs[handle] = content["data"]
+        (cell.displays if handle in cell.handles else cell.updates).append(content["data"])
+    elif kind == "comm_open":
+        cell.widgets[content["comm_id"]] = content["data"].get("state", {})
+    elif kind == "comm_msg" and content["data"].get("method") == "update":
+        cell.widgets.setdefault(content["comm_id"], {}).update(content["data"]["state"])
+    elif kind == "comm_close":
+        cell.widgets.pop(content["comm_id"], None)
+        cell.closed.append(content["comm_id"])
     elif kind == "error":
         cell.error = content["ename"]
         cell.traceback = _COLOURS.sub("", "\n".join(content["traceback"])).splitlines()

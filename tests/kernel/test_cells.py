@@ -109,31 +109,6 @@ def test_a_redefined_function_is_the_one_that_runs(kernel: Kernel) -> None:
         assert f"[{version}, {version}]" in kernel.run("print(notebook_launcher(work, (), 2))").text
 
 
-# ------------------------------------------------------------------------- what is shown
-
-
-def test_output_arrives_folded_and_in_order(kernel: Kernel) -> None:
-    cell = kernel.run(
-        """
-        def talk():
-            rank = int(os.environ["RANK"])
-            for i in range(200):
-                print("step", i)
-                print(f"rank {rank}", "loss", i)
-            os.write(1, b"from C\\n")
-        notebook_launcher(talk, (), 2)
-        print("after")
-        """
-    ).check()
-    lines = cell.stdout.splitlines()
-    assert lines[-1] == "after"
-    for rank in (0, 1):
-        mine = [line.partition("] ")[2] for line in lines if re.match(rf"\[({rank}|0-1)\] ", line)]
-        expected = [x for i in range(200) for x in (f"step {i}", f"rank {rank} loss {i}")]
-        assert mine == [*expected, "from C"]
-    assert len(lines) < 900, "equal lines are folded"
-
-
 @pytest.mark.parametrize("method", ["template", "fork"])
 def test_display_and_figures_arrive_as_such(kernel: Kernel, method: str) -> None:
     cell = kernel.run(
@@ -219,9 +194,6 @@ def test_progress_bars_show_text(kernel: Kernel, flavour: str, method: str) -> N
     assert cell.stderr == ""
 
 
-# ------------------------------------------------------------------------- failures
-
-
 FAIL = """
 class MyError(Exception):
     pass
@@ -277,9 +249,6 @@ def test_a_crash_shows_the_cells_line(kernel: Kernel) -> None:
 
 def test_the_next_launch_works_after_a_failure(kernel: Kernel) -> None:
     assert "trained" in kernel.run(train()).check().stdout
-
-
-# ------------------------------------------------------------------------- fresh kernels
 
 
 @pytest.mark.slow
@@ -339,26 +308,6 @@ def test_workers_of_a_kernel_have_no_prompts(kernel: Kernel) -> None:
         """
     ).check()
     assert said.stdout.splitlines() == ["['ps1', 'ps2']", *["[] []"] * 3]
-
-
-def test_displays_of_ranks_come_between_their_lines(kernel: Kernel) -> None:
-    cell = kernel.run(
-        """
-        from nbaccel.output.console import Console
-        from nbaccel.workers.messaging import ClearOutput, Display
-        from IPython.display import HTML
-        console = Console([0, 1])
-        for rank in (0, 1):
-            console.feed(rank, "stdout", b"before\\n")
-            for value in ("same", f"rank {rank}"):
-                data, metadata = get_ipython().display_formatter.format(HTML(value))
-                data["text/plain"] = value
-                console.feed_display(rank, Display({"data": data, "metadata": metadata}))
-        console.tick(is_final=True)
-        """
-    ).check()
-    assert [data["text/html"] for data in cell.displays] == ["same", "rank 0", "rank 1"]
-    assert cell.stdout.split() == ["[0-1]", "before", "[0]", "[1]"]
 
 
 @pytest.mark.slow

@@ -5,12 +5,9 @@ What its script does in a page is in `tests/browser/test_reloads.py`.
 
 from __future__ import annotations
 
-import queue
 import re
-import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,7 +17,7 @@ import pytest
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-from tests.kernel.kernel import WAIT_S, Kernel, wait_for
+from tests.kernel.kernel import WAIT_S, Cell, Kernel, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -66,100 +63,30 @@ def state():
 """
 
 
-class FrontEnd:
-    """One page that shows a notebook.
-
-    Args:
-        kernel: The kernel it speaks to.
-        page: Its number, which Jupyter calls a session; a page that is reloaded has another.
-    """
-
-    def __init__(self, kernel: Kernel, page: str = "") -> None:
-        self.kernel = kernel
-        self._page = page or kernel.client.session.session
-
-    def begin(self, code: str) -> Run:
-        content = {"code": textwrap.dedent(code), "silent": False, "store_history": True}
-        return Run(self, self._send("execute_request", content))
-
-    def ask_for_run(self, place: str) -> Run:
-        """Do what the script of a reloaded page does."""
-        content = {"comm_id": uuid4().hex, "target_name": "nbaccel.run", "data": {"place": place}}
-        return Run(self, self._send("comm_open", content))
-
-    def _send(self, kind: str, content: dict[str, Any]) -> str:
-        client = self.kernel.client
-        message = client.session.msg(kind, content)
-        message["header"]["session"] = self._page
-        client.shell_channel.send(message)
-        return str(message["header"]["msg_id"])
+OTHER_PAGE = "the reloaded page"
 
 
-@dataclass
-class Run:
-    """A running cell, and what the front end has before it."""
+def ask_for_run(kernel: Kernel, place: str) -> Cell:
+    """Do what the script of a reloaded page does."""
+    content = {"comm_id": uuid4().hex, "target_name": "nbaccel.run", "data": {"place": place}}
+    asked = kernel.send("comm_open", content, page=OTHER_PAGE)
+    kernel.wait_idle(asked)
+    return asked[1]
 
-    front_end: FrontEnd
-    ident: str
-    open: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Comm → its widget's state."""
-    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Display → its content now."""
-    closed: list[str] = field(default_factory=list)
-    """Comms that the kernel has closed."""
-    text: str = ""
-    error: str = ""
-    done: bool = False
 
-    def until(self, condition: Any) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition(self):
-            assert time.monotonic() < deadline, self
-            try:
-                message = self.front_end.kernel.client.get_iopub_msg(timeout=1)
-            except queue.Empty:
-                continue
-            self._note(message)
+def run_on_other_page(kernel: Kernel, code: str) -> Cell:
+    return kernel.finish(kernel.begin(code, page=OTHER_PAGE))
 
-    def _note(self, message: dict[str, Any]) -> None:
-        kind, content = message["msg_type"], message["content"]
-        if kind == "comm_open":
-            self.open[content["comm_id"]] = content["data"]["state"]
-        elif kind == "comm_msg" and content["data"].get("method") == "update":
-            self.open[content["comm_id"]].update(content["data"]["state"])
-        elif kind == "comm_close":
-            self.open.pop(content["comm_id"], None)
-            self.closed.append(content["comm_id"])
-        elif message["parent_header"].get("msg_id") != self.ident:
-            return
-        elif kind in ("display_data", "update_display_data"):
-            shown_as = content["transient"].get("display_id", "")
-            self.outputs[shown_as] = content["data"]
-        elif kind == "stream":
-            self.text += content["text"]
-        elif kind == "error":
-            self.error = content["ename"]
-        elif kind == "status":
-            self.done = content["execution_state"] == "idle"
 
-    def finish(self) -> Run:
-        self.until(lambda run: run.done)
-        client = self.front_end.kernel.client
-        while client.get_shell_msg(timeout=WAIT_S)["parent_header"].get("msg_id") != self.ident:
-            continue
-        return self
+def shown(cell: Cell) -> dict[str, Any]:
+    (found,) = cell.outputs.values()
+    return found
 
-    @property
-    def shown(self) -> dict[str, Any]:
-        (found,) = self.outputs.values()
-        return found
 
-    def facts(self) -> str:
-        return "".join(
-            state["value"]
-            for state in self.open.values()
-            if state.get("_model_name") == "HTMLModel"
-        )
+def in_widgets(cell: Cell) -> str:
+    """The HTML that stands in widgets."""
+    states = cell.widgets.values()
+    return "".join(s["value"] for s in states if s.get("_model_name") == "HTMLModel")
 
 
 @pytest.fixture(scope="module")
@@ -175,22 +102,23 @@ def live() -> Iterator[Kernel]:
 def test_stop_leaves_nothing_but_the_summary(live: Kernel, code: str) -> None:
     live.run("before = state(); import ipywidgets").check()
     processes = {p.pid for p in live.workers()}
-    run = FrontEnd(live).begin(code)
-    run.until(lambda r: r.outputs and "loss" in r.shown["text/html"])
-    assert run.shown.keys() == {"text/plain", "text/html"}
-    panel = run.shown["text/html"]
+    run = live.begin(code)
+    cell = run[1]
+    live.until(run, lambda cell: cell.outputs and "loss" in shown(cell)["text/html"])
+    assert shown(cell).keys() == {"text/plain", "text/html"}
+    panel = shown(cell)["text/html"]
     assert "Stop: interrupt the cell" in panel, "for where the script does not run"
     assert "<script" not in panel, "no server has started this kernel"
-    run.until(lambda r: r.shown["text/html"] != panel)
+    live.until(run, lambda cell: shown(cell)["text/html"] != panel)
     pressed = time.monotonic()
     live.interrupt()
-    run.finish()
+    live.finish(run)
     assert time.monotonic() - pressed < BOUND_S
-    assert run.error == "KeyboardInterrupt"
-    assert not run.open, "no widget"
-    assert "stopped after" in run.shown["text/plain"]
-    assert "<details>" in run.shown["text/html"]
-    assert "Stop" not in run.shown["text/html"]
+    assert cell.error == "KeyboardInterrupt"
+    assert not cell.widgets
+    assert "stopped after" in shown(cell)["text/plain"]
+    assert "<details>" in shown(cell)["text/html"]
+    assert "Stop" not in shown(cell)["text/html"]
     assert wait_for(lambda: {p.pid for p in live.workers()} == processes)
     found = live.run("after = state(); print(before == after, before, after)").check().stdout
     assert found.startswith("True"), found
@@ -199,27 +127,17 @@ def test_stop_leaves_nothing_but_the_summary(live: Kernel, code: str) -> None:
 def test_a_page_that_comes_back_gets_the_summary_and_other_pages_are_told_once(
     live: Kernel,
 ) -> None:
-    run = FrontEnd(live).begin("notebook_launcher(train, (1.5,), 2)").finish()
-    assert run.error == ""
-    (place,) = run.outputs
-    back = FrontEnd(live, "the reloaded page")
-    asked = back.ask_for_run(place)
-    asked.until(lambda r: r.done)
-    assert (asked.outputs, asked.closed) == ({place: run.shown}, [])
-    told = back.begin("1 + 1").finish().outputs[""]
+    cell = live.run("notebook_launcher(train, (1.5,), 2)").check()
+    (place,) = cell.outputs
+    asked = ask_for_run(live, place)
+    assert (asked.outputs, asked.closed) == (cell.outputs, [])
+    told = run_on_other_page(live, "1 + 1").outputs[""]
     number = re.search(r"In\[(\d+)\] has ended since its page was", told["text/plain"])
     assert number is not None
-    assert told["text/html"].endswith(run.shown["text/html"])
-    assert back.begin("1 + 1").finish().outputs == {}, "it is said once"
-    unknown = back.ask_for_run("of another kernel")
-    unknown.until(lambda r: r.done)
+    assert told["text/html"].endswith(shown(cell)["text/html"])
+    assert run_on_other_page(live, "1 + 1").outputs == {}, "it is said once"
+    unknown = ask_for_run(live, "of another kernel")
     assert (unknown.outputs, len(unknown.closed)) == ({}, 1)
-
-
-def test_the_page_that_has_seen_it_is_told_nothing(live: Kernel) -> None:
-    page = FrontEnd(live)
-    assert page.begin("notebook_launcher(train, (1.5,), 2)").finish().error == ""
-    assert page.begin("1 + 1").finish().outputs == {}
 
 
 def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
@@ -232,27 +150,6 @@ def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
     assert told == "stopped loss\n"
     told = live.run("print(sys.last_value.report().facts == report.facts)").check().stdout
     assert told == "True\n"
-
-
-def test_other_metrics_and_axes_can_be_unfolded_while_the_cell_runs(live: Kernel) -> None:
-    run = FrontEnd(live).begin(
-        """
-        def talk():
-            accelerator = Accelerator()
-            for step in range(100_000):
-                accelerator.log({"loss": 1.0 + step / 100, "lr": 0.5 / (1 + step)})
-                print(f"line {step} of {accelerator.process_index}", flush=True)
-                time.sleep(0.02)
-        notebook_launcher(talk, (), 2)
-        """
-    )
-    run.until(lambda r: r.outputs and "other metric" in r.shown["text/html"])
-    folds = run.shown["text/html"].split("<details")
-    assert any("logarithmic axis" in fold and "<svg" in fold for fold in folds)
-    assert any("1 other metric" in fold and "lr" in fold for fold in folds)
-    assert run.text.count("line"), "all of it is below"
-    live.interrupt()
-    assert run.finish().error == "KeyboardInterrupt"
 
 
 def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
@@ -280,7 +177,7 @@ def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
 
 
 def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> None:
-    run = FrontEnd(live).begin(
+    cell = live.run(
         """
         def steps():
             accelerator = Accelerator()
@@ -289,75 +186,11 @@ def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> Non
         for _ in range(5):
             notebook_launcher(steps, (), 2)
         """
-    )
-    assert run.finish().error == ""
-    charts = [data["text/html"].rpartition("<img") for data in run.outputs.values()]
+    ).check()
+    charts = [data["text/html"].rpartition("<img") for data in cell.outputs.values()]
     assert all(mark for _, mark, _ in charts), "none is lost"
     is_folded = ["</details>" in behind for _, _, behind in charts]
     assert is_folded == [True, True, False, False, False]
-
-
-EPOCH_LOOPS = {
-    "a bar of accelerator.progress": (
-        "for epoch in accelerator.progress(range(4)):",
-        "for batch in accelerator.progress(list(range(40))):",
-    ),
-    "a bar of tqdm": (
-        "for epoch in tqdm(range(4)):",
-        "for batch in accelerator.progress(list(range(40))):",
-    ),
-    "a number": (
-        "for epoch in range(4):",
-        "for batch in accelerator.progress(list(range(40)), epochs=4):",
-    ),
-}
-
-
-@pytest.mark.parametrize("way", EPOCH_LOOPS)
-def test_the_epochs_in_all_and_what_is_left_of_the_whole_are_told(live: Kernel, way: str) -> None:
-    outer, inner = EPOCH_LOOPS[way]
-    cell = live.run(
-        f"""
-        def epochs():
-            from tqdm import tqdm
-            accelerator = Accelerator()
-            {outer}
-                {inner}
-                    time.sleep(0.03)
-        notebook_launcher(epochs, (), 2);
-        """
-    ).check()
-    assert (cell.stderr, cell.stdout) == ("", "")
-    lines = [display["text/plain"].splitlines()[0] for display in cell.displays[:-1]]
-    told = [
-        (int(found[1]), float(found[2]), int(found[3]))
-        for line in lines
-        if (found := re.search(r"epoch (\d) of 4, ([\d.]+) s left · step ([\d]+) of 160 ", line))
-    ]
-    assert len(told) >= 3, lines
-    by_step = sorted(told, key=lambda seen: seen[2])
-    assert [epoch for epoch, *_ in by_step] == sorted(epoch for epoch, *_ in told)
-    # It ends after what it has said, and counts 40 batches for each epoch, and no epochs.
-    assert all(abs(epoch - 1 - step / 40) <= 1.1 for epoch, _, step in told)
-    assert told[0][1] > told[-1][1]
-    assert "step 160 (" in cell.displays[-1]["text/plain"]
-
-
-def test_a_loop_over_epochs_of_which_nobody_says_the_number_tells_of_the_epoch(
-    live: Kernel,
-) -> None:
-    cell = live.run(
-        """
-        def epochs():
-            accelerator = Accelerator()
-            for epoch in range(2):
-                for batch in accelerator.progress(list(range(50))):
-                    time.sleep(0.03)
-        notebook_launcher(epochs, (), 2);
-        """
-    ).check()
-    lines = [display["text/plain"].splitlines()[0] for display in cell.displays[:-1]]
-    assert any(re.search(r"epoch 1, [\d.]+ s left in this epoch · step \d+ \(", li) for li in lines)
 
 
 def test_a_short_training_keeps_its_summary_at_the_top(live: Kernel) -> None:
@@ -387,38 +220,17 @@ def test_a_bar_in_the_notebook_itself_is_no_error(live: Kernel) -> None:
 def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel: Kernel) -> None:
     """An `Output` ignores updates of displays: the panel would say "running" for ever."""
     fresh_kernel.run(TRAIN).check()
-    run = FrontEnd(fresh_kernel).begin(
+    run = fresh_kernel.begin(
         """
         import ipywidgets
         with ipywidgets.Output():
             notebook_launcher(train, (2.5,), 2)
         """
     )
-    run.until(lambda r: "Stop: interrupt the cell" in r.facts())
-    assert run.finish().error == ""
-    run.until(lambda r: "✓ <b>2 ranks" in r.facts())
-    assert "Stop: interrupt" not in run.facts()
-
-
-def test_a_short_launch_leaves_nothing_behind(live: Kernel) -> None:
-    cell = live.run("notebook_launcher(os.getpid, (), 2);").check()
-    assert cell.displays == []
-
-
-def test_a_failure_is_what_the_summary_says(live: Kernel) -> None:
-    cell = live.run(
-        """
-        def diverges():
-            train(2.0)
-            if int(os.environ["RANK"]) == 1: raise ValueError("diverged")
-            time.sleep(600)
-        notebook_launcher(diverges, (), 2)
-        """
-    )
-    assert "ValueError" in cell.error
-    last = cell.displays[-1]
-    assert "failed after" in last["text/plain"]
-    assert "loss" in last["text/plain"]
+    fresh_kernel.until(run, lambda cell: "Stop: interrupt the cell" in in_widgets(cell))
+    fresh_kernel.finish(run).check()
+    fresh_kernel.until(run, lambda cell: "✓ <b>2 ranks" in in_widgets(cell))
+    assert "Stop: interrupt" not in in_widgets(run[1])
 
 
 def test_it_comes_back_after_a_worker_has_cleared_the_cell(live: Kernel) -> None:

@@ -74,12 +74,6 @@ def test_a_function_without_a_loop_leaves_no_trace(kernel: Kernel) -> None:
     assert (cell.stdout, cell.displays) == ("hello\n", [])
 
 
-def test_a_failure_says_so_in_the_summary(kernel: Kernel) -> None:
-    cell = kernel.run("notebook_launcher(train, (1, True), num_processes=1)")
-    assert cell.error == "ValueError"
-    assert "failed after" in cell.displays[-1]["text/plain"]
-
-
 def test_bars_of_tqdm_are_in_the_panel_and_leave_no_stderr(kernel: Kernel) -> None:
     cell = kernel.run(
         """
@@ -180,38 +174,6 @@ def test_widgets_stay_the_users_own_and_tell_what_is_left(kernel: Kernel) -> Non
     assert len(told) >= 2, panels
     assert all(told), panels
     assert not any("epochs" in display["text/html"] for display in panels), "a bar is drawn once"
-
-
-def test_a_loop_of_the_accelerator_in_a_bar_of_tqdm_tells_of_the_whole(kernel: Kernel) -> None:
-    cell = kernel.run(
-        """
-        def train_with_both():
-            accelerator = Accelerator()
-            for epoch in tqdm(range(4)):
-                for step in accelerator.progress(range(20)):
-                    time.sleep(0.03)
-        notebook_launcher(train_with_both, num_processes=1)
-        """
-    ).check()
-    assert (cell.stderr, cell.stdout) == ("", "")
-    lines = [display["text/plain"].partition("\n")[0] for display in cell.displays]
-    assert sum(bool(re.search(r"s left · step \d+ of 80 ", line)) for line in lines) >= 2, lines
-
-
-def test_metrics_that_are_not_drawn_are_named_in_panel_and_report(kernel: Kernel) -> None:
-    cell = kernel.run(
-        """
-        def log_many():
-            for step in range(3):
-                Accelerator().log({f"m{number}": step for number in range(18)})
-                time.sleep(0.4)
-        results = notebook_launcher(log_many, num_processes=1)
-        print(results.report())
-        """
-    ).check()
-    words = "2 more metrics are not drawn (the first 16 are): m16, m17"
-    assert words in cell.stdout
-    assert words in cell.displays[-1]["text/html"]
 
 
 def test_processes_of_a_loader_write_to_the_cell(kernel: Kernel) -> None:

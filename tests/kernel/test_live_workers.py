@@ -67,21 +67,6 @@ def test_an_error_while_another_rank_waits_ends_the_cell_and_names_both(alive: K
     alive.run("%%accelerate\ndist.destroy_process_group()").check()
 
 
-def test_stop_ends_the_cell_and_the_workers_go_on(alive: Kernel) -> None:
-    before = workers_of(alive)
-    running = alive.begin(
-        "%%accelerate\nprint('running', flush=True)\nwhile True: time.sleep(0.01)"
-    )
-    alive.until(running, "[0-1] running")
-    alive.interrupt()
-    cell = alive.finish(running)
-    assert cell.error == "KeyboardInterrupt"
-    assert "live on" in told(cell)
-    alive.run("%%accelerate --out pids,kept\npids, kept = os.getpid(), kept + 1").check()
-    assert workers_of(alive) == before
-    assert alive.run("print(kept)").stdout == "[8, 8]\n"
-
-
 @pytest.mark.slow
 def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
     # A thread of IPython's writes each cell to the history: a journal is open now and then.
@@ -149,9 +134,6 @@ def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
 
 def unix_sockets(pid: int) -> list[object]:
     return psutil.Process(pid).net_connections("unix")
-
-
-# ------------------------------------------------------------------------- the last acts
 
 
 @pytest.mark.slow

@@ -34,24 +34,6 @@ def notebook():
         yield opened
 
 
-@pytest.mark.slow
-def test_a_failed_worker_shows_its_line_and_no_library(notebook):
-    name, lines = notebook.error(
-        "def train(model):\n"
-        "    dist.init_process_group('gloo')\n"
-        "    if dist.get_rank() == 1:\n"
-        "        raise ValueError('no labels')\n"
-        "    dist.barrier()\n"
-        "notebook_launcher(train, (model,), num_processes=2)"
-    )
-    assert name == "WorkerFailed[ValueError]"
-    assert lines[0] == "WorkerFailed[ValueError]: rank 1 of 2 raised ValueError: no labels"
-    assert re.fullmatch(r"  Cell In\[\d+\], line 4, in train", lines[1])
-    assert "  ---->   4         raise ValueError('no labels')" in lines
-    assert len(lines) <= 15
-    assert not [line for line in lines if "nbaccel/" in line or "site-packages" in line]
-
-
 def test_a_library_s_frames_are_one_line_without_folders(notebook):
     _, lines = notebook.error(
         "notebook_launcher(lambda m: m(torch.ones(3, 5)), (model,), num_processes=2)"

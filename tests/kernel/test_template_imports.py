@@ -121,9 +121,6 @@ def say(kernel: Kernel, code: str) -> str:
     return kernel.run(textwrap.dedent(code)).check().stdout.strip()
 
 
-# ------------------------------------------------------------------------- a clean kernel
-
-
 def test_a_launch_in_the_cell_of_the_import_is_a_fork_and_later_ones_the_templates(
     clean: Kernel, packages: Path
 ) -> None:
@@ -159,9 +156,6 @@ def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(
     assert version == "22 template"
     assert "has been edited since the notebook imported beside" in "".join(notice)
     say(clean, f"del sys.modules['beside']; sys.path.remove({str(tmp_path)!r})")
-
-
-# ------------------------------------------------------------------------- a kernel in use
 
 
 def test_packages_that_cannot_be_forked_are_left_out_and_told(packages: Path) -> None:
@@ -243,9 +237,6 @@ def test_workers_main_thread_has_what_imports_did_in_the_template(used: Kernel) 
     )
     assert [ast.literal_eval(line) for line in said.splitlines()] == [(50, "raise", ["base"])] * 2
     assert say(used, "print('round_second' in template.template_for().left_out)") == "False"
-
-
-# ------------------------------------------------------------------------- kernels of their own
 
 
 def test_no_package_is_imported_where_that_is_switched_off(packages: Path) -> None:

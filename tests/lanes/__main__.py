@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import selection
-from tests.house.markers import put_into
+from tests.house.source import put_into
 from tests.isolation import ROOT
 from tests.lanes import builds
 from tests.lanes.environment import (
@@ -51,7 +51,6 @@ _REPORTED = ("torch", "ipython", "ipykernel", "ipywidgets", "deepspeed", "torch-
 _PRETENDED, _HOST = "NBACCEL_TEST_PRETENDED_TPU", "NBACCEL_TEST_TPU_HOST"
 
 
-# ---------------------------------------------------------------- the table
 BEGIN = "<!-- lanes:begin (made by `python3 -m tests.lanes --render`) -->"
 END = "<!-- lanes:end -->"
 
@@ -67,11 +66,7 @@ _TPU_DRIVERS = {"torch-tpu": "torch_tpu", "torch-xla": "torch_xla"}
 
 
 def render(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table.
-
-    Args:
-        records: What each lane has written: date, versions, front end, counts of tests.
-    """
+    """The table."""
     titles = ["lane", *_PACKAGES.values(), "TPU driver", "front end", "tests", "notebooks", "date"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for record in records.values():
@@ -90,7 +85,6 @@ def _tpu_driver(versions: Mapping[str, str]) -> str:
     return ", ".join(found) or "-"
 
 
-# ---------------------------------------------------------------- environments
 def prepare(name: str, folder: Path) -> Environment:
     """Make the environment of a lane, in a folder of the lane's own."""
     lane, environment = LANES[name], Environment(folder / "environment")
@@ -182,7 +176,6 @@ def _binder(name: str, lane: Lane, environment: Environment) -> None:
                 raise RuntimeError(f"binder/start opens {page}, which does not exist")
 
 
-# ---------------------------------------------------------------- what is run
 def run_tests(
     environment: Environment, lane: Lane, folder: Path, jobs: int
 ) -> tuple[bool, dict[str, int]]:
@@ -269,7 +262,6 @@ def _cpu_s() -> float:
     return spent.ru_utime + spent.ru_stime
 
 
-# ---------------------------------------------------------------- one after another
 def run_all(names: list[str], *, keep: bool, reuse: bool, jobs: int) -> dict[str, str]:
     """Run lanes one after another; returns what became of each."""
     became = {}

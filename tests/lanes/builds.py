@@ -17,22 +17,14 @@ TOOLS = ("build", "twine")
 
 
 class Builds:
-    """What was built.
-
-    Args:
-        folder: Where it lies.
-    """
+    """What was built."""
 
     def __init__(self, folder: Path) -> None:
         (self.sdist,) = folder.glob("*.tar.gz")
         (self.wheel,) = folder.glob("*.whl")
 
     def unpack_tests(self, folder: Path) -> Path:
-        """Unpack the sdist without the package itself, so that tests find the installed one.
-
-        Returns:
-            The folder with `tests/` and all that it reads.
-        """
+        """Unpack the sdist without the package itself, so that tests find the installed one."""
         with tarfile.open(self.sdist) as archive:
             kept = [one for one in archive.getmembers() if one.name.split("/")[1] != "nbaccel"]
             archive.extractall(folder, kept)
@@ -41,12 +33,7 @@ class Builds:
 
 
 def build(folder: Path, tools: Environment) -> Builds:
-    """Build both, the wheel from the sdist, and have twine look at them.
-
-    Args:
-        folder: Where they go; it is empty.
-        tools: An environment that has `TOOLS`.
-    """
+    """Build both, the wheel from the sdist, and have twine look at them."""
     python = [tools.python, "-m"]
     subprocess.run([*python, "build", "--outdir", folder, ROOT], check=True, capture_output=True)
     builds = Builds(folder)

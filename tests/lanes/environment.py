@@ -36,22 +36,14 @@ class MissingPackages(Exception):
 
 
 def check_shared(python: str) -> None:
-    """Check that a Python has a library that others can load: torch_xla does.
-
-    Raises:
-        MissingPython: It has none.
-    """
+    """Check that a Python has a library that others can load: torch_xla does."""
     asked = "import sys, sysconfig; sys.exit(not sysconfig.get_config_var('Py_ENABLE_SHARED'))"
     if subprocess.run([python, "-c", asked], check=False).returncode:
         raise MissingPython(f"{python} has no shared libpython, which its packages load")
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version on this machine.
-
-    Raises:
-        MissingPython: There is none.
-    """
+    """A Python of this version on this machine."""
     found = shutil.which(f"python{version}")
     # pyenv has a command for each version that it knows of, and some of them only fail.
     if found and not subprocess.run([found, "-c", ""], check=False, capture_output=True).returncode:
@@ -65,23 +57,14 @@ def interpreter(version: str) -> str:
 
 
 class Environment:
-    """A virtual environment of one lane.
-
-    Args:
-        folder: Where it is, or will be.
-    """
+    """A virtual environment of one lane."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
 
     def create(self, version: str, *, with_pip: bool = False) -> None:
-        """Make it anew, with nothing in it.
-
-        Args:
-            version: Of Python.
-            with_pip: pip is in it.
-        """
+        """Make it anew, with nothing in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         seed = ["--seed"] if with_pip else []
         python = interpreter(version)
@@ -92,11 +75,7 @@ class Environment:
         _uv("pip", "install", "--python", str(self.python), *map(str, packages))
 
     def install_if_there(self, *packages: str | Path) -> None:
-        """Install packages that an index may not have.
-
-        Raises:
-            MissingPackages: It does not have them, or there is none.
-        """
+        """Install packages that an index may not have."""
         try:
             self.install(*packages)
         except RuntimeError as error:

@@ -4,7 +4,7 @@ import re
 
 from packaging.requirements import Requirement
 
-from tests.house.markers import put_into
+from tests.house.source import put_into
 from tests.isolation import ROOT
 from tests.lanes.__main__ import BEGIN, END, PAGE, records, render
 from tests.lanes.lanes import LANES, TURNS

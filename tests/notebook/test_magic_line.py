@@ -13,7 +13,6 @@ from nbaccel.notebook.magic_line import (
     cell_manual,
     check_ranks,
     config_names,
-    find_option,
     line_manual,
     missing_names,
     options_of,
@@ -214,39 +213,6 @@ def test_every_setting_is_an_option_with_its_description():
     for option in setting_options():
         assert option.flag == "--" + option.name.replace("_", "-")
         assert option.meaning == RunConfig.model_fields[option.name].description
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_processes", "N"),
-        ("device", "auto|cpu|cuda|xpu|mps|tpu"),
-        ("zero_stage", "0|1|2|3"),
-        ("monitor_interval", "SECONDS"),
-        ("timeout", "SECONDS"),
-        ("master_addr", "TEXT"),
-        ("rdzv_conf", "JSON"),
-        ("share_back", ""),
-    ],
-)
-def test_help_says_what_a_value_is(name, value):
-    (option,) = [option for option in setting_options() if option.name == name]
-    assert option.value == value
-
-
-@pytest.mark.parametrize(
-    ("flag", "name"),
-    [
-        ("-n", "num_processes"),
-        ("--num_processes", "num_processes"),
-        ("--precision", "mixed_precision"),
-        ("--zero", "zero_stage"),
-        ("--no-share-back", "share_back"),
-        ("-h", "help"),
-    ],
-)
-def test_short_and_usual_names_are_found(flag, name):
-    assert find_option(options_of(), flag).name == name
 
 
 def test_no_flag_means_two_things():

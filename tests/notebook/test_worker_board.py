@@ -121,20 +121,6 @@ def test_while_a_cell_runs_the_board_says_which_how_long_and_what_is_waited_at(
     assert memory[0] > 400, "the memory is what the worker has now"
 
 
-def test_a_rank_that_has_no_part_in_the_cell_is_idle(kernel_with_workers: Kernel) -> None:
-    kernel_with_workers.run("%accelerate").check()
-    cell = kernel_with_workers.run(
-        "%%accelerate --ranks 1\nimport time\ntime.sleep(2.5)\nonly_here = 1"
-    ).check()
-    *during, after = boards_of(cell)
-    assert during
-    for lines in during:
-        assert lines[2].split()[:2] == ["0", "idle"]
-        assert lines[3].split()[:2] == ["1", "running"]
-    assert "only_here" in after[3]
-    assert "only_here" not in after[2]
-
-
 def test_between_cells_a_killed_worker_is_seen_and_told_by_the_next_cell(
     kernel_with_workers: Kernel,
 ) -> None:

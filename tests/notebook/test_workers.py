@@ -19,9 +19,6 @@ def live(kernel: Kernel) -> Kernel:
     return kernel
 
 
-# ------------------------------------------------------------------------- cells
-
-
 def test_names_go_to_the_workers_and_stay_there(live: Kernel) -> None:
     live.run("offset = 10").check()
     live.run("%%accelerate\nmine = rank + offset").check()
@@ -60,9 +57,6 @@ def test_a_value_in_the_line_and_magics_above_it(live: Kernel) -> None:
     cell = live.run("%%time\n%%accelerate --ranks {which}\nrank")
     assert shown(cell) == ["1"]
     assert "Wall time" in cell.stdout
-
-
-# ------------------------------------------------------------------------- settings
 
 
 @pytest.mark.parametrize("options", ["-n 2", "--num-processes 2 --device cpu", "--precision no"])
@@ -111,9 +105,6 @@ def test_status_shows_each_worker(live: Kernel) -> None:
     assert "<table" in data["text/html"]
 
 
-# ------------------------------------------------------------------------- errors
-
-
 @pytest.mark.parametrize(("above", "line"), [("", 4), ("\n\n", 6), ("%%time\n", 5)])
 def test_an_error_shows_the_lines_of_the_cell_as_written(
     live: Kernel, above: str, line: int
@@ -147,9 +138,6 @@ def test_stop_ends_the_cell_and_the_workers_live_on(live: Kernel) -> None:
     assert cell.error == "KeyboardInterrupt"
     assert re.search(r"Cell In\[\d+\], line 4", told(cell))
     assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"]
-
-
-# ------------------------------------------------------------------------- Tab, Shift-Tab
 
 
 @pytest.fixture
@@ -200,9 +188,6 @@ def test_names_of_workers_are_explained(furnished: Kernel) -> None:
     assert "The notebook has this." in paged(furnished, "own?")
 
 
-# ------------------------------------------------------------------------- the rest
-
-
 def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path) -> None:
     module = tmp_path / "nb_edited.py"
     module.write_text("value = 1\n")
@@ -216,9 +201,6 @@ def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path)
     live.run("%%accelerate --autoreload off\nsys.path.pop(0)").check()
     module.write_text("value = 1 + 1 + 1  # longer still\n")
     assert shown(live.run("%%accelerate\nnb_edited.value")) == ["2"]
-
-
-# ------------------------------------------------------------------------- the report
 
 
 def test_the_report_of_a_cell_is_shown_and_can_be_kept(live: Kernel) -> None:

@@ -40,9 +40,6 @@ def coordinates(path: ET.Element) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in pairs]
 
 
-# ------------------------------------------------------------------------- as an image
-
-
 def test_an_image_says_and_draws_the_same_in_a_grey_that_both_themes_show() -> None:
     lines = [line(4.0, 2.0, 1.0), line(3.0, 2.0, 1.5, role="rank", name="<rank> 1")]
     image = ET.fromstring(chart_of(lines, "loss", as_image=True) + "</img>")
@@ -57,9 +54,6 @@ def test_an_image_says_and_draws_the_same_in_a_grey_that_both_themes_show() -> N
     light = ((grey + 0.055) / 1.055) ** 2.4
     assert 1.05 / (light + 0.05) > 4
     assert (light + 0.05) / (((0x11 / 255 + 0.055) / 1.055) ** 2.4 + 0.05) > 4
-
-
-# ------------------------------------------------------------------------- smoothing
 
 
 def test_the_mean_around_each_point_of_an_even_slope_is_that_slope() -> None:
@@ -81,9 +75,6 @@ def test_what_is_no_number_stays_in_its_place_and_spoils_no_mean(missing: float)
     points = [(float(place), missing if place == 50 else 1.0) for place in range(100)]
     for place, (_, value) in enumerate(smoothed(points)):
         assert value == (points[50][1] if place == 50 else 1.0) or math.isnan(missing)
-
-
-# ------------------------------------------------------------------------- what is said
 
 
 def test_a_screen_reader_says_the_first_and_the_last_value() -> None:
@@ -112,9 +103,6 @@ def test_a_chart_has_nothing_that_could_clash_with_another_or_run() -> None:
     for element in svg.iter():
         assert element.tag in {"svg", "title", "path", "text"}
         assert not {"id", "class", "href"} & set(element.attrib)
-
-
-# ------------------------------------------------------------------------- axes
 
 
 @pytest.mark.parametrize(
@@ -202,16 +190,6 @@ def test_extreme_values_are_drawn_or_marked(values: list[float], log_y: bool | N
     assert texts(svg).count(CROSS) + points == len(values) or texts(svg) == ["no numbers"]
 
 
-# ------------------------------------------------------------------------- lines
-
-
-def test_a_single_value_is_a_dot() -> None:
-    svg = drawn(line(0.25))
-    (dot,) = accent_paths(svg)
-    assert svg.get("stroke-linecap") == "round"
-    assert {y for _, y in coordinates(dot)} == {(6 + 140) / 2}
-
-
 def test_a_value_that_is_no_number_is_a_gap_with_a_marker() -> None:
     svg = drawn(line(1, 2, math.nan, 3, 2))
     assert [len(coordinates(path)) for path in accent_paths(svg)] == [2, 2]
@@ -242,12 +220,6 @@ def test_many_points_are_thinned_and_a_spike_stays() -> None:
     assert len(chart_of([line(*values)], "loss")) < 8000
 
 
-def test_the_size_is_bounded() -> None:
-    lines = [line(*map(float, range(5000)), role="rank", name=f"rank {r}") for r in range(8)]
-    marks = [(float(place), f"epoch {place}") for place in range(5000)]
-    assert len(chart_of(lines, "loss", marks)) < 40_000
-
-
 def test_marks_have_their_text_where_there_is_room() -> None:
     marks = [(0.0, "epoch 1"), (50.0, "epoch 2"), (51.0, "epoch 3"), (500.0, "beyond")]
     svg = drawn(line(*map(float, range(101))), marks=marks)
@@ -260,10 +232,6 @@ def test_the_legend_names_the_mean_first_and_says_how_many_it_leaves_out() -> No
     ranks = [line(1, 2, role="rank", name=f"rank {rank}") for rank in range(6)]
     named = texts(drawn(line(1, 2, name="mean"), *ranks))[-5:]
     assert named == ["mean", "rank 0", "rank 1", "rank 2", "and 3 more"]
-
-
-def test_a_single_line_has_no_legend() -> None:
-    assert "loss" not in texts(drawn(line(1, 2)))
 
 
 @pytest.mark.parametrize(

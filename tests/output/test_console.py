@@ -50,10 +50,6 @@ def test_of_a_line_that_is_too_long_head_and_tail_are_kept() -> None:
     assert fed(lines, b"next\n") == ["next"]
 
 
-def test_a_line_of_the_greatest_length_is_whole() -> None:
-    assert fed(LineAssembler(100_000), b"x" * 100_000 + b"\n") == ["x" * 100_000]
-
-
 @pytest.mark.parametrize("cut", range(1, 20))
 def test_a_rewrite_may_be_cut_anywhere(cut: int) -> None:
     data = b"\rprog 139\rprog 140 "
@@ -210,13 +206,6 @@ def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(
     assert screen.console.due_in() is None
 
 
-def test_text_arrives_in_any_pieces(screen: Screen) -> None:
-    text = "größer → 日本\nzweite\n".encode()
-    for byte in text:
-        screen.console.feed(0, "stdout", bytes([byte]))
-    assert screen.end() == "[0] größer → 日本\n[0] zweite\n"
-
-
 def test_a_last_line_without_its_end_is_shown(screen: Screen) -> None:
     screen.say(0, "unfinished")
     assert screen.flush() == ""
@@ -267,15 +256,6 @@ def test_all_ranks_bars_are_one(screen: Screen) -> None:
     assert "[1]" not in screen.err
 
 
-def test_output_is_written_at_most_ten_times_a_second(screen: Screen) -> None:
-    for i in range(500):
-        screen.say(0, f"{i}\n")
-        screen.say(1, f"{i}\n")
-        screen.console.tick()
-    lines = screen.end().splitlines()
-    assert lines == [f"[0-1] {i}" for i in range(500)]
-
-
 def test_a_notice_comes_after_what_was_printed_before_it(screen: Screen) -> None:
     screen.say(0, "before\n", "stderr")
     screen.console.notice("nbaccel: look")
@@ -316,9 +296,6 @@ def parse(line: str) -> tuple[set[int], str]:
         first, _, last = span.partition("-")
         ranks |= set(range(int(first), int(last or first) + 1))
     return ranks, text
-
-
-# ------------------------------------------------------------------------- too much of it
 
 
 @pytest.fixture
@@ -403,14 +380,6 @@ def test_a_storm_without_end_is_thinned_out(
     assert f" {said - 1}\n" in rest
 
 
-def test_a_line_as_long_as_a_book_does_not_go_to_the_browser(notebook: Screen) -> None:
-    notebook.say(0, "x" * 5_000_000 + "the end\n")
-    shown = notebook.end()
-    assert len(shown) < 1_000_200
-    assert shown.endswith("the end\n")
-    assert "characters not shown" in shown
-
-
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_different_lines_cost_little_whatever_the_number_of_ranks(
     capfd: pytest.CaptureFixture[str], ranks: int
@@ -423,18 +392,6 @@ def test_different_lines_cost_little_whatever_the_number_of_ranks(
     shown = screen.end()
     assert time.monotonic() - began < 20.0, "half a second on a quiet machine"
     assert len(shown.splitlines()) == number * ranks
-
-
-def test_what_gloo_says_when_all_is_well_is_not_shown(screen: Screen) -> None:
-    line = (
-        "[Gloo] Rank {} is connected to {} peer ranks. "
-        "Expected number of connected peer ranks is : 1"
-    )
-    for rank in screen.ranks:
-        screen.say(rank, f"before\n{line.format(rank, 1)}\nafter\n")
-    screen.say(1, line.format(1, 0) + "\n")  # somebody is missing: that is worth knowing
-    assert screen.end() == f"[0-1] before\n[0-1] after\n[1] {line.format(1, 0)}\n"
-    assert screen.console.tails()[0] == ["before", "after"]
 
 
 class NotebookCell:
@@ -563,21 +520,6 @@ def test_after_a_clear_the_panel_is_at_the_top_again(
     panelled.say(0, "new\n", "stdout")
     panelled.end()
     assert cell.events[cell.events.index("clear") + 1 :] == ["display panel", "stdout:[0] new\n"]
-
-
-def test_ten_thousand_lines_are_all_there(panelled: Panelled, cell: NotebookCell) -> None:
-    dice = random.Random(3)  # the same every time
-    said: dict[int, list[str]] = {0: [], 1: []}
-    for number in range(10_000):
-        rank = dice.randrange(2)
-        said[rank].append(f"{number}")
-        panelled.console.feed(rank, "stdout", f"{number}\n".encode())
-        if dice.random() < 0.01:
-            panelled.console.tick()
-    panelled.end()
-    shown = cell.streams("stdout").splitlines()
-    for rank in (0, 1):
-        assert [x.removeprefix(f"[{rank}] ") for x in shown if x[1] == str(rank)] == said[rank]
 
 
 def test_without_a_dashboard_bars_are_drawn_as_no_errors(

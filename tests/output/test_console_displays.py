@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from nbaccel.output import console, publish
@@ -61,12 +59,6 @@ def test_some_ranks_of_many_are_named_together(capfd: pytest.CaptureFixture[str]
     assert screen.flush() == "[1-3]\nfigure\n"
 
 
-def test_the_only_rank_needs_no_label(capfd: pytest.CaptureFixture[str]) -> None:
-    screen = Show(capfd, ranks=1)
-    screen.show(0, "figure")
-    assert screen.flush() == "figure\n"
-
-
 def test_the_same_text_in_another_form_is_another_display(screen: Show) -> None:
     screen.console.feed_display(0, Display({"data": {"text/plain": "x", "text/html": "a"}}))
     screen.console.feed_display(1, Display({"data": {"text/plain": "x", "text/html": "b"}}))
@@ -87,12 +79,6 @@ def test_the_start_of_a_line_comes_before_the_display(screen: Show) -> None:
         screen.show(rank, "figure")
         screen.say(rank, "end\n")
     assert screen.flush() == "[0-1] see: \nfigure\n[0-1] end\n"
-
-
-def test_a_line_and_a_display_of_the_same_text_are_two(screen: Show) -> None:
-    screen.say(0, "x\n")
-    screen.show(1, "x")
-    assert screen.flush() == "[0] x\n[1]\nx\n"
 
 
 def test_a_display_waits_for_its_twin_and_no_longer_than_that(
@@ -128,9 +114,6 @@ def test_with_a_template_every_display_has_its_prefix(capfd: pytest.CaptureFixtu
     assert bare.flush() == "figure\n"
 
 
-# ------------------------------------------------------------------------- what lives on
-
-
 def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(screen: Show) -> None:
     for rank in (1, 0):
         screen.show(rank, f"start {rank}", handle=f"id{rank}")
@@ -138,13 +121,6 @@ def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(screen: Show) ->
     for rank in (1, 0):
         screen.show(rank, f"next {rank}", handle=f"id{rank}", update=True)
     assert screen.flush() == "next 0\n"
-
-
-def test_an_output_of_one_rank_alone_is_updated_too(screen: Show) -> None:
-    screen.show(1, "start", handle="a")
-    assert screen.flush() == "[1]\nstart\n"
-    screen.show(1, "next", handle="a", update=True)
-    assert screen.flush() == "next\n"
 
 
 def test_one_name_for_the_outputs_of_all_is_the_lowest_rank_s(screen: Show) -> None:
@@ -202,47 +178,3 @@ def test_a_rank_that_alone_clears_does(screen: Show, clears: list[bool]) -> None
     screen.console.feed_display(1, ClearOutput(wait=False))
     screen.flush()
     assert clears == [True]
-
-
-def test_no_display_is_lost_or_turned_around_in_a_storm(capfd: pytest.CaptureFixture[str]) -> None:
-    screen = Show(capfd, ranks=3)
-    dice = random.Random(2)  # the same storm every time
-    said: dict[int, list[str]] = {0: [], 1: [], 2: []}
-    shown = ""
-    for number in range(400):
-        rank = dice.randrange(3)
-        text = f"common {number // 20}" if dice.random() < 0.4 else f"own {rank} {number}"
-        said[rank].append(text)
-        if dice.random() < 0.5:
-            screen.show(rank, text)
-        else:
-            screen.say(rank, text + "\n")
-        if dice.random() < 0.05:
-            shown += screen.flush()
-    shown += screen.end()
-    found = ranked(shown)
-    for rank, expected in said.items():
-        assert [text for ranks, text in found if rank in ranks] == expected
-
-
-def ranked(shown: str) -> list[tuple[set[int], str]]:
-    """Lines and displays with their ranks: a label alone on its line belongs to the next one."""
-    found: list[tuple[set[int], str]] = []
-    label: set[int] | None = None
-    for line in shown.splitlines():
-        if label is not None:
-            found.append((label, line))
-            label = None
-        elif line.startswith("[") and line.endswith("]"):
-            label = spread(line[1:-1])
-        elif line.startswith("["):
-            ranks, _, text = line[1:].partition("] ")
-            found.append((spread(ranks), text))
-        else:
-            found.append(({0, 1, 2}, line))
-    return found
-
-
-def spread(ranks: str) -> set[int]:
-    spans = [span.partition("-") for span in ranks.split(",")]
-    return {i for a, _, b in spans for i in range(int(a), int(b or a) + 1)}

@@ -10,14 +10,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from tqdm import tqdm
 
 from nbaccel import Pool, RunConfig, notebook_launcher
@@ -57,28 +54,6 @@ def test_what_is_no_unicode_is_printed_as_in_a_kernel_and_ends_nothing(show: Sho
     assert "\\udcff of errors" in err
 
 
-def test_equal_lines_are_folded_and_others_keep_their_rank(show: Show) -> None:
-    def talk() -> None:
-        workers.join()
-        for epoch in range(3):
-            print(f"epoch {epoch}")
-            print(f"rank {workers.rank()} has its own", epoch, sep=" | ")
-            dist.barrier()
-
-    out, _ = show(talk)
-    for rank in (0, 1):
-        expected = [
-            line for i in range(3) for line in (f"epoch {i}", f"rank {rank} has its own | {i}")
-        ]
-        assert of_rank(rank, out) == expected
-    assert out.count("epoch 0") == 1
-
-
-def test_a_prefix_template_names_every_line(show: Show) -> None:
-    out, _ = show(lambda: print("x"), log_line_prefix_template="<${role_name} ${rank}> ")
-    assert sorted(out.splitlines()) == ["<worker 0> x", "<worker 1> x"]
-
-
 def test_thousands_of_lines_arrive_whole_and_in_order(show: Show) -> None:
     def talk() -> None:
         for i in range(2000):
@@ -90,11 +65,6 @@ def test_thousands_of_lines_arrive_whole_and_in_order(show: Show) -> None:
         assert of_rank(rank, out) == expected
     assert len(out.splitlines()) == 4000
     assert err == ""
-
-
-def test_one_very_long_line_arrives(show: Show) -> None:
-    out, _ = show(lambda: print("y" * 3_000_000))
-    assert [len(line) for line in out.splitlines()] == [3_000_006]
 
 
 def test_output_of_c_code_and_of_programs_is_heard_in_order(show: Show) -> None:
@@ -125,17 +95,6 @@ def test_stderr_logging_and_warnings_stay_on_stderr(show: Show) -> None:
     assert out == ""
     assert "[0-1] error text\n" in err
     assert "[0-1] logged 1\n" in err
-
-
-def test_warnings_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    """In workers of the template: one forked from pytest still records warnings for it."""
-
-    def warn() -> None:
-        warnings.simplefilter("always")
-        warnings.warn("careful", stacklevel=1)
-
-    notebook_launcher(warn, (), 2)
-    assert "UserWarning: careful" in capfd.readouterr().err
 
 
 @pytest.mark.forks
@@ -169,31 +128,6 @@ def test_lines_are_shown_while_the_workers_run(capfd: pytest.CaptureFixture[str]
         os.close(read)
         os.close(write)
     assert seen == [True, True]
-
-
-def test_progress_bars_end_as_one_line(show: Show) -> None:
-    def train() -> None:
-        from tqdm.auto import tqdm
-
-        for _ in tqdm(range(5), desc="training"):
-            time.sleep(0.01)
-
-    out, err = show(train)
-    last = err.replace("\r", "\n").splitlines()
-    assert any("training: 100%" in line and "5/5" in line for line in last)
-    assert "training: 100%" in err.rpartition("\r")[2] or err.endswith("\n")
-    assert out == ""
-
-
-def test_display_in_a_terminal_shows_the_text(show: Show) -> None:
-    def talk() -> None:
-        from IPython.display import display
-
-        if workers.rank() == 0:
-            display({"a": 1})
-
-    out, _ = show(talk)
-    assert "{'a': 1}" in out
 
 
 def test_last_words_before_a_death_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
@@ -243,9 +177,6 @@ def test_a_bar_that_the_notebook_had_is_no_reason_for_a_warning(show: Show) -> N
         outer.update()
     assert "4/4" in err
     assert "of yours are running" not in err
-
-
-# ------------------------------------------------------------------------- files
 
 
 def run_folder(log_dir: Path) -> Path:

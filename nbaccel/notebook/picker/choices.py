@@ -184,7 +184,11 @@ def _options_of(field_name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ..
         return tuple(ChoiceOption(word, str(word)) for word in words)
     labels = {"no": "fp32"}
     options = tuple(
-        ChoiceOption(row.name, labels.get(row.name, row.name), _as_sentence(row.meaning))
+        ChoiceOption(
+            row.name,
+            labels.get(row.name, row.name),
+            f"{row.meaning[:1].upper()}{row.meaning[1:].replace('`', '')}.",
+        )
         for row in rows
     )
     is_of_fp8 = field_name == "fp8.backend"
@@ -199,11 +203,14 @@ def _of_model(
     allowed_words = words_of(model_field.annotation)
     kind_names = {bool: "truth", int: "whole", float: "number", str: "text"}
     kind = kind_names.get(kinds_of(model_field.annotation)[0], "table")
+    # For None, which a description mentions, a form has an empty field.
+    meaning = (model_field.description or "").replace("; None ", "; empty ")
+    meaning = meaning.replace("lets the plan choose", "chooses what suits this machine")
     return Setting(
         name=field_name,
         label=_FIELD_LABELS.get(field_name)
         or field_name.rpartition(".")[2].replace("_", " ").capitalize(),
-        meaning=_meaning_of(field_name, model_field),
+        meaning=_FIELD_MEANINGS.get(field_name, meaning),
         unit=_UNIT_OF.get(field_name, ""),
         panel=panel_name,
         section=section_name,
@@ -215,17 +222,6 @@ def _of_model(
         default=model_field.default,
         docs_link=_DOCS_LINKS.get(field_name, ""),
     )
-
-
-def _meaning_of(name: str, field: FieldInfo) -> str:
-    """The field's description; for None, which it mentions, a form has an empty field."""
-    return _FIELD_MEANINGS.get(name) or (field.description or "").replace(
-        "; None ", "; empty "
-    ).replace("lets the plan choose", "chooses what suits this machine")
-
-
-def _as_sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].replace("`", "") + "."
 
 
 def value_of(config: RunConfig, setting: Setting) -> Any:

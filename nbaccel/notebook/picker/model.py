@@ -227,8 +227,10 @@ class PickerModel:
         form = choices.form_of(setting.name)
         if form is not None:
             return form.option_refusal(self.config, setting, value)
-        if setting.name == "fp8.backend" and (missing_package := _backend_refusal(value)):
-            return missing_package
+        if setting.name == "fp8.backend":
+            row = {row.name: row for row in FP8_BACKENDS}.get(value)
+            if row is not None and row.package and not is_installed(row.package):
+                return f"{row.package} is not installed"
         try:
             config = choices.with_value(self.config, setting.name, value)
         except ConfigError as error:
@@ -241,7 +243,11 @@ class PickerModel:
     def refusal(self, name: str) -> str:
         """Why a whole choice is greyed; empty where it can be made."""
         if name == "activation_checkpointing" and self.module is not None:
-            return _switch_refusal(self.module)
+            from nbaccel.strategies.model_blocks import can_checkpoint_gradients
+
+            if can_checkpoint_gradients(self.module):
+                return ""
+            return f"{type(self.module).__name__} has no gradient_checkpointing_enable()"
         form = choices.form_of(name)
         return "" if form is None else form.setting_refusal(self.config, self.setting(name))
 
@@ -593,22 +599,6 @@ def _first_clause(text: str, name: str) -> str:
     first_word, _, other_words = first_sentence.partition(" ")
     names = (f"{name}=", f"{name.removeprefix(choices.FP8)}=")
     return other_words if first_word.startswith(names) else first_sentence
-
-
-def _backend_refusal(name: str) -> str:
-    row = {row.name: row for row in FP8_BACKENDS}.get(name)
-    if row is not None and not row.path:
-        return "nothing trains with it in this version"
-    if row is None or not row.package or is_installed(row.package):
-        return ""
-    return f"{row.package} is not installed"
-
-
-def _switch_refusal(module: Any) -> str:
-    from nbaccel.strategies.model_blocks import can_checkpoint_gradients
-
-    has_switch = can_checkpoint_gradients(module)
-    return "" if has_switch else f"{type(module).__name__} has no gradient_checkpointing_enable()"
 
 
 # ------------------------------------------------------------------------------ model and machine

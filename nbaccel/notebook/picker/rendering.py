@@ -269,7 +269,11 @@ class BarScale:
 
     def track(self, bar: MemoryBar, name: str) -> str:
         """A bar, and where its memory ends."""
-        segments = "".join(self._segment(segment) for segment in self._drawn(bar))
+        segments = "".join(
+            f'<span class="nbaccel-segment nbaccel-{one.kind}" title="{escape(one.text)}" '
+            f'style="width:{100 * one.bytes / self.full_width:.3f}%"></span>'
+            for one in self._drawn(bar)
+        )
         cut_class = mark = ""
         if bar.capacity and not self._is_enlarged:
             cut_class = " nbaccel-cut" if bar.used > self.full_width else ""
@@ -298,12 +302,6 @@ class BarScale:
     def _drawn(self, bar: MemoryBar) -> list[BarSegment]:
         left_out = ("free", "others") if self._is_enlarged else ("free",)
         return [one for one in bar.segments if one.bytes and one.kind not in left_out]
-
-    def _segment(self, segment: BarSegment) -> str:
-        return (
-            f'<span class="nbaccel-segment nbaccel-{segment.kind}" title="{escape(segment.text)}" '
-            f'style="width:{100 * segment.bytes / self.full_width:.3f}%"></span>'
-        )
 
 
 def table_html(rows: Iterable[BarRow], hint: str = "") -> str:
@@ -593,8 +591,16 @@ def picker_sections(
 ) -> Iterator[str]:
     """The same, one section after the other: the first ones need no measurement."""
     if tuple(panel_names) == PANELS:
-        yield _section("1. What is trained", _folded(_trained_lines(model)))
-        yield _section("2. On what", _folded(_machine_lines(model)))
+        batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
+        nothing = ["nothing yet: configure(model, batch) shows what fits"]
+        trained = [model.trained, batch] if model.trained else nothing
+        yield _section("1. What is trained", _folded(trained))
+        parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
+        processes = shown_value(model, "num_processes")
+        if reason := outcome_of(model, model.setting("num_processes")).reason:
+            processes = f"{processes} ({reason})"
+        chosen = f"{processes} · precision {shown_value(model, 'mixed_precision')}"
+        yield _section("2. On what", _folded([*parts, chosen]))
         if model.is_memory_postponed:
             yield _section("3. What fits", [model.verdict.text])
         elif model.candidates():
@@ -642,21 +648,6 @@ def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     indent = " " * (sum(widths) + 2 * len(_INDENT))
     lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
     return _folded(lines, indent)
-
-
-def _trained_lines(model: PickerModel) -> list[str]:
-    if not model.trained:
-        return ["nothing yet: configure(model, batch) shows what fits"]
-    batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
-    return [model.trained, batch]
-
-
-def _machine_lines(model: PickerModel) -> list[str]:
-    parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
-    processes = shown_value(model, "num_processes")
-    if reason := outcome_of(model, model.setting("num_processes")).reason:
-        processes = f"{processes} ({reason})"
-    return [*parts, f"{processes} · precision {shown_value(model, 'mixed_precision')}"]
 
 
 def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, str, str]]:

@@ -40,7 +40,7 @@ from nbaccel.notebook.picker.fields import (
 
 if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
-    from nbaccel.memory.ways import Candidate, Proposal
+    from nbaccel.memory.ways import Candidate
     from nbaccel.notebook.picker.model import PickerModel
 
 
@@ -91,7 +91,13 @@ class ConfigEditor:
         )
         self._revert = form.new_button("Revert", "nbaccel-revert", self._revert_text)
         self._make_file_widgets()
-        load = form.new_button("Load", "nbaccel-load", self._on_path)
+        load = form.new_button(
+            "Load",
+            "nbaccel-load",
+            lambda: self._open(
+                lambda: Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
+            ),
+        )
         save = form.new_button("Save", "nbaccel-save", self._on_save)
         self.sync()
         buttons = form.new_row([self._apply, self._revert], "nbaccel-row")
@@ -175,10 +181,6 @@ class ConfigEditor:
         # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
         # read-only, and a dict.
         self._upload.set_trait("value", type(uploaded_files)())
-
-    def _on_path(self) -> None:
-        source_path = Path(self._path.value.strip()).expanduser()
-        self._open(lambda: source_path.read_text(encoding="utf-8"))
 
     def _open(self, read_text: Callable[[], str]) -> None:
         """Bring a file into the editor, and take it over unless there is something wrong in it."""
@@ -459,15 +461,14 @@ class ActionsRow:
 
     def _show_proposals(self) -> None:
         """Each with a button that takes it."""
-        proposals = self._model.proposals()
-        self._proposals.children = tuple(self._card(proposal) for proposal in proposals)
-        toggle_class(self._proposals, "nbaccel-hidden", not proposals)
-
-    def _card(self, proposal: Proposal) -> w.Widget:
-        take = partial(self._form.carry_out, lambda: self._model.take_proposal(proposal))
-        button = self._form.new_button(f"Use this: {proposal.title}", "nbaccel-take", take)
-        text = self._form.new_html(rendering.proposal_html(proposal))
-        return self._form.new_box([button, text], "nbaccel-proposal")
+        cards = []
+        for proposal in self._model.proposals():
+            take = partial(self._form.carry_out, partial(self._model.take_proposal, proposal))
+            button = self._form.new_button(f"Use this: {proposal.title}", "nbaccel-take", take)
+            text = self._form.new_html(rendering.proposal_html(proposal))
+            cards.append(self._form.new_box([button, text], "nbaccel-proposal"))
+        self._proposals.children = tuple(cards)
+        toggle_class(self._proposals, "nbaccel-hidden", not cards)
 
 
 _ON_WHAT = ("num_processes", "mixed_precision")

@@ -236,8 +236,16 @@ def chart_of(
     as_image: bool = False,
 ) -> str:
     """Lines as a chart, on the axis that shows more unless it is said which."""
-    lines = [line._replace(points=_thinned(line.points)) for line in lines]
-    lines = [line for line in lines if line.points]
+    thinned = []
+    for line in lines:
+        # Of many points the lowest and the highest of each stretch.
+        history = MetricHistory(_MOST_STRETCHES)
+        for step, value in line.points:
+            if is_drawn(step):
+                history.add(value, step)
+        if points := history.points():
+            thinned.append(line._replace(points=points))
+    lines = thinned
     if not lines:
         return ""
     if log_y is None:
@@ -262,15 +270,6 @@ def is_logarithmic(values: Iterable[float]) -> bool:
     return abs(log_place - 0.5) < abs(place - 0.5)
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Of many points the lowest and the highest of each stretch."""
-    history = MetricHistory(_MOST_STRETCHES)
-    for step, value in points:
-        if is_drawn(step):
-            history.add(value, step)
-    return history.points()
-
-
 def metric_lines(curves: Curves) -> list[ChartLine]:
     """The lines of one metric's chart: the mean thick, smoothed if it is noisy; and each rank."""
     is_alone = len(curves) == 1
@@ -280,7 +279,11 @@ def metric_lines(curves: Curves) -> list[ChartLine]:
     ]
     name = ranks[0].name if is_alone else "mean of ranks"
     points = ranks[0].points if is_alone else mean_points(curves.values())
-    if _is_noisy([value for _, value in points]):
+    # One that often turns is noisy; smoothing would only delay another.
+    values = [value for _, value in points]
+    rises = [after > before for before, after in itertools.pairwise(values) if after != before]
+    turns = sum(after != before for before, after in itertools.pairwise(rises))
+    if len(rises) >= _MIN_SMOOTHED_POINTS and turns > _NOISY_SHARE * len(rises):
         return [ChartLine(f"{name}, smoothed", smoothed(points), is_thick=True), *ranks]
     # Drawn as it is, it would cover the only rank's own line.
     ranks = [] if is_alone else ranks
@@ -317,13 +320,6 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     return means
 
 
-def _is_noisy(values: Sequence[float]) -> bool:
-    """Whether a curve often turns; smoothing would only delay one that does not."""
-    rises = [after > before for before, after in itertools.pairwise(values) if after != before]
-    turns = sum(after != before for before, after in itertools.pairwise(rises))
-    return len(rises) >= _MIN_SMOOTHED_POINTS and turns > _NOISY_SHARE * len(rises)
-
-
 def sparkline(values: Sequence[float]) -> str:
     """A curve in block characters, over all of the values."""
     # `mean` lets a value that is not finite win, so that the curve shows it.
@@ -332,11 +328,9 @@ def sparkline(values: Sequence[float]) -> str:
     heights = [scale(value) if is_drawn(value) else math.nan for value in points]
     drawn = [height for height in heights if not math.isnan(height)]
     low = min(drawn, default=0.0)
-    return "".join(_spark_block(height - low, max(drawn, default=0.0) - low) for height in heights)
-
-
-def _spark_block(height: float, highest: float) -> str:
-    if math.isnan(height):
-        return "!"
-    share = height / highest if highest else 0.4
-    return _SPARK_BLOCKS[min(int(share * len(_SPARK_BLOCKS)), len(_SPARK_BLOCKS) - 1)]
+    highest = max(drawn, default=0.0) - low
+    shares = [(height - low) / highest if highest else 0.4 for height in heights]
+    return "".join(
+        "!" if math.isnan(height) else _SPARK_BLOCKS[min(int(8 * share), 7)]
+        for height, share in zip(heights, shares, strict=True)
+    )

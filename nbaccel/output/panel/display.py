@@ -117,17 +117,12 @@ class Dashboard:
             return
         if self._place.is_there:
             self._draw()
-        else:
-            self._add_line()
+        elif self.board.seconds >= self._next_line:
+            # Several times that have passed since the last look make one line.
+            while self._next_line <= self.board.seconds:
+                self._next_line *= _LESS_AND_LESS
+            self._say_lines(live_text(self.board))
         self.was_shown = True
-
-    def _add_line(self) -> None:
-        if self.board.seconds < self._next_line:
-            return
-        # Several times that have passed since the last look make one line.
-        while self._next_line <= self.board.seconds:
-            self._next_line *= _LESS_AND_LESS
-        self._say_lines(live_text(self.board))
 
     def _draw(self) -> None:
         place = self._place
@@ -361,7 +356,11 @@ def note_run(place_id: str) -> None:
     shell: Any = frames.running_shell()
     if place_id in _RUNS or shell is None:
         return
-    _listen_to(shell)
+    # Reloaded pages are answered, and it is seen who runs the next cells.
+    manager = getattr(getattr(shell, "kernel", None), "comm_manager", None)
+    if manager is not None and _COMM_TARGET not in manager.targets:
+        manager.register_target(_COMM_TARGET, _answer)
+        shell.events.register("pre_run_cell", _tell_what_has_ended)
     _RUNS[place_id] = _ShownRun(_running_cell(), publish.request_header("session"))
     for oldest in list(_RUNS)[:-_MAX_KEPT]:
         del _RUNS[oldest]
@@ -375,7 +374,10 @@ def note_end(place_id: str, summary: dict[str, Any]) -> None:
 
 def followed_html(panel_html: str, place_id: str) -> str:
     """A panel with the script that gives it its button, and renews it where nothing else does."""
-    kernel_id = _kernel_id()
+    # What the Jupyter server calls this kernel; empty where no server has started it.
+    kernel = getattr(frames.running_shell(), "kernel", None)
+    name = Path(getattr(getattr(kernel, "parent", None), "connection_file", "")).stem
+    kernel_id = name.removeprefix("kernel-") if name.startswith("kernel-") else ""
     arguments = json.dumps([place_id, kernel_id])
     script = f"<script>{_script()}(...{arguments})</script>" if kernel_id else ""
     seen = f"{dt.datetime.now().astimezone():%d %B, %H:%M:%S}"
@@ -391,13 +393,6 @@ def _script() -> str:
     return source.read_text(encoding="utf-8").rstrip()
 
 
-def _kernel_id() -> str:
-    """What the Jupyter server calls this kernel; empty where no server has started it."""
-    kernel = getattr(frames.running_shell(), "kernel", None)
-    name = Path(getattr(getattr(kernel, "parent", None), "connection_file", "")).stem
-    return name.removeprefix("kernel-") if name.startswith("kernel-") else ""
-
-
 def _running_cell() -> str:
     """`In[5]`, as the notebook numbers the cell that runs."""
     # IPython's own counter is one further in some versions.
@@ -405,14 +400,6 @@ def _running_cell() -> str:
     numbers = (frames.cell_number(file) for file in files)
     number = next((number for number in numbers if number is not None), None)
     return "A cell" if number is None else f"In[{number}]"
-
-
-def _listen_to(shell: Any) -> None:
-    """Answer reloaded pages, and look who runs the next cells."""
-    manager = getattr(getattr(shell, "kernel", None), "comm_manager", None)
-    if manager is not None and _COMM_TARGET not in manager.targets:
-        manager.register_target(_COMM_TARGET, _answer)
-        shell.events.register("pre_run_cell", _tell_what_has_ended)
 
 
 def _answer(comm: Any, message: dict[str, Any]) -> None:

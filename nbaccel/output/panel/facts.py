@@ -359,22 +359,16 @@ def _rank_left(facts: RankFacts, now: float) -> TimeLeft | None:
     if around is not None and around.total > around.done:
         whole_s = _whole_left_s(facts, around, loop_s, now)
         return None if whole_s is None else TimeLeft(seconds=whole_s, of_what="")
-    outer_s = _outer_bar_left_s(facts, now)
-    if outer_s is not None:
+    # What a bar says by itself of the whole training.
+    bars = facts.told.bars
+    is_whole = facts.told.bar_is_whole or (len(bars) > 1 and not facts.told.epoch)
+    if bars and is_whole and bars[0].fraction != 1.0 and bars[0].left_s is not None:
+        outer_s = max(0.0, bars[0].left_s - max(0.0, now - facts.told.time))
         return TimeLeft(seconds=outer_s, of_what="")
     if loop_s is None:
         return None
     is_epoch = bool(facts.told.epoch) and not facts.told.loop_name
     return TimeLeft(seconds=loop_s, of_what="epoch" if is_epoch else "loop")
-
-
-def _outer_bar_left_s(facts: RankFacts, now: float) -> float | None:
-    """What a bar says by itself of the whole training; None where that is not its bar."""
-    bars = facts.told.bars
-    is_whole = facts.told.bar_is_whole or (len(bars) > 1 and not facts.told.epoch)
-    if not bars or not is_whole or bars[0].fraction == 1.0 or bars[0].left_s is None:
-        return None
-    return max(0.0, bars[0].left_s - max(0.0, now - facts.told.time))
 
 
 def _whole_left_s(

@@ -250,16 +250,14 @@ def _shown_ranks(board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
     ranks = list(board.ranks.values())
     if len(ranks) <= MOST_ROWS:
         return ranks, []
-    by_need = sorted(ranks, key=_attention_need)
+
+    def attention_need(facts: RankFacts) -> tuple[int, float, int]:
+        # Ranks that report no steps come behind those that are slow.
+        steps = math.inf if facts.told.steps is None else facts.told.steps
+        return [*_STATES_WORST_FIRST, facts.state].index(facts.state), steps, facts.rank
+
+    by_need = sorted(ranks, key=attention_need)
     return by_need[:MOST_ROWS], by_need[MOST_ROWS:]
-
-
-def _attention_need(facts: RankFacts) -> tuple[int, float, int]:
-    """Failed ones before stragglers before the rest."""
-    states = [*_STATES_WORST_FIRST, facts.state]
-    # Ranks that report no steps come behind those that are slow.
-    steps = math.inf if facts.told.steps is None else facts.told.steps
-    return states.index(facts.state), steps, facts.rank
 
 
 def _rest_words(ranks: Sequence[RankFacts]) -> str:
@@ -302,11 +300,6 @@ def _progress_html(loop: ShownProgress) -> str:
     )
 
 
-def _step_cell(facts: RankFacts, board: RunBoard) -> str:
-    """Where a loop shows how far a rank is, the first line's step is enough."""
-    return "" if progress_of(facts) or not facts.told.steps else f"{facts.told.steps:,}"
-
-
 def _loss_cell(facts: RankFacts, board: RunBoard) -> str:
     if facts.loss.last is None:
         return ""
@@ -329,18 +322,24 @@ def _other_metrics(facts: RankFacts, board: RunBoard) -> str:
     return html.escape(plain_text(", ".join(others[:3]), LINE_CHARS))
 
 
-def _of_total(held_bytes: int | None, total_bytes: int | None) -> str:
-    if held_bytes is None:
+def _device_cell(facts: RankFacts, board: RunBoard) -> str:
+    memory = facts.memory
+    if memory.device is None:
         return ""
-    of_total = f"<br>{quiet(f'of {format_bytes(total_bytes)}')}" if total_bytes else ""
-    return f"{format_bytes(held_bytes)}{of_total}"
+    of_total = (
+        f"<br>{quiet(f'of {format_bytes(memory.device_total)}')}" if memory.device_total else ""
+    )
+    return f"{format_bytes(memory.device)}{of_total}"
 
 
 _LOSS_COLUMN = "loss"
 _COLUMNS: dict[str, Callable[[RankFacts, RunBoard], str]] = {
     "progress": lambda facts, _: "<br>".join(map(_progress_html, progress_of(facts))),
     "state": _state_cell,
-    "step": _step_cell,
+    # Where a loop shows how far a rank is, the first line's step is enough.
+    "step": lambda facts, _: (
+        f"{facts.told.steps:,}" if facts.told.steps and not progress_of(facts) else ""
+    ),
     "steps/s": lambda facts, board: rate_text(facts.pace.recent(board.now)),
     "samples/s": lambda facts, board: (
         rate_text(facts.samples_pace.recent(board.now)) if facts.told.samples else ""
@@ -348,6 +347,6 @@ _COLUMNS: dict[str, Callable[[RankFacts, RunBoard], str]] = {
     _LOSS_COLUMN: _loss_cell,
     "metrics": _other_metrics,
     "memory": lambda facts, _: format_bytes(facts.memory.rss) if facts.memory.rss else "",
-    "on device": lambda facts, _: _of_total(facts.memory.device, facts.memory.device_total),
+    "on device": _device_cell,
 }
 """From a column's name to the HTML of a rank's cell, which is empty for no value."""

@@ -128,16 +128,13 @@ def live_line(board: RunBoard) -> str:
 
 def live_parts(board: RunBoard) -> list[str]:
     """The parts of the line but for the first, which says how many ranks there are."""
-    return [format_seconds(board.seconds), *_loop_words(board), *_training_words(board)]
-
-
-def _loop_words(board: RunBoard) -> list[str]:
-    """`epoch 3 of 14, 29.0 s left`, or `epoch 3, 2.0 s left in this epoch`."""
-    words = _epoch_words(board)
+    # `epoch 3 of 14, 29.0 s left`, or `epoch 3, 2.0 s left in this epoch`
+    loop = _epoch_words(board)
     if (left := most_left(board.ranks.values(), board.now)) is not None:
         of_words = f" in this {left.of_what}" if left.of_what else ""
-        words.append(f"{format_seconds(max(1.0, round(left.seconds)))} left{of_words}")
-    return [", ".join(words)] if words else []
+        loop.append(f"{format_seconds(max(1.0, round(left.seconds)))} left{of_words}")
+    parts = (format_seconds(board.seconds), ", ".join(loop), *_training_words(board))
+    return [part for part in parts if part]
 
 
 def _epoch_words(board: RunBoard) -> list[str]:
@@ -234,8 +231,8 @@ def live_text(board: RunBoard) -> str:
         if facts.state:  # else it has not been looked at yet
             groups.setdefault(facts.doing or facts.state, []).append(facts)
     lines = [
-        f"[{number_ranges([facts.rank for facts in group])}] {activity} · "
-        f"{_progress_words(group)}{_held_words(group, board)}"
+        f"[{number_ranges([facts.rank for facts in group])}] "
+        + " · ".join([activity, *_least_progress(group), _held_words(group, board)])
         for activity, group in groups.items()
     ]
     if len(lines) > MOST_ROWS:
@@ -298,11 +295,11 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
     return [*loops, *bars, *lines]
 
 
-def _progress_words(ranks: Sequence[RankFacts]) -> str:
-    """`epoch 3, 63 % (412 of 650) · `, of the rank that is least far; empty for no loop."""
+def _least_progress(ranks: Sequence[RankFacts]) -> list[str]:
+    """`epoch 3, 63 % (412 of 650)`, of the rank that is least far; nothing for no loop."""
     loops_of_ranks = [loops for facts in ranks if (loops := progress_of(facts))]
     least_far = min(loops_of_ranks, key=lambda loops: loops[0].fraction or 0.0, default=[])
-    return "".join(f"{loop} · " for loop in least_far)
+    return [str(loop) for loop in least_far]
 
 
 def _held_words(ranks: Sequence[RankFacts], board: RunBoard) -> str:

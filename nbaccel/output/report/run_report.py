@@ -256,14 +256,6 @@ def indented(rows: Sequence[Sequence[str]]) -> list[str]:
 # ------------------------------------------------------------------------- as HTML
 
 
-def report_part(facts: RunFacts) -> str:
-    """The report as a part of a page."""
-    title = html.escape(title_of(facts))
-    parts = quiet(" · ".join(_finished_parts(facts)))
-    headline = f"<div><b>{title}</b> {parts}</div>"
-    return _part_html(facts, headline + advice_html(facts.advice), facts.metric_names)
-
-
 def _part_html(facts: RunFacts, above: str, names: Sequence[str], *, as_image: bool = True) -> str:
     sections = "".join(
         # No heading element: the outline of a notebook would list it.
@@ -366,7 +358,10 @@ class RunReport:
         return target
 
     def _repr_html_(self) -> str:
-        return report_part(self.facts)
+        facts = self.facts
+        title, parts = html.escape(title_of(facts)), quiet(" · ".join(_finished_parts(facts)))
+        headline = f"<div><b>{title}</b> {parts}</div>"
+        return _part_html(facts, headline + advice_html(facts.advice), facts.metric_names)
 
     def __str__(self) -> str:
         return "\n".join(report_lines(self.facts))
@@ -475,24 +470,18 @@ def _share(kind: str, facts: RunFacts) -> str:
     return percent_of(spent_s, total_s) if total_s else ""
 
 
-def _steps(facts: RunFacts) -> str:
-    steps = max((figures.steps or 0 for figures in facts.ranks), default=0)
-    return f"{steps:,}" if steps else ""
-
-
-def _steps_per_s(facts: RunFacts) -> str:
-    rates = (figures.steps_per_s for figures in facts.ranks)
-    return rate_text(next((rate for rate in rates if rate is not None), None))
-
-
 _ROWS: dict[str, Callable[[RunFacts], str]] = {
     "run": title_of,
     "plan": lambda facts: facts.plan.headline,
     "began": lambda facts: facts.began.replace("T", " ").removesuffix("+00:00"),
     "ending": lambda facts: facts.ending or "done",
     "took": lambda facts: format_seconds(facts.seconds),
-    "steps": _steps,
-    "steps/s": _steps_per_s,
+    "steps": lambda facts: (
+        f"{steps:,}" if (steps := max((one.steps or 0 for one in facts.ranks), default=0)) else ""
+    ),
+    "steps/s": lambda facts: next(
+        filter(None, (rate_text(one.steps_per_s) for one in facts.ranks)), ""
+    ),
     "samples/s": lambda facts: rate_text(facts.samples_per_s),
     **{kind: functools.partial(_share, kind) for kind in TIME_KINDS},
     "most host memory": lambda facts: most_bytes(facts, "peak_host_bytes"),

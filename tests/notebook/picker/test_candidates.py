@@ -209,7 +209,6 @@ def seen(way: Candidate) -> tuple[object, ...]:
     return way.name, way.config, way.fits, way.need.bars[0]
 
 
-# ----------------------------------------------------------------------- in each precision
 def compared(inventory=None, **sizes: int) -> PickerModel:
     own = of_language(inventory, **sizes)
     own.compare_precisions(is_on=True)
@@ -235,30 +234,6 @@ def test_each_way_is_shown_in_each_precision_and_one_of_all_is_the_best(picker):
     assert best[0].precision == "bf16"
     for way, alone in zip(of_precision(own, "no"), own.candidates(), strict=True):
         assert seen(way) == seen(alone)
-
-
-def test_taking_a_way_with_its_precision_is_one_change():
-    own = compared()
-    before, told = own.config, []
-    own.observe(lambda: told.append(own.config))
-    own.take("FSDP", "bf16")
-    assert (own.config.strategy, own.config.mixed_precision) == ("fsdp", "bf16")
-    assert [(way.name, way.precision) for way in own.shown_candidates() if way.is_taken] == [
-        ("FSDP", "bf16")
-    ]
-    assert len(told) == 1
-    own.undo()
-    assert own.config == before
-    with pytest.raises(ConfigError, match="Did you mean 'FSDP'"):
-        own.take("FSPD", "bf16")
-
-
-def test_comparing_changes_nothing_that_is_chosen():
-    own = compared(width=64, layers=1)
-    assert own.config == RunConfig()
-    assert not own.can_undo
-    own.compare_precisions(is_on=False)
-    assert own.shown_candidates() == own.candidates()
 
 
 def test_the_fastest_precision_that_needs_no_care_is_the_best():
@@ -301,7 +276,6 @@ def test_a_better_precision_is_named_once_all_have_been_measured():
     assert own.precision_hint == "", "it is seen then"
 
 
-# ----------------------------------------------------------------------- proposals
 def test_a_colleague_proposes_processes_precision_way_and_batch(picker):
     first, *others = picker.proposals()
     assert first.title.startswith("2 processes, bf16, ")

@@ -173,16 +173,6 @@ def test_saving_is_whole_or_not_at_all(picker, tmp_path):
         picker.save(tmp_path / "no" / "folder" / "run.yaml")
 
 
-@needs.DEEPSPEED
-def test_numbers_of_yaml_are_numbers(picker):
-    picker.load(
-        "zero_optimization: {stage: 2, reduce_bucket_size: 5e8}\n"
-        "optimizer:\n  type: AdamW\n  params: {lr: 3e-5}\n"
-    )
-    assert picker.config.deepspeed["optimizer"]["params"]["lr"] == 3e-5
-    assert picker.config.deepspeed["zero_optimization"]["reduce_bucket_size"] == 5e8
-
-
 CONFIG = {
     "train_batch_size": "many",
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.99]}},
@@ -198,28 +188,10 @@ def lines_of(text: str) -> dict[str, int]:
     return {".".join(path): line for path, line in key_lines(text).items()}
 
 
-def test_keys_of_json_are_found_in_their_sections():
-    text = json.dumps(CONFIG, indent=2)
-    lines = lines_of(text)
-    written = text.splitlines()
-    for key, line in lines.items():
-        assert f'"{key.rpartition(".")[2]}"' in written[line - 1], key
-    first, second = (
-        lines[f"zero_optimization.{name}.device"] for name in ("offload_optimizer", "offload_param")
-    )
-    assert second == first + 3
-
-
 def test_keys_of_json_in_one_line_in_lists_and_behind_tabs():
     assert lines_of(json.dumps(CONFIG))["zero_optimization.stge"] == 1
     text = '{"a": {\n\t"b": [1, {"c": 2}],\n"d": "x: {y"}}'
     assert lines_of(text) == {"a": 1, "a.b": 2, "a.b.c": 2, "a.d": 3}
-
-
-def test_keys_of_yaml_are_found_by_their_indentation():
-    text = "a: 1\nzero:\n  stage: 2\n  offload:\n    device: cpu\nb: 2\n"
-    wanted = {"a": 1, "zero": 2, "zero.stage": 3, "zero.offload": 4}
-    assert lines_of(text) == {**wanted, "zero.offload.device": 5, "b": 6}
 
 
 @pytest.fixture

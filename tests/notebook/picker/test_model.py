@@ -32,30 +32,6 @@ def reasons(picker: PickerModel, name: str) -> dict[str, str]:
     return {option.label: reason for option, reason in picker.offers(name)}
 
 
-# ------------------------------------------------------------------------------ choosing
-@needs.DEEPSPEED_ROW
-def test_a_choice_makes_a_new_configuration():
-    picker = PickerModel(inventory=with_gpus(2))
-    first = picker.config
-    calls = []
-    picker.observe(lambda: calls.append(picker.config))
-
-    picker.choose("mixed_precision", "bf16")
-    picker.choose("zero_stage", 3)
-    picker.choose(OPTIMIZER_PLACE, "cpu")
-    picker.choose("num_processes", 2)
-
-    assert first == RunConfig()
-    assert picker.config == RunConfig(
-        num_processes=2,
-        mixed_precision="bf16",
-        zero_stage=3,
-        deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-    )
-    assert len(calls) == 4
-    assert calls[-1] == picker.config
-
-
 @needs.DEEPSPEED_ROW
 def test_undo_walks_back_to_the_start():
     picker = PickerModel(inventory=with_gpus(1))
@@ -223,21 +199,6 @@ def test_options_of_fp8_are_greyed_with_their_reasons(monkeypatch):
     assert "10.0 or newer and below 12.0" in reasons(hopper, "fp8.recipe")["mxfp8"]
 
 
-# ------------------------------------------------------------------------------ greying
-def test_options_are_greyed_by_the_machine():
-    without, old, new = (
-        PickerModel(inventory=WITHOUT_GPU),
-        PickerModel(inventory=with_gpus(1, capability=(8, 0))),
-        PickerModel(inventory=with_gpus(1)),
-    )
-    for picker in (without, old, new):
-        found = reasons(picker, "mixed_precision")
-        assert found == {"fp32": "", "fp16": "", "bf16": "", "fp8": ""}
-    assert "needs a GPU" in reasons(without, "device")["cuda"]
-    assert reasons(new, "device")["cuda"] == ""
-    assert "none was found" in reasons(new, "device")["tpu"]
-
-
 def test_a_tpu_is_offered_with_its_driver_its_precisions_and_its_memory():
     chosen = PickerModel(RunConfig(device="tpu"), model=net(), inventory=V5E_8)
     assert reasons(chosen, "device")["tpu"] == ""
@@ -301,7 +262,6 @@ def test_every_option_that_is_offered_can_be_chosen_and_no_other():
                         assert fresh.plan is not None, (setting.name, option, fresh.problems)
 
 
-# ------------------------------------------------------------------------------ memory
 @needs.DEEPSPEED_ROW
 def test_bars_are_the_estimate_against_the_machine():
     model = big()
@@ -440,18 +400,6 @@ def test_an_estimate_that_was_interrupted_is_made_at_the_next_change():
     assert picker.bars()
 
 
-def test_plain_training_holds_what_is_estimated():
-    """Every tensor of a model in training, counted, but for Adam's step counters."""
-    model = net(64)
-    picker = PickerModel(RunConfig(num_processes=1), model=model, inventory=WITHOUT_GPU)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 64)).sum().backward()
-    optimizer.step()
-    held = list(model.parameters()) + [p.grad for p in model.parameters()]
-    held += [t for s in optimizer.state.values() for name, t in s.items() if name != "step"]
-    assert picker.need.estimate.device.model_states == sum(t.nbytes for t in held)
-
-
 def test_without_a_model_nothing_is_claimed():
     picker = PickerModel(inventory=WITHOUT_GPU)
     assert picker.bars() == ()
@@ -501,7 +449,6 @@ def test_a_class_and_a_model_without_shapes_are_refused_with_what_to_do():
     assert PickerModel(model=lazy, inventory=WITHOUT_GPU).verdict.fits is True
 
 
-# ------------------------------------------------------------------------------ suggesting
 @needs.DEEPSPEED_ROW
 def test_suggest_takes_the_fastest_that_fits_as_one_change():
     picker = PickerModel(
@@ -547,7 +494,6 @@ def test_suggest_says_when_nothing_fits():
     assert picker.verdict.remedy.startswith("Nothing fits")
 
 
-# ------------------------------------------------------------------------------ faces
 @needs.DEEPSPEED_ROW
 def test_faces_say_the_same():
     picker = PickerModel(
@@ -615,55 +561,11 @@ def test_auto_is_shown_resolved_with_reasons():
     assert "data loader" in told["train_micro_batch_size_per_gpu"].reason
 
 
-@needs.DEEPSPEED_ROW
-def test_static_faces_hold_choices_and_estimate():
-    picker = PickerModel(
-        RunConfig(num_processes=2, zero_stage=3, master_addr="<script>"),
-        model=net(),
-        inventory=with_gpus(2),
-    )
-    text = picker_text(picker)
-    for part in ("ZeRO stage", "cuda:1 · NVIDIA H100", "Fits:", "zero_stage: 3"):
-        assert part in text
-    assert "2 processes" in text
-    alone = picker_text(picker, ["launch"])
-    assert "2 processes" in alone
-    assert "Precision  " not in alone
-    assert "1 machine " in text
-
-
 def test_every_setting_is_a_choice():
     fields = {setting.run_field.partition(".")[0] for setting in by_name().values()}
     assert fields >= set(RunConfig.model_fields) - {"deepspeed", "zero_stage"}
     landed = {s.run_field.removeprefix("fp8.") for s in settings("precision") if "fp8." in s.name}
     assert landed == set(Fp8Config.model_fields)
-
-
-def test_each_says_what_it_means_and_a_number_in_which_unit():
-    without_unit = {
-        # Ratios, counts of what the meaning names, and names that happen to be numbers.
-        "zero_optimization.offload_optimizer.ratio",
-        "zero_optimization.offload_optimizer.cpuadam_cores_perc",
-        "gradient_predivide_factor",
-        "fp16.loss_scale",
-        "fp16.hysteresis",
-        "fp16.min_loss_scale",
-        "activation_checkpointing.number_checkpoints",
-        "checkpoint.writer.io_multiplier",
-        "flops_profiler.recompute_fwd_factor",
-        "flops_profiler.module_depth",
-        "flops_profiler.top_modules",
-        "compare",
-        "node_rank",
-        "use_port",
-    }
-    for setting in by_name().values():
-        assert setting.meaning.endswith("."), setting.name
-        assert len(setting.meaning) < 160, setting.name
-        assert setting.label
-        if setting.kind in ("whole", "number") and not setting.unit:
-            assert setting.name in without_unit
-        assert bool(setting.options) == (setting.kind == "one-of"), setting.name
 
 
 def test_common_ones_come_first():

@@ -9,21 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.memory.estimate import SEGMENT_KINDS, BarSegment, MemoryBar, MemoryNeed
 from nbaccel.memory.ways import Candidate, Proposal
 from nbaccel.notebook.picker import rendering
 from nbaccel.notebook.picker.choices import (
-    groups_of_ways,
     hint_of,
-    is_shown_once,
     name_with_precision,
-    precision_label,
 )
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.rendering import (
-    TABLE_CHARS,
     picker_sections,
     picker_text,
     precision_table_lines,
@@ -114,7 +109,6 @@ def test_the_name_of_a_model_is_text_too():
     assert EVIL in " ".join(Html(html).words)
 
 
-# ------------------------------------------------------------------------------ styles
 def test_what_is_only_a_style_asks_nobody_for_anything():
     front = rendering.front_html("nbaccel-static-1")
     assert not re.search(r"https?://|@import|url\(", front)
@@ -136,25 +130,6 @@ def test_every_kind_of_memory_has_a_colour():
         assert f".nbaccel-{kind} {{ background" in style
 
 
-def test_nothing_to_say_is_nothing_shown():
-    assert rendering.note_html("") == ""
-    assert rendering.error_html([]) == ""
-    assert rendering.remarks_html([]) == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "css"),
-    [
-        ("zero_optimization.stage", "zero_optimization-stage"),
-        (None, "none"),
-        ("A b/<c>", "a-b--c-"),
-    ],
-)
-def test_names_become_classes(name, css):
-    assert rendering.css_name(name) == css
-
-
-# ------------------------------------------------------------------------------ the table of bars
 def test_all_bars_have_one_scale_and_a_line_where_the_memory_ends():
     read = Html(table(FITTING, replace(LACKING, name="other")))
     widths = [a["style"] for a in read.of("nbaccel-segment")]
@@ -242,7 +217,6 @@ def test_each_place_has_a_row_with_its_numbers():
     assert [a["style"] for a in unknown.of("nbaccel-segment")] == ["width:75.000%", "width:25.000%"]
 
 
-# ------------------------------------------------------------------------------ as it is kept
 @needs.DEEPSPEED
 def test_terminal_and_saved_notebook_show_the_three_questions_and_what_is_best():
     config = RunConfig(mixed_precision="bf16")
@@ -297,46 +271,6 @@ def in_each_precision(picker: PickerModel) -> tuple[Candidate, ...]:
     shown = picker.shown_candidates()
     picker.compare_precisions(is_on=False)
     return shown
-
-
-def cells_of_text(picker: PickerModel, way_names: list[str]) -> dict[tuple[str, str], list[str]]:
-    """The lines of each cell, by the way that its row is of and its column's heading."""
-    fits = picker_text(picker).partition("3. What fits\n")[2].partition("\n\n")[0]
-    _, heading, *rows = [line[2:] for line in fits.splitlines()]
-    labels = heading.split()
-    starts = [heading.index(label) for label in labels]
-    ends = [*starts[1:], TABLE_CHARS]
-    cells: dict[tuple[str, str], list[str]] = {}
-    names, is_whole = list(way_names), True
-    for row in rows:
-        # A long name goes on in the next lines.
-        if (name_part := row[: starts[0]].strip()) and is_whole:
-            if not names:
-                break
-            way, name = names.pop(0), name_part
-        elif name_part:
-            name = f"{name} {name_part}"
-        is_whole = name == way
-        for label, start, end in zip(labels, starts, ends, strict=True):
-            if text := row[start:end].strip():
-                cells.setdefault((way, label), []).append(text)
-    assert not names
-    return cells
-
-
-def test_a_terminal_has_the_numbers_of_the_form_s_strip(picker):
-    groups = list(groups_of_ways(in_each_precision(picker)))
-    cells = cells_of_text(picker, [way_name for way_name, _ in groups])
-    shown = [one for _, of_way in groups if not is_shown_once(of_way) for one in of_way]
-    assert len(shown) >= 4
-    for one in shown:
-        size, *rest = cells[one.name, precision_label(one.precision)]
-        assert size == f"{'✓' if one.fits else '✗'} {format_bytes(one.need.bars[0].needed)}"
-        words = [("chosen", one.is_taken), ("★ best", one.is_best)]
-        marks = [word for word, is_true in words if is_true]
-        _, *others = one.need.bars
-        host = [f"+ {format_bytes(bar.needed)}" for bar in others if bar.is_host and bar.needed]
-        assert rest == [*host, *marks]
 
 
 def test_no_line_is_wider_than_a_terminal(picker):
@@ -410,7 +344,6 @@ def test_settings_that_are_no_way_of_the_table_are_told():
     assert "chosen" not in text.partition("3. What fits\n")[2].partition("What is chosen")[0]
 
 
-# ----------------------------------------------------------------------- nothing waits for it
 def measurements(picker: PickerModel, monkeypatch) -> list[str]:
     """The precisions that are measured from now on."""
     memory_model, told = picker._memory_model, []

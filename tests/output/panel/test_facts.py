@@ -20,7 +20,6 @@ from nbaccel.output.panel.facts import (
     StepPace,
     TimeLeft,
     loss_first,
-    mean,
     most_left,
 )
 from tests.output.panel.finished import final_html, final_line, report
@@ -35,9 +34,6 @@ def metrics(time: float, steps: int, device_bytes: int | None = None, **values: 
 def row(state: str = "running", **more: object) -> RankStatus:
     settled = {"rank": 0, "seconds": 0.0, "rss_bytes": GIB} | more
     return RankStatus(state=state, **settled)
-
-
-# ------------------------------------------------------------------------- history
 
 
 @given(st.integers(min_value=1, max_value=3000), st.integers(min_value=2, max_value=40))
@@ -62,14 +58,6 @@ def test_a_spike_of_one_step_stays(place: int, spike: float) -> None:
     points = dict(history.points())
     assert points[place] == spike or math.isnan(points[place])
     assert len(points) < 160
-
-
-def test_an_empty_history_has_nothing() -> None:
-    history = MetricHistory()
-    assert (history.first, history.last, history.values()) == (None, None, [])
-
-
-# ------------------------------------------------------------------------- speed
 
 
 def test_speed_is_of_the_last_seconds_and_of_all() -> None:
@@ -105,9 +93,6 @@ def test_who_counts_anew_is_timed_anew() -> None:
     assert pace.overall == pytest.approx(5.0)
 
 
-# ------------------------------------------------------------------------- what is heard
-
-
 @pytest.mark.parametrize(
     ("names", "chosen"),
     [
@@ -130,12 +115,6 @@ def test_a_better_name_that_comes_later_begins_a_history_of_its_own() -> None:
     facts = board.ranks[0]
     assert (facts.loss_name, facts.loss.values()) == ("loss", [5.0, 4.0])
     assert facts.metrics == {"lr": 0.1, "loss": 4.0}
-
-
-def test_a_rank_that_is_not_shown_is_not_heard() -> None:
-    board = RunBoard([0], began_at=0.0)
-    board.receive(7, metrics(1.0, 1, loss=1.0))
-    assert list(board.ranks) == [0]
 
 
 def looping(time: float, batches: int, **more: object) -> Metrics:
@@ -202,9 +181,6 @@ def test_all_metrics_have_a_history_and_the_loss_is_named_first() -> None:
     assert board.ranks[1].histories["lr"].points() == [(1.0, 0.2)]
 
 
-# ------------------------------------------------------------------------- the mean of ranks
-
-
 def test_the_mean_of_ranks_that_report_together_is_theirs() -> None:
     points = [[(float(i), i * 2.0) for i in range(10)], [(float(i), 0.0) for i in range(10)]]
     assert mean_points(points) == [(float(i), float(i)) for i in range(10)]
@@ -222,9 +198,6 @@ def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number() ->
     ends_as_nan = [(float(i), float(i) if i < 5 else math.nan) for i in range(10)]
     assert mean_points([ends_as_nan, ends_as_nan]) == ends_as_nan[:5]
     assert mean_points([[(0.0, 1e308)], [(0.0, 1e308)]])[0][1] == pytest.approx(1e308)
-
-
-# ------------------------------------------------------------------------- what is seen
 
 
 def test_peaks_stay_and_a_rank_that_has_gone_keeps_its_last_weight() -> None:
@@ -255,13 +228,6 @@ def test_a_state_is_as_old_as_when_it_was_first_seen() -> None:
     board.now = 9.0
     board.see([row("running", seconds=9.0)])
     assert board.ranks[0].since == 5.0
-
-
-def test_a_mean_shows_what_is_no_number() -> None:
-    assert mean([1.0, 3.0]) == 2.0
-    assert mean([]) is None
-    assert math.isnan(mean([1.0, math.nan]) or 0.0)
-    assert mean([1.0, -math.inf]) == -math.inf
 
 
 BATCH_S = 0.5
@@ -300,14 +266,7 @@ class TqdmBar:
 
 
 class Training:
-    """A training by a clock of its own: what ranks report of it, and what it will really take.
-
-    Args:
-        epochs: What `accelerator.progress` is told.
-        has_outer_bar: Whether the loop over epochs is one of `accelerator.progress`.
-        evaluates: Whether each epoch ends with a loop over other batches, which has a name.
-        bar: That of tqdm around the loop over epochs.
-    """
+    """A training by a clock of its own: what ranks report of it, and what it will really take."""
 
     def __init__(
         self,
@@ -589,18 +548,6 @@ def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first: int)
     assert max(whole, default=0.0) < 10.0, "its rounds are no epochs"
 
 
-def test_within_epochs_such_a_loop_is_an_epoch() -> None:
-    run = Nested()
-    for _ in run.progress(4):
-        for number in run.progress(40):
-            run.now += BATCH_S
-            if number % 10 == 5:
-                run.batches(2, "validation")
-    assert run.steps == 4 * (40 + 4 * 2)
-    least, most = run.least_and_most(after=30.0)
-    assert 0.9 < least <= most < 1.3
-
-
 def test_two_loops_beside_each_other_are_no_epochs_of_each_other() -> None:
     run = Nested()
     for _ in zip(run.progress(100), run.progress(100), strict=True):
@@ -616,15 +563,6 @@ def test_a_training_that_goes_on_counts_the_epochs_that_are_left() -> None:
             run.batches(BATCHES)
     least, most = run.least_and_most(after=2 * BATCHES * BATCH_S)
     assert 0.9 < least <= most < 1.1
-
-
-def test_the_rest_of_an_epoch_is_one_of_the_epochs_that_were_told() -> None:
-    run = Nested()
-    run.batches(8, epochs=6)
-    for _ in range(5):
-        run.batches(BATCHES, epochs=6)
-    least, most = run.least_and_most(after=(8 + BATCHES) * BATCH_S)
-    assert 0.6 < least <= most < 1.1
 
 
 def test_where_each_epoch_has_another_length_nothing_is_said_that_grows() -> None:

@@ -15,7 +15,7 @@ from nbaccel.base.training_metrics import Metrics, ProgressBar
 from nbaccel.output.panel import curves, live_html, words
 from nbaccel.output.panel.curves import ACCENT_COLOUR
 from nbaccel.output.panel.facts import RankStatus, RunBoard
-from nbaccel.output.panel.live_html import ADVICE_COLOUR, mean_time_html
+from nbaccel.output.panel.live_html import ADVICE_COLOUR
 from nbaccel.output.panel.words import advice_of, live_text
 from nbaccel.output.report.run_facts import facts_of
 from nbaccel.output.report.run_report import RunReport
@@ -86,9 +86,6 @@ def both(board: RunBoard) -> list[str]:
     return [live_html.live_html(board, is_stoppable=True), final_html(board)]
 
 
-# ------------------------------------------------------------------------- HTML
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_whatever_a_worker_says_is_text(which: int) -> None:
     board = board_of(1, doing=NASTY, rewritten_lines=(NASTY,))
@@ -157,10 +154,6 @@ def test_of_many_ranks_the_worst_have_rows_and_the_rest_share_one() -> None:
     assert page.rows[-1] == ["and 56 more ranks: running · steps 500 to 502 · 1.0 GiB"]
 
 
-def test_eight_ranks_have_a_row_each() -> None:
-    assert len(Page(both(board_of(8))[0]).rows) == 9
-
-
 def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
     board = board_of(2, state="done")
     told(board, 0, 1000, 4.0, 2.0, 1.0)
@@ -185,14 +178,6 @@ def test_a_metric_of_another_name_gives_the_column_its_name() -> None:
     assert saved.column("accuracy") == ["3 → 2", "3 → 2"]
     told(board, 1, 3, 2.0, name="train_loss")
     assert Page(both(board)[0]).column("loss") == ["accuracy 2", "train_loss 2"]
-
-
-def test_all_metrics_that_ranks_report_are_saved() -> None:
-    board = board_of(1)
-    for step in (1, 2):
-        values = {f"m{number}": float(step) for number in range(16)}
-        board.receive(0, report(float(step), step, values))
-    assert final_html(board).count("<img") == 16
 
 
 def test_metrics_beyond_those_that_are_reported_are_named() -> None:
@@ -293,9 +278,6 @@ def test_messages_of_libraries_are_folded_and_counted() -> None:
         assert {"details", "summary"} <= {*page.kinds}
 
 
-# ------------------------------------------------------------------------- charts
-
-
 def test_any_metric_has_a_chart_and_epochs_are_marked() -> None:
     board = board_of(2)
     for rank in (0, 1):
@@ -312,15 +294,6 @@ def test_any_metric_has_a_chart_and_epochs_are_marked() -> None:
     for text in ("epoch 2", "rank 0", "rank 1", "mean of ranks", "step"):
         assert text in chart
     assert curves.metric_chart(board.curves("unknown"), "unknown") == ""
-
-
-def test_one_value_makes_no_chart() -> None:
-    board = board_of(1)
-    told(board, 0, 1, 3.0)
-    assert "<svg" not in both(board)[0]
-
-
-# ------------------------------------------------------------------------- one line
 
 
 def test_the_mean_loss_is_of_ranks_that_mean_the_same() -> None:
@@ -342,9 +315,6 @@ def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> 
     assert f"step {steps:,} ({words})" in final_line(board)
 
 
-# ------------------------------------------------------------------------- curves
-
-
 @pytest.mark.parametrize(
     ("values", "blocks"),
     [
@@ -361,19 +331,12 @@ def test_a_curve_has_a_block_for_each_value(values: list[float], blocks: str) ->
     assert curves.sparkline(values) == blocks
 
 
-def test_a_loss_that_falls_by_factors_is_a_slope_and_not_a_cliff() -> None:
-    assert len(set(curves.sparkline([1000.0, 100.0, 10.0, 1.0]))) == 4
-
-
 @given(st.lists(st.floats(), max_size=200))
 def test_any_values_have_a_curve(values: list[float]) -> None:
     blocks = curves.sparkline(values)
     assert len(blocks) == min(len(values), curves.SPARK_CHARS)
     assert set(blocks) <= set("▁▂▃▄▅▆▇█!")
     assert html_module.escape(blocks) == blocks
-
-
-# ------------------------------------------------------------------------- where the time goes
 
 
 def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> None:
@@ -394,10 +357,6 @@ def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> 
     assert "Rank 1 holds the others up" in final, "what stays has the times rank by rank"
     assert "waited for rank 1" in final_line(board)
     assert "waited for rank" not in words.live_line(board)
-
-
-def test_without_such_a_report_there_is_no_bar_of_times() -> None:
-    assert mean_time_html(board_of(2).times.by_rank()) == ""
 
 
 def trained_board(

@@ -71,38 +71,6 @@ def test_messages_are_a_quarter_of_a_second_apart(seen: Seen) -> None:
         assert min(gaps) >= metrics_reporter.REPORT_INTERVAL_S
 
 
-def test_the_step_that_is_given_is_the_one_that_is_told(launch: Launch, seen: Seen) -> None:
-    def train() -> None:
-        accelerator = Accelerator()
-        for step in (100, 200, 300):
-            accelerator.log({"loss": 1.0}, step=step)
-
-    launch(train)
-    assert [facts.told.steps for facts in seen.board.ranks.values()] == [300, 300]
-
-
-def test_progress_tells_batches_and_losses(launch: Launch, seen: Seen) -> None:
-    def train() -> list[float]:
-        accelerator = Accelerator()
-        net = accelerator.prepare_model(nn.Linear(2, 1))
-        losses = []
-        for _ in range(2):
-            for batch in accelerator.progress([torch.ones(3, 2)] * 4):
-                loss = net(batch).square().mean() * (1 + accelerator.process_index)
-                accelerator.backward(loss)
-                losses.append(float(loss.detach()))
-        return losses
-
-    results = launch(train)
-    for rank, losses in enumerate(results):
-        facts = seen.board.ranks[rank]
-        assert facts.told.steps == 8
-        assert facts.metrics == {"loss": pytest.approx(losses[-1])}
-        assert seen.messages_of(rank)[0].steps == 0, "the speed is reckoned from the start"
-        assert facts.pace.overall is not None
-        assert facts.pace.overall > 0
-
-
 def test_in_a_progress_loop_a_step_is_a_batch_and_the_loss_is_the_one_that_is_logged(
     seen: Seen,
 ) -> None:
@@ -118,41 +86,6 @@ def test_in_a_progress_loop_a_step_is_a_batch_and_the_loss_is_the_one_that_is_lo
     for facts in seen.board.ranks.values():
         assert facts.told.steps == 6
         assert (facts.loss_name, facts.loss.last) == ("train_loss", 7.0)
-
-
-def test_the_first_value_of_a_metric_is_told_though_a_loop_has_just_begun(seen: Seen) -> None:
-    def train() -> None:
-        accelerator = Accelerator()
-        for i in accelerator.progress(range(1, 41)):
-            accelerator.log({"loss": 1 / i})
-            time.sleep(0.01)
-
-    notebook_launcher(train, (), 2)
-    for facts in seen.board.ranks.values():
-        assert (facts.loss.first, facts.loss.last) == (1.0, 1 / 40)
-
-
-def test_progress_tells_epochs_batches_and_samples_of_each_rank(launch: Launch, seen: Seen) -> None:
-    def train() -> None:
-        accelerator = Accelerator()
-        for _ in range(3):
-            for _ in accelerator.progress([torch.ones(4, 2)] * (5 + accelerator.process_index)):
-                pass
-            for _ in accelerator.progress([torch.ones(2, 2)] * 2, "check"):
-                pass
-
-    launch(train)
-    for rank in (0, 1):
-        facts = seen.board.ranks[rank]
-        assert (facts.loop_label, facts.told.epoch) == ("check", 3)
-        assert (facts.told.batches, facts.told.total_batches) == (2, 2)
-        assert facts.told.samples == 3 * (4 * (5 + rank) + 2 * 2)
-        assert facts.told.steps == 3 * (5 + rank + 2)
-        assert facts.marks == [
-            (float(epoch * (7 + rank) + offset), name)
-            for epoch in range(3)
-            for offset, name in ((0, f"epoch {epoch + 1}"), (5 + rank, "check"))
-        ]
 
 
 def test_a_value_is_a_point_at_the_step_of_its_report(seen: Seen) -> None:
@@ -256,9 +189,6 @@ def test_in_live_workers_each_cell_counts_from_its_start(seen: Seen) -> None:
 
         pool.call(train)
         assert [facts.told.steps for facts in seen.board.ranks.values()] == [77, 77]
-
-
-# ------------------------------------------------------------------------- without a launch
 
 
 def test_without_a_launch_nobody_is_told() -> None:
@@ -447,35 +377,6 @@ def test_what_is_logged_takes_the_place_of_what_was_seen(seen: Seen) -> None:
         assert facts.loss.points() == [(10.0, 2.0), (20.0, 2.0)]
         assert set(facts.histories) == {"train_loss", "lr"}, "epochs are what it is drawn over"
         assert facts.told.steps == 20
-
-
-def test_a_loop_of_progress_counts_its_own_batches(seen: Seen) -> None:
-    def train(net: nn.Module) -> None:
-        accelerator = Accelerator()
-        net, batches = accelerator.prepare(net, loader())
-        for inputs, _ in accelerator.progress(batches):
-            accelerator.backward(net(inputs).mean())
-
-    notebook_launcher(train, (nn.Linear(2, 1),), 2)
-    for facts in seen.board.ranks.values():
-        assert facts.told.steps == facts.told.batches == SAMPLES // 2 // BATCH
-        assert (facts.told.epoch, facts.told.loop_is_seen) == (1, False)
-        assert facts.told.samples == SAMPLES // 2
-
-
-def test_within_a_loop_over_epochs_steps_are_those_of_the_optimizer(seen: Seen) -> None:
-    def train(net: nn.Module) -> None:
-        accelerator = Accelerator()
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        net, optimizer, batches = accelerator.prepare(net, optimizer, loader())
-        for _ in accelerator.progress(range(EPOCHS)):
-            for inputs, _ in batches:
-                accelerator.backward(net(inputs).mean())
-                optimizer.step()
-
-    notebook_launcher(train, (nn.Linear(2, 1),), 2)
-    for facts in seen.board.ranks.values():
-        assert facts.told.steps == EPOCHS * SAMPLES // 2 // BATCH
 
 
 def test_a_spike_of_one_step_is_seen(seen: Seen) -> None:

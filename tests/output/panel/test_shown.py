@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from nbaccel import Accelerator, Pool, notebook_launcher
+from nbaccel import Accelerator, notebook_launcher
 from nbaccel.base.processes import process_use
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.devices.cuda import Meter
@@ -24,7 +22,6 @@ from nbaccel.output import publish
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.publish import CellPlace
-from tests import worker_functions as workers
 from tests.output.panel.conftest import Seen
 from tests.output.panel.finished import PLAN, report
 
@@ -41,17 +38,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Told(Dashboard):
-    """One whose lines for a terminal are kept."""
-
-    def __init__(self, said: list[str], *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._said = said
-
-    def _say(self, text: str) -> None:
-        self._said.append(text)
 
 
 class Cell:
@@ -180,40 +166,36 @@ def test_a_terminal_gets_a_line_now_and_then(
     )
 
 
-def test_what_ranks_hold_is_told_from_least_to_most(clock: Clock) -> None:
-    said: list[str] = []
-    board = Told(said, [0, 1], plan=PLAN, read_clock=clock)
+def test_what_ranks_hold_is_told_from_least_to_most(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
     clock.now += 1
     board.update([row(0, device_bytes=GIB), row(1, rss_bytes=2 * GIB, device_bytes=3 * GIB)])
-    assert "[0-1] running · 1.0 GiB to 2.0 GiB, on the device 1.0 GiB to 3.0 GiB" in said[0]
+    assert "[0-1] running · 1.0 GiB to 2.0 GiB, on the device 1.0 GiB to 3.0 GiB" in (
+        capsys.readouterr().err
+    )
 
 
-def test_the_lines_of_a_terminal_go_where_they_are_told(clock: Clock) -> None:
-    said: list[str] = []
-    board = Told(said, [0], plan=PLAN, read_clock=clock)
-    clock.now += 1
-    board.update([row(0, "reading")])
-    assert said == ["nbaccel: 1 rank · 1.0 s\nnbaccel: [0] reading · 1.0 GiB"]
-
-
-def test_memory_is_looked_at_more_often_than_a_terminal_is_told(clock: Clock) -> None:
-    said: list[str] = []
-    board = Told(said, [0], plan=PLAN, read_clock=clock)
+def test_memory_is_looked_at_more_often_than_a_terminal_is_told(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = Dashboard([0], plan=PLAN, read_clock=clock)
     for gib in (1, 7, 2, 1):
         clock.now += 1
         board.update([row(0, rss_bytes=gib * GIB)])
     board.finish()
+    said = capsys.readouterr().err.splitlines()
     assert said[-1] == "nbaccel: 1 rank · 4.0 s · up to 7.0 GiB"
 
 
 def test_it_can_be_turned_off(cell: Cell, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
-    said: list[str] = []
-    board = Told(said, [0], plan=PLAN, read_clock=clock)
+    board = Dashboard([0], plan=PLAN, read_clock=clock)
     clock.now += 5
     board.update([row(0)])
     board.finish()
-    assert (cell.taken, said) == (0, [])
+    assert cell.taken == 0
 
 
 def metrics(time: float, steps: int, loss: float = 1.0) -> Metrics:
@@ -243,21 +225,6 @@ def test_the_words_say_how_to_stop_where_no_script_puts_a_button(cell: Cell, clo
     assert "<script" not in cell.html, "no server has started this kernel"
     board.finish()
     assert "Stop" not in cell.html
-
-
-def test_what_stays_is_folded_away(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
-    clock.now += 1
-    board.update([row(0), row(1)])
-    board.board.receive(0, metrics(100.5, 0, 4.0))
-    board.board.receive(0, metrics(101.0, 50, 2.0))
-    board.finish([row(0, state="done", rss_bytes=0), row(1, state="failed")], ending="failed")
-    assert cell.text == (
-        "2 ranks · failed after 1.0 s · step 50 (100/s) · loss 2 █▁ · up to 1.0 GiB each"
-    )
-    assert cell.html.index("<summary") < cell.html.index("</summary>") < cell.html.index("<table")
-    for told in ("done", "failed", "4 → 2", "1.0 GiB"):
-        assert told in cell.html
 
 
 def test_a_launch_whose_output_goes_to_a_file_adds_nothing_to_it(
@@ -321,98 +288,3 @@ def test_a_meter_reads_and_lets_go() -> None:
     assert meter is not None
     assert all(held > 0 for held in meter.read().values())
     meter.close()
-
-
-BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
-
-
-class Clicker:
-    """Clicks when all ranks have said that they run."""
-
-    def __init__(self, seen: Seen, *, ranks: int = 2, clicks: int = 1) -> None:
-        self._seen, self._ranks, self._clicks = seen, ranks, clicks
-        self.reads, self.writes = os.pipe()
-        self.clicked = 0.0
-        self._thread = threading.Thread(target=self._click)
-        self._thread.start()
-
-    def _click(self) -> None:
-        said = b""
-        while len(said) < self._ranks:
-            said += os.read(self.reads, 8)
-        # A button is there a second later; these ranks may run before anybody listens to them.
-        while self._seen.shows[-1]._watched is None:
-            time.sleep(0.01)
-        self.clicked = time.monotonic()
-        for _ in range(self._clicks):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
-
-    def close(self) -> None:
-        self._thread.join(10)
-        os.close(self.reads)
-        os.close(self.writes)
-
-
-@pytest.fixture
-def clicker(seen: Seen) -> Iterator[Callable[..., Clicker]]:
-    made: list[Clicker] = []
-
-    def make(**settings: int) -> Clicker:
-        made.append(Clicker(seen, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def wait_for_stop(fd: int) -> None:
-    os.write(fd, b"r")
-    time.sleep(workers.FOREVER_S)
-
-
-def unwinding_for_ever(fd: int) -> None:
-    os.write(fd, b"r")
-    try:
-        time.sleep(workers.FOREVER_S)
-    finally:
-        time.sleep(workers.FOREVER_S)
-
-
-@pytest.mark.forks
-def test_a_click_ends_a_launch_as_an_interrupt_does(
-    seen: Seen, clicker: Callable[..., Clicker]
-) -> None:
-    one = clicker()
-    with pytest.raises(KeyboardInterrupt, match="workers have been stopped"):
-        notebook_launcher(wait_for_stop, (one.writes,), 2, start_method="fork")
-    assert time.monotonic() - one.clicked < BOUND_S
-    assert seen.board.ending == "stopped"
-    assert [facts.state for facts in seen.board.ranks.values()] == ["stopped", "stopped"]
-
-
-@pytest.mark.forks
-def test_a_second_click_waits_no_longer(seen: Seen, clicker: Callable[..., Clicker]) -> None:
-    one = clicker(clicks=2)
-    with pytest.raises(KeyboardInterrupt):
-        notebook_launcher(unwinding_for_ever, (one.writes,), 2, start_method="fork")
-    assert time.monotonic() - one.clicked < 2.0, "one that unwinds has seconds otherwise"
-
-
-def test_a_click_ends_a_cell_and_its_workers_live_on(
-    seen: Seen, clicker: Callable[..., Clicker]
-) -> None:
-    one = clicker()
-    names = {"fd_path": f"/proc/{os.getpid()}/fd/{one.writes}"}
-    with Pool(2, namespace=names) as pool:
-        pool.run("import os, time; pid = os.getpid()")
-        before = pool.pull("pid")
-        with pytest.raises(KeyboardInterrupt, match="live on"):
-            pool.run(
-                "fd = os.open(fd_path, os.O_WRONLY)\nos.write(fd, b'r')\nos.close(fd)\n"
-                "time.sleep(600)"
-            )
-        assert time.monotonic() - one.clicked < BOUND_S
-        assert seen.board.ending == "stopped"
-        assert pool.pull("pid") == before

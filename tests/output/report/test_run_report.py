@@ -98,20 +98,6 @@ EMPTY = facts(
 )
 
 
-# ------------------------------------------------------------------------- JSON
-
-
-@pytest.mark.parametrize("known", [facts(), EMPTY], ids=["whole", "empty"])
-def test_a_report_survives_json(known: RunFacts) -> None:
-    report = RunReport(known)
-    text = json.dumps(report.to_dict(), allow_nan=False)
-    again = RunReport.from_dict(json.loads(text))
-    assert again.to_dict() == report.to_dict()
-    # Not the facts themselves where a value is no number: that is unequal to itself.
-    assert str(again) == str(report)
-    assert again._repr_html_() == report._repr_html_()
-
-
 def test_the_json_form_is_the_documented_one() -> None:
     document = RunReport(facts()).to_dict()
     assert (document["format"], document["version"]) == ("nbaccel.report", 1)
@@ -185,9 +171,6 @@ def test_nothing_of_somebody_elses_report_runs_in_a_page() -> None:
     assert refused > len(PLACES) / 2
 
 
-# ------------------------------------------------------------------------- files
-
-
 def test_it_is_saved_as_html_and_as_json(tmp_path: Path) -> None:
     report = RunReport(facts())
     page = report.save(tmp_path / "run.html")
@@ -196,13 +179,6 @@ def test_it_is_saved_as_html_and_as_json(tmp_path: Path) -> None:
     report.save(os.fspath(tmp_path / "run.JSON"))
     assert json.loads((tmp_path / "run.JSON").read_text("utf-8")) == report.to_dict()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.JSON", "run.html"]
-
-
-def test_a_file_that_was_there_is_replaced(tmp_path: Path) -> None:
-    target = tmp_path / "run.html"
-    target.write_text("old")
-    RunReport(facts()).save(target)
-    assert "old" not in target.read_text("utf-8")[:100]
 
 
 @pytest.mark.parametrize("name", ["run", "run.txt", "run.html.gz"])
@@ -215,9 +191,6 @@ def test_another_ending_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing.* does not exist"):
         RunReport(facts()).save(tmp_path / "missing" / "run.html")
-
-
-# ------------------------------------------------------------------------- HTML
 
 
 @pytest.mark.parametrize("known", [facts(), EMPTY], ids=["whole", "empty"])
@@ -250,13 +223,6 @@ def test_texts_are_escaped_and_whole() -> None:
     assert not any("script" in chart.kinds for chart in charts)
 
 
-def test_the_bar_is_in_the_table_too() -> None:
-    words = Html(RunReport(facts())._repr_html_()).words
-    assert "5.0 s (53 %)" in words
-    assert "8.0 s (84 %)" in words
-    assert "waiting for others" in words
-
-
 def test_parts_of_the_bar_differ_in_pattern() -> None:
     reader = Html(RunReport(facts())._repr_html_())
     looks = {
@@ -266,14 +232,6 @@ def test_parts_of_the_bar_differ_in_pattern() -> None:
     }
     patterns = {look.rpartition(")")[0] for look in looks}
     assert len(patterns) == len(looks) == 4
-
-
-def test_the_part_has_a_title() -> None:
-    report = RunReport(facts())
-    assert "Run on 2 workers" in report._repr_html_()
-
-
-# ------------------------------------------------------------------------- words
 
 
 def test_who_holds_the_others_up_is_said_with_the_reason() -> None:
@@ -321,13 +279,6 @@ def test_a_run_too_short_to_measure_says_so() -> None:
     assert "No loop over batches was seen." in text
     assert "Curves" not in text
     assert "No loop over batches was seen." in RunReport(EMPTY)._repr_html_()
-
-
-def test_an_ending_that_was_not_well_is_in_the_headline() -> None:
-    assert str(RunReport(facts(ending="stopped"))).startswith("Run on 2 workers · stopped after")
-
-
-# ------------------------------------------------------------------------- curves
 
 
 def points(values: Sequence[float]) -> list[tuple[float, float]]:
