@@ -376,6 +376,8 @@ def estimate_memory(
     gpus = machine.gpus[:num_processes]
     device, host, nvme = _BYTES_AT_STAGE[settings.stage](settings, shape, world_size, not gpus)
     folders = tuple(nvme_folders(given))
+    contents = {"optimizer": settings.optimizer_place, "parameters": settings.parameter_place}
+    moved = [f"{content} on {place}" for content, place in contents.items() if place != "none"]
     names = ", ".join(settings.unknown)
     note = f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.'
     return MemoryEstimate(
@@ -383,7 +385,7 @@ def estimate_memory(
         host=host * num_processes,
         nvme=nvme * num_processes,
         shape=shape,
-        strategy=_in_words(settings),
+        strategy=", ".join([f"ZeRO-{settings.stage}", settings.precision, *moved]),
         settings=settings,
         num_processes=num_processes,
         num_nodes=num_nodes,
@@ -418,12 +420,6 @@ def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
             "depends on which weights belong to linear layers. Give the module (it may be on meta)."
         )
     return model_states(model, world_size=world_size, formats=formats)
-
-
-def _in_words(settings: CountedSettings) -> str:
-    places = (("optimizer", settings.optimizer_place), ("parameters", settings.parameter_place))
-    moved = [f"{content} on {place}" for content, place in places if place != "none"]
-    return ", ".join([f"ZeRO-{settings.stage}", settings.precision, *moved])
 
 
 def _check_arguments(
@@ -485,7 +481,14 @@ def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
     if not needed_bytes:
         return
     # Both folders may be on one disk: the whole need must fit on the fuller of the two.
-    free_room, folder = min((_free_room(folder, in_use), folder) for folder in need.nvme_folders)
+    room_of = {
+        folder: free_bytes(folder)
+        # What an earlier run has left there will be overwritten.
+        + sum(one.stat().st_size for one in folder.glob("zero_stage_3/*/rank*/*.swp"))
+        * (folder not in in_use)
+        for folder in need.nvme_folders
+    }
+    free_room, folder = min((room, folder) for folder, room in room_of.items())
     if needed_bytes > free_room:
         raise ConfigError(
             f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
@@ -493,9 +496,3 @@ def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
             f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. Training "
             'would end half-way. Make room, give another folder, or set the device to "cpu".'
         )
-
-
-def _free_room(folder: Path, in_use: Collection[Path]) -> int:
-    """What is free, and what an earlier run has left there, which will be overwritten."""
-    overwritten = () if folder in in_use else folder.glob("zero_stage_3/*/rank*/*.swp")
-    return free_bytes(folder) + sum(path.stat().st_size for path in overwritten)
