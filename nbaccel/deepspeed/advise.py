@@ -415,7 +415,12 @@ def _walked(
         if chosen is not None or finder.memory_model.sample_batch is None:
             return tuple(seen), chosen
         # A smaller batch lowers activations and nothing else.
-        hopeless = {one.name for one in candidates if not _fits_without_activations(one)}
+        for one in candidates:
+            estimate = None if one.need is None else one.need.estimate
+            if estimate is not None and not one.refusal:
+                estimate = replace(estimate, device=replace(estimate.device, activations=0))
+            if estimate is None or one.refusal or not estimate.fits:
+                hopeless.add(one.name)
     return tuple(seen), None
 
 
@@ -432,13 +437,6 @@ def _prover(
         return proven(rung, finder.memory_model, plan, timeout_s, launch)
 
     return prove
-
-
-def _fits_without_activations(candidate: Candidate) -> bool:
-    if candidate.need is None or candidate.refusal:
-        return False
-    estimate = candidate.need.estimate
-    return replace(estimate, device=replace(estimate.device, activations=0)).fits
 
 
 def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:

@@ -214,7 +214,12 @@ class _Search:
         try:
             self._read(path, {_STRANGE_KEY: None})
         except ValidationError as error:
-            models = {model.__name__: model for model in _all_models()}
+            module = library.load_module("deepspeed.runtime.config_utils", why="A model")
+            waiting: list[type[BaseModel]] = [module.DeepSpeedConfigModel]
+            # Without a list of its models: its base class has them as subclasses, at any depth.
+            for known in waiting:
+                waiting += known.__subclasses__()
+            models = {known.__name__: known for known in waiting}
             for detail in error.errors(include_url=False):
                 if detail["type"] == "extra_forbidden" and detail["loc"][-1] == _STRANGE_KEY:
                     model = models.get(error.title)
@@ -232,16 +237,6 @@ class _Search:
         self.models[".".join(path)] = model
         for key, inner_model in _inner_models(model):
             self._add_model((*path, key), inner_model)
-
-
-def _all_models() -> Iterator[type[BaseModel]]:
-    module = library.load_module("deepspeed.runtime.config_utils", why="A DeepSpeed model")
-    waiting_models: list[type[BaseModel]] = list(module.DeepSpeedConfigModel.__subclasses__())
-    # Without a list of its models, DeepSpeed's base class has them as subclasses, at any depth.
-    while waiting_models:
-        model = waiting_models.pop()
-        yield model
-        waiting_models += model.__subclasses__()
 
 
 def _inner_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:

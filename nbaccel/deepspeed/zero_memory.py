@@ -19,7 +19,7 @@ from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, load_settings, old_forms
+from nbaccel.deepspeed.zero_config import ZERO, auto_keys, load_settings, old_forms
 from nbaccel.memory.estimate import (
     Bytes,
     MemoryEstimate,
@@ -112,6 +112,11 @@ def _counted(
         place_at_stage(key, value_at(document, key, "none"), stage)
         for key in (OPTIMIZER_PLACE, PARAM_PLACE)
     )
+    # Torch's own: not made from the file, nor replaced for offloading.
+    optimizer = config.optimizer
+    is_torchs = optimizer_place == "none" or config.zero_force_ds_cpu_optimizer is False
+    if optimizer is not None and optimizer.type is not None:
+        is_torchs = is_torchs and bool((optimizer.params or {}).get("torch_adam"))
     return CountedSettings(
         zero={
             "overlap_comm": value_at(document, f"{ZERO}.overlap_comm", stage == 3),
@@ -127,7 +132,7 @@ def _counted(
         master_bytes=number_bytes if low.get(f"{precision}_master_weights_and_grads") else 4,
         state_bytes=number_bytes if low.get("bf16_optimizer_states") else 4,
         num_states=_NUM_STATES.get(str(value_at(document, "optimizer.type")).lower(), 2),
-        torch_optimizer=_is_torchs(config, optimizer_place),
+        torch_optimizer=is_torchs,
         optimizer_place=optimizer_place,
         parameter_place=parameter_place,
         unknown=tuple(key for key in auto_keys(part) if not has_key(document, key)),
@@ -139,16 +144,6 @@ def place_at_stage(place_key: str, place: str, stage: int) -> str:
     if stage < (3 if place_key == PARAM_PLACE else 1):
         return "none"
     return "cpu" if place == "nvme" and stage < 3 else place
-
-
-def _is_torchs(config: ZeroConfig, optimizer_place: str) -> bool:
-    """Whether the optimizer is torch's: not made from the file, nor replaced for offloading."""
-    if optimizer_place != "none" and config.zero_force_ds_cpu_optimizer is not False:
-        return False
-    optimizer = config.optimizer
-    if optimizer is None or optimizer.type is None:
-        return True
-    return bool((optimizer.params or {}).get("torch_adam"))
 
 
 def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:

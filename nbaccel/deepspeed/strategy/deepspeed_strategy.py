@@ -186,7 +186,10 @@ class DeepSpeedStrategy(Strategy):
             if optimizer is None or getattr(one, "optimizer", optimizer) is optimizer
         )
         scheduler = next(filter(is_engines, of_optimizer), None)
-        is_training = optimizer is not None or _is_trained_by_file(model, given_settings, bundle)
+        is_training = optimizer is not None
+        # The file's optimizer is meant for a model that was prepared without one.
+        if given_settings.get("optimizer") and not bundle.optimizers:
+            is_training = any(parameter.requires_grad for parameter in model.parameters())
         settings = given_settings
         if not is_training:  # DeepSpeed would make these from the file all the same
             parts_of_training = ("optimizer", "scheduler")
@@ -201,7 +204,7 @@ class DeepSpeedStrategy(Strategy):
             plugin.take_configuration(resolved_config.config.to_dict())
             self._open[id(plugin)] = (plugin.deepspeed_config, given_settings)
         self.choices += resolved_config.choices
-        self._warn_before(model, optimizer, resolved_config, is_training=is_training)
+        self._warn_before(model, resolved_config, is_training=is_training)
         library.begin_comm(resolved_config.config)  # first: destroying engines below needs it
         if not self.place.is_alone:
             take_back_together(model, self.place.device)
@@ -212,7 +215,6 @@ class DeepSpeedStrategy(Strategy):
             forget_modules()
         # Before the engine is made, which casts the module in place.
         states_before = remember(model)
-        made_as = made_in(model)
         own_config, folders = local_shards.claim(resolved_config.config, self.place.rank)
         try:
             engine = make_engine(
@@ -228,14 +230,12 @@ class DeepSpeedStrategy(Strategy):
             raise
         norm = given_settings.get("gradient_clipping")
         own_clipping = float(norm) if isinstance(norm, (int, float)) else None
-        troubles = engines.Troubles(engine, made_as)
+        troubles = engines.Troubles(engine, made_in(model))
         engine_drive = Drive(engine, folders, troubles, own_clipping, states_before)
         self._drives[id(engine)] = engine_drive
         return engine_drive
 
-    def _warn_before(
-        self, model: nn.Module, optimizer: Any, config: Resolved, *, is_training: bool
-    ) -> None:
+    def _warn_before(self, model: nn.Module, config: Resolved, *, is_training: bool) -> None:
         """Warn of, or refuse, what is known before an engine is made."""
         for text in config.warnings:
             warnings.warn(text, stacklevel=2)
@@ -426,12 +426,6 @@ def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:
     for engine_drive in engine_drives.values():
         engine_drive.end(is_alone=True)
     lease.give_up()
-
-
-def _is_trained_by_file(model: nn.Module, settings: dict[str, Any], bundle: Bundle) -> bool:
-    """Whether the file's optimizer is meant for a model that was prepared without one."""
-    optimizer = bool(settings.get("optimizer")) and not bundle.optimizers
-    return optimizer and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _shards_only(checkpoint_kind: str) -> ConfigError:

@@ -335,16 +335,16 @@ class _EngineProxy:
         # The constructor of `Optimizer` is not called: it would make a second state and groups.
         self._drive = drive
 
-    @property
-    def _inner(self) -> Any:
-        return getattr(self._drive.engine, self._name_in_engine)
-
     def __getattr__(self, name: str) -> Any:
-        # `_inner` reads `_drive`: without this, an object made without its constructor, as `copy`
-        # makes it, would recurse without end.
+        # Without this, an object made without its constructor, as `copy` makes it, would recurse
+        # without end.
         if name == "_drive":
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
-        return getattr(self._inner, name)
+        return getattr(getattr(self._drive.engine, self._name_in_engine), name)
+
+    def __repr__(self) -> str:
+        inner = getattr(self._drive.engine, self._name_in_engine)
+        return f"{type(self).__name__}({type(inner).__name__})"
 
 
 class EngineOptimizer(_EngineProxy, Optimizer):
@@ -407,10 +407,6 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         """Refused; see :meth:`Drive.__reduce__`."""
         return self._drive.__reduce__()
 
-    def __repr__(self) -> str:
-        own = type(self._drive.engine.optimizer).__name__
-        return f"{type(self).__name__}({own} over {type(self._inner).__name__})"
-
 
 class EngineScheduler(_EngineProxy):
     """A schedule that the engine advances with its steps."""
@@ -423,9 +419,6 @@ class EngineScheduler(_EngineProxy):
     def get_last_lr(self) -> list[float]:
         """The learning rates of the optimizer's groups, as they are now."""
         return [float(group["lr"]) for group in self._drive.engine.optimizer.param_groups]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._inner!r})"
 
 
 class Drive:
