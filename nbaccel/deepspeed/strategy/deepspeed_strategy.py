@@ -190,10 +190,9 @@ class DeepSpeedStrategy(Strategy):
         # The file's optimizer is meant for a model that was prepared without one.
         if given_settings.get("optimizer") and not bundle.optimizers:
             is_training = any(parameter.requires_grad for parameter in model.parameters())
-        settings = given_settings
-        if not is_training:  # DeepSpeed would make these from the file all the same
-            parts_of_training = ("optimizer", "scheduler")
-            settings = {k: v for k, v in given_settings.items() if k not in parts_of_training}
+        # DeepSpeed would make these from the file all the same.
+        dropped = () if is_training else ("optimizer", "scheduler")
+        settings = {key: one for key, one in given_settings.items() if key not in dropped}
         parts = (model, optimizer, scheduler, bundle.loaders)
         resolved_config = resolve_config(settings, plugin, self._asked, self.place, *parts)
         if not is_training and resolved_config.config.zero_stage < 3:
@@ -229,9 +228,8 @@ class DeepSpeedStrategy(Strategy):
             folders.release()
             raise
         norm = given_settings.get("gradient_clipping")
-        own_clipping = float(norm) if isinstance(norm, (int, float)) else None
         troubles = engines.Troubles(engine, made_in(model))
-        engine_drive = Drive(engine, folders, troubles, own_clipping, states_before)
+        engine_drive = Drive(engine, folders, troubles, norm, states_before)
         self._drives[id(engine)] = engine_drive
         return engine_drive
 

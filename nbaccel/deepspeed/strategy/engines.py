@@ -429,7 +429,7 @@ class Drive:
         engine: Any,
         folders: Claim,
         loss_troubles: Troubles,
-        norm: float | None,
+        norm: Any,
         before: Remembered,
     ) -> None:
         self.engine = engine
@@ -441,7 +441,8 @@ class Drive:
         ]
         self._claimed = folders
         self._troubles = loss_troubles
-        self._clipping = norm
+        # What the configuration has; "auto" is no norm that could contradict a call.
+        self._clipping = float(norm) if isinstance(norm, (int, float)) else None
         self._before = before
         self._forced: bool | None = None
         self._due = False
