@@ -268,17 +268,16 @@ def _check_launcher(environ: Mapping[str, str]) -> None:
 
 def _check_group() -> None:
     """DeepSpeed would silently join a group that was made elsewhere."""
-    module = sys.modules.get("torch.distributed")
-    if module is None or not module.is_available() or not module.is_initialized():
-        return
-    comm = sys.modules.get("deepspeed.comm.comm")
-    owner = "deepspeed.comm" if comm is not None and comm.cdb is not None else "torch.distributed"
-    raise UnsafeMoment(
-        f"This process has a process group already: {module.get_backend()}, rank "
-        f"{module.get_rank()} of {module.get_world_size()}. DeepSpeed would train in it, and "
-        "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
-        f"end it first: {owner}.destroy_process_group()"
-    )
+    owner = library.group_owner()
+    if owner is not None:
+        module = sys.modules["torch.distributed"]
+        name = "torch.distributed" if owner is module else "deepspeed.comm"
+        raise UnsafeMoment(
+            f"This process has a process group already: {module.get_backend()}, rank "
+            f"{module.get_rank()} of {module.get_world_size()}. DeepSpeed would train in it, and "
+            "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
+            f"end it first: {name}.destroy_process_group()"
+        )
 
 
 def _chosen_device(deepspeed: ModuleType, wanted_kind: str | None) -> str:
@@ -464,13 +463,10 @@ def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
 
 def _end_groups() -> None:
     """Destroy all process groups, through DeepSpeed where it has taken them up."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    owner = library.group_owner()
+    if owner is not None:
         # Held until last: their threads are joined without the GIL, see `_group_backends`.
         group_backends = _group_backends()
-        comm: Any = sys.modules.get("deepspeed.comm.comm")
-        # DeepSpeed's function also forgets the groups that it made from the default one.
-        owner = distributed if comm is None or comm.cdb is None else comm
         owner.destroy_process_group()
         del group_backends
     forget_groups()

@@ -94,6 +94,16 @@ def begin_comm(zero_config: ZeroConfig | None = None) -> None:
         deepspeed.init_distributed(dist_init_required=False)
 
 
+def group_owner() -> Any:
+    """The module that ends the process group of this process; None where there is no group."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    comm: Any = sys.modules.get("deepspeed.comm.comm")
+    # DeepSpeed's function also forgets the groups that it made from the default one.
+    return distributed if comm is None or comm.cdb is None else comm
+
+
 def check_version() -> None:
     """Refuse a DeepSpeed that would fail in the middle of a training, without importing it."""
     if version := older_than(OLDEST):
@@ -465,6 +475,5 @@ def _change_plugin(module: Any) -> None:
 
 def _join_process_group() -> None:
     """Let DeepSpeed take up the process group, if there is one; else it counts one process."""
-    module = sys.modules.get("torch.distributed")
-    if module is not None and module.is_available() and module.is_initialized():
+    if group_owner() is not None:
         begin_comm()

@@ -92,10 +92,9 @@ def is_engines(scheduler: Any) -> bool:
 
 def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
     """DeepSpeed's Adam for steps on the CPU, in place of torch's; others DeepSpeed refuses."""
-    section = zero_config.offload_optimizer
-    is_offloaded = section is not None and section.device not in (None, "none")
     is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    if not (is_offloaded and is_adam) or zero_config.zero_force_ds_cpu_optimizer is False:
+    is_replaced = is_adam and library.offloads_optimizer(zero_config)
+    if not is_replaced or zero_config.zero_force_ds_cpu_optimizer is False:
         return optimizer
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

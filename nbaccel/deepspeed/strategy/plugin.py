@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
-from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config, tidied_settings
+from nbaccel.config.deepspeed_document import (
+    BATCH_SIZES,
+    engine_config,
+    taken_out,
+    tidied_settings,
+)
 from nbaccel.config.given_values import has_key, put_at, shown, value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.deepspeed import library
@@ -160,16 +165,14 @@ class DeepSpeedPlugin(Settings):
     @property
     def mixed_precision(self) -> str | None:
         """The file's precision: ``no``, ``fp16`` or ``bf16``; None where it leaves that open."""
-        enabled = {name: self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")}
-        if True in enabled.values():
-            return next(name for name, is_on in enabled.items() if is_on is True)
-        return "no" if [*enabled.values()] == [False, False] else None
+        precision: str | None = taken_out(self.deepspeed_config)[1].get("mixed_precision")
+        return precision
 
     @property
     def accumulation_steps(self) -> int | None:
         """Batches for one step as the configuration has them; None where it leaves them open."""
-        steps = self.get_value("gradient_accumulation_steps")
-        return steps if isinstance(steps, int) else None
+        steps: int | None = taken_out(self.deepspeed_config)[1].get("gradient_accumulation_steps")
+        return steps
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
@@ -396,12 +399,8 @@ class Plugins:
                 "and plugins."
             )
         self.by_name: dict[str, DeepSpeedPlugin] = dict(named_plugins)
+        self.active: DeepSpeedPlugin  # the one that the next `prepare` uses
         self.select(next(iter(self.by_name)))
-
-    @property
-    def active(self) -> DeepSpeedPlugin:
-        """The plugin that the next `prepare` uses."""
-        return self.by_name[self._selected]
 
     def get(self, name: str) -> DeepSpeedPlugin:
         """The plugin of a name."""
@@ -419,7 +418,7 @@ class Plugins:
         for known_plugin in self.by_name.values():
             known_plugin._selected = False  # noqa: SLF001 - one of the same module
         plugin.select(_from_accelerator_state=True)
-        self._selected = name
+        self.active = plugin
 
 
 def make_plugins(plugin: Any, run_config: RunConfig | None) -> Plugins:
