@@ -5,24 +5,41 @@ What it gives is an ``Advice``: the configuration that was chosen, and all that 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import itertools
+import logging
+import re
+import resource
+import signal
+import tempfile
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nbaccel.base.errors import ConfigError, NbaccelError
+import psutil
+import torch
+from torch import nn
+
+from nbaccel.base import env
+from nbaccel.base.atomic import nearest_folder
+from nbaccel.base.errors import ConfigError, NbaccelError, WorkerFailed
 from nbaccel.base.units import count_noun, format_bytes, parse_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row
 from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
 from nbaccel.config.given_values import put_at, value_at
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto_values import TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.form import LOWERED_KEYS, DeepSpeedForm
+from nbaccel.deepspeed.strategy.engines import make_engine
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
+from nbaccel.memory.activations import LiveBytes, call, loss_of, mapped, resized, storage_key
 from nbaccel.memory.estimate import (
     MemoryEstimate,
     paragraphs,
@@ -34,9 +51,10 @@ from nbaccel.memory.memory_model import MemoryLimits, MemoryModel
 from nbaccel.memory.settings_form import SettingsForm, TrainingWay
 from nbaccel.memory.ways import FASTEST_FIRST, Candidate, CandidateFinder, best_precision, halvings
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
-from nbaccel.strategies.model_blocks import checkpoints_gradients
+from nbaccel.strategies.model_blocks import checkpoints_gradients, enable_gradient_checkpointing
 
 _LINE_CHARS = 100
+_CHECKPOINTING = "gradient checkpointing"
 _HEAD = ("way", "batch", "device", "host", "NVMe", "measured", "verdict")
 
 
@@ -77,20 +95,18 @@ class Rung:
         """Whether it fits, as far as is known."""
         return self.verdict in ("fits", "works")
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self) -> list[str]:
         """Its line of the table."""
-        batch = str(self.batch_size)
-        if self.accumulation_steps > 1:
-            batch += f" x {self.accumulation_steps}"
-        sizes = ["", "", ""]
+        accumulated = f" x {self.accumulation_steps}" if self.accumulation_steps > 1 else ""
+        sizes: list[int | None] = [None] * 3
         if self.estimate is not None:
             # Without a GPU there is no memory of devices: what they need comes out of the host's.
             on_host = self.estimate.device_free is None
             host = self.estimate.host_needed if on_host else self.estimate.host.peak
-            needs = (self.estimate.device.peak, host, self.estimate.nvme.total)
-            sizes = [format_bytes(size) if size else "-" for size in needs]
+            sizes = [self.estimate.device.peak, host, self.estimate.nvme.total]
+        texts = ["" if one is None else "-" if not one else format_bytes(one) for one in sizes]
         measured = "" if self.measured is None else format_bytes(self.measured)
-        return (self.name, batch, *sizes, measured, self.verdict)
+        return [self.name, f"{self.batch_size}{accumulated}", *texts, measured, self.verdict]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -159,32 +175,31 @@ class Advice:
             if not rung.estimate.lacking:
                 return f"Nothing fits: {way} should by estimate, and did not"
             return f"Nothing fits: {way} comes nearest, and lacks {rung.estimate.lacking_text}"
-        checkpointing = "gradient checkpointing"
-        adds_checkpointing = rung.gradient_checkpointing and checkpointing not in rung.name
-        batch = f"batch {rung.batch_size}"
-        if rung.accumulation_steps > 1:
-            batch += f" x {rung.accumulation_steps} accumulated"
-        processes = count_noun(self.num_processes, "process")
-        parts = [rung.name, *([checkpointing] if adds_checkpointing else []), self.precision, batch]
+        parts = [rung.name]
+        if rung.gradient_checkpointing and _CHECKPOINTING not in rung.name:
+            parts.append(_CHECKPOINTING)
+        accumulated = f" x {rung.accumulation_steps} accumulated"
+        batch = f"batch {rung.batch_size}{accumulated if rung.accumulation_steps > 1 else ''}"
+        parts += [self.precision, batch, count_noun(self.num_processes, "process")]
         proof = "a real step" if rung.verdict == "works" else "estimate"
-        return f"{', '.join(parts)}, {processes}: fits by {proof}"
+        return f"{', '.join(parts)}: fits by {proof}"
 
     def explain(self) -> str:
         """All ways with what they need, the verdict and the reason; remarks below the table."""
         head, *lines = table_lines(self._rows())
-        text = [self.headline(), "", f"   {head}"]
+        text = [self.headline(), "", head]
+        # A reason is a sentence, too long for a column of text of fixed width.
+        wrap = textwrap.TextWrapper(_LINE_CHARS, initial_indent="  ", subsequent_indent="  ")
         for line, rung in zip(lines, self.rungs, strict=True):
-            text.append(f"{'→' if rung is self.chosen else '':<2} {line}")
-            # A reason is a sentence, too long for a column of text of fixed width.
-            indent = " " * 6
-            text += textwrap.wrap(
-                rung.reason, _LINE_CHARS, initial_indent=indent, subsequent_indent=indent
-            )
+            text += [line, *wrap.wrap(rung.reason)]
         return "\n".join([*text, "", *self.warnings])
 
     def _rows(self) -> list[list[str]]:
         """The table without columns that have no value, such as that of NVMe."""
-        rows = [_HEAD, *(rung.cells() for rung in self.rungs)]
+        rows = [[f"   {_HEAD[0]}", *_HEAD[1:]]]
+        for rung in self.rungs:
+            name, *cells = rung.cells()
+            rows.append([f"{'→' if rung is self.chosen else ' '}  {name}", *cells])
         columns = [column for column in zip(*rows, strict=True) if {*column[1:]} - {"", "-"}]
         return [list(row) for row in zip(*columns, strict=True)]
 
@@ -198,16 +213,12 @@ class Advice:
     def _repr_mimebundle_(
         self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
     ) -> dict[str, str]:
-        return {"text/plain": self.explain(), "text/html": self._repr_html_()}
-
-    def _repr_html_(self) -> str:
         head, *lines = self._rows()
-        rows = [["", head[0], "why", *head[1:]]]
-        for line, rung in zip(lines, self.rungs, strict=True):
-            mark = "→" if rung is self.chosen else ""
-            rows.append([mark, line[0], rung.reason, *line[1:]])
-        table = table_html(rows, num_left=3)
-        return f"{paragraphs([self.headline()])}{table}{paragraphs(self.warnings)}"
+        reasons = (rung.reason for rung in self.rungs)
+        rows = [[one[0], why, *one[1:]] for one, why in zip(lines, reasons, strict=True)]
+        table = table_html([[head[0], "why", *head[1:]], *rows], num_left=2)
+        html = f"{paragraphs([self.headline()])}{table}{paragraphs(self.warnings)}"
+        return {"text/plain": self.explain(), "text/html": html}
 
 
 _BATCH_KEY = "train_micro_batch_size_per_gpu"
@@ -296,7 +307,7 @@ class _Finder(CandidateFinder):
         if not checkpoints_gradients(model):
             refusal = f"{type(model).__name__} has no gradient_checkpointing_enable()"
             refusal = second.refusal if self.can_checkpoint else refusal
-            name = f"{second.name}, gradient checkpointing"
+            name = f"{second.name}, {_CHECKPOINTING}"
             yield replace(second, name=name, refusal=refusal)
         yield from others
 
@@ -404,7 +415,12 @@ def _walked(
         if chosen is not None or finder.memory_model.sample_batch is None:
             return tuple(seen), chosen
         # A smaller batch lowers activations and nothing else.
-        hopeless = {one.name for one in candidates if not _fits_without_activations(one)}
+        for one in candidates:
+            estimate = None if one.need is None else one.need.estimate
+            if estimate is not None and not one.refusal:
+                estimate = replace(estimate, device=replace(estimate.device, activations=0))
+            if estimate is None or one.refusal or not estimate.fits:
+                hopeless.add(one.name)
     return tuple(seen), None
 
 
@@ -412,41 +428,15 @@ def _prover(
     finder: _Finder, plan: Plan, max_trials: int, timeout_s: float, launch: Callable[..., Any]
 ) -> Callable[[Rung], Rung]:
     """What tries a way with one launch, of `max_trials`."""
-    # Imported here, because it brings the modules that train, which an estimate does not need.
-    from nbaccel.deepspeed.proving import try_once
-
     trials = itertools.count(1)
 
     def prove(rung: Rung) -> Rung:
         if next(trials) > max_trials:
             reason = f"{rung.reason} It was not tried: no launch of max_trials was left."
             return replace(rung, verdict="not tried", reason=reason)
-        host_bytes = finder.memory_model.limits.host
-        if host_bytes is None and device_row(plan.device).in_host_memory and rung.estimate:
-            host_bytes = rung.estimate.host_free
-        measured, failure = try_once(
-            finder.memory_model,
-            plan,
-            rung.config or {},
-            recomputes=rung.gradient_checkpointing and finder.can_checkpoint,
-            host_bytes=host_bytes,
-            timeout_s=timeout_s,
-            launch=launch,
-        )
-        if failure:
-            reason = f"Memory ran out in a real step: {failure}. {rung.reason}"
-            return replace(rung, verdict="out of memory", reason=reason)
-        reason = f"A real step worked. {rung.reason}"
-        return replace(rung, verdict="works", reason=reason, measured=measured)
+        return proven(rung, finder.memory_model, plan, timeout_s, launch)
 
     return prove
-
-
-def _fits_without_activations(candidate: Candidate) -> bool:
-    if candidate.need is None or candidate.refusal:
-        return False
-    estimate = candidate.need.estimate
-    return replace(estimate, device=replace(estimate.device, activations=0)).fits
 
 
 def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:
@@ -577,3 +567,145 @@ def _check_arguments(
     }
     if any(problems.values()):
         raise ConfigError(*(text for text, is_there in problems.items() if is_there))
+
+
+# ----------------------------------------------------------------------- proof by launching
+# A real step by DeepSpeed's engine. Each trial is a launch: a worker that holds itself to its share
+# of memory may run out of it, or be killed, and nothing else is harmed.
+
+_PASSES_PER_STEP = 2
+"""Forward passes accumulated in a trial: the second shows what accumulation keeps."""
+_PROCESS_BYTES = 192 * 2**20
+"""Memory of a worker beside tensors: stacks of threads, compiled operations (100 to 130 MiB)."""
+_OUT_OF_MEMORY_WORDS = re.compile(
+    r"out of memory|(can't|cannot|unable to|could not) allocate|not enough memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|can't start new thread",
+    re.IGNORECASE,
+)
+
+
+def is_want_of_memory(record: Any) -> bool:
+    """Whether a worker failed because memory ran out: on a device, on the host, or by a kill."""
+    if record.exit_status is not None:
+        # The system's out-of-memory killer leaves no other trace.
+        was_killed = record.exit_status == -signal.SIGKILL
+        return was_killed or bool(_OUT_OF_MEMORY_WORDS.search(record.evidence))
+    error = record.raised
+    while error is not None:  # it may have been wrapped in another
+        if error.type_name.endswith("MemoryError") or _OUT_OF_MEMORY_WORDS.search(error.message):
+            return True
+        error = error.cause
+    return False
+
+
+def proven(
+    rung: Rung, memory: MemoryModel, plan: Plan, timeout_s: float, launch: Callable[..., Any]
+) -> Rung:
+    """A rung of the advice as one launch shows it."""
+    run = plan.config.changed(
+        num_processes=plan.num_processes,
+        start_method="template",
+        share_back=False,  # a trial must not change the weights of the user's model
+        timeout=timeout_s,
+    )
+    on_host = device_row(plan.device).in_host_memory
+    limits = memory.limits
+    host_bytes = limits.host
+    if host_bytes is None and on_host and rung.estimate:
+        host_bytes = rung.estimate.host_free
+    if host_bytes is not None:
+        host_bytes = host_bytes // plan.num_processes + (limits.device or 0) * on_host
+    recomputes = rung.gradient_checkpointing and not checkpoints_gradients(memory.model)
+    # The advice reports how a trial ended; a dashboard of failed launches would look like errors.
+    with trial_config(rung.config or {}) as config, env.applied({"NBACCEL_DASHBOARD": "0"}):
+        batch = resized(memory.sample_batch, config["train_micro_batch_size_per_gpu"])
+        settings = (config, recomputes, plan.device, limits.device, host_bytes)
+        try:
+            measured = max(launch(run_trial, (memory.model, batch, *settings), config=run))
+        except WorkerFailed as error:
+            failure: Any = next(filter(is_want_of_memory, error.failures), None)
+            if failure is None:
+                raise
+            text = " ".join(str(failure.headline).split())[:160]
+            peak = failure.max_rss_bytes and f" after {format_bytes(failure.max_rss_bytes)}"
+            told = f"Memory ran out in a real step: rank {failure.rank} {text}{peak or ''}."
+            return replace(rung, verdict="out of memory", reason=f"{told} {rung.reason}")
+    reason = f"A real step worked. {rung.reason}"
+    return replace(rung, verdict="works", reason=reason, measured=measured)
+
+
+@contextlib.contextmanager
+def trial_config(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The configuration for a trial, with a folder for swap files, which is removed."""
+    tried = copy.deepcopy(dict(config))
+    steps = tried.get("gradient_accumulation_steps", 1)
+    tried["gradient_accumulation_steps"] = min(steps, _PASSES_PER_STEP)
+    keys = [f"{ZERO}.{name}.nvme_path" for name in ("offload_optimizer", "offload_param")]
+    swapped = {key: folder for key in keys if (folder := value_at(tried, key))}
+    # On the user's disk, since the trial is of that disk, but not among other runs' files.
+    disk = nearest_folder(Path(next(iter(swapped.values()), tempfile.gettempdir())))
+    with tempfile.TemporaryDirectory(prefix="nbaccel-trial-", dir=disk) as swap_folder:
+        for key in swapped:
+            put_at(tried, key, swap_folder)
+        yield tried
+
+
+def run_trial(
+    model: nn.Module,
+    batch: Any,
+    config: dict[str, Any],
+    recomputes: bool,
+    device_name: str,
+    device_limit: int | None,
+    host_limit: int | None,
+) -> int:
+    """Make an engine and step; the most bytes of tensors where it computes. Limits are in bytes."""
+    logging.disable(logging.CRITICAL)  # for good: the process ends with the trial
+    device = registry.device(device_name)
+    on_host = device_row(device_name).in_host_memory
+    own_tensors = [*model.parameters(), *model.buffers()]
+    zero_config = ZeroConfig.from_dict(config)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        env.update({"PATH": library.ready_to_build(device_name)})
+        if host_limit is not None:
+            _limit_host_memory(host_limit, own_tensors)
+        if not on_host and device_limit is not None:
+            device.limit_memory(device_limit)
+        if recomputes:
+            enable_gradient_checkpointing(model)
+        model.train()
+        with LiveBytes(own_tensors, device="cpu") as live:
+            engine = make_engine(model, None, None, zero_config, moe_layers=None, has_several=False)
+            # It trains in the model's own tensors, whose shared pages become private then.
+            if on_host:
+                live.adopt(one for one in engine.module.parameters() if one.numel())
+            # Some optimizers make their states in the first step: the peak comes with the second.
+            for _ in range(2):
+                training_step(engine, batch)
+            device.synchronize()  # what fails later fails here
+    from deepspeed.accelerator import get_accelerator
+
+    # The process ends with the trial, so that the peak is the trial's.
+    return live.peak if on_host else int(get_accelerator().max_memory_allocated())
+
+
+def training_step(engine: Any, batch: Any) -> None:
+    """One optimizer step: as many forward and backward passes as are accumulated."""
+    batch = mapped(batch, lambda tensor: tensor.detach().to(engine.device))
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(loss_of(call(engine, batch, module=engine.module)))
+        engine.step()
+
+
+def _limit_host_memory(host_bytes: int, own_tensors: list[torch.Tensor]) -> None:
+    """Limit this worker to its share, so that only this process fails when it is used up."""
+    # The model's pages are mapped privately and counted already, though shared with the notebook;
+    # those that are trained become the worker's own memory, which the share must cover.
+    pages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in own_tensors}
+    own_bytes = psutil.Process().memory_info().data - sum(pages.values())
+    limit = own_bytes + host_bytes + _PROCESS_BYTES
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard_limit != resource.RLIM_INFINITY:
+        limit = min(limit, hard_limit)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))

@@ -7,6 +7,7 @@ contradicts the run is reported, with both values.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,7 +19,7 @@ from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.field_rules import FieldMistake
 from nbaccel.config.given_values import drop_at, plain_value, put_at, shown, value_at
-from nbaccel.deepspeed.schema import Schema, deepspeed_schema
+from nbaccel.deepspeed.schema import deepspeed_schema
 from nbaccel.deepspeed.zero_config import (
     AUTO,
     ZERO,
@@ -184,8 +185,7 @@ class Resolved:
         return choices_table(title, self.choices, ())
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(NamedTuple):
     """The values from which the rules decide."""
 
     facts: TrainingFacts
@@ -373,7 +373,8 @@ def resolve_auto(
     Raises:
         ConfigError: Values that nothing decides, and contradictions, all of them.
     """
-    return _filled_in(config, facts, run, model, optimizer, scheduler)
+    resolved, _ = _resolve(config, facts, run, model, optimizer, scheduler, is_strict=True)
+    return resolved
 
 
 def resolve_decided(
@@ -383,27 +384,23 @@ def resolve_decided(
 
     For a form and an estimate, which go on without them.
     """
-    reasons: dict[str, str] = {}
-    return _filled_in(config, facts, run, model, None, None, reasons), reasons
+    return _resolve(config, facts, run, model, None, None, is_strict=False)
 
 
-def _filled_in(
+def _resolve(
     config: Mapping[str, Any] | str | Path | ZeroConfig,
     facts: TrainingFacts | None,
     run: RunConfig | None,
     model: object | None,
     optimizer: object | None,
     scheduler: object | None,
-    left_out: dict[str, str] | None = None,
-) -> Resolved:
-    """See :func:`resolve_auto`; keys that nothing decides go to `left_out` where it is given."""
+    *,
+    is_strict: bool,
+) -> tuple[Resolved, dict[str, str]]:
+    """See both above; keys that nothing decides are mistakes where it is strict."""
     settings, _ = old_forms(load_settings(config))
-    known = _Known(
-        gathered(facts, run, optimizer, scheduler),
-        model,
-        settings,
-        _only_defaults(facts, optimizer, scheduler),
-    )
+    all_facts = gathered(facts, run, optimizer, scheduler)
+    known = _Known(all_facts, model, settings, _only_defaults(facts, optimizer, scheduler))
     mistakes = list(_contradictions(known))
     choices: list[Choice] = []
     undecided: dict[str, str] = {}
@@ -418,8 +415,12 @@ def _filled_in(
             continue
         put_at(settings, key, value)
         choices.append(Choice(key, _plain_choice(value), reason))
-    schema = _installed_schema() if waiting - set(_RULES) else None
-    for key in sorted(waiting - set(_RULES)):
+    others = sorted(waiting - set(_RULES))
+    schema = None
+    if others:
+        with contextlib.suppress(MissingBackend):
+            schema = deepspeed_schema()
+    for key in others:
         section = key.partition(".")[0]
         if schema is not None and section in schema.removed:
             # A section that DeepSpeed has removed is the mistake, not its "auto".
@@ -430,32 +431,18 @@ def _filled_in(
             # DeepSpeed's models replace "auto" by their default; so it is left out here.
             choices.append(Choice(key, _plain_choice(defaults[0]), "DeepSpeed's own default"))
         else:
-            undecided[key] = (
-                f'{key}="auto" is not filled in by any library: transformers and Accelerate do not '
-                "accept it there. Give a value, or leave it out."
-            )
+            undecided[key] = "transformers and Accelerate do not accept it there"
         drop_at(settings, key)
     choices += _added_precision(known)
-    if left_out is None:
-        for key, reason in undecided.items():
-            text = (
-                f'{key}="auto" cannot be filled in: {reason}. DeepSpeed would fall back to its '
-                "default or fail. Alternatively, write a value in its place."
-            )
-            mistakes.append(FieldMistake(text if key in _RULES else reason, key))
-    else:
-        left_out |= undecided
+    for key, reason in undecided.items() if is_strict else ():
+        text = (
+            f'{key}="auto" cannot be filled in: {reason}. DeepSpeed would fall back to its '
+            "default or fail. Write a value in its place, or leave it out."
+        )
+        mistakes.append(FieldMistake(text, key))
     if mistakes:
         raise ConfigError(*mistakes)
-    return Resolved(ZeroConfig.from_dict(settings), tuple(choices))
-
-
-def _installed_schema() -> Schema | None:
-    """The keys of the installed DeepSpeed; None where there is none."""
-    try:
-        return deepspeed_schema()
-    except MissingBackend:
-        return None
+    return Resolved(ZeroConfig.from_dict(settings), tuple(choices)), undecided
 
 
 def _added_precision(known: _Known) -> Iterator[Choice]:
@@ -473,11 +460,8 @@ def _added_precision(known: _Known) -> Iterator[Choice]:
 
 def _contradictions(known: _Known) -> Iterator[str]:
     # Without the file's batch sizes, from which a rule would compute the file's own value.
-    by_run = replace(
-        known,
-        settings={key: value for key, value in known.settings.items() if key not in BATCH_SIZES},
-        defaults=frozenset(),
-    )
+    settings = {key: value for key, value in known.settings.items() if key not in BATCH_SIZES}
+    by_run = known._replace(settings=settings, defaults=frozenset())
     for key, (decide, fact_name) in _RULES.items():
         in_file = value_at(known.settings, key)
         # A default that the user did not write contradicts nothing.

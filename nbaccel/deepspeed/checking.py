@@ -251,22 +251,20 @@ def _offload_mistakes(config: ZeroConfig) -> Iterator[str]:
         if section is None or section.device not in ("cpu", "nvme"):
             continue
         key = f'{ZERO}.{name}.device="{section.device}"'
-        if name == "offload_param" and stage < 3:
+        is_swapped = section.device == "nvme"
+        needed, fate = ("stage 1, 2 or 3", "Without ZeRO no state is offloaded")
+        if name == "offload_param":
+            fate = "DeepSpeed would silently ignore it, and parameters would stay where they are"
+        elif is_swapped and stage:
+            fate = "DeepSpeed would keep the state in host memory and write nothing to disk"
+        if stage < 3 and (name == "offload_param" or (is_swapped and stage)):
+            needed = "stage 3"
+        if stage == 0 or needed == "stage 3":
             yield (
-                f"{key} needs stage 3: got stage {stage}. DeepSpeed would silently ignore it, and "
-                f"parameters would stay where they are. Give stage 3, or leave {name} out."
+                f"{key} needs {needed}: got stage {stage}. {fate}. Give such a stage, or leave "
+                f"{name} out."
             )
-        elif stage == 0:
-            yield (
-                f"{key} needs stage 1, 2 or 3: got stage 0. Without ZeRO no state is offloaded. "
-                f"Give a stage, or leave {name} out."
-            )
-        elif section.device == "nvme" and stage < 3:
-            yield (
-                f"{key} needs stage 3: got stage {stage}. DeepSpeed would keep the state in host "
-                'memory and write nothing to disk. Give stage 3, or device="cpu".'
-            )
-        if section.device == "nvme" and not section.nvme_path:
+        if is_swapped and not section.nvme_path:
             yield (
                 f"{key} needs {ZERO}.{name}.nvme_path: got none. DeepSpeed would fail with a "
                 "TypeError about a path. Give a folder on the fast disk."
@@ -320,19 +318,20 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
         ("optimizer", config.optimizer, "optimizer", "AdamW", schema.optimizers),
         ("scheduler", config.scheduler, "schedule", "WarmupLR", schema.schedulers),
     ):
-        if section is None:
-            continue
-        name = section.type
-        if name is None:
+        name = None if section is None else section.type
+        if section is None or name is None:
             # With further keys, the one that was meant has been named already.
-            if key not in config.extra:
+            if section is not None and key not in config.extra:
                 yield (
                     f"{key}.type is missing: got {key}={section.named()!r}. Without a name "
                     f'DeepSpeed would silently make none. Give for example "type": "{example}".'
                 )
             continue
         # DeepSpeed compares its optimizers' names in lower case, and others as they are written.
-        is_own = key == "optimizer" and name.lower() in schema.own_optimizers
+        is_optimizer = key == "optimizer"
+        is_own = name in schema.own_schedulers
+        if is_optimizer:
+            is_own = name.lower() in schema.own_optimizers
         if not is_own and name not in known_types:
             yield (
                 f"{key}.type={name!r} is no {noun} of DeepSpeed {schema.version} or torch. It "
@@ -341,47 +340,36 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
             continue
         params = section.params or {}
         yield from value_mistakes(key, params)
-        if key == "optimizer":
-            yield from _optimizer_mistakes(name, params, config, is_own=is_own)
-        else:
-            yield from _scheduler_mistakes(name, params, config, schema)
+        if config.zero_stage > 0 and not is_own:
+            yield from _untested(config, key, name)
+        if is_optimizer and "max_grad_norm" in params:
+            yield (
+                f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no longer a "
+                "parameter of an optimizer. DeepSpeed refuses it. Set gradient_clipping at the top "
+                "level."
+            )
+            params = {key: value for key, value in params.items() if key != "max_grad_norm"}
+        is_offloaded = offloads_optimizer(config)
+        known = schema.schedulers.get(name)
+        if is_optimizer:
+            known = optimizer_arguments(name, params, is_offloaded=is_offloaded)
+        if known is not None:
+            yield from _constructor_mistakes(key, name, params, known)
 
 
-def _optimizer_mistakes(
-    name: str, params: Mapping[str, Any], config: ZeroConfig, *, is_own: bool
-) -> Iterator[str]:
-    if config.zero_stage > 0 and not is_own and config.zero_allow_untested_optimizer is not True:
+def _untested(config: ZeroConfig, key: str, name: str) -> Iterator[str]:
+    """What is torch's own, where ZeRO has the optimizer."""
+    got = f"got stage {config.zero_stage}"
+    if key == "scheduler":
         yield (
-            f"optimizer.type={name!r} is not tested with ZeRO: got stage {config.zero_stage}. "
-            "DeepSpeed refuses it unless the configuration allows it. Add "
-            '"zero_allow_untested_optimizer": true, or use AdamW.'
+            f"scheduler.type={name!r} is torch's and cannot drive ZeRO's optimizer: {got}. torch "
+            "would refuse it as no Optimizer. Use one of DeepSpeed's, such as WarmupDecayLR, or "
+            "pass a schedule to deepspeed.initialize."
         )
-    if "max_grad_norm" in params:
+    elif config.zero_allow_untested_optimizer is not True:
         yield (
-            f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no longer a parameter "
-            "of an optimizer. DeepSpeed refuses it. Set gradient_clipping at the top level."
-        )
-    known = optimizer_arguments(name, params, is_offloaded=offloads_optimizer(config))
-    if known is not None:
-        params = {key: value for key, value in params.items() if key != "max_grad_norm"}
-        yield from _constructor_mistakes("optimizer", name, params, known)
-
-
-def _scheduler_mistakes(
-    name: str, params: Mapping[str, Any], config: ZeroConfig, schema: Schema
-) -> Iterator[str]:
-    if name not in schema.own_schedulers and config.zero_stage > 0:
-        yield (
-            f"scheduler.type={name!r} is torch's and cannot drive ZeRO's optimizer: got stage "
-            f"{config.zero_stage}. torch would refuse it as no Optimizer. Use one of DeepSpeed's, "
-            "such as WarmupDecayLR, or pass a schedule to deepspeed.initialize."
-        )
-    known = schema.schedulers[name]
-    yield from _constructor_mistakes("scheduler", name, params, known)
-    for parameter in sorted(known.needed - set(params)):
-        yield (
-            f"scheduler.params.{parameter} is missing: got {sorted(params)}. {name} has no default "
-            f"for it. Give {parameter}."
+            f"optimizer.type={name!r} is not tested with ZeRO: {got}. DeepSpeed refuses it unless "
+            'the configuration allows it. Add "zero_allow_untested_optimizer": true, or use AdamW.'
         )
 
 
@@ -395,6 +383,11 @@ def _constructor_mistakes(
             f"{section_name}.params.{name} is no argument of {known.owner}: got "
             f"{name}={params[name]!r}. DeepSpeed could not make {maker}.{meant}"
         )
+    for name in sorted(known.needed - set(params)) if section_name == "scheduler" else ():
+        yield (
+            f"scheduler.params.{name} is missing: got {sorted(params)}. {maker} has no default "
+            f"for it. Give {name}."
+        )
 
 
 def _is_number(value: Any, least: float = 0, below: float = math.inf) -> bool:
@@ -407,10 +400,6 @@ def _is_rate(value: Any) -> bool:
     return bool(rates) and all(map(_is_number, rates))
 
 
-def _is_count(value: Any) -> bool:
-    return _is_number(value, 1) and value == int(value)
-
-
 def _are_betas(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(_is_number(x, 0, 1) for x in value)
 
@@ -419,7 +408,7 @@ _SHAPES = ("log", "linear")
 _RATE = (_is_rate, "a number of at least 0", "Give for example 3e-5")
 _SMALL = (_is_number, "a number of at least 0", "Give for example 1e-8")
 _STEPS = (
-    _is_count,
+    lambda value: _is_number(value, 1) and value == int(value),
     "a whole number above 0",
     "Give for example 1000 (1 where there is no warm-up)",
 )

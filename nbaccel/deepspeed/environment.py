@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
@@ -31,7 +31,6 @@ from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.base.log import get_logger
 from nbaccel.deepspeed import library, private_api
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.inventory import Inventory
 
 if TYPE_CHECKING:
     import torch
@@ -41,27 +40,24 @@ if TYPE_CHECKING:
 def _read_device(device: object) -> tuple[str | None, int]:
     """``cpu`` or ``cuda``, as DeepSpeed calls its accelerators, and a GPU's number."""
     match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", str(device))
-    if device is None:
-        return None, 0
-    if match is None:
+    if match is None and device is not None:
         raise ConfigError(
             f"device={device!r} is not supported by deepspeed_environment: it would be used under "
             'a wrong name. Use "cpu", "cuda" or "cuda:1", or None for what DeepSpeed chooses.'
         )
-    return match[1], int(match[2] or 0) if match[1] == "cuda" else 0
+    return (match[1], int(match[2] or 0) * (match[1] == "cuda")) if match else (None, 0)
 
 
-def _check_gpu(index: int, machine: Inventory) -> None:
+def _check_gpu(index: int) -> None:
     """Refuse a GPU that is not there, with which DeepSpeed would fail at its first tensor."""
-    if index < len(machine.gpus):
-        return
-    listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
-    remedy = "one of these" if listed else "device='cpu'"
-    no_gpu = f"no GPU ({machine.gpu_note})" if machine.gpu_note else "no GPU"
-    raise ConfigError(
-        f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
-        f"DeepSpeed would fail. Use {remedy}."
-    )
+    machine = inspect_machine()
+    if index >= len(machine.gpus):
+        listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
+        no_gpu = f"no GPU ({machine.gpu_note})" if machine.gpu_note else "no GPU"
+        raise ConfigError(
+            f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
+            f"DeepSpeed would fail. Use {'one of these' if listed else 'device=' + repr('cpu')}."
+        )
 
 
 _LOOPBACK_ADDRESS = "127.0.0.1"
@@ -186,7 +182,7 @@ def deepspeed_environment(
     # The stack undoes every step if one fails; in the end it hands them to the environment.
     with contextlib.ExitStack() as stack:
         if wanted_kind == "cuda":
-            _check_gpu(gpu_index, inspect_machine())
+            _check_gpu(gpu_index)
         ignore_old_names()
         socket = stack.enter_context(
             processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
@@ -200,7 +196,7 @@ def deepspeed_environment(
         kind = _chosen_device(deepspeed, wanted_kind)
         # One that was asked for has been looked at before DeepSpeed was imported.
         if kind == "cuda" and wanted_kind is None:
-            _check_gpu(gpu_index, inspect_machine())
+            _check_gpu(gpu_index)
         library.ready_to_build(kind)
         backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
         # The store owns the descriptor from here on, so the socket must not close it.
@@ -228,8 +224,7 @@ def _environment_variables(
         "RANK": "0",
         # DeepSpeed and transformers take the device's number from here.
         "LOCAL_RANK": str(gpu_index),
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
         "MASTER_ADDR": _LOOPBACK_ADDRESS,
         "MASTER_PORT": str(port),
         "PATH": library.path_with_ninja(),
@@ -273,17 +268,16 @@ def _check_launcher(environ: Mapping[str, str]) -> None:
 
 def _check_group() -> None:
     """DeepSpeed would silently join a group that was made elsewhere."""
-    module = sys.modules.get("torch.distributed")
-    if module is None or not module.is_available() or not module.is_initialized():
-        return
-    comm = sys.modules.get("deepspeed.comm.comm")
-    owner = "deepspeed.comm" if comm is not None and comm.cdb is not None else "torch.distributed"
-    raise UnsafeMoment(
-        f"This process has a process group already: {module.get_backend()}, rank "
-        f"{module.get_rank()} of {module.get_world_size()}. DeepSpeed would train in it, and "
-        "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
-        f"end it first: {owner}.destroy_process_group()"
-    )
+    owner = library.group_owner()
+    if owner is not None:
+        module = sys.modules["torch.distributed"]
+        name = "torch.distributed" if owner is module else "deepspeed.comm"
+        raise UnsafeMoment(
+            f"This process has a process group already: {module.get_backend()}, rank "
+            f"{module.get_rank()} of {module.get_world_size()}. DeepSpeed would train in it, and "
+            "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
+            f"end it first: {name}.destroy_process_group()"
+        )
 
 
 def _chosen_device(deepspeed: ModuleType, wanted_kind: str | None) -> str:
@@ -393,7 +387,10 @@ def tear_down(state_before: Before) -> None:
     with contextlib.ExitStack() as steps:  # run from the last to the first, each in any case
         # Last of all: only then do no hooks, lists and groups hold engines and modules any more.
         steps.callback(gc.collect)
-        steps.callback(_restore_variables, state_before.variables)
+        steps.callback(
+            # None unsets a variable that was not there before.
+            lambda: env.update({**dict.fromkeys(_library_variables()), **state_before.variables})
+        )
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
         steps.callback(private_api.keep_hf_config_reference, state_before.hf_config)
         if not state_before.is_accelerate_set_up:
@@ -466,20 +463,11 @@ def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
 
 def _end_groups() -> None:
     """Destroy all process groups, through DeepSpeed where it has taken them up."""
-    distributed_module = sys.modules.get("torch.distributed")
-    comm_module: Any = sys.modules.get("deepspeed.comm.comm")
-    if (
-        distributed_module is not None
-        and distributed_module.is_available()
-        and distributed_module.is_initialized()
-    ):
+    owner = library.group_owner()
+    if owner is not None:
         # Held until last: their threads are joined without the GIL, see `_group_backends`.
         group_backends = _group_backends()
-        destroy_groups: Callable[[], None] = distributed_module.destroy_process_group
-        if comm_module is not None and comm_module.cdb is not None:
-            # DeepSpeed's function also forgets the groups that it made from the default one.
-            destroy_groups = comm_module.destroy_process_group
-        destroy_groups()
+        owner.destroy_process_group()
         del group_backends
     forget_groups()
 
@@ -516,8 +504,3 @@ def _library_variables() -> dict[str, str]:
     return {
         name: value for name, value in env.snapshot().items() if name.startswith(_VARIABLE_PREFIXES)
     }
-
-
-def _restore_variables(variables_before: dict[str, str]) -> None:
-    # None unsets a variable that was not there before.
-    env.update({**dict.fromkeys(_library_variables()), **variables_before})

@@ -7,7 +7,6 @@ labels.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import install_line, is_installed
+from nbaccel.base.units import first_few
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
@@ -169,22 +169,16 @@ _BUCKETS = {
 _ALIGNED_ELEMENTS = 2**20  # swap buffers are a multiple of it
 
 
-def missing_library() -> str:
-    """What to install for DeepSpeed to train; empty where nothing is missing."""
-    if is_installed("deepspeed"):
-        return ""
-    return f"DeepSpeed is not installed: {install_line('deepspeed')}"
-
-
 def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str = "") -> bool:
     """Say where something is kept, with the folder that only a disk has; whether it is new."""
     section = key.rpartition(".")[0]
-    path_key = f"{section}.nvme_path"
-    if place in (None, "", "none") or isinstance(value_at(settings, section), str):
+    is_left = place in (None, "", "none")
+    if is_left or isinstance(value_at(settings, section), str):
         drop_at(settings, section)
-    if place in (None, "", "none"):
+    if is_left:
         return False
     put_at(settings, key, place)
+    path_key = f"{section}.nvme_path"
     if place != "nvme":
         drop_at(settings, path_key)
     elif not value_at(settings, path_key):
@@ -196,7 +190,7 @@ def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str
 def engine_refusal(config: RunConfig) -> str:
     """Why DeepSpeed's engine cannot train a run: a clause; empty where it can."""
     row = strategy_row("deepspeed")
-    if missing := missing_library():
+    if missing := DeepSpeedForm().missing_library:
         return missing
     if precision_row(config.mixed_precision).has_backends:
         backend = fp8_backend("" if config.fp8 is None else config.fp8.backend).row
@@ -272,7 +266,6 @@ def _placed(
 
 # ------------------------------------------------------------------------------ the form
 
-_FEW_KEYS = 4  # enough to recognise a file
 _STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
 _PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
 _STAND_INS = {"optimizer.type": "DummyOptim", "scheduler.type": "DummyScheduler"}
@@ -304,7 +297,6 @@ class DeepSpeedForm(SettingsForm):
     )
 
     def settings(self) -> Iterator[Setting]:
-        """See :meth:`SettingsForm.settings`."""
         yield Setting(
             name="zero_stage",
             label=_LABELS["zero_stage"],
@@ -324,19 +316,15 @@ class DeepSpeedForm(SettingsForm):
                 yield _of_key(key, place, field)
 
     def key_of(self, field: str) -> str:
-        """See :meth:`SettingsForm.key_of`."""
         return _KEY_OF_RUN_FIELD.get(field, "")
 
     def is_chosen(self, config: RunConfig) -> bool:
-        """See :meth:`SettingsForm.is_chosen`."""
         return config.uses_deepspeed
 
     def document(self, config: RunConfig) -> dict[str, Any] | None:
-        """See :meth:`SettingsForm.document`."""
         return engine_config(config)
 
     def value_of(self, config: RunConfig, setting: Setting) -> Any:
-        """See :meth:`SettingsForm.value_of`."""
         if setting.name == "zero_stage":
             return config.zero_stage if config.uses_deepspeed else None
         # "none" and no key are one choice: on the device.
@@ -345,7 +333,6 @@ class DeepSpeedForm(SettingsForm):
         return value_at(config.deepspeed, setting.strategy_key)
 
     def default_of(self, config: RunConfig, setting: Setting) -> Any:
-        """See :meth:`SettingsForm.default_of`."""
         if setting.name == OVERLAP:
             return (config.zero_stage or 0) >= _STAGE_OF_PARAMETERS
         return setting.default
@@ -353,7 +340,6 @@ class DeepSpeedForm(SettingsForm):
     def edited(
         self, config: RunConfig, setting: Setting, value: Any, *, before: RunConfig | None
     ) -> Edit:
-        """See :meth:`SettingsForm.edited`."""
         if setting.name == "zero_stage":
             return _with_stage(config, value, (before and before.deepspeed) or {})
         if not config.uses_deepspeed:
@@ -364,7 +350,6 @@ class DeepSpeedForm(SettingsForm):
         return _with_key(config, setting.name, value)
 
     def check(self, config: RunConfig, device: str) -> None:
-        """See :meth:`SettingsForm.check`."""
         settings = ZeroConfig.from_dict(engine_config(config) or {})
         # What the device cannot do is asked of DeepSpeed, which takes seconds to import: that is
         # checked when the run is launched.
@@ -372,14 +357,13 @@ class DeepSpeedForm(SettingsForm):
             raise ConfigError(*texts)
 
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
-        """See :meth:`SettingsForm.option_refusal`."""
-        stage = config.zero_stage
         if value is None:
             return ""
         if setting.name == "zero_stage":
             return engine_refusal(config)
         if setting.name not in _PLACE_CONTENTS:
             return ""
+        stage = config.zero_stage
         if not config.uses_deepspeed or stage is None:
             return _NO_STAGE
         # DeepSpeed would ignore the setting below that stage.
@@ -388,7 +372,6 @@ class DeepSpeedForm(SettingsForm):
         return f"needs ZeRO {words}: the stage is {stage}" if stage < needed else ""
 
     def setting_refusal(self, config: RunConfig, setting: Setting) -> str:
-        """See :meth:`SettingsForm.setting_refusal`."""
         key = setting.name
         if key == "zero_stage":
             return ""
@@ -414,7 +397,6 @@ class DeepSpeedForm(SettingsForm):
     def filled_in(
         self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
     ) -> FilledConfig:
-        """See :meth:`SettingsForm.filled_in`."""
         document = engine_config(config)
         if document is None:
             return FilledConfig(None)
@@ -443,18 +425,17 @@ class DeepSpeedForm(SettingsForm):
         return FilledConfig(filled, (*resolved.choices, *later))
 
     def batch_size(self, document: Mapping[str, Any]) -> int | None:
-        """See :meth:`SettingsForm.batch_size`."""
         size = document.get("train_micro_batch_size_per_gpu")
         return size if isinstance(size, int) else None
 
     def estimate(self, shape: Shape, document: Mapping[str, Any], **inputs: Any) -> MemoryEstimate:
-        """See :meth:`SettingsForm.estimate`."""
         return estimate_memory(shape, document, **inputs)
 
     @property
     def missing_library(self) -> str:
-        """See :meth:`SettingsForm.missing_library`."""
-        return missing_library()
+        if is_installed("deepspeed"):
+            return ""
+        return f"DeepSpeed is not installed: {install_line('deepspeed')}"
 
     def ways(
         self,
@@ -465,7 +446,6 @@ class DeepSpeedForm(SettingsForm):
         can_checkpoint: bool,
         placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
     ) -> Iterator[TrainingWay]:
-        """See :meth:`SettingsForm.ways`."""
         refusal = engine_refusal(config)
         folder = next(map(str, nvme_folders(config.deepspeed)), None)
         for placement in placements:
@@ -483,7 +463,6 @@ class DeepSpeedForm(SettingsForm):
             )
 
     def way_of(self, config: RunConfig) -> str:
-        """See :meth:`SettingsForm.way_of`."""
         places = (
             value_at(config.deepspeed, place_key) or "none"
             for place_key in (OPTIMIZER_PLACE, PARAM_PLACE)
@@ -493,7 +472,6 @@ class DeepSpeedForm(SettingsForm):
     def read(
         self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
     ) -> tuple[RunConfig, tuple[str, ...]]:
-        """See :meth:`SettingsForm.read`."""
         if self.missing_library:
             note = (
                 "DeepSpeed is not installed: keys were compared with those that nbaccel knows, "
@@ -514,7 +492,6 @@ class DeepSpeedForm(SettingsForm):
         return config.changed(deepspeed=checked.config.to_dict()), checked.warnings
 
     def is_document(self, settings: Mapping[str, Any]) -> bool:
-        """See :meth:`SettingsForm.is_document`."""
         return set(settings) == {"gradient_accumulation_steps"}
 
 
@@ -572,12 +549,11 @@ def _place_of(config: RunConfig, place_key: str) -> str | None:
 
 def _refuse_other_files(settings: Mapping[str, Any]) -> None:
     """Refuse a file of which DeepSpeed would ignore everything: a model's, for example."""
-    key_schema = deepspeed_schema()
-    if settings and not key_schema.sections[""] & {str(key) for key in settings}:
-        first_keys = ", ".join(itertools.islice(map(str, settings), _FEW_KEYS))
+    schema = deepspeed_schema()
+    if settings and not schema.sections[""] & {*map(str, settings)}:
         raise ConfigError(
-            f"DeepSpeed {key_schema.version} has none of these keys, and RunConfig has none of "
-            f"these settings: {first_keys}{', …' if len(settings) > _FEW_KEYS else ''}. They would "
-            'be ignored. Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for '
-            "example, or a RunConfig."
+            f"DeepSpeed {schema.version} has none of these keys, and RunConfig has none of "
+            f"these settings: {first_few([*map(str, settings)], 4)}. They would be ignored. Give a "
+            'DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, or a '
+            "RunConfig."
         )

@@ -5,12 +5,17 @@ inside the training process, silently, for a minute or two, which is said. On a 
 loads one, whatever its stage, and torch needs ninja even where it was built long ago. The errors of
 all this come late and name something else, and the lock of a build that was killed makes it wait
 for ever.
+
+A CPU worker has ``ACCELERATE_USE_CPU``, without which Hugging Face Accelerate would not find the
+other processes. Accelerate 1.15 reads it as "no DeepSpeed", too, and silently trains with DDP. In
+a worker both hold: the processes communicate by gloo, and a DeepSpeed plugin means DeepSpeed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import os
 import shlex
@@ -28,10 +33,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from packaging.version import InvalidVersion, Version
 
-from nbaccel.base import env
+from nbaccel.base import env, training_libraries
 from nbaccel.base.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.base.log import get_logger, write_notice
 from nbaccel.base.optional_packages import install_line, is_installed, require
+from nbaccel.base.training_libraries import patch_module
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.zero_config import ZeroConfig
@@ -69,6 +75,33 @@ def load_module(module: str, *, why: str) -> Any:
     if BUILDER in sys.modules:
         change_builder(sys.modules[BUILDER])
     return loaded_module
+
+
+def usual_logging(zero_config: ZeroConfig | None = None) -> contextlib.AbstractContextManager[None]:
+    """A block without DeepSpeed's dozen lines, unless the configuration turns them on."""
+    if zero_config is not None and (
+        zero_config.get("log_level") is not None or zero_config.get("dump_state")
+    ):
+        return contextlib.nullcontext()
+    return quiet_logger(logging.WARNING)
+
+
+def begin_comm(zero_config: ZeroConfig | None = None) -> None:
+    """Let DeepSpeed take up the process group, without which it cannot even destroy an engine."""
+    deepspeed = load_module("deepspeed", why="Training with DeepSpeed")
+    # It prints a line for the operation it loads.
+    with usual_logging(zero_config), contextlib.redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(dist_init_required=False)
+
+
+def group_owner() -> Any:
+    """The module that ends the process group of this process; None where there is no group."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    comm: Any = sys.modules.get("deepspeed.comm.comm")
+    # DeepSpeed's function also forgets the groups that it made from the default one.
+    return distributed if comm is None or comm.cdb is None else comm
 
 
 def check_version() -> None:
@@ -175,8 +208,9 @@ def check_tools(device: str) -> None:
 def ready_to_build(device: str) -> str | None:
     """Refuse a machine on which what every engine loads cannot be built; the PATH to build with."""
     search_path = path_with_ninja()
-    if device == "cpu":
-        check_compiler()
+    # What every engine on a CPU needs.
+    if device == "cpu" and _compiler() is None and not is_built(_CPU_OPERATION):
+        raise PlatformUnsupported(_no_compiler([_CPU_OPERATION]))
     # Engines would wait for these without end.
     remove_forgotten_locks()
     return search_path
@@ -219,12 +253,6 @@ def _no_compiler(missing_operations: Sequence[str]) -> str:
         f"builds {', '.join(missing_operations)} on first use and needs one. Install it: apt-get "
         "install g++ (or conda install gxx_linux-64); or set CXX to the one you have."
     )
-
-
-def check_compiler() -> None:
-    """Refuse to go on where the operation that every engine on a CPU needs cannot be built."""
-    if _compiler() is None and not is_built(_CPU_OPERATION):
-        raise PlatformUnsupported(_no_compiler([_CPU_OPERATION]))
 
 
 def remove_forgotten_locks() -> tuple[Path, ...]:
@@ -319,15 +347,13 @@ def own_operation(optimizer_type: str, params: Mapping[str, Any], *, is_offloade
 def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
     """The C++ parts that a run of this configuration loads."""
     operations = [_CPU_OPERATION] if device == "cpu" else []
-    section = zero_config.optimizer
-    if section is not None and section.type is not None:
-        is_offloaded = offloads_optimizer(zero_config)
-        operations.append(
-            own_operation(section.type, section.params or {}, is_offloaded=is_offloaded)
-        )
-    offloads = (zero_config.offload_optimizer, zero_config.offload_param)
-    if any(offload is not None and offload.device == "nvme" for offload in offloads):
-        operations.append("async_io")
+    maker = zero_config.optimizer
+    if maker is not None and maker.type is not None:
+        away = offloads_optimizer(zero_config)
+        operations.append(own_operation(maker.type, maker.params or {}, is_offloaded=away))
+    for offload in (zero_config.offload_optimizer, zero_config.offload_param):
+        if offload is not None and offload.device == "nvme" and "async_io" not in operations:
+            operations.append("async_io")
     return tuple(filter(None, operations))
 
 
@@ -370,3 +396,84 @@ def _links_aio(command: list[str]) -> bool:
         )
         return done.returncode == 0
     return False
+
+
+# ------------------------------------------------------------------------------ in a worker
+# Nothing is imported here: classes are changed when the modules that define them are imported.
+
+_USE_CPU = "ACCELERATE_USE_CPU"
+
+
+def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str] | None:
+    """The likely cause and the remedy where a worker without shared memory has crashed."""
+    # It crashes without a message.
+    if signal_name != "SIGSEGV" or "inference_all_reduce" not in functions:
+        return None
+    return (
+        "DeepSpeed adds up through shared memory, and this worker has none: /dev/shm lacks 66 MiB "
+        "for each worker, or it was forked after DeepSpeed had run in the notebook.",
+        "Enlarge /dev/shm (docker run --shm-size=1g), and leave start_method at 'auto'.",
+    )
+
+
+def enter_worker(device: str) -> None:
+    """Prepare a worker for DeepSpeed and Accelerate; cheap where neither is ever imported."""
+    patch_module(BUILDER, change_builder)
+    if device == "cpu":
+        patch_module("accelerate.state", _change_state)
+        patch_module("accelerate.utils.dataclasses", _change_plugin)
+
+
+def _change_state(changed_module: Any) -> None:
+    """Let a plugin mean DeepSpeed, although the CPU was asked for."""
+    changed_class = changed_module.AcceleratorState
+    init = changed_class.__init__
+    if hasattr(init, "__wrapped__"):
+        return  # forked from a process that has changed it already
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("deepspeed_plugin") is None or not env.flag(_USE_CPU):
+            init(self, *args, **kwargs)
+            return
+        # First with `cpu`, so that Accelerate finds the other processes and meets them over gloo;
+        # then without, as only so its state takes the plugin.
+        if not training_libraries.accelerate_is_set_up():
+            handed_on = kwargs.keys() - _OF_ACCELERATOR
+            changed_module.PartialState(
+                True, **{argument_name: kwargs[argument_name] for argument_name in handed_on}
+            )
+        _join_process_group()
+        with env.applied({_USE_CPU: None}):
+            init(self, *args, **{**kwargs, "cpu": False})
+
+    changed_class.__init__ = made
+
+
+_OF_ACCELERATOR = {
+    *("mixed_precision", "cpu", "dynamo_plugin", "deepspeed_plugin", "fsdp_plugin"),
+    *("torch_tp_plugin", "megatron_lm_plugin", "parallelism_config", "_from_accelerator"),
+}
+"""Arguments of `AcceleratorState` that are not passed on to the process group."""
+
+
+def _change_plugin(module: Any) -> None:
+    """Let DeepSpeed find the processes once there is a plugin: `zero.Init` may come next."""
+    changed_class = module.DeepSpeedPlugin
+    init = changed_class.__post_init__
+    if hasattr(init, "__wrapped__"):
+        return
+
+    @functools.wraps(init)
+    def settled(self: Any) -> None:
+        init(self)
+        if env.flag(_USE_CPU):
+            _join_process_group()
+
+    changed_class.__post_init__ = settled
+
+
+def _join_process_group() -> None:
+    """Let DeepSpeed take up the process group, if there is one; else it counts one process."""
+    if group_owner() is not None:
+        begin_comm()

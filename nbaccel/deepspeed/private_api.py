@@ -103,13 +103,6 @@ def removed_keys(reader: Any) -> Mapping[str, str]:
     }
 
 
-def muon_argument_names(engine_class: Any) -> frozenset[str]:
-    """What DeepSpeed's Muon takes for its two halves; from 0.19.7 on, empty before."""
-    names = ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS")
-    halves = [frozenset[str](getattr(engine_class, name, None) or ()) for name in names]
-    return halves[0] | halves[1] if all(halves) else frozenset()
-
-
 # ------------------------------------------------------------------------------ transformers
 
 _TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"

@@ -22,7 +22,6 @@ from nbaccel.base.optional_packages import require
 from nbaccel.config.field_rules import FieldMistake
 from nbaccel.config.given_values import closest, shown
 from nbaccel.deepspeed import library, private_api
-from nbaccel.deepspeed.library import own_operation
 from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, config_fields
 
 # DeepSpeed reads these only where processes are connected, or in other places than its reader.
@@ -215,7 +214,12 @@ class _Search:
         try:
             self._read(path, {_STRANGE_KEY: None})
         except ValidationError as error:
-            models = {model.__name__: model for model in _all_models()}
+            module = library.load_module("deepspeed.runtime.config_utils", why="A model")
+            waiting: list[type[BaseModel]] = [module.DeepSpeedConfigModel]
+            # Without a list of its models: its base class has them as subclasses, at any depth.
+            for known in waiting:
+                waiting += known.__subclasses__()
+            models = {known.__name__: known for known in waiting}
             for detail in error.errors(include_url=False):
                 if detail["type"] == "extra_forbidden" and detail["loc"][-1] == _STRANGE_KEY:
                     model = models.get(error.title)
@@ -235,16 +239,6 @@ class _Search:
             self._add_model((*path, key), inner_model)
 
 
-def _all_models() -> Iterator[type[BaseModel]]:
-    module = library.load_module("deepspeed.runtime.config_utils", why="A DeepSpeed model")
-    waiting_models: list[type[BaseModel]] = list(module.DeepSpeedConfigModel.__subclasses__())
-    # Without a list of its models, DeepSpeed's base class has them as subclasses, at any depth.
-    while waiting_models:
-        model = waiting_models.pop()
-        yield model
-        waiting_models += model.__subclasses__()
-
-
 def _inner_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     for name, model_field in model.model_fields.items():
         annotation = model_field.annotation
@@ -261,12 +255,9 @@ def optimizer_arguments(
     optim_module = require("torch.optim", extra="", why=reason)
     name = optimizer_type.lower()
     if name == "muon":
-        engine = library.load_module("deepspeed.runtime.engine", why=reason)
-        half_keys = private_api.muon_argument_names(engine.DeepSpeedEngine)
-        names = ("muon_lr", "adam_lr", *_ADAM_ALSO)
-        return Arguments(owner="Muon", known=half_keys | frozenset(names)) if half_keys else None
+        return None  # it takes other names than torch's of that name
     also = _ADAM_ALSO if name in ("adam", "adamw") else ()
-    if operation := own_operation(optimizer_type, params, is_offloaded=is_offloaded):
+    if operation := library.own_operation(optimizer_type, params, is_offloaded=is_offloaded):
         place, _, kind = operation.partition("_")
         class_name = {"cpu": "DeepSpeedCPU", "fused": "Fused"}[place] + kind.capitalize()
         module = library.load_module(f"deepspeed.ops.{kind}", why=reason)
@@ -276,7 +267,6 @@ def optimizer_arguments(
     return None if made_class is None else Arguments.of(made_class, *also)
 
 
-_COMMENT_STARTS = ("_", "//", "#", "$")
 # What people write at the top level, and what they mean by it.
 _MEANT_KEYS = {
     "batch_size": "train_micro_batch_size_per_gpu",
@@ -306,7 +296,8 @@ def key_findings(
             continue
         meant_key = key
         if known_keys is not None and key not in known_keys:
-            if _is_comment(key):
+            # A comment, in one of the ways that people write one.
+            if key.startswith(("_", "//", "#", "$")) or key.lower() in ("comment", "comments"):
                 if section_path in schema.models:
                     text = (
                         f"{path} is a comment, and DeepSpeed {schema.version} refuses every key "
@@ -322,10 +313,6 @@ def key_findings(
             # Keys inside a misspelt section are compared with the section that was meant, so that
             # their mistakes are reported at once, too.
             yield from key_findings(value, schema, inner_path)
-
-
-def _is_comment(key: str) -> bool:
-    return key.startswith(_COMMENT_STARTS) or key.lower() in ("comment", "comments")
 
 
 def _unknown_key(path: str, value: Any, section_path: str, advice: str, schema: Schema) -> str:
@@ -347,9 +334,11 @@ def _advice(
     # A key that many sections have, such as "enabled", does not tell where it belongs.
     if 0 < len(places) <= 3:
         return key, f"It belongs in {' or '.join(place or 'the top level' for place in places)}."
-    maker = "" if section_path else _maker_of(key, schema)
-    if maker:
-        return key, f"It belongs in {maker}.params."
+    if not section_path:
+        schedules = [schema.schedulers[name].known for name in schema.own_schedulers]
+        if key in _OF_OPTIMIZERS or any(key in known for known in schedules):
+            maker = "optimizer" if key in _OF_OPTIMIZERS else "scheduler"
+            return key, f"It belongs in {maker}.params."
     keys = schema.sections[section_path]
     # Keys that are not there yet first: one that stands in the file already was hardly meant twice.
     for candidates in ([known for known in keys if known not in settings], keys):
@@ -366,14 +355,6 @@ def _advice(
         zero_keys = ", ".join(sorted(schema.sections.get(ZERO, ())))
         return key, f"ZeRO is configured in {ZERO}: its keys are {zero_keys}."
     return key, ""
-
-
-def _maker_of(key: str, schema: Schema) -> str:
-    """The section whose ``params`` a key at the top level was meant for."""
-    if key in _OF_OPTIMIZERS:
-        return "optimizer"
-    schedules = (schema.schedulers[name] for name in schema.own_schedulers)
-    return "scheduler" if any(key in schedule.known for schedule in schedules) else ""
 
 
 def _meant_at_the_top(key: str, known_keys: Iterable[str]) -> str:

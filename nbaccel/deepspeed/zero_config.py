@@ -338,12 +338,6 @@ class ZeroConfig(_ZeroSection):
 
         Old forms that DeepSpeed still reads (``bfloat16``, ``cpu_offload``, ...) become today's.
 
-        Args:
-            settings: Keys and values, as in DeepSpeed's JSON.
-
-        Returns:
-            The configuration.
-
         Raises:
             ConfigError: Values are wrong, all of them listed.
         """
@@ -371,13 +365,7 @@ class ZeroConfig(_ZeroSection):
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read a file with a DeepSpeed configuration.
-
-        Args:
-            path: A JSON file.
-
-        Returns:
-            The configuration.
+        """Read a JSON file with a DeepSpeed configuration.
 
         Raises:
             ConfigError: There is no such file, or what it holds is wrong.
@@ -385,32 +373,21 @@ class ZeroConfig(_ZeroSection):
         return cls.from_dict(read_file(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as DeepSpeed reads it, without the keys that are left to DeepSpeed.
+        """What ``deepspeed.initialize(config=...)`` takes; changing it changes nothing here.
 
-        Returns:
-            What ``deepspeed.initialize(config=...)`` takes; changing it changes nothing here.
+        Keys that are left to DeepSpeed are not in it.
         """
         settings = self.named()
         zero = {key: settings.pop(key) for key in ZERO_KEYS if key in settings}
         return _merged({**({ZERO: zero} if zero else {}), **settings}, self.extra)
 
     def to_json(self) -> str:
-        """The configuration as a JSON object.
-
-        Returns:
-            Text that :meth:`from_json` reads.
-        """
+        """The configuration as a JSON object, which :meth:`from_json` reads."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` wrote, or any DeepSpeed configuration.
-
-        Args:
-            text: A JSON object.
-
-        Returns:
-            The configuration.
 
         Raises:
             ConfigError: The text is no JSON object, names a key twice, or values are wrong.
@@ -418,11 +395,7 @@ class ZeroConfig(_ZeroSection):
         return cls.from_dict(read_object(text, cls.__name__))
 
     def to_file(self, path: str | Path) -> None:
-        """Write the configuration as a JSON file.
-
-        Args:
-            path: Where; a file there is replaced.
-        """
+        """Write the configuration as a JSON file; one that is there is replaced."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 

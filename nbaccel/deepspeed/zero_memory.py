@@ -19,7 +19,7 @@ from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, load_settings, old_forms
+from nbaccel.deepspeed.zero_config import ZERO, auto_keys, load_settings, old_forms
 from nbaccel.memory.estimate import (
     Bytes,
     MemoryEstimate,
@@ -112,6 +112,11 @@ def _counted(
         place_at_stage(key, value_at(document, key, "none"), stage)
         for key in (OPTIMIZER_PLACE, PARAM_PLACE)
     )
+    # Torch's own: not made from the file, nor replaced for offloading.
+    optimizer = config.optimizer
+    is_torchs = optimizer_place == "none" or config.zero_force_ds_cpu_optimizer is False
+    if optimizer is not None and optimizer.type is not None:
+        is_torchs = is_torchs and bool((optimizer.params or {}).get("torch_adam"))
     return CountedSettings(
         zero={
             "overlap_comm": value_at(document, f"{ZERO}.overlap_comm", stage == 3),
@@ -127,7 +132,7 @@ def _counted(
         master_bytes=number_bytes if low.get(f"{precision}_master_weights_and_grads") else 4,
         state_bytes=number_bytes if low.get("bf16_optimizer_states") else 4,
         num_states=_NUM_STATES.get(str(value_at(document, "optimizer.type")).lower(), 2),
-        torch_optimizer=_is_torchs(config, optimizer_place),
+        torch_optimizer=is_torchs,
         optimizer_place=optimizer_place,
         parameter_place=parameter_place,
         unknown=tuple(key for key in auto_keys(part) if not has_key(document, key)),
@@ -139,16 +144,6 @@ def place_at_stage(place_key: str, place: str, stage: int) -> str:
     if stage < (3 if place_key == PARAM_PLACE else 1):
         return "none"
     return "cpu" if place == "nvme" and stage < 3 else place
-
-
-def _is_torchs(config: ZeroConfig, optimizer_place: str) -> bool:
-    """Whether the optimizer is torch's: not made from the file, nor replaced for offloading."""
-    if optimizer_place != "none" and config.zero_force_ds_cpu_optimizer is not False:
-        return False
-    optimizer = config.optimizer
-    if optimizer is None or optimizer.type is None:
-        return True
-    return bool((optimizer.params or {}).get("torch_adam"))
 
 
 def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:
@@ -376,6 +371,8 @@ def estimate_memory(
     gpus = machine.gpus[:num_processes]
     device, host, nvme = _BYTES_AT_STAGE[settings.stage](settings, shape, world_size, not gpus)
     folders = tuple(nvme_folders(given))
+    contents = {"optimizer": settings.optimizer_place, "parameters": settings.parameter_place}
+    moved = [f"{content} on {place}" for content, place in contents.items() if place != "none"]
     names = ", ".join(settings.unknown)
     note = f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.'
     return MemoryEstimate(
@@ -383,7 +380,7 @@ def estimate_memory(
         host=host * num_processes,
         nvme=nvme * num_processes,
         shape=shape,
-        strategy=_in_words(settings),
+        strategy=", ".join([f"ZeRO-{settings.stage}", settings.precision, *moved]),
         settings=settings,
         num_processes=num_processes,
         num_nodes=num_nodes,
@@ -418,12 +415,6 @@ def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
             "depends on which weights belong to linear layers. Give the module (it may be on meta)."
         )
     return model_states(model, world_size=world_size, formats=formats)
-
-
-def _in_words(settings: CountedSettings) -> str:
-    places = (("optimizer", settings.optimizer_place), ("parameters", settings.parameter_place))
-    moved = [f"{content} on {place}" for content, place in places if place != "none"]
-    return ", ".join([f"ZeRO-{settings.stage}", settings.precision, *moved])
 
 
 def _check_arguments(
@@ -485,7 +476,14 @@ def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
     if not needed_bytes:
         return
     # Both folders may be on one disk: the whole need must fit on the fuller of the two.
-    free_room, folder = min((_free_room(folder, in_use), folder) for folder in need.nvme_folders)
+    room_of = {
+        folder: free_bytes(folder)
+        # What an earlier run has left there will be overwritten.
+        + sum(one.stat().st_size for one in folder.glob("zero_stage_3/*/rank*/*.swp"))
+        * (folder not in in_use)
+        for folder in need.nvme_folders
+    }
+    free_room, folder = min((room, folder) for folder, room in room_of.items())
     if needed_bytes > free_room:
         raise ConfigError(
             f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
@@ -493,9 +491,3 @@ def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
             f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. Training "
             'would end half-way. Make room, give another folder, or set the device to "cpu".'
         )
-
-
-def _free_room(folder: Path, in_use: Collection[Path]) -> int:
-    """What is free, and what an earlier run has left there, which will be overwritten."""
-    overwritten = () if folder in in_use else folder.glob("zero_stage_3/*/rank*/*.swp")
-    return free_bytes(folder) + sum(path.stat().st_size for path in overwritten)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from nbaccel.base import env
-from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.errors import ConfigError, MissingBackend, PlatformUnsupported
 from nbaccel.base.public_names import NOT_INSTALLED, missing_name_of
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
@@ -282,8 +282,15 @@ def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str
 
 
 def load_advisor() -> Any:
-    """What finds the fastest configuration of the strategy that has one to find."""
-    return load_object(next(row.advisor for row in STRATEGIES if row.advisor))
+    """What finds the fastest configuration of a strategy that has one to find."""
+    path = next((row.advisor for row in STRATEGIES if row.advisor), "")
+    if not path:
+        raise MissingBackend(
+            "advise finds configurations of strategies that have an advisor, and of "
+            f"{', '.join(row.name for row in STRATEGIES)} none has one. "
+            "Nothing can be compared. Install nbaccel with its DeepSpeed backend."
+        )
+    return load_object(path)
 
 
 def plugin_class(class_name: str) -> Any:

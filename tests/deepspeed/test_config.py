@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from nbaccel.config import RunConfig
 from nbaccel.config.field_rules import rule_of
 from nbaccel.config.given_values import put_at
+from nbaccel.deepspeed.library import quiet_logger
 from nbaccel.deepspeed.schema import deepspeed_schema
 from nbaccel.deepspeed.zero_config import (
     ZERO,
@@ -22,6 +24,7 @@ from nbaccel.deepspeed.zero_config import (
     section_of,
 )
 from nbaccel.errors import ConfigError
+from nbaccel.notebook.picker.choices import by_name, settings as picker_settings
 from tests.deepspeed import needs
 
 KEYS = [
@@ -272,3 +275,26 @@ def test_what_json_cannot_hold_is_refused():
         ZeroConfig.from_dict({"x": {1, 2}})
     with pytest.raises(ConfigError, match=r"got .*\{1\}"):
         ZeroConfig(extra={"x": {1}})
+
+
+# ------------------------------------------------------------------------------ in the pickers
+def test_every_key_is_a_choice():
+    fields = {setting.run_field.partition(".")[0] for setting in by_name().values()}
+    assert fields == set(RunConfig.model_fields)
+    known = ", ".join(s.strategy_key for s in by_name().values())
+    assert not [
+        name for _, name, entry in config_fields() if not section_of(entry) and name not in known
+    ]
+
+
+@needs.DEEPSPEED
+def test_defaults_are_those_of_the_installed_deepspeed():
+    with quiet_logger():
+        models = deepspeed_schema().models
+    for setting in picker_settings("zero"):
+        section, _, key = setting.name.rpartition(".")
+        if setting.default is None or section not in models:
+            continue
+        theirs = models[section].model_fields.get(key)
+        if theirs is not None:
+            assert setting.default == theirs.default, setting.name

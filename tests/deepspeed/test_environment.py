@@ -20,7 +20,6 @@ from nbaccel.errors import (
     PortTaken,
     UnsafeMoment,
 )
-from nbaccel.plan import inspect_machine
 from tests.deepspeed.advisor.models import machine
 from tests.deepspeed.engines import SWAPPED_WIDTH, world
 from tests.deepspeed.needs import marked, on_disk
@@ -73,13 +72,14 @@ def test_a_device_of_another_kind_is_refused(device):
         deepspeed_environment(device=device)
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are():
-    has_one = replace(inspect_machine(), gpus=machine(1).gpus)
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
+    monkeypatch.setattr(environment, "inspect_machine", lambda: machine(1))
     with pytest.raises(ConfigError, match=r'"cuda:1" is not there.*cuda:0 \(a GPU\).*one of these'):
-        environment._check_gpu(1, has_one)
-    has_none = replace(inspect_machine(), gpus=(), gpu_note="no driver")
+        environment._check_gpu(1)
+    has_none = replace(machine(0), gpu_note="no driver")
+    monkeypatch.setattr(environment, "inspect_machine", lambda: has_none)
     with pytest.raises(ConfigError, match=r"no GPU \(no driver\).*device='cpu'"):
-        environment._check_gpu(0, has_none)
+        environment._check_gpu(0)
 
 
 def test_no_time_for_collectives_is_refused():
@@ -122,11 +122,11 @@ def test_a_missing_compiler_is_told_unless_the_operation_is_built(monkeypatch, t
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(PlatformUnsupported, match=r"'no-such-compiler'.*apt-get install g\+\+"):
-        library.check_compiler()
+        library.ready_to_build("cpu")
     built = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
     built.parent.mkdir()
     built.touch()
-    library.check_compiler()
+    library.ready_to_build("cpu")
 
 
 def test_the_lock_of_a_killed_build_is_removed(monkeypatch, tmp_path):

@@ -120,7 +120,7 @@ def test_a_stage_of_the_launch_is_the_trainers_and_accelerates_plugin_means_deep
 
 
 ON_A_GPU = """
-from nbaccel.deepspeed.in_worker import enter_worker
+from nbaccel.deepspeed.library import enter_worker
 
 enter_worker("cuda")
 from accelerate.state import AcceleratorState

@@ -1,4 +1,4 @@
-"""A DeepSpeed that is too old is refused by its version before anything starts."""
+"""A DeepSpeed that is too old, or has other private parts, is refused before anything is lost."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 import textwrap
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 import nbaccel.deepspeed
-from nbaccel.deepspeed import library
+from nbaccel.deepspeed import library, private_api
 from nbaccel.deepspeed.checking import device_mistakes
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import MissingBackend
@@ -120,3 +123,38 @@ def test_the_package_alone_wakes_nothing():
     code = "import sys, nbaccel.deepspeed; print({'torch', 'deepspeed'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+# ----------------------------------------------------------------------------- private parts
+# Where DeepSpeed sets or reads each: a test without NVMe does not reach all of them.
+PLACES = {
+    "_hp_mapping": ("deepspeed.utils.tensor_fragment", "safe_get_full_fp32_param"),
+    "_z3_optimizer": ("deepspeed.utils.tensor_fragment", "safe_get_full_fp32_param"),
+    "_config": ("deepspeed.runtime.engine", "DeepSpeedEngine.gradient_clipping"),
+}
+
+
+@needs.DEEPSPEED
+@pytest.mark.parametrize("name", PLACES)
+def test_the_installed_deepspeed_has_them_all(name):
+    library.load_module("deepspeed", why="A test")
+    module_name, path = PLACES[name]
+    holder = import_module(module_name)
+    for step in path.split("."):
+        holder = getattr(holder, step)
+    code = holder.__code__
+    assert path.endswith(name) or name in (*code.co_names, *code.co_consts)
+
+
+@needs.DEEPSPEED
+@pytest.mark.parametrize(("stage", "name"), [(2, "_hp_mapping"), (3, "_z3_optimizer")])
+def test_what_would_lose_weights_without_a_word_is_refused(stage, name):
+    library.load_module("deepspeed", why="A test")
+    module = nn.Linear(2, 2)
+    engine = SimpleNamespace(
+        module=module, basic_optimizer=object(), zero_optimization_stage=lambda: stage
+    )
+    with pytest.raises(MissingBackend, match=f"{name} at stage {stage}.*could not be read back"):
+        private_api.check_fp32_copies(engine)
+    setattr(module.weight, name, None)
+    private_api.check_fp32_copies(engine)

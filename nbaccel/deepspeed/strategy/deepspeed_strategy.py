@@ -6,7 +6,6 @@ import copy
 import importlib
 import math
 import pickle
-import re
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from nbaccel.base import env
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.given_values import value_at
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto_values import Resolved, TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.environment import Lease, forget_modules
@@ -31,7 +31,6 @@ from nbaccel.deepspeed.strategy.engines import (
     Drive,
     EngineOptimizer,
     EngineScheduler,
-    begin_comm,
     drive_of_loss,
     drive_of_parameters,
     is_engines,
@@ -114,7 +113,6 @@ class DeepSpeedStrategy(Strategy):
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
-        """See :meth:`Strategy.build`."""
         return cls(place, settings, asked)
 
     @classmethod
@@ -188,11 +186,13 @@ class DeepSpeedStrategy(Strategy):
             if optimizer is None or getattr(one, "optimizer", optimizer) is optimizer
         )
         scheduler = next(filter(is_engines, of_optimizer), None)
-        is_training = optimizer is not None or _is_trained_by_file(model, given_settings, bundle)
-        settings = given_settings
-        if not is_training:  # DeepSpeed would make these from the file all the same
-            parts_of_training = ("optimizer", "scheduler")
-            settings = {k: v for k, v in given_settings.items() if k not in parts_of_training}
+        is_training = optimizer is not None
+        # The file's optimizer is meant for a model that was prepared without one.
+        if given_settings.get("optimizer") and not bundle.optimizers:
+            is_training = any(parameter.requires_grad for parameter in model.parameters())
+        # DeepSpeed would make these from the file all the same.
+        dropped = () if is_training else ("optimizer", "scheduler")
+        settings = {key: one for key, one in given_settings.items() if key not in dropped}
         parts = (model, optimizer, scheduler, bundle.loaders)
         resolved_config = resolve_config(settings, plugin, self._asked, self.place, *parts)
         if not is_training and resolved_config.config.zero_stage < 3:
@@ -203,8 +203,8 @@ class DeepSpeedStrategy(Strategy):
             plugin.take_configuration(resolved_config.config.to_dict())
             self._open[id(plugin)] = (plugin.deepspeed_config, given_settings)
         self.choices += resolved_config.choices
-        self._warn_before(model, optimizer, resolved_config, is_training=is_training)
-        begin_comm(resolved_config.config)  # first: destroying engines below needs it
+        self._warn_before(model, resolved_config, is_training=is_training)
+        library.begin_comm(resolved_config.config)  # first: destroying engines below needs it
         if not self.place.is_alone:
             take_back_together(model, self.place.device)
             # Removed before it ends: one that cannot be destroyed must not be tried again by each
@@ -214,7 +214,6 @@ class DeepSpeedStrategy(Strategy):
             forget_modules()
         # Before the engine is made, which casts the module in place.
         states_before = remember(model)
-        made_as = made_in(model)
         own_config, folders = local_shards.claim(resolved_config.config, self.place.rank)
         try:
             engine = make_engine(
@@ -229,15 +228,12 @@ class DeepSpeedStrategy(Strategy):
             folders.release()
             raise
         norm = given_settings.get("gradient_clipping")
-        own_clipping = float(norm) if isinstance(norm, (int, float)) else None
-        troubles = engines.Troubles(engine, made_as)
-        engine_drive = Drive(engine, folders, troubles, own_clipping, states_before)
+        troubles = engines.Troubles(engine, made_in(model))
+        engine_drive = Drive(engine, folders, troubles, norm, states_before)
         self._drives[id(engine)] = engine_drive
         return engine_drive
 
-    def _warn_before(
-        self, model: nn.Module, optimizer: Any, config: Resolved, *, is_training: bool
-    ) -> None:
+    def _warn_before(self, model: nn.Module, config: Resolved, *, is_training: bool) -> None:
         """Warn of, or refuse, what is known before an engine is made."""
         for text in config.warnings:
             warnings.warn(text, stacklevel=2)
@@ -262,7 +258,6 @@ class DeepSpeedStrategy(Strategy):
             check_host_memory(need, device, machine)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """See :meth:`Strategy.unwrap`."""
         drive = self._drives.get(id(model))
         if drive is None:
             return model
@@ -301,7 +296,6 @@ class DeepSpeedStrategy(Strategy):
         return drive.syncing(False) if drive else nullcontext()
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """See :meth:`Strategy.sync_in_backward`."""
         drive = self._drives.get(id(model))
         return drive.syncing(True) if drive else nullcontext()
 
@@ -330,7 +324,6 @@ class DeepSpeedStrategy(Strategy):
         return local_shards.gather_weights(self.unwrap(model), keep=self.place.is_main)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        """See :meth:`Strategy.load_model_state`."""
         if id(model) in self._drives:
             local_shards.scatter_weights(self.unwrap(model), state, **options)
         else:
@@ -400,7 +393,6 @@ class DeepSpeedStrategy(Strategy):
         left_out: Collection[str] = (),
         ranks_there: Collection[int] = (),
     ) -> None:
-        """See :meth:`ShardedCheckpoints.check_sharded`."""
         drive = self._writing_drive(model)
         if drive is not None:
             _check_checkpoint(drive.engine, Path(folder), ranks_there)
@@ -432,12 +424,6 @@ def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:
     for engine_drive in engine_drives.values():
         engine_drive.end(is_alone=True)
     lease.give_up()
-
-
-def _is_trained_by_file(model: nn.Module, settings: dict[str, Any], bundle: Bundle) -> bool:
-    """Whether the file's optimizer is meant for a model that was prepared without one."""
-    optimizer = bool(settings.get("optimizer")) and not bundle.optimizers
-    return optimizer and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _shards_only(checkpoint_kind: str) -> ConfigError:
@@ -502,9 +488,7 @@ def resolve_config(
     # All prepared loaders count, since nothing says which of them is the training's. One with a
     # batch sampler of the user's own may have None.
     sizes = [loader.batch_size for loader in loaders if isinstance(loader.batch_size, int)]
-    micro_batch = None
-    if sizes:
-        micro_batch = min(sizes) if plugin.is_train_batch_min else max(sizes)
+    micro_batch = (min if plugin.is_train_batch_min else max)(sizes, default=None)
     is_dummy = isinstance(scheduler, DummyScheduler)
     steps = scheduler.total_num_steps if is_dummy else None
     # The schedule's steps in one process: each takes its share of the batches.
@@ -520,9 +504,19 @@ def resolve_config(
         total_steps=None if steps is None else math.ceil(steps / processes),
         learning_rate=None if rate is None else float(rate),
     )
-    completed = _completed(given_config, micro_batch)
+    # A copy: the given one is the plugin's, which keeps what the user wrote.
+    settings = copy.deepcopy(given_config)
+    choices: tuple[Choice, ...] = ()
+    if value_at(settings, f"{ZERO}.stage") == 3:
+        # Without it DeepSpeed's `save_16bit_model` writes nothing.
+        settings[ZERO].setdefault("stage3_gather_16bit_weights_on_model_save", True)
+    total_key, micro_key, _ = BATCH_SIZES
+    if micro_batch is None and {settings.get(micro_key), settings.get(total_key)} <= {AUTO, None}:
+        settings[micro_key] = 1
+        reason = "no loader was prepared before; DeepSpeed only counts samples by it"
+        choices = (Choice(micro_key, 1, reason),)
     resolved_config = resolve_auto(
-        completed,
+        settings,
         facts=facts,
         model=model,
         optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
@@ -532,30 +526,7 @@ def resolve_config(
     checked = check_config(
         resolved_config.config, world_size=place.world_size, device=place.device.type
     )
-    choices = resolved_config.choices
-    if completed.get(_MICRO_BATCH, AUTO) != given_config.get(_MICRO_BATCH, AUTO):
-        reason = "no loader was prepared before; DeepSpeed only counts samples by it"
-        choices = (Choice(_MICRO_BATCH, completed[_MICRO_BATCH], reason), *choices)
-    return Resolved(checked.config, choices, checked.warnings)
-
-
-_TOTAL_BATCH, _MICRO_BATCH, _ = BATCH_SIZES
-
-
-def _completed(settings: dict[str, Any], micro_batch: int | None) -> dict[str, Any]:
-    """The settings with what DeepSpeed does not do without."""
-    # A new dictionary: the given one is the plugin's, which keeps what the user wrote.
-    settings = copy.deepcopy(settings)
-    zero = settings.get(ZERO)
-    if isinstance(zero, dict) and zero.get("stage") == 3:
-        # Without it DeepSpeed's `save_16bit_model` writes nothing.
-        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
-    if micro_batch is None and {settings.get(_MICRO_BATCH), settings.get(_TOTAL_BATCH)} <= {
-        AUTO,
-        None,
-    }:
-        settings[_MICRO_BATCH] = 1
-    return settings
+    return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
 
 
 def check_parts(
@@ -700,12 +671,6 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = 
     """Refuse a checkpoint that :func:`_load` could not read; no collective, nothing is changed."""
     if engine.load_universal_checkpoint():
         return  # a universal checkpoint has files of another kind, which are not checked here
-    model_files = sorted(folder.glob("*mp_rank_00_model_states.pt"))
-    if not model_files:
-        raise CheckpointDamaged(
-            f"{folder} has no file *_model_states.pt: it is not whole. Nothing has been "
-            "loaded. Copy what is missing from where it was saved, or load another checkpoint."
-        )
     # Each process reads what all share, and its own. Files in torch's format of before 2020 cannot
     # be looked at without reading their numbers.
     own_name = f"zero_pp_rank_{dist.get_rank()}_"
@@ -718,46 +683,44 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = 
             raise CheckpointDamaged(
                 f"{path} holds a {other_names[0]}. Nothing of it was run or loaded. {_PLAIN_REMEDY}"
             )
+    model_files = sorted(folder.glob("*mp_rank_00_model_states.pt"))
     first_readable = next(filter(is_readable, model_files), None)
-    if first_readable is None:
+    if model_files and first_readable is None:
         return
-    model_states = read_states(first_readable).states
-    if not isinstance(model_states, Mapping):
+    states = None if first_readable is None else read_states(first_readable).states
+    if not isinstance(states, Mapping):
         raise CheckpointDamaged(
-            f"{first_readable} holds no states of a model. Load another checkpoint."
+            f"{first_readable or folder} has no states of a model, which are in files "
+            "*_model_states.pt: it is not whole. Nothing has been loaded. Copy what is missing "
+            "from where it was saved, or load another checkpoint."
         )
-    _check_ranks(folder, engine, model_files, model_states.get("dp_world_size"), ranks_there)
-    _check_shapes(folder, engine, model_states)
-
-
-_ZERO_FILE = re.compile(r"(?:\w*_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-
-
-def _check_ranks(
-    folder: Path,
-    engine: Any,
-    model_files: Sequence[Path],
-    saved_by: Any,
-    ranks_there: Collection[int],
-) -> None:
-    """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
     # Without `ranks_there` another program saved it: which files are on other nodes is not known.
-    if engine.use_node_local_storage() and not ranks_there:
+    if ranks_there or not engine.use_node_local_storage():
+        _check_ranks(folder, engine, states.get("dp_world_size"), ranks_there)
+    _check_shapes(folder, engine, states)
+
+
+def _check_ranks(folder: Path, engine: Any, saved_by: Any, ranks_there: Collection[int]) -> None:
+    """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
+    # Only at stage 3 each rank has a file of model states.
+    saved_kinds = {
+        kind: {path.name.rpartition("zero_pp_rank_")[2].partition("_")[0] for path in paths}
+        for kind in ("model", "optim")
+        if (paths := [*folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}_states.pt")])
+    }
+    if engine.zero_optimization_stage() == 0 or not saved_kinds:
         return
-    matches = (_ZERO_FILE.fullmatch(path.name) for path in folder.iterdir())
-    saved_ranks = {int(match[1]) for match in matches if match}
-    # Only at stage 3 each rank has a file of model states, named after it.
-    is_cut = model_files[0].name.startswith("zero_pp_rank_")
-    if engine.zero_optimization_stage() == 0 or not (saved_ranks or is_cut):
-        return
+    saved_kinds.setdefault("optim", set())
     # The model's file tells how many ranks saved it: counted by the files that are there, a missing
     # file of the last rank would look like a checkpoint of fewer processes.
-    saved_count = saved_by if isinstance(saved_by, int) else max(saved_ranks, default=-1) + 1
-    needed = {*(ranks_there or range(saved_count))}
-    missing = [f"optimizer's states of rank {rank}" for rank in sorted(needed - saved_ranks)]
-    if is_cut:
-        present = {int(path.name.split("_")[3]) for path in model_files}
-        missing += [f"model's states of rank {rank}" for rank in sorted(needed - present)]
+    saved_count = saved_by if isinstance(saved_by, int) else len(saved_kinds["optim"])
+    words = {"optim": "optimizer's", "model": "model's"}
+    missing = [
+        f"{words[kind]} states of rank {rank}"
+        for kind, present in sorted(saved_kinds.items(), reverse=True)
+        for rank in sorted(ranks_there or range(saved_count))
+        if str(rank) not in present
+    ]
     if missing:
         raise CheckpointDamaged(
             f"{folder} was saved by {saved_count} processes, and the {', '.join(missing)} are "

@@ -20,8 +20,6 @@ import contextlib
 import ctypes
 import functools
 import inspect
-import io
-import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,7 +50,7 @@ def make_engine(
     moe_layers: str | None,
     has_several: bool,
 ) -> Any:
-    """Make an engine, where :func:`begin_comm` has been called."""
+    """Make an engine, where :func:`library.begin_comm` has been called."""
     deepspeed = library.load_module("deepspeed", why="Training with DeepSpeed")
     settings = zero_config.to_dict()
     settings.setdefault("steps_per_print", math.inf)
@@ -72,7 +70,7 @@ def make_engine(
         fetch_together(model, moe_layers)
     if has_several and zero_config.zero_stage == 3:
         shard_in_turn(model, zero_config)
-    with _usual_logging(zero_config):
+    with library.usual_logging(zero_config):
         engine, *_ = deepspeed.initialize(**arguments)
     private_api.check_fp32_copies(engine)
     _convert_inputs(engine)
@@ -94,10 +92,9 @@ def is_engines(scheduler: Any) -> bool:
 
 def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
     """DeepSpeed's Adam for steps on the CPU, in place of torch's; others DeepSpeed refuses."""
-    section = zero_config.offload_optimizer
-    is_offloaded = section is not None and section.device not in (None, "none")
     is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    if not (is_offloaded and is_adam) or zero_config.zero_force_ds_cpu_optimizer is False:
+    is_replaced = is_adam and library.offloads_optimizer(zero_config)
+    if not is_replaced or zero_config.zero_force_ds_cpu_optimizer is False:
         return optimizer
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -109,20 +106,6 @@ def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
     # Otherwise torch's schedules would warn that the old one never stepped.
     torch_private.mark_as_stepped(optimizer)
     return offload_optimizer
-
-
-def _usual_logging(zero_config: ZeroConfig) -> contextlib.AbstractContextManager[None]:
-    """A block without DeepSpeed's dozen lines, unless the configuration turns them on."""
-    is_asked = zero_config.get("log_level") is not None or zero_config.get("dump_state")
-    return contextlib.nullcontext() if is_asked else library.quiet_logger(logging.WARNING)
-
-
-def begin_comm(zero_config: ZeroConfig) -> None:
-    """Let DeepSpeed take up the process group, without which it cannot even destroy an engine."""
-    deepspeed = library.load_module("deepspeed", why="Training with DeepSpeed")
-    # It prints a line for the operation it loads.
-    with _usual_logging(zero_config), contextlib.redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(dist_init_required=False)
 
 
 def _convert_inputs(engine: Any) -> None:
@@ -351,16 +334,16 @@ class _EngineProxy:
         # The constructor of `Optimizer` is not called: it would make a second state and groups.
         self._drive = drive
 
-    @property
-    def _inner(self) -> Any:
-        return getattr(self._drive.engine, self._name_in_engine)
-
     def __getattr__(self, name: str) -> Any:
-        # `_inner` reads `_drive`: without this, an object made without its constructor, as `copy`
-        # makes it, would recurse without end.
+        # Without this, an object made without its constructor, as `copy` makes it, would recurse
+        # without end.
         if name == "_drive":
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
-        return getattr(self._inner, name)
+        return getattr(getattr(self._drive.engine, self._name_in_engine), name)
+
+    def __repr__(self) -> str:
+        inner = getattr(self._drive.engine, self._name_in_engine)
+        return f"{type(self).__name__}({type(inner).__name__})"
 
 
 class EngineOptimizer(_EngineProxy, Optimizer):
@@ -423,10 +406,6 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         """Refused; see :meth:`Drive.__reduce__`."""
         return self._drive.__reduce__()
 
-    def __repr__(self) -> str:
-        own = type(self._drive.engine.optimizer).__name__
-        return f"{type(self).__name__}({own} over {type(self._inner).__name__})"
-
 
 class EngineScheduler(_EngineProxy):
     """A schedule that the engine advances with its steps."""
@@ -440,9 +419,6 @@ class EngineScheduler(_EngineProxy):
         """The learning rates of the optimizer's groups, as they are now."""
         return [float(group["lr"]) for group in self._drive.engine.optimizer.param_groups]
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._inner!r})"
-
 
 class Drive:
     """Drives one engine, made of a module that was what `before` says."""
@@ -452,7 +428,7 @@ class Drive:
         engine: Any,
         folders: Claim,
         loss_troubles: Troubles,
-        norm: float | None,
+        norm: Any,
         before: Remembered,
     ) -> None:
         self.engine = engine
@@ -464,7 +440,8 @@ class Drive:
         ]
         self._claimed = folders
         self._troubles = loss_troubles
-        self._clipping = norm
+        # What the configuration has; "auto" is no norm that could contradict a call.
+        self._clipping = float(norm) if isinstance(norm, (int, float)) else None
         self._before = before
         self._forced: bool | None = None
         self._due = False
@@ -538,18 +515,15 @@ class Drive:
         # Before the step: one that raises must not be taken again by a hook or when models are
         # released.
         self._due = False
-        with self._troubles.explained():
-            self.engine.step()
-        # Without ZeRO and in float32 the optimizer is torch's, which has no `overflow`.
-        self.was_skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        self.was_skipped = self._troubles.step()
         self._norm = self.engine.get_global_grad_norm()
-        self._troubles.after_step(skipped=self.was_skipped)
 
     def clipped_step(self, max_norm: float) -> torch.Tensor:
         """Take the step that is due with gradients scaled down to a norm."""
         if self._due:
             self._warn_of_two_norms(max_norm)
-            if self._clips_itself:
+            # Its own optimizers clip, and say by which norm; torch's do neither.
+            if hasattr(self.engine.optimizer, "clip_grad"):
                 with self._clipping_at(max_norm):
                     self.step()
             else:
@@ -574,27 +548,22 @@ class Drive:
             unhook(self.engine)
             destroy(self.engine)  # its files stay: the weights in them are still to be read back
 
-    @property
-    def _clips_itself(self) -> bool:
-        """Whether its optimizer clips, and says by which norm; torch's own does neither."""
-        return hasattr(self.engine.optimizer, "clip_grad")
-
     @contextlib.contextmanager
     def _clipping_at(self, max_norm: float) -> Iterator[None]:
         """A block in which steps clip at this norm; those of a loop without the call do not."""
-        # DeepSpeed has no public function for it: the engine reads its configuration, and
+        # DeepSpeed has no public function for it: the engine reads its configuration, and its own
         # optimizers hold a copy of the value.
-        setting_places = [(private_api.engine_settings(self.engine), "gradient_clipping")]
-        if self._clips_itself:
-            setting_places.append((self.engine.optimizer, "clip_grad"))
-        values_before = [getattr(*setting_place) for setting_place in setting_places]
+        holders = {private_api.engine_settings(self.engine): "gradient_clipping"}
+        if hasattr(self.engine.optimizer, "clip_grad"):
+            holders[self.engine.optimizer] = "clip_grad"
+        norms_before = [getattr(*holder) for holder in holders.items()]
         try:
-            for setting_place in setting_places:
-                setattr(*setting_place, max_norm)
+            for holder, name in holders.items():
+                setattr(holder, name, max_norm)
             yield
         finally:
-            for setting_place, value_before in zip(setting_places, values_before, strict=True):
-                setattr(*setting_place, value_before)
+            for (holder, name), norm_before in zip(holders.items(), norms_before, strict=True):
+                setattr(holder, name, norm_before)
 
     def _warn_of_two_norms(self, max_norm: float) -> None:
         # The value is dropped, so that the warning comes once and not in every step.
@@ -615,19 +584,16 @@ class Drive:
 PATIENCE = 5
 """Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
 
-_BF16_KEYS = '"bf16": {"enabled": true} in place of "fp16"'
-
 
 class Troubles:
-    """Watches the losses and steps of one engine."""
+    """Steps one engine, and watches what comes of its losses."""
 
     def __init__(self, engine: Any, made_in: str | None) -> None:
         self._engine = engine
         self._made_in = made_in
         self._in_fp16 = bool(engine.fp16_enabled())
         self._bad: torch.Tensor | None = None
-        self._bad_steps = 0
-        self._stuck_steps = 0
+        self._bad_steps = self._stuck_steps = 0
         self._was_warned = False
 
     def see_loss(self, loss: torch.Tensor) -> None:
@@ -636,33 +602,33 @@ class Troubles:
         # Losses of all batches of a step count; the step itself comes only after the last of them.
         self._bad = is_bad if self._bad is None else self._bad | is_bad
 
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """A block in which the exception by which DeepSpeed gives up says what to change."""
+    def step(self) -> bool:
+        """Take a step; whether it was skipped, as gradients were infinite."""
         try:
-            yield
+            self._engine.step()
         except Exception as error:  # DeepSpeed raises a bare one at the floor of its loss scale
             # Whatever else a step raises has a subclass of `Exception` as its type.
             if type(error) is not Exception or not self._at_floor:
                 raise
             raise TrainingDiverged(self._scale_text("is as low as it may be")) from error
-
-    def after_step(self, *, skipped: bool) -> None:
-        """Look at what the step brought."""
+        # Without ZeRO and in float32 the optimizer is torch's, which has no `overflow`.
+        was_skipped = bool(getattr(self._engine.optimizer, "overflow", False))
         # DeepSpeed's step has waited for the device already, to look for overflow: reading the
         # value here costs nothing more.
         is_bad = self._bad is not None and bool(self._bad.item())
         self._bad = None
         self._bad_steps = self._bad_steps + 1 if is_bad else 0
-        self._stuck_steps = self._stuck_steps + 1 if skipped and self._at_floor else 0
+        self._stuck_steps = self._stuck_steps + 1 if was_skipped and self._at_floor else 0
         if self._stuck_steps >= PATIENCE:
             raise TrainingDiverged(self._scale_text(f"stayed there for {PATIENCE} steps"))
-        if is_bad and self._in_fp16 and self._bad_steps >= PATIENCE:
-            raise TrainingDiverged(self._nan_text(skipped=skipped))
+        text = f"The loss is NaN or infinite after optimizer step {self._engine.global_steps}."
+        if self._in_fp16 and self._bad_steps >= PATIENCE:
+            raise TrainingDiverged(f"{text} {self._remedy(was_skipped)}")
         if is_bad and not self._was_warned:
             # Once: a loss that has become NaN usually stays so, in every step to come.
             self._was_warned = True
-            warnings.warn(self._nan_text(skipped=skipped), stacklevel=2)
+            warnings.warn(f"{text} {self._remedy(was_skipped)}", stacklevel=2)
+        return was_skipped
 
     @property
     def _at_floor(self) -> bool:
@@ -672,34 +638,29 @@ class Troubles:
         # Only DeepSpeed's dynamic scaler has `min_scale`.
         return bool(loss_scaler.cur_scale <= max(getattr(loss_scaler, "min_scale", 1), 1))
 
-    def _nan_text(self, *, skipped: bool) -> str:
-        number = self._engine.global_steps
-        loss_text = f"The loss is NaN or infinite after optimizer step {number}."
-        if self._in_fp16:
-            cause = "float16 holds numbers up to 65504 only."
-            if self._made_in == "bfloat16":
-                cause = (
-                    "The model's weights were made in bfloat16 and train in float16, whose largest "
-                    "number is 65504: activations overflow."
-                )
-            return (
-                f"{loss_text} {cause} Set {_BF16_KEYS}, or a lower optimizer.params.lr, or a "
-                "smaller gradient_clipping."
-            )
-        result = "The step was skipped." if skipped else "The weights are invalid by now."
-        return (
-            f"{loss_text} {result} Set a lower optimizer.params.lr, a smaller "
-            "gradient_clipping, or scheduler.params.warmup_num_steps, and look for NaN or "
-            "infinity in the inputs."
-        )
-
     def _scale_text(self, event: str) -> str:
         loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         scale = getattr(loss_scaler, "cur_scale", "?")
-        is_bf16 = self._made_in == "bfloat16"
-        hint = " Its weights were made in bfloat16, which has a larger range." if is_bf16 else ""
         return (
             f"Every step overflows in float16: the loss scale {scale} {event} "
             f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
-            f"nothing is trained.{hint} Set {_BF16_KEYS}, or a lower optimizer.params.lr."
+            f"nothing is trained. {self._remedy(True)}"
+        )
+
+    def _remedy(self, was_skipped: bool) -> str:
+        if not self._in_fp16:
+            return (
+                f"{'The step was skipped' if was_skipped else 'The weights are invalid by now'}. "
+                "Set a lower optimizer.params.lr, a smaller gradient_clipping, or "
+                "scheduler.params.warmup_num_steps, and look for NaN or infinity in the inputs."
+            )
+        cause = "float16 holds numbers up to 65504 only."
+        if self._made_in == "bfloat16":
+            cause = (
+                "The model's weights were made in bfloat16 and train in float16, whose largest "
+                "number is 65504: activations overflow."
+            )
+        return (
+            f'{cause} Set "bf16": {{"enabled": true}} in place of "fp16", or a lower '
+            "optimizer.params.lr, or a smaller gradient_clipping."
         )

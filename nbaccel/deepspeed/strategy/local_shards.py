@@ -80,14 +80,17 @@ def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
     """See :meth:`ShardReader.local_pieces`; empty where this process has nothing of it."""
     if is_partitioned(tensor):
         return _of_placeholder(tensor)
-    fp32_mapping = private_api.fp32_fragment(tensor)
-    if fp32_mapping is not None:
-        return [_of_mapping(fp32_mapping)]
-    if held is not None:
-        return [_of_destroyed(tensor, held)]
-    # The mapping is None where the float32 copy is another rank's, and after an engine that never
-    # stepped.
-    return []
+    mapping = private_api.fp32_fragment(tensor)
+    # None where the float32 copy is another rank's, and after an engine that never stepped.
+    if mapping is None and held is None:
+        return []
+    first, values = _of_mapping(held if mapping is None else mapping)
+    if mapping is None:
+        weights = tensor.detach().reshape(-1)[first : first + values.numel()]
+        # Of an engine that is destroyed; weights may have been changed since. Both agree as long as
+        # the copy, rounded, gives the weights: then the copy has more digits.
+        values = values if torch.equal(values.to(weights), weights) else weights
+    return [(first, values)]
 
 
 def hold(tensor: torch.Tensor) -> object:
@@ -130,14 +133,6 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
 def _of_mapping(fp32_mapping: Any) -> Piece:
     values = fp32_mapping.hp_fragment.detach().reshape(-1)
     return int(fp32_mapping.lp_fragment_address.start), values
-
-
-def _of_destroyed(tensor: torch.Tensor, mapping: Any) -> Piece:
-    """The float32 copy, unless the weights were changed after the engine had been destroyed."""
-    first, copy = _of_mapping(mapping)
-    weights = tensor.detach().reshape(-1)[first : first + copy.numel()]
-    # Both agree as long as the copy, rounded, gives the weights: then the copy has more digits.
-    return first, copy if torch.equal(copy.to(weights), weights) else weights
 
 
 def _of_placeholder(tensor: Any) -> list[Piece]:
@@ -435,12 +430,11 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
     part = -(-sizes[name] // world_size)
     if part > size:
         number_bytes = 2 if zero_config.is_on("bf16") or zero_config.is_on("fp16") else 4
+        total = format_bytes(part * count * number_bytes)
         raise ConfigError(
             f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {part} "
-            f"numbers of {name} from disk, into one buffer. DeepSpeed would stop with 'More "
-            f"elements than buffer size'. Set it to {part} or more; the {count} buffers "
-            f"(buffer_count) then take {format_bytes(part * count * number_bytes)} of host "
-            "memory in each process."
+            f"numbers of {name} from disk, into one buffer. DeepSpeed would stop. Set it to {part} "
+            f"or more; the {count} buffers then take {total} of host memory in each process."
         )
 
 
@@ -604,9 +598,17 @@ def remember(module: nn.Module) -> Remembered:
 def take_back(module: nn.Module, remembered: Remembered) -> bool:
     """See :meth:`ShardReader.take_back`; engines of this module are destroyed."""
     engines = _engines_of(module)
-    if not engines and not any(map(is_cut, module.parameters())):
+    cut_parameters = [*filter(is_cut, module.parameters())]
+    if not engines and not cut_parameters:
         return False
-    _restore_module(module, remembered, _trained_weights(module), engines)
+    found: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for parameter in cut_parameters:
+            whole, count = _filled(parameter, parameter.device)
+            # Where this process has only a part, the parameter keeps the weights that it has.
+            if count >= whole.numel():
+                found[id(parameter)] = whole
+    _restore_module(module, remembered, found, engines)
     return True
 
 
@@ -713,15 +715,3 @@ def unhook(engine: Any) -> None:
         handle = getattr(engine, name, None)
         if handle is not None:
             handle.remove()
-
-
-@torch.no_grad()
-def _trained_weights(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Whole float32 weights by the identity of their parameters; none where no copy has them."""
-    found: dict[int, torch.Tensor] = {}
-    for parameter in filter(is_cut, module.parameters()):
-        whole, count = _filled(parameter, parameter.device)
-        # Where this process has only a part, the parameter keeps the weights that it has.
-        if count >= whole.numel():
-            found[id(parameter)] = whole
-    return found

@@ -12,12 +12,16 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
-from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config, tidied_settings
+from nbaccel.config.deepspeed_document import (
+    BATCH_SIZES,
+    engine_config,
+    taken_out,
+    tidied_settings,
+)
 from nbaccel.config.given_values import has_key, put_at, shown, value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.deepspeed import library
@@ -40,31 +44,21 @@ _KEYS = {
     "zero3_save_16bit_model": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
 """Argument → where DeepSpeed's file has it."""
-
-
-_PREFIX = "ACCELERATE_DEEPSPEED_"
-_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "gradient_accumulation_steps": (
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        lambda text: int(text) if text.isdecimal() else text,
-    ),
-    "gradient_clipping": (
-        "ACCELERATE_GRADIENT_CLIPPING",
-        lambda text: text if text == AUTO else float(text),
-    ),
-    "zero_stage": (f"{_PREFIX}ZERO_STAGE", int),
-    "offload_optimizer_device": (f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE", str),
-    "offload_param_device": (f"{_PREFIX}OFFLOAD_PARAM_DEVICE", str),
-    "offload_optimizer_nvme_path": (f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH", str),
-    "offload_param_nvme_path": (f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH", str),
-    "zero3_save_16bit_model": (
-        f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL",
-        lambda text: text.lower() in ("1", "true", "yes"),
-    ),
-    "hf_ds_config": (f"{_PREFIX}CONFIG_FILE", str),
-    "transformer_moe_cls_names": (f"{_PREFIX}MOE_LAYER_CLS_NAMES", str),
+_READERS: dict[str, Callable[[str], Any]] = {
+    "gradient_accumulation_steps": lambda text: int(text) if text.isdecimal() else text,
+    "gradient_clipping": lambda text: text if text == AUTO else float(text),
+    "zero_stage": int,
+    "zero3_save_16bit_model": lambda text: text.lower() in ("1", "true", "yes"),
 }
-"""Argument → the variable that Accelerate's launcher sets for it, and its reader."""
+"""Of the variables that do not hold text."""
+_VARIABLES = {
+    **{argument: f"ACCELERATE_DEEPSPEED_{argument.upper()}" for argument in _KEYS},
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "hf_ds_config": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "transformer_moe_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
+"""Argument → the variable that Accelerate's launcher sets for it."""
 
 
 @dataclass
@@ -161,12 +155,7 @@ class DeepSpeedPlugin(Settings):
     # ---------------------------------------------------------------- reading
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """What the configuration has under a dotted key.
-
-        Args:
-            ds_key_long: For example ``zero_optimization.stage``.
-            default: What to answer where it has nothing.
-        """
+        """What the configuration has under a dotted key: ``zero_optimization.stage``."""
         return value_at(self.deepspeed_config, ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
@@ -176,24 +165,18 @@ class DeepSpeedPlugin(Settings):
     @property
     def mixed_precision(self) -> str | None:
         """The file's precision: ``no``, ``fp16`` or ``bf16``; None where it leaves that open."""
-        enabled = {name: self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")}
-        if True in enabled.values():
-            return next(name for name, is_on in enabled.items() if is_on is True)
-        return "no" if [*enabled.values()] == [False, False] else None
+        precision: str | None = taken_out(self.deepspeed_config)[1].get("mixed_precision")
+        return precision
 
     @property
     def accumulation_steps(self) -> int | None:
         """Batches for one step as the configuration has them; None where it leaves them open."""
-        steps = self.get_value("gradient_accumulation_steps")
-        return steps if isinstance(steps, int) else None
+        steps: int | None = taken_out(self.deepspeed_config)[1].get("gradient_accumulation_steps")
+        return steps
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Switch building in shards on or off for a block.
-
-        Args:
-            enable: What it is in the block.
-        """
+        """Switch building in shards on or off for a block."""
         from nbaccel.deepspeed.strategy import local_shards
 
         # Below stage 3 there is nothing to build in shards, whatever is passed.
@@ -224,11 +207,7 @@ class DeepSpeedPlugin(Settings):
         )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Refused, as in Accelerate: an Accelerator chooses among its plugins, by their names.
-
-        Raises:
-            ConfigError: Unless the Accelerator's state calls it.
-        """
+        """Refused, as in Accelerate: an Accelerator chooses among its plugins, by their names."""
         if not _from_accelerator_state:
             raise ConfigError(
                 f"select({_from_accelerator_state}) cannot be called on a DeepSpeedPlugin: which "
@@ -244,16 +223,9 @@ class DeepSpeedPlugin(Settings):
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fill in one ``"auto"``, or compare one value.
+        """Fill in one ``"auto"`` by `kwargs`, values by dotted keys; or compare one value.
 
-        Args:
-            ds_key_long: A dotted key; nothing happens where the configuration lacks its section.
-            mismatches: Gets a line where a value is another one.
-            must_match: Whether values are compared.
-            **kwargs: Values by dotted keys.
-
-        Raises:
-            ConfigError: It is ``"auto"``, and none of the values is for it.
+        `mismatches` gets a line where it is another one.
         """
         section_path = ds_key_long.rpartition(".")[0]
         # As in Accelerate: a section that the user left out is not made by filling it in.
@@ -282,15 +254,7 @@ class DeepSpeedPlugin(Settings):
     ) -> None:
         """Fill in every ``"auto"``, and compare every value, of the configuration or a section.
 
-        Args:
-            prefix: The section, with a dot at its end; empty for all.
-            mismatches: Gets a line for each value that is another one.
-            config: The section; the configuration where left out.
-            must_match: Whether values are compared.
-            **kwargs: Values by dotted keys.
-
-        Raises:
-            ConfigError: A value is missing, or there are mismatches.
+        The section is `config`, and `prefix` its name with a dot at the end.
         """
         found = [] if mismatches is None else mismatches
         # A list, because filling in changes the dictionary.
@@ -308,14 +272,7 @@ class DeepSpeedPlugin(Settings):
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Write a precision where the configuration leaves it open.
-
-        Args:
-            mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``, which runs in a bfloat16 model.
-
-        Raises:
-            ConfigError: The other one is turned on.
-        """
+        """Write a precision where the configuration leaves it open."""
         config = self.deepspeed_config
         # DeepSpeed has no section for FP8: its layers are part of a model in bfloat16.
         wanted = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
@@ -334,31 +291,24 @@ class DeepSpeedPlugin(Settings):
                 put_at(config, f"{name}.enabled", is_enabled)
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Let ZeRO-3 fetch each mixture-of-experts layer as one; `prepare` does it by itself.
-
-        Args:
-            model: Has layers of the classes that ``transformer_moe_cls_names`` names.
-
-        Raises:
-            ConfigError: It has none of such a name.
-        """
+        """Let ZeRO-3 fetch each mixture-of-experts layer as one; `prepare` does it by itself."""
         from nbaccel.deepspeed.strategy.engines import fetch_together
 
         if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = env.read(_VARIABLES["transformer_moe_cls_names"][0])
+            self.transformer_moe_cls_names = env.read(_VARIABLES["transformer_moe_cls_names"])
         if self.transformer_moe_cls_names:
             fetch_together(model, self.transformer_moe_cls_names)
 
     # ---------------------------------------------------------------- putting together
 
     def _read_variables(self) -> None:
-        for argument, (variable, read) in _VARIABLES.items():
+        for argument, variable in _VARIABLES.items():
             text = (env.read(variable) or "").strip()
             # Accelerate's launcher sets the variables of options that were not given to "none".
             if getattr(self, argument) is not None or text in ("", "none"):
                 continue
             try:
-                setattr(self, argument, read(text))
+                setattr(self, argument, _READERS.get(argument, str)(text))
             except ValueError:
                 raise ConfigError(
                     f"Environment variable {variable}={text!r} cannot be read: DeepSpeedPlugin "
@@ -394,28 +344,21 @@ class ConfigQueries:
     config: dict[str, Any]
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key."""
         return value_at(self.config, ds_key_long, default)
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether a value is set, and true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether a value is set, and false."""
-        value = self.get_value(ds_key_long)
-        return value is not None and not value
+        return self.get_value(ds_key_long) is not None and not self.get_value(ds_key_long)
 
     def is_zero2(self) -> bool:
-        """Whether it is stage 2."""
         return bool(self.get_value(_KEYS["zero_stage"]) == 2)
 
     def is_zero3(self) -> bool:
-        """Whether it is stage 3."""
         return bool(self.get_value(_KEYS["zero_stage"]) == 3)
 
     def is_offload(self) -> bool:
-        """Whether something of stage 2 or 3 is kept in host memory or on a disk."""
         keys = (_KEYS["offload_optimizer_device"], _KEYS["offload_param_device"])
         is_away = any(self.get_value(key) in ("cpu", "nvme") for key in keys)
         return is_away and (self.is_zero2() or self.is_zero3())
@@ -426,21 +369,14 @@ def _read_config(config: Any) -> dict[str, Any] | None:
         return None
     if hasattr(config, "config") and not isinstance(config, (Mapping, ZeroConfig)):
         config = config.config  # HfDeepSpeedConfig of transformers or Accelerate
-    if isinstance(config, str) and not config.lstrip().startswith("{") and not _is_path(config):
+    if isinstance(config, str):
         # DeepSpeed's launcher passes a configuration as Base64; any short word can be decoded from
         # that, and only an object of JSON is one. Else the reader says what is wrong with it.
         with contextlib.suppress(ValueError):
-            decoded = base64.urlsafe_b64decode(config.strip()).decode()
+            decoded = base64.b64decode(config.strip(), altchars=b"-_", validate=True).decode()
             config = decoded if decoded.lstrip().startswith("{") else config
     settings, _ = old_forms(load_settings(config))
     return tidied_settings(settings)
-
-
-def _is_path(config: str) -> bool:
-    try:
-        return Path(config).exists()
-    except (OSError, ValueError):  # no path has so many characters, or a null one
-        return False
 
 
 class Plugins:
@@ -463,13 +399,8 @@ class Plugins:
                 "and plugins."
             )
         self.by_name: dict[str, DeepSpeedPlugin] = dict(named_plugins)
-        self._selected = next(iter(self.by_name))
-        self.select(self._selected)
-
-    @property
-    def active(self) -> DeepSpeedPlugin:
-        """The plugin that the next `prepare` uses."""
-        return self.by_name[self._selected]
+        self.active: DeepSpeedPlugin  # the one that the next `prepare` uses
+        self.select(next(iter(self.by_name)))
 
     def get(self, name: str) -> DeepSpeedPlugin:
         """The plugin of a name."""
@@ -487,7 +418,7 @@ class Plugins:
         for known_plugin in self.by_name.values():
             known_plugin._selected = False  # noqa: SLF001 - one of the same module
         plugin.select(_from_accelerator_state=True)
-        self._selected = name
+        self.active = plugin
 
 
 def make_plugins(plugin: Any, run_config: RunConfig | None) -> Plugins:

@@ -50,7 +50,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -100,18 +100,15 @@ def is_readable(path: Path) -> bool:
 def read_states(path: Path) -> StateFile:
     """Read what ``torch.save`` wrote, but not the numbers of its tensors."""
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        with torch.serialization.safe_globals([_stand_in(name) for name in names]):
+        stand_ins: list[Any] = [
+            type(name.rpartition(".")[2], (Unknown,), {"__module__": name.rpartition(".")[0]})
+            for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        ]
+        with torch.serialization.safe_globals(stand_ins):
             states = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged pickle is a program that may raise anything
         raise _unreadable(path, error) from error
     return StateFile(path, states)
-
-
-def _stand_in(full_name: str) -> type[Unknown]:
-    """A class that torch takes for the one of this name."""
-    module, _, name = full_name.rpartition(".")
-    return type(name, (Unknown,), {"__module__": module})
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
@@ -138,11 +135,11 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 class FileTensor(NamedTuple):
     """A tensor, and the file that it lies in."""
 
-    file: StateFile
+    path: Path
     tensor: torch.Tensor
 
     @classmethod
-    def of(cls, file: StateFile, value: Any) -> FileTensor:
+    def of(cls, path: Path, value: Any) -> FileTensor:
         """A tensor of a file; ValueError for what has no numbers, or repeats them too often."""
         tensor: torch.Tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or value.is_quantized:
@@ -150,7 +147,7 @@ class FileTensor(NamedTuple):
         stored_bytes = tensor.untyped_storage().nbytes()
         if tensor.nbytes > max(_REPEATED_BYTES, _REPEATED * stored_bytes):
             raise ValueError(f"a tensor of {stored_bytes} bytes has the shape {list(tensor.shape)}")
-        return cls(file, tensor)
+        return cls(path, tensor)
 
     @property
     def numel(self) -> int:
@@ -184,7 +181,7 @@ def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple
         count = min(end, tensor.numel) - first
         if count > 0:
             part = tensor.tensor.view(-1).narrow(0, first, count)
-            pieces.append(FileTensor(tensor.file, part))
+            pieces.append(FileTensor(tensor.path, part))
         begin -= tensor.numel
         end -= tensor.numel
     return tuple(pieces)
@@ -212,10 +209,10 @@ class Weight:
         return self.numel * self.dtype.itemsize
 
     @classmethod
-    def whole(cls, name: str, file: StateFile, value: torch.Tensor) -> Weight:
+    def whole(cls, name: str, path: Path, value: torch.Tensor) -> Weight:
         """A tensor as it is, with floating-point numbers as fp32."""
         dtype = torch.float32 if value.is_floating_point() else value.dtype
-        return cls(name, tuple(value.shape), dtype, (FileTensor.of(file, value),))
+        return cls(name, tuple(value.shape), dtype, (FileTensor.of(path, value),))
 
     def chunks(self) -> Iterator[torch.Tensor]:
         """Its elements in their order, a few MiB at a time."""
@@ -237,7 +234,7 @@ def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
         piece.tensor.untyped_storage().data_ptr(): (weight.name, piece)
         for weight in weights
         for piece in weight.pieces
-        if checksums_of(piece.file.path)
+        if checksums_of(piece.path)
     }
     # zlib lets other threads run. Few, because each has a piece in memory.
     threads = ThreadPoolExecutor(max_workers=4)
@@ -245,9 +242,9 @@ def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
         sums = threads.map(_sum_of_record, (piece for _, piece in records.values()))
         yield
         for (name, piece), record in zip(records.values(), sums, strict=True):
-            if record not in checksums_of(piece.file.path):
+            if record not in checksums_of(piece.path):
                 raise CheckpointDamaged(
-                    f"{piece.file.path} has flipped bits: the checksum of the record with {name} "
+                    f"{piece.path} has flipped bits: the checksum of the record with {name} "
                     f"({record[0]:,} bytes) is wrong. Weights would be converted that are not "
                     "those that were trained. Copy it again, or convert another checkpoint "
                     "(tag=...)."
@@ -259,7 +256,7 @@ def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
 def _sum_of_record(piece: FileTensor) -> tuple[int, int]:
     """Size and CRC-32 of the record that a tensor lies in."""
     storage = piece.tensor.untyped_storage()
-    stored = FileTensor(piece.file, torch.empty(0, dtype=torch.uint8).set_(storage))
+    stored = FileTensor(piece.path, torch.empty(0, dtype=torch.uint8).set_(storage))
     crc = 0
     for chunk in stored.chunks():
         crc = zlib.crc32(chunk.numpy().data, crc)
@@ -356,7 +353,7 @@ def _of_stages_1_to_3(files: CheckpointFiles, model: StateFile, exclude_frozen: 
 
 def _whole(model: StateFile, names: set[str]) -> _Weights:
     return {
-        name: Weight.whole(name, model, value)
+        name: Weight.whole(name, model.path, value)
         for name, value in model.states["module"].items()
         if name in names and isinstance(value, torch.Tensor)
     }
@@ -411,7 +408,7 @@ def _trained_at_stages_1_and_2(
     paddings = optimizers[0].states.get("param_alignment_paddings")  # not in all versions
     for number, shapes in enumerate(_shape_groups(model)):
         parts = [
-            FileTensor.of(file, file.states["single_partition_of_fp32_groups"][number])
+            FileTensor.of(file.path, file.states["single_partition_of_fp32_groups"][number])
             for file in optimizers
         ]
         trained |= _laid_out(
@@ -429,9 +426,18 @@ def _trained_at_stage_3(
     files: CheckpointFiles, model: StateFile, optimizers: Sequence[StateFile]
 ) -> _Weights:
     groups = _shape_groups(model)
-    ranks = [[*_flat_groups(file, groups, len(optimizers))] for file in optimizers]
-    shapes = dict(chain.from_iterable(group.items() for group in groups))
-    return _laid_out(str(files.folder), ranks, shapes)
+    for file in optimizers:
+        for shapes, tensor in zip(groups, file.states["fp32_flat_groups"], strict=False):
+            if not tensor.numel() and any(_share(one, len(optimizers)) for one in shapes.values()):
+                raise ConfigError(
+                    f"{file.path} has no fp32 weights from {next(iter(shapes))} on: they were "
+                    f"swapped to NVMe when the checkpoint was saved. {_WITH_ENGINE}"
+                )
+    ranks = [
+        [FileTensor.of(file.path, tensor) for tensor in file.states["fp32_flat_groups"]]
+        for file in optimizers
+    ]
+    return _laid_out(str(files.folder), ranks, {name: one[name] for one in groups for name in one})
 
 
 def _frozen_at_stage_3(files: CheckpointFiles, model: StateFile) -> _Weights:
@@ -440,7 +446,7 @@ def _frozen_at_stage_3(files: CheckpointFiles, model: StateFile) -> _Weights:
     frozen: _Weights = {}
     for name, shape in shapes.items():
         fragments = [
-            [FileTensor.of(file, file.states["frozen_param_fragments"][name])] for file in ranks
+            [FileTensor.of(one.path, one.states["frozen_param_fragments"][name])] for one in ranks
         ]
         frozen |= _laid_out(str(files.folder), fragments, {name: shape})
     return frozen
@@ -499,20 +505,6 @@ def _checked_shapes(shapes: Mapping[str, Any]) -> _GroupShapes:
     return checked
 
 
-def _flat_groups(
-    file: StateFile, groups: Sequence[_GroupShapes], num_ranks: int
-) -> Iterator[FileTensor]:
-    """A rank's fp32 weights, sub-group by sub-group."""
-    for number, tensor in enumerate(file.states["fp32_flat_groups"]):
-        shapes = groups[number] if number < len(groups) else {}
-        if not tensor.numel() and any(_share(shape, num_ranks) for shape in shapes.values()):
-            raise ConfigError(
-                f"{file.path} has no fp32 weights from {next(iter(shapes))} on: they were swapped "
-                f"to NVMe when the checkpoint was saved. {_WITH_ENGINE}"
-            )
-        yield FileTensor.of(file, tensor)
-
-
 # ------------------------------------------------------------------------------ stage 0
 
 
@@ -548,7 +540,7 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
         first_name = first_names.setdefault((value.data_ptr(), value.shape), name)
         # Empty tensors may be in one place without being tied.
         if first_name == name or not value.numel():
-            weights[name] = Weight.whole(name, model, value)
+            weights[name] = Weight.whole(name, model.path, value)
         else:
             tied[name] = first_name
     return weights, tied
@@ -567,7 +559,6 @@ _ANY_STATES = "*_states.pt"
 # No separators: a tag that is read from a file must not lead to another folder.
 _TAG_FOLDER = re.compile(r"(?!\.\.?$)[^/\\\x00-\x1f]+")
 _LONGEST_NAME = 255  # bytes, on the usual file systems
-_GIVE_FOLDER = "Give the folder that save_checkpoint was given."
 
 
 @dataclass(frozen=True, slots=True)
@@ -606,10 +597,7 @@ class CheckpointFiles:
 
 def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> CheckpointFiles:
     """Find the files of one save."""
-    root = Path(checkpoint_dir).expanduser()
-    if not root.is_dir():
-        _refuse_no_folder(root)
-    folder = _tagged_folder(root, tag)
+    folder = _tagged_folder(Path(checkpoint_dir).expanduser(), tag)
     names = sorted(path.name for path in folder.glob(_ANY_STATES))
     _check_kind(folder, names)
     model = _by_rank(folder, names, _MODEL_FILE)
@@ -622,24 +610,20 @@ def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoint
     return CheckpointFiles(folder, model, _by_rank(folder, names, _OPTIMIZER_FILE))
 
 
-def _content_of(folder: Path) -> str:
-    return ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing at all"
-
-
-def _refuse_no_folder(root: Path) -> NoReturn:
-    if root.exists():
-        raise ConfigError(
-            f"{root} is a file, and a checkpoint of ZeRO is a folder, in which each rank has files "
-            f"of its own. {_GIVE_FOLDER}"
-        )
-    others = ", ".join(sorted(path.name for path in root.parent.glob("[!.]*/"))[:8])
-    neighbours = f"In {root.parent} there are: {others}. " if others else ""
-    raise ConfigError(
-        f"{root} does not exist, so there is no checkpoint to convert. {neighbours}{_GIVE_FOLDER}"
-    )
+def _content_of(folder: Path, most: int = 6) -> str:
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return ", ".join(names[:most]) or "nothing at all"
 
 
 def _tagged_folder(root: Path, tag: str | None) -> Path:
+    give_folder = "Give the folder that save_checkpoint was given."
+    if not root.is_dir():
+        fault = "is a file" if root.exists() else "does not exist"
+        beside = _content_of(root.parent, 8) if root.parent.is_dir() else "nothing at all"
+        raise ConfigError(
+            f"{root} {fault}, and a checkpoint of ZeRO is a folder, in which each rank has files "
+            f"of its own: in {root.parent} there are: {beside}. {give_folder}"
+        )
     if _has_states(root) and tag in (None, root.name):
         return root
     if tag is None and (root / "latest").is_file():
@@ -647,17 +631,14 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
     if tag is not None and (root / tag).is_dir():
         return root / tag
     tags = sorted(path.name for path in root.iterdir() if _has_states(path))
-    if tag is None and not tags:
-        raise ConfigError(
-            f"{root} is no checkpoint of DeepSpeed: it has neither a file `latest` nor a folder "
-            f"with *_states.pt in it, but {_content_of(root)}. {_GIVE_FOLDER}"
-        )
     asked = "file `latest`, which would tell the tag of the last save"
     if tag is not None:
         asked = f"checkpoint of the tag {tag!r}"
-    listed = f"there {'is' if len(tags) == 1 else 'are'} {', '.join(tags) or 'none'}"
-    choice = f"Say which: tag={tags[-1]!r}." if tags else _GIVE_FOLDER
-    raise ConfigError(f"{root} has no {asked}: {listed}. {choice}")
+    raise ConfigError(
+        f"{root} has no {asked}, and its folders with *_states.pt are: "
+        f"{', '.join(tags) or 'none'}. It holds {_content_of(root)}. "
+        f"{f'Say which: tag={tags[-1]!r}.' if tags else give_folder}"
+    )
 
 
 def _has_states(folder: Path) -> bool:
@@ -680,22 +661,22 @@ def _latest_tag(path: Path) -> str:
 
 def _check_kind(folder: Path, names: Sequence[str]) -> None:
     """Refuse checkpoints that cannot be put together from data-parallel parts."""
+    matches = [_MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name) for name in names]
+    ranks = sorted({int(match["parallel"]) for match in matches if match})
+    experts = [name for name in names if _EXPERT_FILE.fullmatch(name)]
+    if experts:
+        raise cut_otherwise(folder, f"has experts in files of their own ({experts[0]})")
+    if ranks[1:]:
+        name = f"mp_rank_{ranks[-1]:02d}"
+        raise cut_otherwise(
+            folder, f"was saved with tensor parallelism, over {len(ranks)} ranks ({name} is there)"
+        )
     if (folder / "zero").is_dir() and not any(folder.glob("*_optim_states.pt")):
         raise ConfigError(
             f"{folder} is a universal checkpoint, made from another one by ds_to_universal: "
             "it has a folder per parameter instead of files of ranks. Convert the checkpoint that "
             f"it was made from: tag={folder.name.removesuffix('_universal')!r}, if it is "
             "still there; or load this one into an engine and use fp32_state_dict(engine)."
-        )
-    experts = list(filter(_EXPERT_FILE.fullmatch, names))
-    if experts:
-        raise cut_otherwise(folder, f"has experts in files of their own ({experts[0]})")
-    matches = [_MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name) for name in names]
-    ranks = sorted({int(match["parallel"]) for match in matches if match})
-    if ranks[1:]:
-        name = f"mp_rank_{ranks[-1]:02d}"
-        raise cut_otherwise(
-            folder, f"was saved with tensor parallelism, over {len(ranks)} ranks ({name} is there)"
         )
 
 

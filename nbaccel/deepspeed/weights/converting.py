@@ -6,10 +6,10 @@ Face's libraries read.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,8 @@ from nbaccel.base.units import parse_bytes
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.weights.checkpoint_layout import Weight, checked_bits, read_layout
 
+_COPIED_ELEMENTS = 2**22  # of a weight of an engine, at a time
 _INDEX_FILE = weight_files.FILE_PATTERN.format(suffix="") + ".index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One file to write, with its weights in this order."""
-
-    filename: str
-    weights: tuple[Weight, ...]
-    tied: Mapping[str, str]
-    """Names of tied parameters → the name here of the tensor that is written for each."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(weight.nbytes for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +45,48 @@ class Written:
     num_bytes: int
     tied: Mapping[str, str]
 
-    @classmethod
-    def of_shards(cls, folder: Path, shards: Sequence[Shard]) -> Written:
-        """What is there once `shards` have been written to `folder`."""
-        names = [shard.filename for shard in shards] + [_INDEX_FILE] * (len(shards) > 1)
-        return cls(
-            files=tuple(folder / name for name in names),
-            num_tensors=sum(len(shard.weights) for shard in shards),
-            num_bytes=sum(shard.nbytes for shard in shards),
-            tied={name: target for shard in shards for name, target in shard.tied.items()},
-        )
+
+def write_files(
+    weights: Mapping[str, Weight],
+    tied: Mapping[str, str],
+    output_dir: str | Path,
+    max_shard_size: int | str,
+    *,
+    progress: bool = False,
+) -> Written:
+    """Write weights and the names of tied ones: all files appear together at the end, or none."""
+    shards = _distributed(weights, max_shard_size)
+    folder = Path(output_dir).expanduser()
+    total_bytes = sum(weight.nbytes for weight in weights.values())
+    bar = Bar(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
+    with (
+        bar,
+        weight_files.publishing(folder, total_bytes) as temporary_folder,
+        checked_bits(weights.values()),
+    ):
+        for file_name, shard in shards.items():
+            bar.set_description(file_name)
+            # Hugging Face's libraries look there for the names of tied tensors.
+            names = {weight.name for weight in shard}
+            tied_here = {name: target for name, target in tied.items() if target in names}
+            _write_file(temporary_folder / file_name, shard, tied_here, bar)
+        if len(shards) > 1:
+            files = {weight.name: file for file, shard in shards.items() for weight in shard}
+            index = {
+                "metadata": {"total_size": total_bytes},
+                "weight_map": dict(sorted(files.items())),
+            }
+            text = json.dumps(index, indent=2) + "\n"
+            (temporary_folder / _INDEX_FILE).write_text(text, encoding="utf-8")
+    file_names = [*shards, *[_INDEX_FILE] * (len(shards) > 1)]
+    paths = tuple(folder / file_name for file_name in file_names)
+    return Written(paths, len(weights), total_bytes, dict(tied))
 
 
-def plan(
-    weights: Mapping[str, Weight], tied_names: Mapping[str, str], max_shard_size: int | str
-) -> list[Shard]:
-    """Distribute weights over files."""
+def _distributed(
+    weights: Mapping[str, Weight], max_shard_size: int | str
+) -> dict[str, list[Weight]]:
+    """The weights of each file, in the order in which they are written."""
     most_bytes = parse_bytes(max_shard_size)
     if not most_bytes:
         raise ConfigError(
@@ -98,34 +110,26 @@ def plan(
         filename_pattern=weight_files.FILE_PATTERN,
         max_shard_size=most_bytes,
     )
-    shards = []
-    for file_name, names in split.filename_to_tensors.items():
-        # Large elements first, so that each tensor begins at a multiple of its element's size.
-        ordered = sorted((weights[name] for name in names), key=lambda w: -w.dtype.itemsize)
-        tied = {name: target for name, target in tied_names.items() if target in names}
-        shards.append(Shard(file_name, tuple(ordered), tied))
-    return shards
+    # Large elements first, so that each tensor begins at a multiple of its element's size.
+    return {
+        file_name: sorted((weights[name] for name in names), key=lambda w: -w.dtype.itemsize)
+        for file_name, names in split.filename_to_tensors.items()
+    }
 
 
-def write_shard(
-    shard: Shard, folder: Path, read: Callable[[Weight], Iterator[torch.Tensor]]
-) -> Iterator[int]:
-    """Write one file; gives the bytes that each step has written."""
-    path = folder / shard.filename
+def _write_file(path: Path, weights: list[Weight], tied: Mapping[str, str], bar: Any) -> None:
     head, _ = weight_files.head_of_file(
-        ((w.name, weight_files.dtype_code(w.dtype), w.shape, w.nbytes) for w in shard.weights),
-        # Hugging Face's libraries look there for the names of tied tensors.
-        shard.tied,
+        ((w.name, weight_files.dtype_code(w.dtype), w.shape, w.nbytes) for w in weights), tied
     )
     with path.open("wb") as file:
         file.write(head)
-        for weight in shard.weights:
+        for weight in weights:
             done_bytes = 0
-            for chunk in read(weight):
+            for chunk in weight.chunks():
                 # As bytes, since numpy has no bfloat16.
                 file.write(chunk.view(torch.uint8).numpy().data)
                 done_bytes += chunk.nbytes
-                yield chunk.nbytes
+                bar.update(chunk.nbytes)
             if done_bytes != weight.nbytes:
                 raise CheckpointFailed(
                     f"{weight.name} should have {weight.nbytes:,} bytes, and {done_bytes:,} were "
@@ -134,22 +138,6 @@ def write_shard(
                 )
     # Flushed before it gets its name: after a crash a name must not lead to a file without content.
     atomic.sync_path(path)
-
-
-@contextlib.contextmanager
-def publishing(folder: Path, shards: Sequence[Shard]) -> Iterator[Path]:
-    """A place to write `shards` in: all of them appear in `folder` at the end, or none."""
-    num_bytes = sum(shard.nbytes for shard in shards)
-    with weight_files.publishing(folder, num_bytes) as temporary_folder:
-        yield temporary_folder
-        if len(shards) > 1:
-            files = {weight.name: one.filename for one in shards for weight in one.weights}
-            index = {
-                "metadata": {"total_size": num_bytes},
-                "weight_map": dict(sorted(files.items())),
-            }
-            text = json.dumps(index, indent=2) + "\n"
-            (temporary_folder / _INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 def zero_to_fp32(
@@ -190,16 +178,7 @@ def zero_to_fp32(
     weights, tied = read_layout(
         checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
     )
-    shards = plan(weights, tied, max_shard_size)
-    folder = Path(output_dir).expanduser()
-    total_bytes = sum(shard.nbytes for shard in shards)
-    bar = Bar(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
-    with bar, publishing(folder, shards) as temporary_folder, checked_bits(weights.values()):
-        for shard in shards:
-            bar.set_description(shard.filename)
-            for done_bytes in write_shard(shard, temporary_folder, Weight.chunks):
-                bar.update(done_bytes)
-    return Written.of_shards(folder, shards)
+    return write_files(weights, tied, output_dir, max_shard_size, progress=progress)
 
 
 def load_fp32_state_dict(
@@ -240,9 +219,7 @@ def load_fp32_state_dict(
 
 
 # ------------------------------------------------------------------------------ live engines
-# Every rank calls these functions; memory beyond the result is that of the largest parameter.
-
-_COPIED_ELEMENTS = 2**22
+# Every rank calls these functions, and rank 0 alone holds the result.
 
 
 def fp32_state_dict(
@@ -265,15 +242,24 @@ def fp32_state_dict(
         ConfigError: This is no engine of DeepSpeed, or one whose weights are also cut in another
             way.
     """
-    tensors, tied_names = _survey(engine, as_fp32=True, exclude_frozen=exclude_frozen_parameters)
+    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
+    state = _module_of(engine).state_dict(keep_vars=True)
     of_stage_0 = dict(_masters_of_stage_0(engine.optimizer))
-    state_dict: dict[str, torch.Tensor] = {}
-    for name, (weight, tensor) in tensors.items():
-        gathered = _whole_master(tensor, of_stage_0)
-        if gathered is not None:
-            state_dict[name] = gathered.to("cpu", weight.dtype, copy=True)
-    tied = {name: target for name, target in tied_names.items() if target in state_dict}
-    return state_dict | {name: state_dict[target] for name, target in tied.items()}
+    # By identity: tied parameters are one tensor of several names.
+    whole: dict[int, torch.Tensor] = {}
+    for tensor in {id(value): value for value in state.values()}.values():
+        # A module's extra state is no weight.
+        is_weight = isinstance(tensor, torch.Tensor)
+        if is_weight and not (exclude_frozen_parameters and _is_frozen(tensor)):
+            gathered = _whole_master(tensor, of_stage_0)
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            if gathered is not None:
+                whole[id(tensor)] = gathered.to("cpu", dtype, copy=True)
+    return {name: whole[id(value)] for name, value in state.items() if id(value) in whole}
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def save_16bit_weights(
@@ -304,71 +290,63 @@ def save_16bit_weights(
             way, or the disk has too little room.
         CheckpointFailed: On every rank, if rank 0 could not write; the folder is as it was.
     """
-    tensors, tied_names = _survey(engine, as_fp32=False, exclude_frozen=exclude_frozen_parameters)
-    weights = {name: weight for name, (weight, _) in tensors.items()}
-    shards = plan(weights, tied_names, max_shard_size)
-    folder = Path(output_dir).expanduser()
+    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
+    state = {
+        name: tensor
+        for name, tensor in _module_of(engine).state_dict(keep_vars=True).items()
+        # A module's extra state is no weight.
+        if isinstance(tensor, torch.Tensor)
+        and not (exclude_frozen_parameters and _is_frozen(tensor))
+    }
+    first_names: dict[int, str] = {}
+    for name, tensor in state.items():
+        first_names.setdefault(id(tensor), name)
+    tied = {name: first for name, t in state.items() if (first := first_names[id(t)]) != name}
+    weights = {
+        name: Weight(name, tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype)
+        for name, tensor in ((name, state[name]) for name in first_names.values())
+    }
     # All ranks gather in the same order, that of the files.
-    ordered = [tensors[weight.name] for shard in shards for weight in shard.weights]
-    gathered = (_whole_parameter(tensor) for _, tensor in ordered)
-    error = None
+    ordered = itertools.chain.from_iterable(_distributed(weights, max_shard_size).values())
+    gathered = (_whole_parameter(state[weight.name]) for weight in ordered)
+    error = written = None
     if dist.get_rank() == 0:
-        error = _write_shards(folder, shards, gathered)
+        read_once = {
+            name: _EngineWeight(name, weight.shape, weight.dtype, gathered=gathered)
+            for name, weight in weights.items()
+        }
+        try:
+            written = write_files(read_once, tied, output_dir, max_shard_size)
+        except Exception as caught:  # whatever it is, the others must hear of it
+            error = caught
     # Whatever has failed, rank 0 takes part in all gathers: the others would wait.
     for _ in gathered:
         continue
     # As text: an exception of any type need not survive pickling.
-    rank_errors = [None if error is None else f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(rank_errors, src=0)
+    told: list[Any] = [written, error and f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(told, src=0)
     if error is not None:
         raise error
-    if rank_errors[0] is not None:
+    if told[1] is not None:
         raise CheckpointFailed(
-            f"save_16bit_weights({str(folder)!r}) failed on rank 0, which writes. {rank_errors[0]}"
+            f"save_16bit_weights({str(output_dir)!r}) failed on rank 0, which writes. {told[1]}"
         )
-    return Written.of_shards(folder, shards)
+    result: Written = told[0]
+    return result
 
 
-def _write_shards(
-    folder: Path, shards: list[Shard], gathered: Iterator[torch.Tensor | None]
-) -> Exception | None:
-    """Rank 0's side."""
+@dataclass(frozen=True, slots=True)
+class _EngineWeight(Weight):
+    """A weight of a live engine, which all ranks put together when rank 0 writes it."""
 
-    def chunks(_: Weight) -> Iterator[torch.Tensor]:
-        tensor = next(gathered)
+    gathered: Iterator[torch.Tensor | None] = field(kw_only=True)
+    """All weights, in the order in which they are written."""
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """See :meth:`Weight.chunks`; once."""
+        tensor = next(self.gathered)
         if tensor is not None:
             yield from torch.split(tensor.detach().to("cpu").reshape(-1), _COPIED_ELEMENTS)
-
-    try:
-        with publishing(folder, shards) as temporary_folder:
-            for shard in shards:
-                for _ in write_shard(shard, temporary_folder, chunks):
-                    continue
-    except Exception as error:  # whatever it is, the others must hear of it
-        return error
-    return None
-
-
-def _survey(
-    engine: Any, *, as_fp32: bool, exclude_frozen: bool
-) -> tuple[dict[str, tuple[Weight, torch.Tensor]], dict[str, str]]:
-    """All tensors with how they will be written, and names of tied ones with that of each."""
-    tensors: dict[str, tuple[Weight, torch.Tensor]] = {}
-    tied_names: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
-    for name, tensor in _module_of(engine).state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):
-            continue  # a module's extra state is no weight
-        first_name = first_names.setdefault(id(tensor), name)
-        if first_name != name:
-            tied_names[name] = first_name
-        elif not (exclude_frozen and isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
-            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-            is_converted = as_fp32 and tensor.is_floating_point()
-            dtype = torch.float32 if is_converted else tensor.dtype
-            tensors[name] = (Weight(name, shape, dtype), tensor)
-    return tensors, {name: target for name, target in tied_names.items() if target in tensors}
 
 
 def _module_of(engine: Any) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 
 from nbaccel.base import env
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.proving import training_step
+from nbaccel.deepspeed.advise import training_step
 from nbaccel.deepspeed.strategy.engines import make_engine
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.strategies.model_blocks import enable_gradient_checkpointing

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nbaccel import RunConfig, WorkerFailed, advise, notebook_launcher
-from nbaccel.deepspeed.proving import is_want_of_memory, trial_config
+from nbaccel.deepspeed.advise import is_want_of_memory, trial_config
 from nbaccel.workers.failure import FailureRecord, RaisedError
 from tests.deepspeed import needs
 from tests.deepspeed.advisor import limited_models as models, rungs

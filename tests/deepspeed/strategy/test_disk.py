@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
-from nbaccel import Accelerator, DeepSpeedPlugin, notebook_launcher
+from nbaccel import (
+    Accelerator,
+    ConfigError,
+    DeepSpeedPlugin,
+    fp32_state_dict,
+    notebook_launcher,
+)
 from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from tests.deepspeed import needs
-from tests.deepspeed.programs import told_by
+from tests.deepspeed.programs import refusal, told_by
 from tests.deepspeed.strategy.test_training import distance
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = "tests.deepspeed.strategy.disk"
+PROGRAM = "tests.deepspeed.strategy.test_disk"
 ON_DISK = {"nothing": (), "state": ("optimizer",), "all": ("optimizer", "param")}
 
 
@@ -172,3 +180,72 @@ def test_what_does_not_swap_claims_nothing(tmp_path):
     assert found == given
     assert not claimed.folders
     claimed.release()
+
+
+# ----------------------------------------------------------------------------- loading
+WIDTH = 1024  # DeepSpeed keeps smaller parameters in memory, whatever it is told
+
+
+def layer(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def load_and_go_on(model: nn.Module, in_memory: int | None, folder: Path) -> dict[str, Any]:
+    """Train, load whole weights from elsewhere, look at them, and train on.
+
+    Beyond `in_memory` elements parameters are on disk, too; None keeps all of them in memory.
+    """
+    disk = {"device": "nvme", "nvme_path": str(folder)}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": disk}
+    if in_memory is not None:
+        zero["offload_param"] = {**disk, "max_in_cpu": in_memory}
+    config = {"zero_optimization": zero, "bf16": {"enabled": True}}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+    engine, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0)
+    )
+    rows = torch.ones(2, WIDTH)
+    for _ in range(2):
+        accelerator.backward(engine(rows).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator._run.strategy.load_model_state(engine, layer(1).state_dict())
+    loaded = {name: value.clone() for name, value in fp32_state_dict(engine).items()}
+    accelerator.backward(engine(rows).square().mean())
+    optimizer.step()
+    return {"loaded": loaded, "files": len([*folder.rglob("*.swp")])}
+
+
+@needs.on_disk
+@pytest.mark.parametrize("in_memory", [None, 10**9])
+def test_loaded_weights_are_on_disk_and_the_next_step_begins_with_them(
+    tmp_path: Path, in_memory: int | None
+):
+    model = layer(0)
+    found = notebook_launcher(load_and_go_on, (model, in_memory, tmp_path), num_processes=2)[0]
+    assert found["files"] > 0
+    expected = layer(1).weight.detach()
+    assert torch.equal(found["loaded"]["weight"], expected)
+    moved = (model.weight.detach() - expected).abs().max().item()
+    assert 0 < moved < 1e-3
+
+
+@needs.on_disk
+def test_parameters_on_disk_take_no_loaded_weights(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"shape \(1024, 1024\) is on disk.*before `prepare`"):
+        notebook_launcher(load_and_go_on, (layer(0), 0, tmp_path), num_processes=2)
+
+
+# ----------------------------------------------------------------------------- the program
+def main(folder: str, layers: str) -> None:
+    """A process without a launcher that prepares an engine with parts on disk, and just ends."""
+    plugin = DeepSpeedPlugin(hf_ds_config=swapped_to(folder), transformer_moe_cls_names=layers)
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16", cpu=True)
+    model = net()
+    refused = refusal(accelerator.prepare, model, torch.optim.AdamW(model.parameters()))
+    print(json.dumps({"refused": refused, "claims": len(local_shards._OPEN_CLAIMS)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -117,7 +117,7 @@ def test_stand_ins_become_what_the_file_describes(told):
     assert "the run's learning rate" in found["explained"]
     assert max(found["rates"]) <= 0.02
     assert found["rates"][-1] == found["group"] < max(found["rates"])
-    assert "DeepSpeedZeroOptimizer over FusedAdam" in found["optimizer"]
+    assert "EngineOptimizer(FusedAdam)" in found["optimizer"]
 
 
 def test_a_loop_may_leave_the_step_to_deepspeed(told):
