@@ -45,7 +45,7 @@ def below(widget):
         yield from below(child)
 
 found = {}
-root = picker._showing._view.root
+root = picker._live_view().root
 for setting in below(root):
     names = [c.removeprefix("nbaccel-") for c in setting._dom_classes]
     if "setting" in names:
