@@ -12,6 +12,7 @@ import functools
 import importlib
 import itertools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -243,7 +244,17 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def storage_use_count(storage: torch.UntypedStorage) -> int | None:
     """How many tensors and storage objects use a storage; None where torch does not tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    return None if count is None else int(count(storage._cdata))
+    if count is None:
+        # Not in silence: values would be old ones.
+        warnings.warn(
+            f"torch {torch.__version__} lacks torch._C._storage_Use_Count: arrays and tensors that "
+            "share memory with a model passed to workers are not noticed, and keep the old values "
+            "when the model is moved to shared memory.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return int(count(storage._cdata))
 
 
 def untyped_storage(storage: Any) -> torch.UntypedStorage:

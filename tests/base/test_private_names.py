@@ -64,6 +64,12 @@ def test_power_sgd_in_batches_stays_refused(monkeypatch):
     assert torch_private.orthogonalizes_matrices() is False
 
 
+def test_users_of_a_storage_are_unknown(monkeypatch):
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    with pytest.warns(RuntimeWarning, match="_storage_Use_Count: arrays and tensors that share"):
+        assert torch_private.storage_use_count(torch.zeros(1).untyped_storage()) is None
+
+
 def test_the_order_is_drawn_at_once():
     batches = iter(DataLoader(list(range(4)), shuffle=True))
     state = torch.get_rng_state()

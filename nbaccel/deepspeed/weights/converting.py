@@ -299,13 +299,15 @@ def save_16bit_weights(
         and not (exclude_frozen_parameters and _is_frozen(tensor))
     }
     first_names: dict[int, str] = {}
+    weights: dict[str, Weight] = {}
+    tied: dict[str, str] = {}
     for name, tensor in state.items():
-        first_names.setdefault(id(tensor), name)
-    tied = {name: first for name, t in state.items() if (first := first_names[id(t)]) != name}
-    weights = {
-        name: Weight(name, tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype)
-        for name, tensor in ((name, state[name]) for name in first_names.values())
-    }
+        first_name = first_names.setdefault(id(tensor), name)
+        if first_name == name:
+            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+            weights[name] = Weight(name, shape, tensor.dtype)
+        else:
+            tied[name] = first_name
     # All ranks gather in the same order, that of the files.
     ordered = itertools.chain.from_iterable(_distributed(weights, max_shard_size).values())
     gathered = (_whole_parameter(state[weight.name]) for weight in ordered)
