@@ -74,19 +74,15 @@ def test_what_another_process_is_writing_stays(tmp_path):
 def convert(folder: Path) -> None:
     """The way of to-fp32, with weights from nowhere."""
     from nbaccel.deepspeed.weights.checkpoint_layout import Weight
-    from nbaccel.deepspeed.weights.converting import plan, publishing, write_shard
+    from nbaccel.deepspeed.weights.converting import write_files
 
-    weights = {f"w{n}": Weight(f"w{n}", (50_000,), torch.float32) for n in range(4)}
-    shards = plan(weights, {}, "1MB")
+    class Zeros(Weight):
+        def chunks(self):
+            for _ in range(20):
+                yield torch.zeros(self.numel // 20)
 
-    def source(weight):
-        for _ in range(20):
-            yield torch.zeros(weight.numel // 20)
-
-    with publishing(folder, shards) as workshop:
-        for shard in shards:
-            for _ in write_shard(shard, workshop, source):
-                pass
+    weights = {f"w{n}": Zeros(f"w{n}", (50_000,), torch.float32) for n in range(4)}
+    write_files(weights, {}, folder, "1MB")
 
 
 WAYS = {

@@ -40,6 +40,19 @@ with Pool(2, namespace=dict(model=model, {name}={name})) as pool:
 """
 
 
+def with_torch(model: nn.Module) -> int:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    ranks = torch.distributed.get_world_size()
+    torch.distributed.destroy_process_group()
+    return ranks
+
+
 def with_lightning(model: nn.Module) -> int:
     import lightning
     import torch
@@ -84,7 +97,7 @@ def with_nbaccel(model: nn.Module) -> int:
 
 FUNCTIONS = {
     "nbaccel": (with_nbaccel,),
-    "torch.nn.parallel": (frameworks.with_torch,),
+    "torch.nn.parallel": (with_torch,),
     "accelerate": (frameworks.with_accelerate,),
     "lightning.fabric": (frameworks.with_fabric,),
     "lightning": (with_lightning,),
