@@ -86,18 +86,9 @@ def test_the_line_of_the_quick_tour(flags: str, folder: Path, capfd) -> None:
             f"{TRANSLATION_ARGUMENTS}",
             ["stage 3 of 2", "rank 1 of 2, 21 arguments"],
         ),
-        (
-            f"--num_gpus=1 {TRANSLATION} --deepspeed tests/deepspeed/ds_config_zero2.json "
-            f"{TRANSLATION_ARGUMENTS}",
-            ["stage 2 of 1", "rank 0 of 1, 21 arguments"],
-        ),
         (f"{TRANSLATION} ...", ["rank 0 of 1, 1 arguments"]),
-        (
-            "--num_gpus=2 your_program.py 1 2 --do_eval --deepspeed ds_config.json",
-            ["stage 2 of 2", "rank 1 of 2, 3 arguments"],
-        ),
     ],
-    ids=["two processes", "one process", "in a cell", "evaluation"],
+    ids=["two processes", "in a cell"],
 )
 def test_lines_of_deepspeed_train_with_it(
     line: str, printed: list[str], folder: Path, tmp_path: Path

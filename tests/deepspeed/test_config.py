@@ -8,11 +8,9 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from nbaccel.config import RunConfig
 from nbaccel.config.field_rules import rule_of
-from nbaccel.config.given_values import put_at
 from nbaccel.deepspeed.library import quiet_logger
 from nbaccel.deepspeed.schema import deepspeed_schema
 from nbaccel.deepspeed.zero_config import (
@@ -124,39 +122,6 @@ def test_every_key_that_deepspeed_knows_comes_back_from_json():
 
 
 # ------------------------------------------------------------------ any configuration at all
-leaves = st.one_of(
-    st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()
-)
-strange = st.dictionaries(
-    st.text(min_size=1, max_size=8).map(lambda text: f"x_{text}"),
-    st.recursive(
-        leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5
-    ),
-    max_size=2,
-)
-
-
-@st.composite
-def configurations(draw):
-    """Some of the keys with good values, and keys nobody knows."""
-    drawn = draw(strange)
-    for place, name, entry in draw(st.lists(st.sampled_from([one.values for one in KEYS]))):
-        put_at(drawn, f"{place}.{name}".lstrip("."), good_value(name, entry))
-    if draw(st.booleans()):
-        drawn.setdefault(ZERO, {}).update(draw(strange))
-    return drawn
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(configurations())
-def test_any_configuration_comes_back_as_it_was(configuration):
-    before = json.dumps(configuration)
-    made = ZeroConfig.from_dict(configuration)
-    assert made.to_dict() == configuration
-    assert ZeroConfig.from_json(made.to_json()) == made
-    assert hash(ZeroConfig.from_json(made.to_json())) == hash(made)
-    assert json.dumps(configuration) == before, "reading changes nothing"
 
 
 def test_what_comes_out_is_a_copy():

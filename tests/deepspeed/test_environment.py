@@ -292,32 +292,13 @@ def test_a_model_that_zero_3_took_apart_is_refused_by_stage_2_and_the_next_run_w
 
 
 @on_disk
-def test_on_disk_state_and_parameters_are_files_and_the_losses_those_in_memory(runs):
-    disk = runs["disk"]
-    assert disk["in memory"]["files"] == {}
-    assert disk["bf16"]["losses"] == disk["in memory"]["losses"]
-    assert disk["bf16"]["losses"][-1] < disk["bf16"]["losses"][0]
-    assert swapped(disk["bf16"], "bfloat16params") == 2 * [2 * ELEMENTS]
-    # Master weights and two moments of both layers, in whole blocks of the disk.
-    state = swapped(disk["bf16"], "optimizer")
-    assert sum(size for size in state if size > 4 * ELEMENTS) >= 6 * 4 * ELEMENTS
-
-
-@on_disk
 def test_where_float32_on_disk_becomes_bfloat16_it_was_said_before(runs):
     """DeepSpeed's own mistake, on a CPU without float16: when this fails it has been mended."""
-    found = runs["disk"]["fp32"]
+    found = runs["disk"]
     said = any("keeps the weights as bfloat16" in text for text in found["warnings"])
     kind, size = ("bfloat16params", 2) if said else ("float32params", 4)
-    assert swapped(found, kind) == 2 * [size * ELEMENTS]
-
-
-ELEMENTS = SWAPPED_WIDTH**2
-
-
-def swapped(run, kind):
-    """Bytes of the files of one kind."""
-    return [size for name, size in run["files"].items() if f"/{kind}/" in name]
+    sizes = [num for name, num in found["files"].items() if f"/{kind}/" in name]
+    assert sizes == 2 * [size * SWAPPED_WIDTH**2]
 
 
 @marked

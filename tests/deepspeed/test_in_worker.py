@@ -76,16 +76,14 @@ def test_a_trainer_without_deepspeed_is_as_before(plain):
     assert (plain["stage"], plain["world_size"]) == (None, 2)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_trainer_with_a_configuration_trains_with_its_stage(stage, folder, plain):
+def test_a_trainer_with_a_configuration_trains_with_its_stage(folder, plain):
     from tests.deepspeed.transformers_runs import settings
 
-    found = notebook_launcher(fit, (folder, settings(stage)), num_processes=2, timeout=240)
+    found = notebook_launcher(fit, (folder, settings(3)), num_processes=2, timeout=240)
     for one in found:
-        assert (one["stage"], one["world_size"]) == (stage, 2)
+        assert (one["stage"], one["world_size"]) == (3, 2)
         assert one["losses"] == pytest.approx(plain["losses"], rel=1e-4)
-    in_pieces = {(0,)}
-    assert (found[0]["shapes"] == in_pieces) is (stage == 3), "read in pieces, as on GPUs"
+    assert found[0]["shapes"] == {(0,)}, "read in pieces, as on GPUs"
 
 
 def by_the_run(folder: Path) -> dict[str, Any]:

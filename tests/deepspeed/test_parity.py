@@ -100,13 +100,13 @@ def train_all() -> dict[tuple[str, Case], dict[str, Any]]:
     return {(library, case): train(library, case) for library in LIBRARIES for case in CASES}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2 processes"])
-def trained(request: pytest.FixtureRequest) -> list[Any]:
+@pytest.fixture(scope="module")
+def trained() -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
         patch.setenv("OMP_NUM_THREADS", "1")  # or Accelerate sets the threads, with a warning
         launched = notebook_launcher(
-            train_all, num_processes=request.param, start_method="template", timeout=240
+            train_all, num_processes=2, start_method="template", timeout=240
         )
     return list(launched)
 

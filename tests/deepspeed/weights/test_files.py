@@ -138,18 +138,6 @@ def four_layers(folder: Path, value: float = 1.0) -> Path:
     return stage_0(folder, {f"layer{n}.weight": torch.full((250,), value) for n in range(4)})
 
 
-def test_files_of_an_earlier_save_go_and_others_stay(tmp_path):
-    out = tmp_path / "out"
-    source = four_layers(tmp_path / "in")
-    written = nbaccel.zero_to_fp32(source, out, max_shard_size="2kB")
-    assert names(out) == sorted(path.name for path in written.files)
-    assert len(written.files) == 3
-    (out / "config.json").write_text("{}")
-    written = nbaccel.zero_to_fp32(source, out)
-    assert (written.num_tensors, written.num_bytes) == (4, 4000)
-    assert names(out) == ["config.json", "model.safetensors"]
-
-
 def test_types_are_aligned_and_headers_whole(tmp_path):
     module = {
         "a": torch.tensor([True]),
