@@ -9,7 +9,6 @@ from typing import Any
 
 import IPython
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from nbaccel.calls.pool_planning import CellSource
 from nbaccel.calls.pool_worker import make_shell
@@ -127,12 +126,6 @@ def test_help_is_shown_without_a_pager(cells: Cells, ask: str) -> None:
     done = cells.run(ask).check()
     (message,) = done.sent
     assert "number of items in a container" in message["content"]["data"]["text/plain"]
-
-
-def test_two_question_marks_show_the_source_of_a_cell_s_function(cells: Cells) -> None:
-    cells.run("def told(a):\n    return a + 12345").check()
-    (message,) = cells.run("told??").check().sent
-    assert "12345" in message["content"]["data"]["text/plain"]
 
 
 @pytest.mark.parametrize("text", ["%debug", "%%debug\n1", "%pdb on"])
@@ -283,32 +276,6 @@ def test_a_failed_cell_keeps_nothing_alive(cells: Cells) -> None:
         assert cells.run("watched() is None").check().plain == "True"
     finally:
         cells.run("gc.enable()")
-
-
-CODE = st.lists(
-    st.sampled_from(
-        [
-            "x = 1",
-            "!true \\\n  x",
-            "%env A=1",
-            "a = !true",
-            "# note",
-            "",
-            '"""\nlong\n"""',
-            "f = 2; g",
-        ]
-    ),
-    max_size=6,
-)
-
-
-@given(above=CODE)
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
-def test_whatever_stands_above_the_line_is_the_user_s(cells: Cells, above: list[str]) -> None:
-    text = "\n".join(["g = 1", *above, "raise LookupError('here')"])
-    done = cells.run(text)
-    assert done.error == "LookupError"
-    assert done.frames == [[filename(cells.number), text.count("\n") + 2]]
 
 
 # ------------------------------------------------------------------------- output

@@ -54,15 +54,6 @@ def test_what_ranks_give_is_shown_once_where_equal(
     assert capsys.readouterr().out.splitlines() == ["[0] 0", "[1] 7"]
 
 
-def test_what_ranks_print_is_folded(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
-    pool.run("import os; print('same'); print('rank', os.environ['RANK'])")
-    assert sorted(capsys.readouterr().out.splitlines()) == [
-        "[0-1] same",
-        "[0] rank 0",
-        "[1] rank 1",
-    ]
-
-
 def test_one_rank_can_run_a_cell_alone(pool: Pool) -> None:
     pool.run("mark = 0")
     pool.run("mark = 1", ranks=[1])
@@ -83,11 +74,6 @@ def test_status_counts_from_the_last_cell(pool: Pool) -> None:
     assert all(row.seconds <= time.monotonic() - began for row in rows)
 
 
-def test_top_level_await_and_magics_work(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
-    pool.run("import asyncio\nawait asyncio.sleep(0)\n%env NBACCEL_PROBE=7\nwaited = True")
-    assert pool.pull("waited") == {"waited": [True, True]}
-
-
 def test_a_cell_follows_the_notebook_into_another_folder(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,17 +84,6 @@ def test_a_cell_follows_the_notebook_into_another_folder(
 
 
 # ------------------------------------------------------------------------- names
-
-
-def test_names_come_when_needed_and_when_changed(pool: Pool, names: Names) -> None:
-    names["lr"] = 0.5
-    pool.run("seen = lr")
-    pool.run("lr = lr * 2")  # the workers' own from here on
-    pool.run("seen = (seen, lr)")
-    assert pool.pull("seen") == {"seen": [(0.5, 1.0)] * 2}
-    names["lr"] = 0.125
-    pool.run("seen = lr")
-    assert pool.pull("seen") == {"seen": [0.125] * 2}
 
 
 def test_what_cannot_be_sent_is_named_before_anything_runs(pool: Pool, names: Names) -> None:
@@ -128,40 +103,6 @@ def test_an_unknown_name_says_what_was_meant(pool: Pool) -> None:
 
 
 # ------------------------------------------------------------------------- models
-
-
-def test_weights_come_home_after_each_cell(pool: Pool, names: Names) -> None:
-    names["model"] = model = nn.Linear(4, 2)
-    before = model.weight.detach().clone()
-    pool.run(
-        "import torch\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "model(torch.ones(1, 4)).sum().backward()\n"
-        "optimizer.step()"
-    )
-    once = model.weight.detach().clone()
-    assert torch.allclose(once, before - 0.1)
-    pool.run("optimizer.step()")
-    assert torch.allclose(model.weight, before - 0.2)
-
-
-def test_weights_changed_in_the_notebook_reach_every_rank(pool: Pool, names: Names) -> None:
-    names["model"] = model = nn.Linear(4, 2)
-    pool.run("import torch\nwith torch.no_grad(): model.weight.mul_(2.0)")
-    with torch.no_grad():
-        model.weight.fill_(3.0)
-    pool.run("mean = model.weight.mean().item()")
-    assert pool.pull("mean") == {"mean": [3.0, 3.0]}
-
-
-def test_ranks_may_train_different_weights(pool: Pool, names: Names) -> None:
-    names["model"] = model = nn.Linear(4, 2)
-    pool.run(
-        "import os, torch\nwith torch.no_grad(): model.weight.fill_(1.0 + int(os.environ['RANK']))"
-    )
-    pool.run("mean = model.weight.mean().item()")
-    assert pool.pull("mean") == {"mean": [1.0, 2.0]}
-    assert model.weight.mean().item() == 1.0  # rank 0's
 
 
 def test_weights_come_home_from_a_cell_that_fails(pool: Pool, names: Names) -> None:
@@ -208,13 +149,6 @@ def test_connections_of_a_destroyed_group_are_closed_by_gloo_itself(fresh: Pool)
     )
     # What listened, once for each group. (Rank 0 serves the store over connections, besides.)
     assert fresh.pull("more", ranks=[1]) == {"more": 5}
-
-
-def test_an_accelerator_finds_the_group(pool: Pool) -> None:
-    pool.run(
-        "from nbaccel import Accelerator\na = Accelerator()\nn = a.num_processes, a.process_index"
-    )
-    assert pool.pull("n") == {"n": [(2, 0), (2, 1)]}
 
 
 def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh: Pool) -> None:
@@ -266,17 +200,6 @@ def test_uneven_collectives_are_told_and_do_no_harm(
 
 
 # ------------------------------------------------------------------------- failures
-
-
-def test_a_failure_names_the_line_of_the_cell(pool: Pool) -> None:
-    with pytest.raises(KeyError) as caught:
-        pool.run("def look(d):\n    return d['missing']\nlook({})")
-    assert "return d['missing']" in str(caught.value)
-
-
-def test_a_mistyped_cell_is_a_syntax_error(pool: Pool) -> None:
-    with pytest.raises(SyntaxError):
-        pool.run("this is no python")
 
 
 def test_leaving_does_not_end_a_worker(pool: Pool) -> None:

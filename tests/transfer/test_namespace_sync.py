@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.errors import ModelNotShareable, NotSendable
+from nbaccel.errors import NotSendable
 from nbaccel.transfer.free_names import Names, names_of
 from tests.transfer.worker_pair import Pair
 
@@ -476,12 +476,6 @@ def test_a_value_that_only_may_be_needed_is_left_out_with_a_reason(pair: Pair) -
     pair.notebook("lock = 2")
     pair.cell("lock")
     assert "lock" not in pair.flow.reasons
-
-
-def test_a_model_without_memory_to_share_is_refused(pair: Pair) -> None:
-    pair.ns["model"] = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ModelNotShareable, match=r"model.weight \(Linear\): is on the meta device"):
-        pair.need("model")
 
 
 def test_what_a_worker_bound_over_an_unsendable_name_is_its_own(pair: Pair) -> None:

@@ -227,14 +227,6 @@ def test_of_a_group_every_exception_is_told_with_its_line(fail: Fail) -> None:
     assert [type(one) for one in error.exceptions] == [KeyError, KeyError, ExceptionGroup]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
-def test_a_cell_of_live_workers_tells_of_a_group_as_well() -> None:
-    with Pool(2, namespace={}) as pool, pytest.raises(WorkerFailed) as caught:
-        pool.run("raise ExceptionGroup('both', [ValueError('a'), MemoryError('b')])")
-    assert isinstance(caught.value, ExceptionGroup)
-    assert "  1. ValueError: a\n  2. MemoryError: b\n" in str(caught.value)
-
-
 # ------------------------------------------------------------------------- children
 
 

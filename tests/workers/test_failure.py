@@ -239,10 +239,22 @@ def test_exits_are_named(status: int, text: str) -> None:
     assert failure.name_exit(status).startswith(text)
 
 
-@pytest.mark.parametrize("status", [0, 1, -45, *(-s for s in (4, 6, 7, 8, 9, 11, 15))])
-def test_every_exit_is_explained_in_a_few_lines(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        *((status, "") for status in (0, 1, -45, -signal.SIGILL, -signal.SIGFPE)),
+        (-signal.SIGKILL, "ran out of memory"),
+        (-signal.SIGSEGV, "memory that is not its own"),
+        (-signal.SIGABRT, "gave up on purpose"),
+        (-signal.SIGTERM, "asked it to end"),
+        (-signal.SIGBUS, "/dev/shm is full"),
+    ],
+)
+def test_every_exit_is_explained_in_a_few_lines(status: int, says: str) -> None:
     record = FailureRecord(rank=0, time=0.0, exit_status=status, max_rss_bytes=3 * 2**30)
-    assert len(failure.explain_exit(record)) <= 3
+    lines = failure.explain_exit(record)
+    assert len(lines) <= 3
+    assert says in " ".join(lines)
 
 
 def test_the_report_on_many_ranks_stays_short() -> None:
