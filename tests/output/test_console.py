@@ -63,14 +63,6 @@ def test_pieces_make_the_same_lines_as_the_whole() -> None:
     assert found == whole
 
 
-def test_only_the_last_lines_are_made_where_no_more_are_wanted() -> None:
-    lines = LineAssembler()
-    lines.feed(b"unfinished")
-    found = lines.feed(b" line\n1\n2\n3\n4\nunfinished", at_most=3)
-    assert found == (["2", "3", "4"], 2)
-    assert lines.feed(b" too\n", at_most=3) == (["unfinished too"], 0)
-
-
 def test_a_line_that_is_erased_before_it_is_written_anew_has_no_rest_of_the_old() -> None:
     assert fed(LineAssembler(), b"\r\x1b[2Ka long line\r\x1b[2Kshort\n") == ["short"]
 
@@ -200,15 +192,6 @@ def test_a_bar_is_drawn_in_place_and_kept_once(screen: Screen) -> None:
     screen.end()
     assert screen.err.endswith("[0] 3/3 done\n")
     assert screen.err.count("done") == 1
-
-
-def test_a_shorter_state_of_a_bar_covers_a_longer_one(screen: Screen) -> None:
-    screen.say(0, "\rlong long state", "stderr")
-    screen.flush()
-    screen.say(0, "\rshort          ", "stderr")
-    screen.flush()
-    assert screen.err.split("\r")[-1].rstrip() == "[0] short"
-    assert screen.err.endswith(" " * len("long state")), "what stood there is wiped out"
 
 
 def test_lines_printed_beside_a_bar_are_whole(screen: Screen) -> None:

@@ -316,22 +316,3 @@ def test_a_name_that_is_taken_is_not_taken_over(run: Run) -> None:
             }
         },
     )
-
-
-@pytest.mark.slow
-def test_a_device_whose_class_is_missing_is_no_end_of_other_launches(run: Run) -> None:
-    run(
-        TRAINING
-        + """
-from nbaccel import resolve
-if __name__ == "__main__":
-    plan = resolve(RunConfig())
-    assert plan.device != "abacus"
-    (warning,) = plan.warnings
-    assert "device='abacus' could not be looked for" in warning and "nowhere" in warning, warning
-    config = RunConfig(num_processes=2)
-    assert "abacus" not in notebook_launcher(lambda: Accelerator().plan.device, (), config=config)
-""",
-        entry_points=ENTRY_POINTS
-        | {"nbaccel.devices": {"abacus": "added_backends.rows:WITHOUT_CLASS"}},
-    )

@@ -124,18 +124,6 @@ def test_a_parameter_passed_beside_its_module_stays_its_parameter() -> None:
     assert torch.equal(found["b"], module.weight)
 
 
-def test_a_model_with_its_optimizer_stays_a_pair() -> None:
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    found, steps = travel((module, optimizer))
-    assert steps.param_groups[0]["params"][0] is found.weight
-    assert torch.equal(
-        steps.state[found.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"]
-    )
-
-
 # ------------------------------------------------------------------------- functions
 
 

@@ -71,20 +71,6 @@ def test_a_huge_message_does_not_travel(fail: Fail) -> None:
     assert len(str(error.__cause__)) < 30_000
 
 
-@pytest.mark.parametrize("number", [1, 2_000_000])
-def test_notes_and_lines_of_any_length_are_shown_in_part(number: int) -> None:
-    def explain() -> None:
-        error = ValueError("short\n" + "y" * number)
-        error.__notes__ = ["z" * number, "a note"]
-        raise error
-
-    with pytest.raises(ValueError, match="short") as caught:
-        notebook_launcher(explain, (), 2)
-    text = str(caught.value)
-    assert len(text) < 5_000
-    assert "  a note\n" in text
-
-
 # ------------------------------------------------------------------------- DataLoader workers
 
 
