@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import re
 import signal
@@ -19,6 +19,7 @@ from torch import nn
 from nbaccel import Pool, WorkerDied, WorkerFailed, notebook_launcher
 from nbaccel.base.processes import uninterrupted
 from nbaccel.calls.pool_planning import PoolState
+from nbaccel.transfer import memfd
 from nbaccel.workers.messaging import PoolTask
 from tests.process import descriptors, stop_pressed_when
 
@@ -207,13 +208,15 @@ def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
     took = fresh._namespace_sync.records
 
     def none_left(keys: Any) -> Any:
-        limit.enter_context(no_descriptors())
+        def refuse(name: str, nbytes: int) -> int:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(memfd, "create_file", refuse)
         return took(keys)
 
     monkeypatch.setattr(fresh._namespace_sync, "records", none_left)
-    with pytest.raises(WorkerFailed, match="no room for the trained weights"):
-        with contextlib.ExitStack() as limit:
-            fresh.run(TRAIN)
+    with pytest.raises(WorkerFailed, match="no room for the trained weights: Too many open files"):
+        fresh.run(TRAIN)
     monkeypatch.undo()
     assert equal(model, old)
     fresh.run("1")
@@ -250,24 +253,6 @@ def test_a_graph_of_the_notebook_that_needs_the_old_weights_says_so(
 
 
 # ------------------------------------------------------------------------- helpers
-
-
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """This process can open nothing more: its limit is what it has open."""
-    import resource
-
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
-    highest = max(numbers)
-    taken = [os.dup(0) for _ in range(highest - len(numbers) + 2)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for fd in taken:
-            os.close(fd)
 
 
 CHANGES = {

@@ -51,11 +51,6 @@ def test_one_line_results_share_an_output() -> None:
     assert shown(results) == ["[0,2-3] 0.9\n[1] 0.8"]
 
 
-def test_a_rank_without_a_result_is_left_out() -> None:
-    assert shown({0: None, 1: plain("5")}) == ["[1] 5"]
-    assert shown({0: plain("5"), 1: {"data": {}, "metadata": {}}}) == ["[0] 5"]
-
-
 def test_rich_and_long_results_stand_below_their_label() -> None:
     results = {0: rich("a", "<a>"), 1: plain("x"), 2: rich("b", "<b>"), 3: plain("y\nz")}
     assert shown(results) == ["[0]", "a <a>", "[1] x\n[2]", "b <b>", "[3]", "y\nz"]

@@ -193,16 +193,6 @@ def test_what_rank_1_alone_writes_stays_with_it(launch: Launch) -> None:
     assert_equal(module, before)
 
 
-def test_a_trip_that_is_given_up_changes_nothing(launch: Launch) -> None:
-    module = Net()
-    before, trip = values(module), launch(module)
-    worker = trip.worker()
-    step(worker.args[0], torch.optim.SGD)
-    worker.received.write_all()
-    trip.close()
-    assert_equal(module, before)
-
-
 # ------------------------------------------------------------------------- tensors that moved
 
 
