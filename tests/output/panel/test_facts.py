@@ -507,16 +507,6 @@ class Nested:
             self.told.append((self.now, left.seconds, left.of_what))
 
 
-def test_of_three_levels_all_epochs_are_counted() -> None:
-    run = Nested()
-    for _ in run.progress(3):
-        for _ in run.progress(5):
-            run.batches(BATCHES)
-    assert run.steps == 3 * 5 * BATCHES
-    least, most = run.least_and_most(after=2.0)
-    assert 0.9 < least <= most < 1.1
-
-
 @pytest.mark.parametrize("first", [0, 9])
 def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first: int) -> None:
     run = Nested()
