@@ -59,20 +59,6 @@ def test_every_line_of_every_host_arrives_in_order(hosts: Hosts, tmp_path: Path)
         assert [line.split()[5] for line in lines] == [str(number) for number in range(8000)]
 
 
-def test_hosts_without_a_shared_disk_keep_a_whole_checkpoint_each(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    with netns.make_hosts(tmp_path, own_disk=disk) as hosts:
-        notebook = Notebook(hosts, tmp_path, "checkpoint", str(disk))
-        told = notebook.told()
-    saved, loaded = told["saved"], told["loaded"]
-    assert [weights for weights, _ in loaded] == [saved[0][0]] * 4 != [told["start"]] * 4
-    assert saved[0][1] != saved[2][1]  # random states of its own ranks
-    assert all("model.safetensors" in files for _, files in saved)
-    assert any("beta does not share" in line for line in notebook.lines + notebook.errors)
-    assert list(disk.iterdir()) == []
-
-
 def test_an_error_on_the_other_host_is_the_notebooks(hosts: Hosts, tmp_path: Path) -> None:
     told = Notebook(hosts, tmp_path, "fail").told()
     assert {"ValueError", "WorkerFailed"} <= set(told["kinds"])
@@ -114,15 +100,6 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(hosts: Hosts, tmp_path: 
     told = notebook.told()
     assert told["results"] == [[3, 2, "1"], [3, 2, "1"]]
     assert any("Restart 1 of 1, without beta" in line for line in notebook.errors)
-
-
-def test_a_restart_keeps_hosts_that_were_not_lost(hosts: Hosts, tmp_path: Path) -> None:
-    notebook = Notebook(hosts, tmp_path, "fail_once")
-    assert notebook.told()["hosts"] == ["alpha", "alpha", "beta", "beta"]
-    assert any(
-        "rank 2 of 4 left with exit code 7" in line and "Restart 1 of 1." in line
-        for line in notebook.errors
-    ), notebook.errors
 
 
 def test_live_workers_on_two_hosts_follow_the_notebook(hosts: Hosts, tmp_path: Path) -> None:
