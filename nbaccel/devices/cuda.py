@@ -335,7 +335,8 @@ def _renumber_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 def _read_cards(nvml: ModuleType) -> Iterator[Card]:
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        gpu = _gpu_of_handle(nvml, handle, index, _compute_capability(nvml, handle))
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        gpu = _gpu_of_handle(nvml, handle, index, (int(major), int(minor)))
         # The first is the mode in force, the second the one after the next reset.
         partitioned = _ask_driver(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
         yield Card(
@@ -367,11 +368,6 @@ def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[
     )
 
 
-def _compute_capability(nvml: ModuleType, handle: Any) -> tuple[int, int]:
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return int(major), int(minor)
-
-
 def _ask_driver(
     nvml: ModuleType, answer: _Answer, function: Callable[..., Any], *args: Any
 ) -> _Answer | Any:
@@ -393,10 +389,9 @@ def find_gpus(setting: str | None) -> tuple[tuple[Gpu, ...], str]:
     if not cards and is_worth_it():
         return probe_gpus()
     gpus = visible_gpus(cards, setting)
-    return gpus, _hidden_note(len(cards), setting) if cards and not gpus else note
-
-
-def _hidden_note(num_cards: int, setting: str | None) -> str:
-    if setting is None:
-        return f"{count_noun(num_cards, 'GPU')} in MIG mode without a MIG device"
-    return f"CUDA_VISIBLE_DEVICES={setting!r} shows none of {count_noun(num_cards, 'GPU')}"
+    if cards and not gpus:
+        names = count_noun(len(cards), "GPU")
+        note = f"CUDA_VISIBLE_DEVICES={setting!r} shows none of {names}"
+        if setting is None:
+            note = f"{names} in MIG mode without a MIG device"
+    return gpus, note

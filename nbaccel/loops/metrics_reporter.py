@@ -383,9 +383,7 @@ class EpochCount:
     def __init__(self, total: int, began_at: float, began_steps: int) -> None:
         self.total = total
         self.done = 0
-        # Counts the epochs of one of these, where they are rounds of an outer loop (folds).
-        self.within: EpochCount | None = None
-        self.began_at = self._done_at = began_at
+        self._began_at = self._done_at = began_at
         self._began_steps = self._done_steps = began_steps
 
     def note_done(self, current_time: float, steps: int) -> None:
@@ -396,30 +394,14 @@ class EpochCount:
 
     def progress(self, current_time: float, steps: int) -> OuterLoop:
         """How far it is."""
-        total, done, done_at, done_steps = self.in_epochs()
         return OuterLoop(
-            total=total,
-            done=done,
-            done_s=done_at - self.began_at,
-            round_s=current_time - done_at,
-            done_steps=done_steps - self._began_steps,
-            round_steps=steps - done_steps,
+            total=self.total,
+            done=self.done,
+            done_s=self._done_at - self._began_at,
+            round_s=current_time - self._done_at,
+            done_steps=self._done_steps - self._began_steps,
+            round_steps=steps - self._done_steps,
         )
-
-    def in_epochs(self) -> tuple[int, int, float, int]:
-        """Epochs in all and those done, of all levels; when, and at what step, the last one ended.
-
-        All rounds of an outer loop are taken to have as many epochs as the latest one.
-        """
-        if self.within is None:
-            return self.total, self.done, self._done_at, self._done_steps
-        total, done, done_at, done_steps = self.within.in_epochs()
-        # That of a round which is over is counted with the round.
-        if not done or self.within.began_at < self._done_at:
-            done = 0
-            done_at = self._done_at
-            done_steps = self._done_steps
-        return self.total * total, self.done * total + done, done_at, done_steps
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -463,16 +445,13 @@ class TrainingLoops:
     ) -> RunningLoop:
         """A loop begins; one that was only seen is told by what it reads from."""
         self._note_within(current_time, steps)
-        outermost = next(
-            (loop.epochs for loop in self._open if loop.holds_loops and loop.epochs is not None),
-            None,
-        )
+        around = self._epochs_around()
         # By its place and length, not by the loader, of which there may be a new one for each
         # epoch; `epoch 1` and `epoch 2` are the same loop.
         key = (len(self._open), _DIGITS.sub("#", name), total_batches, source)
         self._begun[key] = self._begun.get(key, 0) + 1
-        if outermost is not None:
-            self._around = outermost
+        if around is not None:
+            self._around = around
             self._given_key = None
         elif epochs:
             self._count_given(key, epochs, current_time, steps)
@@ -503,10 +482,11 @@ class TrainingLoops:
             parent.epochs = EpochCount(parent.total_batches - parent.batches, current_time, steps)
         parent.had_loops = True
         parent.holds_loops = parent.holds_loops or not parent.batches
-        if parent.holds_loops and len(self._open) > 1 and parent.epochs is not None:
-            around_parent = self._open[-2].epochs
-            if self._open[-2].holds_loops and around_parent is not None:
-                around_parent.within = parent.epochs
+
+    def _epochs_around(self) -> EpochCount | None:
+        """Those of the innermost loop over epochs of known number; of folds, those of one."""
+        holding = (loop.epochs for loop in reversed(self._open) if loop.holds_loops)
+        return next((epochs for epochs in holding if epochs is not None), None)
 
     def _count_given(self, key: _LoopKey, epochs: int, current_time: float, steps: int) -> None:
         """Count the epochs of a loop of which it was said how many there are."""
@@ -562,15 +542,13 @@ class TrainingLoops:
 
     def _let_be_over_batches(self, loop: RunningLoop) -> None:
         """Its rounds are no epochs, though other loops have begun within one."""
-        if loop.epochs is not None and self._around is loop.epochs:
-            self._around = None
-        for open_loop in self._open:
-            if open_loop.epochs is not None and open_loop.epochs.within is loop.epochs:
-                open_loop.epochs.within = None
+        was_around = loop.epochs is not None and self._around is loop.epochs
         loop.batches += loop.uncounted
         loop.holds_loops = False
         loop.epochs = None
         loop.uncounted = 0
+        if was_around:
+            self._around = self._epochs_around()
 
     def end(self, loop: RunningLoop) -> None:
         """A loop is over, or was left."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import IPython
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from nbaccel.calls.pool_planning import CellSource
 from nbaccel.calls.pool_worker import make_shell
@@ -69,34 +68,6 @@ def test_the_last_three_values_are_kept_and_no_more(cells: Cells) -> None:
     cells.run("del _").check()
 
 
-def test_cells_leave_no_names_behind(cells: Cells) -> None:
-    cells.run("1 + 1").check()
-    before = cells.run("len(globals())").check().plain
-    for _ in range(20):
-        cells.run("1 + 1").check()
-    assert cells.run("len(globals())").check().plain == before
-
-
-def test_a_broken_formatter_is_told_and_does_not_fail_the_cell(cells: Cells) -> None:
-    done = cells.run(
-        "class Bad:\n"
-        "    def _repr_html_(self): return 1 / 0\n"
-        "    def __repr__(self): return 'bad'\n"
-        "Bad()"
-    ).check()
-    assert done.plain == "bad"
-    assert "ZeroDivisionError" in done.out + done.err
-
-
-def test_every_value_is_shown_if_the_user_asked_for_all(cells: Cells) -> None:
-    all_of_them = "get_ipython().ast_node_interactivity = 'all'"
-    cells.run(all_of_them)
-    done = cells.run("1\n2\n3").check()
-    cells.run(all_of_them.replace("all", "last_expr"))
-    assert [message["content"]["data"]["text/plain"] for message in done.sent] == ["1", "2"]
-    assert done.plain == "3"
-
-
 # ------------------------------------------------------------------------- IPython's language
 
 
@@ -129,23 +100,11 @@ def test_help_is_shown_without_a_pager(cells: Cells, ask: str) -> None:
     assert "number of items in a container" in message["content"]["data"]["text/plain"]
 
 
-def test_two_question_marks_show_the_source_of_a_cell_s_function(cells: Cells) -> None:
-    cells.run("def told(a):\n    return a + 12345").check()
-    (message,) = cells.run("told??").check().sent
-    assert "12345" in message["content"]["data"]["text/plain"]
-
-
 @pytest.mark.parametrize("text", ["%debug", "%%debug\n1", "%pdb on"])
 def test_a_debugger_is_refused(cells: Cells, text: str) -> None:
     done = cells.run(text)
     assert done.error == "InputRefused"
     assert "worker 3 has no keyboard" in done.text
-
-
-def test_a_window_is_refused(cells: Cells) -> None:
-    done = cells.run("get_ipython().enable_gui('tk')")
-    assert done.error == "UserMistake"
-    assert "'tk'" in done.text
 
 
 def test_await_works_at_the_top_and_in_loops(cells: Cells) -> None:
@@ -283,32 +242,6 @@ def test_a_failed_cell_keeps_nothing_alive(cells: Cells) -> None:
         assert cells.run("watched() is None").check().plain == "True"
     finally:
         cells.run("gc.enable()")
-
-
-CODE = st.lists(
-    st.sampled_from(
-        [
-            "x = 1",
-            "!true \\\n  x",
-            "%env A=1",
-            "a = !true",
-            "# note",
-            "",
-            '"""\nlong\n"""',
-            "f = 2; g",
-        ]
-    ),
-    max_size=6,
-)
-
-
-@given(above=CODE)
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
-def test_whatever_stands_above_the_line_is_the_user_s(cells: Cells, above: list[str]) -> None:
-    text = "\n".join(["g = 1", *above, "raise LookupError('here')"])
-    done = cells.run(text)
-    assert done.error == "LookupError"
-    assert done.frames == [[filename(cells.number), text.count("\n") + 2]]
 
 
 # ------------------------------------------------------------------------- output

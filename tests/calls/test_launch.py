@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,13 @@ from nbaccel import (
     debug_launcher,
     notebook_launcher,
 )
-from nbaccel.errors import InputRefused, ModelNotShareable, NotSendable, PortTaken, UnsafeFork
+from nbaccel.errors import InputRefused, NotSendable, PortTaken, UnsafeFork
 from nbaccel.workers import worker
 from tests import worker_functions as workers
 from tests.isolation import isolated
 from tests.process import lives, memory_files, stop_pressed_when
 from tests.strategies.needs import SHARDING
-from tests.worker_functions import CallersError, Net
+from tests.worker_functions import Net
 
 Launch = Callable[..., Any]
 
@@ -100,25 +99,6 @@ def test_results_come_by_rank_from_processes_of_their_own(launch: Launch) -> Non
     assert isinstance(results, list)
 
 
-def test_large_and_odd_results_come_home(launch: Launch) -> None:
-    def give() -> Any:
-        return {
-            "tensor": torch.full((500, 500), float(workers.rank())),
-            "array": np.arange(300_000),
-            "grad": torch.ones(2, requires_grad=True),
-            "model": nn.Linear(2, 2),
-            "function": lambda x: x + 1,
-            "none": None,
-        }
-
-    for number, found in enumerate(launch(give)):
-        assert float(found["tensor"].mean()) == number
-        assert found["array"].sum() == np.arange(300_000).sum()
-        assert found["grad"].requires_grad
-        assert found["model"](torch.ones(1, 2)).shape == (1, 2)
-        assert found["function"](1) == 2
-
-
 def test_a_worker_may_return_its_model(launch: Launch) -> None:
     model = Net()
 
@@ -134,33 +114,6 @@ def test_a_worker_may_return_its_model(launch: Launch) -> None:
         assert net.body.weight is weight
         assert weight.data_ptr() != model.body.weight.data_ptr()
     assert float(model.body.weight.detach().mean()) == 5
-
-
-def test_a_closure_a_lambda_and_a_method_can_be_launched(launch: Launch) -> None:
-    offset = torch.arange(3)
-
-    class Trainer:
-        def __init__(self, scale: int) -> None:
-            self.scale = scale
-
-        def run(self, x: int) -> list[int]:
-            return (offset * self.scale + x).tolist()
-
-    assert launch(lambda: offset.sum().item()) == [3, 3]
-    assert launch(Trainer(2).run, 1) == [[1, 3, 5]] * 2
-
-
-def test_arguments_are_the_workers_own(launch: Launch) -> None:
-    data, tensor, array = {"x": [1]}, torch.zeros(4), np.zeros(4)
-
-    def spoil(d: dict[str, Any], t: torch.Tensor, a: np.ndarray) -> Any:
-        d["x"].append(2)
-        t.fill_(1)
-        a[:] = 1
-        return d, t.sum().item(), a.sum()
-
-    assert launch(spoil, data, tensor, array) == [({"x": [1, 2]}, 4.0, 4.0)] * 2
-    assert (data, float(tensor.sum()), float(array.sum())) == ({"x": [1]}, 0.0, 0.0)
 
 
 @pytest.mark.forks
@@ -214,63 +167,6 @@ def test_the_notebooks_model_is_the_trained_model(launch: Launch, optimizer: str
     assert not torch.equal(model.body.weight, before["body.weight"])
 
 
-def test_an_optimizer_of_the_notebook_goes_on_with_the_trained_model(launch: Launch) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    launch(workers.train, model)
-    trained = values(model)
-    model(torch.randn(4, 8)).square().sum().backward()  # of a plain sum the norm leaves no gradient
-    optimizer.step()
-    assert not torch.equal(model.body.weight, trained["body.weight"])
-
-
-def test_a_frozen_base_stays_and_the_head_comes_home(launch: Launch) -> None:
-    model = Net(64)
-    for p in model.body.parameters():
-        p.requires_grad_(requires_grad=False)
-    before = values(model)
-    first, _ = launch(workers.train, model)
-    assert_equal(values(model), first)
-    assert torch.equal(model.body.weight, before["body.weight"])
-    assert not torch.equal(model.head.weight, before["head.weight"])
-
-
-@dataclass
-class Pair:
-    student: nn.Module
-    others: dict[str, list[nn.Module]]
-
-
-def test_models_nested_in_containers_come_home(launch: Launch) -> None:
-    pair = Pair(Net(), {"teachers": [nn.Linear(3, 3), Net()]})
-
-    def change(found: Any) -> None:
-        with torch.no_grad():
-            for number, module in enumerate([found.student, *found.others["teachers"]]):
-                for p in module.parameters():
-                    p.fill_(number + 1 + 10 * workers.rank())
-
-    with pytest.warns(UserWarning, match="different models") as told:
-        launch(change, pair)
-    assert len(told) == 3
-    for number, module in enumerate([pair.student, *pair.others["teachers"]]):
-        assert all(bool((p == number + 1).all()) for p in module.parameters())
-
-
-def test_a_model_that_changed_its_structure_is_in_the_results(launch: Launch) -> None:
-    model = Net()
-    before = values(model)
-
-    def change(net: Net) -> None:
-        net.head = nn.Linear(8, 3)
-        del net.tied
-
-    with pytest.warns(UserWarning, match=r"weights of args\[0\] do not fit.*state_dicts\['args\[0"):
-        results = launch(change, model)
-    assert results.state_dicts["args[0]"]["head.weight"].shape == (3, 8)
-    assert_equal(values(model), before)
-
-
 def test_share_back_false_leaves_the_model_alone(launch: Launch) -> None:
     model = Net()
     before = values(model)
@@ -301,20 +197,6 @@ def test_every_rank_writes_its_own_shard_home(launch: Launch) -> None:
     assert not torch.equal(model[2].bias, before["2.bias"])
 
 
-def test_a_second_process_group_in_one_function_does_not_hang(launch: Launch) -> None:
-    def train() -> list[float]:
-        found = []
-        for number in range(3):
-            torch.distributed.init_process_group("gloo")
-            total = torch.ones(1) * number
-            torch.distributed.all_reduce(total)
-            found.append(total.item())
-            torch.distributed.destroy_process_group()
-        return found
-
-    assert list(launch(train)) == [[0, 2, 4]] * 2
-
-
 def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch: Launch) -> None:
     model = nn.Linear(3, 2, bias=False)
     before = values(model)
@@ -334,11 +216,6 @@ def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch: Lau
     assert list(results) == ["trained", "trained"]
     assert_equal(values(model), before)
     assert torch.equal(results.state_dicts["args[0]"]["weight"], before["weight"] + 1)
-
-
-def test_a_model_on_meta_is_refused_before_any_process(launch: Launch) -> None:
-    with pytest.raises(ModelNotShareable, match=r"args\[0\].weight .*meta device"):
-        launch(workers.whoami, nn.Linear(2, 2, device="meta"))
 
 
 def test_launches_leave_one_memory_file_per_model(launch: Launch) -> None:
@@ -375,18 +252,6 @@ def test_the_rank_that_raised_is_named_not_the_one_that_lost_it(launch: Launch) 
     assert_equal(values(model), before)
 
 
-def test_all_ranks_raise(launch: Launch) -> None:
-    def train() -> None:
-        workers.join()
-        dist.barrier()
-        raise ZeroDivisionError(f"rank {workers.rank()}")
-
-    error = fail(launch, train)
-    assert isinstance(error, ZeroDivisionError)
-    assert len(error.failures) == 2
-    assert "The other ranks:" in report_of(error)
-
-
 @pytest.mark.parametrize(
     ("leave", "code", "kind", "says"),
     [
@@ -408,40 +273,6 @@ def test_a_worker_that_leaves_with_a_reason_or_without_a_result(
     assert isinstance(error, kind)
     assert f"rank 1 of 2 {says}" in report_of(error)
     assert leave is sys.exit or "os._exit" in report_of(error)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("SIGKILL", "ran out of memory"),
-        ("SIGSEGV", "memory that is not its own"),
-        ("SIGABRT", "gave up on purpose"),
-        ("SIGTERM", "asked it to end"),
-        ("SIGBUS", "/dev/shm is full"),
-    ],
-)
-def test_a_signal_is_named_and_explained(launch: Launch, name: str, says: str) -> None:
-    model = Net()
-    before = values(model)
-    number = getattr(signal, name)
-
-    def die(net: Net) -> None:
-        workers.join()
-        workers.fit(net, "SGD", steps=1)
-        dist.barrier()
-        if workers.rank() == 1:
-            workers.say("last words")
-            workers.kill_self(number)
-        workers.wait_in_all_reduce()
-
-    error = fail(launch, die, model)
-    assert isinstance(error, WorkerDied)
-    text = report_of(error)
-    assert f"rank 1 of 2 was killed by {name}" in text
-    assert says in text
-    assert "last words" in text
-    assert_equal(values(model), before)
 
 
 @pytest.mark.parametrize(
@@ -514,17 +345,6 @@ def test_a_rank_that_never_joins_does_not_make_the_other_wait_for_ever(launch: L
     assert "rank 1 of 2 raised RuntimeError: before the group was set up" in report_of(error)
 
 
-def test_an_exception_keeps_its_type_and_its_attributes(launch: Launch) -> None:
-    def train() -> None:
-        raise CallersError(7, "no such data set")
-
-    with pytest.raises(CallersError) as caught:
-        launch(train)
-    assert isinstance(caught.value, WorkerFailed)
-    assert caught.value.code == 7
-    assert "7: no such data set" in str(caught.value)
-
-
 def test_classes_made_in_functions(launch: Launch) -> None:
     """Those of the notebook are the same; one made in the worker comes as a copy."""
 
@@ -551,7 +371,6 @@ def test_classes_made_in_functions(launch: Launch) -> None:
         launch(train, True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
@@ -567,13 +386,13 @@ def test_classes_made_in_functions(launch: Launch) -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_built_in_exceptions_and_their_children_keep_their_types(
-    launch: Launch, error: Exception, kind: type[Exception], says: str
+    pool: Pool, error: Exception, kind: type[Exception], says: str
 ) -> None:
     def train() -> None:
         raise error
 
     with pytest.raises(WorkerFailed) as caught:
-        launch(train)
+        pool.call(train)
     assert isinstance(caught.value, kind)
     assert says in report_of(caught.value)
     for slot in ("errno", "filename", "value", "name", "reason", "lineno"):
@@ -601,18 +420,6 @@ def test_an_exception_whose_text_raises_is_still_told(launch: Launch) -> None:
     assert "__str__ raised RuntimeError" in report_of(fail(launch, train))
 
 
-def test_the_cause_of_an_exception_is_told(launch: Launch) -> None:
-    def train() -> None:
-        try:
-            _ = {}["key"]
-        except KeyError as error:
-            raise ValueError("bad setting") from error
-
-    error = fail(launch, train)
-    assert "which came from KeyError: 'key'" in report_of(error)
-    assert "was the direct cause of the following exception" in str(error.__cause__)
-
-
 def test_questions_are_refused(launch: Launch) -> None:
     def ask() -> None:
         input("learning rate? ")
@@ -627,34 +434,39 @@ def test_questions_are_refused(launch: Launch) -> None:
         launch(debug)
 
 
-def test_a_killed_worker_leaves_no_data_loader_behind(launch: Launch, tmp_path: Path) -> None:
-    def train() -> None:
+def test_a_killed_worker_is_told_and_leaves_no_data_loader_behind(
+    launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Net()
+    before = values(model)
+
+    def train(net: Net) -> None:
         loader = torch.utils.data.DataLoader(range(10_000), num_workers=2, batch_size=1)
         batches = iter(loader)
         next(batches)
         pids = [w.pid for w in batches._workers]
         (tmp_path / str(workers.rank())).write_text(" ".join(map(str, [os.getpid(), *pids])))
         workers.join()
+        workers.fit(net, "SGD", steps=1)
         dist.barrier()
         if workers.rank() == 1:
+            sys.stdout.write("last words")
+            sys.stdout.flush()
             workers.kill_self(signal.SIGKILL)
         workers.sleep_for_ever()
 
-    assert "rank 1 of 2 was killed by SIGKILL" in report_of(fail(launch, train))
+    error = fail(launch, train, model)
+    assert isinstance(error, WorkerDied)
+    assert "rank 1 of 2 was killed by SIGKILL" in report_of(error)
+    assert "last words" in report_of(error)
+    assert "last words" in capfd.readouterr().out
+    assert_equal(values(model), before)
     pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
     assert len(pids) == 6
     deadline = time.monotonic() + 20
     while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(lives, pids))
-
-
-def test_a_data_loader_works_in_a_worker(launch: Launch) -> None:
-    def count() -> float:
-        loader = torch.utils.data.DataLoader(torch.arange(20.0), num_workers=2, batch_size=5)
-        return sum(float(batch.sum()) for batch in loader)
-
-    assert launch(count) == [190.0, 190.0]
 
 
 # ------------------------------------------------------------------------- interrupts
@@ -775,18 +587,6 @@ def test_random_numbers_go_on_from_the_notebooks(launch: Launch) -> None:
     assert found[0] == draw(), "and the launch itself draws none"
 
 
-def test_threads_and_the_default_dtype_are_the_notebooks_and_nobody_types(launch: Launch) -> None:
-    def look() -> Any:
-        return torch.get_num_threads(), torch.zeros(1).dtype, sys.stdin.read()
-
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert launch(look, config=None) == [(threads, torch.float64, "")] * 2
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 # ------------------------------------------------------------------------- ports
 
 
@@ -859,11 +659,6 @@ def test_all_mistakes_are_told_before_any_process(
     with pytest.raises(ConfigError) as caught:
         notebook_launcher(*args, **settings)
     assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_a_config_is_obeyed() -> None:
-    config = RunConfig(num_processes=3, threads_per_process=1, device="cpu")
-    assert notebook_launcher(workers.rank, config=config) == [0, 1, 2]
 
 
 @pytest.mark.forks
@@ -988,21 +783,6 @@ def test_a_launch_that_waits_for_another_threads_launch_says_so(
     second.join()
     assert found == [[None, None], [0, 1]]
     assert said.count("another thread of this notebook has begun a launch") == 1
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_fp8_is_refused_where_its_library_is_missing(num_processes, tmp_path):
-    def train() -> None:
-        (tmp_path / "ran").write_text("")
-
-    config = RunConfig(mixed_precision="fp8", fp8="te", num_processes=num_processes)
-    for launch in (
-        lambda: notebook_launcher(train, config=config),
-        lambda: Pool(config=config),
-    ):
-        with pytest.raises(ConfigError, match=r"needs transformer_engine, which is not.*bf16"):
-            launch()
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.slow

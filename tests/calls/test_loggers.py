@@ -62,24 +62,6 @@ def test_levels_handlers_and_formats(start_method: str, capfd: pytest.CaptureFix
     assert "hardly" not in told
 
 
-def test_a_logger_of_its_own_with_a_filter(capfd: pytest.CaptureFixture[str]) -> None:
-    class Shout(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return super().format(record).upper()
-
-    handler = stderr_handler()
-    handler.setFormatter(Shout())
-    handler.addFilter(lambda record: "low" in record.getMessage())
-    mine = logging.getLogger("my.train")
-    mine.setLevel(logging.DEBUG)
-    mine.propagate = False
-    mine.addHandler(handler)
-    notebook_launcher(work, (), 2)
-    told = capfd.readouterr().err
-    assert "LOSS IS LOW" in told
-    assert "TOO MUCH" not in told
-
-
 @METHODS
 @pytest.mark.parametrize("kind", [logging.FileHandler, RotatingFileHandler])
 def test_all_ranks_append_to_a_file(

@@ -110,17 +110,6 @@ def test_what_waits_is_told_in_minutes_and_of_what_is_gone_nothing() -> None:
     assert str(gone).splitlines()[1].split() == ["1", "gone", "-", "-"]
 
 
-def test_a_device_has_a_column_where_there_is_one() -> None:
-    text = str(StatusTable([row(0, device_bytes=GIB), row(1)]))
-    assert [line.split("  ")[4].strip() or line for line in text.splitlines()]
-    assert "on device" in text.splitlines()[0]
-    assert text.splitlines()[2].split()[-1] == "-"
-
-
-def test_a_table_without_rows_is_its_headline() -> None:
-    assert str(StatusTable([], headline="new")) == "new"
-
-
 def test_the_html_names_no_colour_runs_nothing_and_quotes_text() -> None:
     nasty = "in <lambda> & <script>"
     html = StatusTable([row(0, nasty)])._repr_html_()

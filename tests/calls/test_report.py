@@ -99,14 +99,6 @@ def gather_beside(slow_rank: int) -> None:
         accelerator.gather(inputs)
 
 
-def read_alone() -> None:
-    """Go through a loader of torch's own, without a model."""
-    accelerator = Accelerator()
-    loader = make_loader(accelerator.num_processes, SlowDataset)
-    for _ in accelerator.progress(loader):
-        pass
-
-
 def fail_after_loop(failing_rank: int) -> None:
     """Log something, and raise on one rank."""
     accelerator = Accelerator()
@@ -179,12 +171,6 @@ def test_waiting_for_data_is_a_share_and_the_start_in_a_first_step_is_none() -> 
         parts_s = times.computing_s + times.communicating_s + times.data_s + times.waiting_s
         assert times.total_s == pytest.approx(parts_s + times.starting_s, abs=0.01)
     assert "Left out is the start in the first step, 3." in str(results.report())
-
-
-def test_a_loader_of_torch_is_timed_in_the_progress_loop() -> None:
-    results = notebook_launcher(read_alone, num_processes=2)
-    for times in timed(results):
-        assert times.data_s > 0.8 * times.steady_s
 
 
 def test_a_report_tells_of_curves_samples_warnings_and_the_plan(tmp_path: Path) -> None:

@@ -107,23 +107,6 @@ def loggers() -> Iterator[list[str]]:
         logging.root.manager.loggerDict.pop(name, None)
 
 
-def test_loggers_that_nobody_has_configured_are_not_described(
-    loggers: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library_settings.logging_only()
-    counts = Counts()
-    counts.of(library_settings, "_describe", monkeypatch)
-    counts.of(library_settings, "_is_librarys", monkeypatch)
-    before = library_settings.logging_only()
-    described = dict(counts)
-    loggers += [f"some_library.part{number}" for number in range(300)]
-    for name in loggers:
-        logging.getLogger(name)
-    counts.clear()
-    assert library_settings.logging_only() == before
-    assert counts == described
-
-
 def test_a_change_of_any_kind_is_seen_at_the_next_cell(loggers: list[str]) -> None:
     loggers.append("users_own")
     logger = logging.getLogger("users_own")

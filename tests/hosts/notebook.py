@@ -1,4 +1,4 @@
-"""What tests run in the place of a notebook, on a host: `notebook.py CELL HOSTFILE ...`."""
+"""What tests run in the place of a notebook: `notebook.py CELL PLACE ...` (hostfile or `slurm`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel import Accelerator, Pool, RunConfig, notebook_launcher
+from nbaccel import Pool, RunConfig, notebook_launcher
 from nbaccel.output.panel.display import DashboardUpdater
 
 
 def tell(**facts):
     print("TOLD " + json.dumps(facts), flush=True)
+
+
+def on(place):
+    """The settings of a launch there."""
+    return {"engine": "slurm", "num_processes": 4} if place == "slurm" else {"hostfile": place}
+
+
+def host_name():
+    """Nodes of the tests' SLURM are one host, which calls them so."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def make_model(width=64):
@@ -41,8 +51,8 @@ def train(model, steps):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    print(f"rank {rank} trained on {socket.gethostname()}")
-    return losses, os.environ["LOCAL_RANK"], socket.gethostname(), str(Path.cwd())
+    print(f"rank {rank} trained on {host_name()}")
+    return losses, os.environ["LOCAL_RANK"], host_name(), str(Path.cwd())
 
 
 def weights_of(model):
@@ -53,9 +63,9 @@ def weights_of(model):
     ]
 
 
-def cell_train(hostfile):
+def cell_train(place):
     model, alone = make_model(), make_model()
-    results = notebook_launcher(train, (model, 5), hostfile=hostfile)
+    results = notebook_launcher(train, (model, 5), **on(place))
     local = notebook_launcher(train, (alone, 5), 4)
     tell(
         losses=[result[0] for result in results],
@@ -110,31 +120,6 @@ def cell_print(hostfile, lines):
     tell(results=list(notebook_launcher(print_a_lot, (int(lines),), hostfile=hostfile)))
 
 
-def save_and_load(model, folder, is_first):
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if is_first:
-        accelerator.backward(model(torch.ones(4, 8)).pow(2).mean())
-        optimizer.step()
-        accelerator.save_state(folder)
-    else:
-        accelerator.load_state(folder)
-    return weights_of(accelerator.unwrap_model(model)), sorted(
-        path.name for path in Path(folder).iterdir()
-    )
-
-
-def cell_checkpoint(hostfile, folder):
-    first = notebook_launcher(
-        save_and_load, (make_model(), folder + "/ckpt", True), hostfile=hostfile
-    )
-    second = notebook_launcher(
-        save_and_load, (make_model(), folder + "/ckpt", False), hostfile=hostfile
-    )
-    tell(saved=list(first), loaded=list(second), start=weights_of(make_model()))
-
-
 def fail(model):
     dist.init_process_group("gloo")
     if dist.get_rank() == 3:
@@ -161,14 +146,14 @@ def hang():
         print(f"rank {dist.get_rank()} tidies up", flush=True)
 
 
-def cell_hang(hostfile):
+def cell_hang(place):
     try:
-        notebook_launcher(hang, (), hostfile=hostfile)
+        notebook_launcher(hang, (), **on(place))
     except BaseException as error:
         tell(kind=type(error).__name__, text=str(error), at=time.time())
-    # The notebook goes on: nothing of the hosts is left in the way.
-    results = notebook_launcher(socket.gethostname, (), hostfile=hostfile)
-    tell(again=list(results))
+    if place != "slurm":  # where a launch takes half a minute
+        # The notebook goes on: nothing of the hosts is left in the way.
+        tell(again=list(notebook_launcher(host_name, (), **on(place))))
 
 
 def train_on(model):
@@ -215,21 +200,6 @@ def survive(model, folder):
 def cell_survive(hostfile, folder):
     results = notebook_launcher(survive, (make_model(), folder), hostfile=hostfile, max_restarts=1)
     tell(results=list(results))
-
-
-def fail_once(folder):
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        if dist.get_rank() == 2:
-            os._exit(7)
-        time.sleep(600)
-    return socket.gethostname(), os.getppid()
-
-
-def cell_fail_once(hostfile):
-    results = notebook_launcher(fail_once, ("",), hostfile=hostfile, max_restarts=1)
-    tell(hosts=[host for host, _ in results])
 
 
 STEP = """
@@ -331,10 +301,10 @@ def cell_weighed(hostfile, folder):
     tell(held=held, bytes=boards[0], doings=sorted(doings[2]))
 
 
-def cell_refused(hostfile):
+def cell_refused(place):
     started = time.monotonic()
     try:
-        notebook_launcher(hang, (), hostfile=hostfile)
+        notebook_launcher(hang, (), **on(place))
     except Exception as error:
         tell(kind=type(error).__name__, text=str(error), seconds=time.monotonic() - started)
 

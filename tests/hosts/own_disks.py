@@ -24,13 +24,18 @@ STEPS = 2
 
 
 def accelerator_for(kind):
-    """`sharded` and `full` are FSDP's forms; `zero1`, `zero3`, and `zero1-local` with a setting."""
+    """`sharded` and `full` are FSDP's forms; `zero1`, `zero3`, and `zero1-local` with a setting.
+
+    `ddp` keeps a whole model on each host.
+    """
     project = ProjectConfiguration(save_on_each_node=kind in ("full", "zero3-local"))
     if kind in ("sharded", "full"):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, state_dict_type=f"{kind.upper()}_STATE_DICT"
         )
         return Accelerator(cpu=True, fsdp_plugin=plugin, project_config=project)
+    if kind == "ddp":
+        return Accelerator(cpu=True, project_config=project)
     stage, _, is_local = kind.removeprefix("zero").partition("-")
     settings = {
         "train_micro_batch_size_per_gpu": 4,

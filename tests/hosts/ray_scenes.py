@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ os.environ.update(RAY_VARIABLES)
 import ray
 from ray.cluster_utils import Cluster
 
-from nbaccel import Pool, notebook_launcher
+from nbaccel import notebook_launcher
 
 STEPS = 4
 
@@ -112,79 +111,12 @@ def carried_model() -> dict[str, Any]:
     }
 
 
-def fails(rank: int) -> None:
-    if int(os.environ["RANK"]) == rank:
-        raise ValueError("rank three does not like this")
-    time.sleep(30)
-
-
-def error_of_a_rank() -> dict[str, Any]:
-    try:
-        notebook_launcher(fails, (3,), engine="ray", num_processes=4)
-    except ValueError as error:
-        return {"text": str(error), "is ValueError": True}
-    return {"is ValueError": False}
-
-
 def too_many_workers() -> dict[str, Any]:
     try:
         notebook_launcher(train, (model_of(),), engine="ray", num_processes=40)
     except Exception as error:
         return {"type": type(error).__name__, "text": str(error)}
     return {}
-
-
-def writes_for_ever(model: nn.Module, folder: str) -> None:
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    Path(folder, os.environ["RANK"]).write_text("here")
-    time.sleep(600)
-
-
-def stopped(folder: Path) -> dict[str, Any]:
-    model = model_of()
-    before = weights_of(model)
-    pressed_at = []
-
-    def press_stop() -> None:
-        try:
-            wait_until(lambda: len(list(folder.iterdir())) == 4)
-        finally:  # or the scene would never end
-            pressed_at.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=press_stop).start()
-    try:
-        notebook_launcher(writes_for_ever, (model, str(folder)), engine="ray", num_processes=4)
-    except KeyboardInterrupt as stop:
-        seconds = time.monotonic() - pressed_at[0]
-        return {
-            "text": str(stop),
-            "seconds": seconds,
-            "is as before": weights_of(model) == before,
-        }
-    return {}
-
-
-def live_workers() -> dict[str, Any]:
-    model = model_of()
-    before = weights_of(model)
-    namespace = {"model": model, "torch": torch}
-    with Pool(4, engine="ray", namespace=namespace) as pool:
-        pool.run("import os\nrank = int(os.environ['RANK'])")
-        pool.run("with torch.no_grad():\n    model[0].weight.add_(1.0)")
-        after_cell = weights_of(model)
-        # The notebook changes it between cells, which the nodes have to see.
-        with torch.no_grad():
-            model[0].weight.mul_(2.0)
-        pool.run("seen = float(model[0].weight.detach().sum())")
-        pulled = pool.pull("rank", "seen")
-    return {
-        "ranks": pulled["rank"],
-        "changed": after_cell != before,
-        "seen": pulled["seen"],
-        "has": float(model[0].weight.detach().sum()),
-    }
 
 
 def resumes(model: nn.Module, folder: str) -> dict[str, Any]:
@@ -264,8 +196,7 @@ def actor_processes() -> list[int]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    for name in ("stopped", "lost"):
-        (folder / name).mkdir()
+    (folder / "lost").mkdir()
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
@@ -275,10 +206,7 @@ def main() -> None:
     scenes: dict[str, Callable[[], dict[str, Any]]] = {
         "trained": trained_on_ray,
         "carried": carried_model,
-        "error": error_of_a_rank,
         "too many": too_many_workers,
-        "stopped": lambda: stopped(folder / "stopped"),
-        "live": live_workers,
         "lost": lambda: node_lost(cluster, folder / "lost"),
     }
     try:

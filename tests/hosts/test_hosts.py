@@ -14,7 +14,6 @@ import pytest
 
 from tests.hosts import netns
 from tests.hosts.running_script import Notebook, RunningScript
-from tests.kernel.kernel import Kernel
 
 pytestmark = [pytest.mark.slow, netns.needs_hosts]
 
@@ -60,20 +59,6 @@ def test_every_line_of_every_host_arrives_in_order(hosts: Hosts, tmp_path: Path)
         assert [line.split()[5] for line in lines] == [str(number) for number in range(8000)]
 
 
-def test_hosts_without_a_shared_disk_keep_a_whole_checkpoint_each(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    with netns.make_hosts(tmp_path, own_disk=disk) as hosts:
-        notebook = Notebook(hosts, tmp_path, "checkpoint", str(disk))
-        told = notebook.told()
-    saved, loaded = told["saved"], told["loaded"]
-    assert [weights for weights, _ in loaded] == [saved[0][0]] * 4 != [told["start"]] * 4
-    assert saved[0][1] != saved[2][1]  # random states of its own ranks
-    assert all("model.safetensors" in files for _, files in saved)
-    assert any("beta does not share" in line for line in notebook.lines + notebook.errors)
-    assert list(disk.iterdir()) == []
-
-
 def test_an_error_on_the_other_host_is_the_notebooks(hosts: Hosts, tmp_path: Path) -> None:
     told = Notebook(hosts, tmp_path, "fail").told()
     assert {"ValueError", "WorkerFailed"} <= set(told["kinds"])
@@ -115,15 +100,6 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(hosts: Hosts, tmp_path: 
     told = notebook.told()
     assert told["results"] == [[3, 2, "1"], [3, 2, "1"]]
     assert any("Restart 1 of 1, without beta" in line for line in notebook.errors)
-
-
-def test_a_restart_keeps_hosts_that_were_not_lost(hosts: Hosts, tmp_path: Path) -> None:
-    notebook = Notebook(hosts, tmp_path, "fail_once")
-    assert notebook.told()["hosts"] == ["alpha", "alpha", "beta", "beta"]
-    assert any(
-        "rank 2 of 4 left with exit code 7" in line and "Restart 1 of 1." in line
-        for line in notebook.errors
-    ), notebook.errors
 
 
 def test_live_workers_on_two_hosts_follow_the_notebook(hosts: Hosts, tmp_path: Path) -> None:
@@ -178,13 +154,6 @@ def test_a_wrong_hostfile_is_refused_at_once(
     told = Notebook(hosts, tmp_path, "refused").told()
     assert (told["kind"], said in told["text"]) == (kind, True), told
     assert told["seconds"] < 10
-
-
-def test_a_host_that_does_not_start_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_text(f"alpha slots=1\n{hosts[1].address}9 slots=1\n")
-    told = Notebook(hosts, tmp_path, "refused").told()
-    assert told["kind"] in ("StartupFailed", "ConfigError")
-    assert f"{hosts[1].address}9" in told["text"]
 
 
 def test_a_host_that_falls_silent_ends_the_launch_on_both_sides(tmp_path: Path) -> None:
@@ -255,86 +224,3 @@ def test_training_over_ssh(tmp_path: Path) -> None:
             daemon.wait()
     assert told["places"] == [["0", "alpha"], ["1", "alpha"], ["0", "beta"], ["1", "beta"]]
     assert told["weights"] == told["local_weights"] != told["start"]
-
-
-# ----------------------------------------------------------------------- a kernel on the first host
-
-
-SETUP = """
-import os, socket, torch
-from nbaccel import notebook_launcher
-notebook_launcher(os.getpid, (), 2);
-"""
-
-
-@pytest.fixture(scope="module")
-def kernel(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    folder = tmp_path_factory.mktemp("notebook")
-    hostfile = folder / "hostfile"
-    hostfile.write_text("alpha slots=2\nbeta slots=2\n")
-    shell = netns.remote_shell(folder, hosts)
-    with Kernel(lambda command: hosts[0].command(*command), NBACCEL_SSH=str(shell)) as made:
-        # With a launch, so that its template is running before the first test.
-        made.run(f"HOSTFILE = {str(hostfile)!r}\n{SETUP}").check()
-        yield made
-
-
-def test_a_function_of_a_cell_runs_on_both_hosts(kernel: Kernel, hosts: Hosts) -> None:
-    cell = kernel.run(
-        """
-        import os, socket, torch
-        from nbaccel import notebook_launcher
-        os.environ["MY_SETTING"] = "set in a cell"
-        model = torch.nn.Linear(4, 1)
-        before = model.weight.clone()
-
-        def train(model):
-            torch.distributed.init_process_group("gloo")
-            with torch.no_grad():
-                model.weight += 1
-            print("rank", os.environ["RANK"], "on", socket.gethostname())
-            return os.environ["MY_SETTING"], socket.gethostname()
-
-        results = notebook_launcher(train, (model,), hostfile=HOSTFILE)
-        print(results, torch.equal(model.weight, before + 1))
-        """
-    ).check()
-    assert "[3] rank 3 on beta" in cell.stdout
-    assert "('set in a cell', 'beta')] True" in cell.stdout
-
-
-def test_stop_in_the_browser_stops_ranks_on_both_hosts(kernel: Kernel, hosts: Hosts) -> None:
-    running = kernel.begin(
-        """
-        def hang():
-            import time
-            print("rank", os.environ["RANK"], "hangs", flush=True)
-            time.sleep(600)
-
-        notebook_launcher(hang, (), hostfile=HOSTFILE)
-        """
-    )
-    for rank in range(4):
-        kernel.until(running, f"rank {rank} hangs")
-    pressed_at = time.monotonic()
-    kernel.interrupt()
-    cell = kernel.finish(running)
-    assert cell.error == "KeyboardInterrupt"
-    assert time.monotonic() - pressed_at < 8
-    assert hosts[1].processes() == []
-
-
-def test_live_cells_run_on_both_hosts(kernel: Kernel, hosts: Hosts) -> None:
-    kernel.run("%load_ext nbaccel").check()
-    cell = kernel.run(
-        "%%accelerate --hostfile {HOSTFILE} --out place\n"
-        "place = socket.gethostname()\n"
-        "print('rank', os.environ['RANK'], 'lives on', place)\n"
-    ).check()
-    assert "[2] rank 2 lives on beta" in cell.stdout
-    assert "'alpha', 'alpha', 'beta', 'beta'" in kernel.run("print(place)").check().stdout
-    kernel.run("%accelerate stop").check()
-    deadline = time.monotonic() + 5
-    while hosts[1].processes() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert hosts[1].processes() == []

@@ -57,7 +57,7 @@ class Resumed:
 
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
-    return Resumed(tmp_path_factory.mktemp("fsdp"), "sharded", "full")
+    return Resumed(tmp_path_factory.mktemp("fsdp"), "sharded", "full", "ddp")
 
 
 def test_shards_of_fsdp_serve_the_hosts_that_wrote_them(fsdp: Resumed) -> None:
@@ -80,6 +80,13 @@ def test_a_full_state_dict_serves_any_of_the_hosts(fsdp: Resumed) -> None:
     assert fsdp.names_in_file("full") == [TENSORS, TENSORS]
     assert len(fsdp.warnings) == 2
     assert "shards" not in fsdp.warnings[1]
+
+
+def test_a_whole_checkpoint_is_on_each_host(fsdp: Resumed) -> None:
+    for before, after in zip(fsdp.saved, fsdp.loaded, strict=True):
+        # A new DDP model adds gradients up in other buckets for a step.
+        assert after["ddp"]["losses"] == pytest.approx(before["ddp"]["losses"], rel=1e-5)
+    assert all("model.safetensors" in rank["ddp"]["files"] for rank in fsdp.saved)
 
 
 def test_zero_goes_on_where_it_was_saved(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.isolation import ROOT
 
 pytestmark = [pytest.mark.slow, netns.needs_hosts, slurm_cluster.needs_slurm]
 
-SCRIPT = Path(__file__).with_name("slurm_notebook.py")
+SCRIPT = Path(__file__).with_name("notebook.py")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ class Allocated(RunningScript):
             folder,
             SCRIPT,
             cell,
+            "slurm",
             SLURM_CONF=cluster.environment["SLURM_CONF"],
         )
 
@@ -76,8 +77,8 @@ def test_a_notebook_in_an_allocation_trains_on_all_its_nodes(
     cluster: SlurmCluster, tmp_path: Path, inside: tuple[str, ...]
 ) -> None:
     told = Allocated(cluster, tmp_path, "train", *inside).told()
-    assert told["results"] == [[0, "0", "n1"], [1, "1", "n1"], [2, "0", "n2"], [3, "1", "n2"]]
-    assert told["trained"] is True
+    assert told["places"] == [["0", "n1"], ["1", "n1"], ["0", "n2"], ["1", "n2"]]
+    assert told["weights"] == told["local_weights"] != told["start"]
     assert left_in(cluster) == []
 
 
@@ -159,7 +160,12 @@ def test_without_an_allocation_it_says_how_to_get_one(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     told = RunningScript(
-        cluster.host, tmp_path, SCRIPT, "refused", SLURM_CONF=cluster.environment["SLURM_CONF"]
+        cluster.host,
+        tmp_path,
+        SCRIPT,
+        "refused",
+        "slurm",
+        SLURM_CONF=cluster.environment["SLURM_CONF"],
     ).told()
     assert told["kind"] == "ConfigError"
     assert "SLURM_JOB_ID is not set" in told["text"]

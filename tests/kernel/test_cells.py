@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from typing import Any
 
 import pytest
@@ -194,42 +193,6 @@ def test_progress_bars_show_text(kernel: Kernel, flavour: str, method: str) -> N
     assert cell.stderr == ""
 
 
-FAIL = """
-class MyError(Exception):
-    pass
-
-def train():
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 1:
-        raise MyError("my own trouble")  # the very line
-    dist.all_reduce(torch.ones(1))
-"""
-
-
-@pytest.mark.parametrize("method", ["template", "fork"])
-def test_an_exception_has_its_type_the_cells_line_and_the_right_rank_and_is_short(
-    kernel: Kernel, method: str
-) -> None:
-    kernel.run(FAIL).check()
-    cell = kernel.run(
-        f"""
-        try:
-            notebook_launcher(train, (), 2, start_method={method!r})
-        except MyError as error:
-            print("caught", type(error).__mro__[1].__name__)
-            raise
-        """
-    )
-    assert cell.stdout == "caught WorkerFailed\n"
-    text = "\n".join(cell.traceback)
-    assert "MyError" in cell.error
-    assert "rank 1 of 2 raised MyError: my own trouble" in text
-    assert 'raise MyError("my own trouble")  # the very line' in text
-    assert re.search(r"Cell In\[\d+\], line 8", text)
-    assert "rank 0: " in text
-    assert len(cell.traceback) + cell.text.count("\n") <= 40, text + cell.text
-
-
 def test_a_crash_shows_the_cells_line(kernel: Kernel) -> None:
     cell = kernel.run(
         """
@@ -245,10 +208,6 @@ def test_a_crash_shows_the_cells_line(kernel: Kernel) -> None:
     assert "rank 1 of 2 was killed by SIGSEGV" in text
     assert "ctypes.string_at(0)  # boom" in text
     assert len(cell.traceback) <= 40
-
-
-def test_the_next_launch_works_after_a_failure(kernel: Kernel) -> None:
-    assert "trained" in kernel.run(train()).check().stdout
 
 
 @pytest.mark.slow
@@ -308,16 +267,3 @@ def test_workers_of_a_kernel_have_no_prompts(kernel: Kernel) -> None:
         """
     ).check()
     assert said.stdout.splitlines() == ["['ps1', 'ps2']", *["[] []"] * 3]
-
-
-@pytest.mark.slow
-def test_a_warning_of_all_ranks_is_seen_once_in_a_notebook(kernel: Kernel) -> None:
-    cell = kernel.run(
-        "def warn():\n"
-        "    from nbaccel.base.log import get_logger\n"
-        "    get_logger('nbaccel.x').warning('of all ranks')\n"
-        "notebook_launcher(warn, num_processes=2)\n"
-    )
-    assert cell.error == ""
-    assert cell.stdout.count("nbaccel: of all ranks") == 1, cell.stdout
-    assert cell.stderr == ""

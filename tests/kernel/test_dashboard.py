@@ -233,19 +233,6 @@ def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel
     assert "Stop: interrupt" not in in_widgets(run[1])
 
 
-def test_it_comes_back_after_a_worker_has_cleared_the_cell(live: Kernel) -> None:
-    cell = live.run(
-        """
-        %%accelerate
-        from IPython.display import clear_output
-        train(2.5)
-        clear_output()
-        train(2.5)
-        """
-    ).check()
-    assert "<details>" in cell.displays[-1]["text/html"]
-
-
 def test_an_executed_notebook_keeps_the_summary_and_no_widget(tmp_path: Path) -> None:
     launch = "notebook_launcher(train, (2.5,), 2)"
     cells = [TRAIN, launch, LIVE, START, "%%accelerate\ntrain(2.5)", BAR]

@@ -40,19 +40,6 @@ with Pool(2, namespace=dict(model=model, {name}={name})) as pool:
 """
 
 
-def with_torch(model: nn.Module) -> int:
-    import torch
-
-    torch.distributed.init_process_group("gloo")
-    ddp = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    ddp(torch.randn(4, 8)).square().mean().backward()
-    optimizer.step()
-    ranks = torch.distributed.get_world_size()
-    torch.distributed.destroy_process_group()
-    return ranks
-
-
 def with_lightning(model: nn.Module) -> int:
     import lightning
     import torch
@@ -82,22 +69,7 @@ def with_lightning(model: nn.Module) -> int:
     return trainer.world_size
 
 
-def with_nbaccel(model: nn.Module) -> int:
-    import torch
-
-    from nbaccel import Accelerator
-
-    accelerator = Accelerator()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.backward(prepared(torch.randn(4, 8)).square().mean())
-    optimizer.step()
-    return accelerator.num_processes
-
-
 FUNCTIONS = {
-    "nbaccel": (with_nbaccel,),
-    "torch.nn.parallel": (with_torch,),
     "accelerate": (frameworks.with_accelerate,),
     "lightning.fabric": (frameworks.with_fabric,),
     "lightning": (with_lightning,),

@@ -233,17 +233,3 @@ def test_captured_output_has_the_text_and_the_panel_has_the_bars(kernel: Kernel)
     ).check()
     assert told.stdout.startswith("printed 0\nprinted 1\nprinted 2\n ")
     assert "loop, 3 of 3" in told.stdout
-
-
-def test_an_output_widget_has_the_text(kernel: Kernel) -> None:
-    cell = kernel.run(
-        """
-        import ipywidgets
-        before = stream_state()
-        with ipywidgets.Output():
-            notebook_launcher(talk, num_processes=1)
-        print(stream_state() == before)
-        """
-    ).check()
-    assert cell.stderr == "printed 0\nprinted 1\nprinted 2\n"
-    assert cell.stdout == "True\n"

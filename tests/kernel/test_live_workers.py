@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +10,6 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.isolation import ROOT
 from tests.kernel.kernel import Cell, Kernel, wait_for
 
 SETUP = """
@@ -97,18 +94,6 @@ def memory_of(process: psutil.Process) -> tuple[int, int]:
     return process.memory_info().rss, len(process.memory_maps(grouped=False))
 
 
-@pytest.mark.slow
-def test_the_loop_of_the_accelerator_notebook_runs_in_a_cell(alive: Kernel) -> None:
-    cells = json.loads((ROOT / "notebooks" / "03_accelerator.ipynb").read_text())["cells"]
-    source = {cell["id"]: "".join(cell["source"]) for cell in cells}
-    alive.run(source["cell-01"]).check()
-    alive.run(source["cell-03"]).check()
-    alive.run("%%accelerate --out said\nsaid = train(network(), epochs=1)").check()
-    alive.run("%%accelerate\ndist.destroy_process_group()").check()
-    alive.run("launched = list(notebook_launcher(train, (network(), 1), num_processes=2))").check()
-    assert alive.run("print(said == launched)").stdout == "True\n"
-
-
 def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
     """Another user sees no socket to connect to, and cannot open the ones there are."""
     if os.getuid() != 0:
@@ -134,22 +119,6 @@ def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
 
 def unix_sockets(pid: int) -> list[object]:
     return psutil.Process(pid).net_connections("unix")
-
-
-@pytest.mark.slow
-def test_two_kernels_do_not_disturb_each_other(alive: Kernel, fresh_kernel: Kernel) -> None:
-    theirs = live(fresh_kernel)
-    mine = workers_of(alive)
-    assert not set(mine) & set(theirs)
-    running = alive.begin("%%accelerate\nprint('in', flush=True)\ntime.sleep(600)")
-    alive.until(running, "[0-1] in")
-    fresh_kernel.run("%%accelerate\ndist.all_reduce(x)").check()
-    alive.interrupt()
-    assert alive.finish(running).error == "KeyboardInterrupt"
-    os.kill(theirs[0], signal.SIGKILL)
-    assert fresh_kernel.run("%%accelerate\n1").error
-    alive.run("%%accelerate\ndist.all_reduce(x)\ndist.destroy_process_group()").check()
-    assert workers_of(alive) == mine
 
 
 @pytest.mark.slow

@@ -149,19 +149,3 @@ def test_of_two_classes_of_one_name_the_notebooks_is_known(kernel: Kernel) -> No
     print(number, "not the same object as __main__.Twice" in old_words)
     """
     assert kernel.run(tries).check().stdout == "2 True\n"
-
-
-@pytest.mark.slow
-def test_a_training_argument_class_of_a_cell_is_saved(kernel: Kernel) -> None:
-    code = """
-    import transformers, io
-    class Arguments(transformers.TrainingArguments):
-        pass
-    def save():
-        torch.save(Arguments(output_dir=folder, report_to="none"), io.BytesIO())
-        return True
-    import tempfile
-    folder = tempfile.mkdtemp()
-    print(notebook_launcher(save, (), 2))
-    """
-    assert kernel.run(code).check().stdout == "[True, True]\n"

@@ -105,15 +105,3 @@ def test_in_one_process_the_error_is_the_users_own(notebook):
     )
     assert name == "KeyError"
     assert not [line for line in lines if "nbaccel" in line and "launcher(" not in line]
-
-
-def test_auto_forks_what_cannot_be_pickled_in_a_kernel(notebook):
-    """The kernel's own threads are no reason against it."""
-    assert (
-        notebook.error(
-            "import threading\n"
-            "results = notebook_launcher(lambda l: 7, (threading.Lock(),), num_processes=2)\n"
-            "assert results == [7, 7] and results.plan.start_method == 'fork'"
-        )
-        is None
-    )

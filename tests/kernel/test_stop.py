@@ -148,18 +148,6 @@ def test_stop_in_a_storm_of_lines_does_not_wait_until_all_are_shown(
     assert live_kernel.run("%%accelerate\nassert mine == os.getpid()").check()
 
 
-@pytest.mark.parametrize("way", ["launch", "cell"])
-def test_a_failure_in_a_storm_of_lines_is_told_with_the_last_of_them(
-    live_kernel: Kernel, way: str
-) -> None:
-    what = "if i == 60_000 and os.environ['RANK'] == '1': raise ValueError('boom')"
-    cell = live_kernel.run(program(way, STORM.format(what=what)))
-    text = "\n".join(cell.traceback)
-    assert "rank 1 of 2 raised ValueError: boom" in text
-    assert "  60000 line of 1" in text, "the last output of the rank"
-    assert "[1] 60000 line of 1\n" in cell.stdout
-
-
 STOPPED = """
 print("stopped now")
 if os.environ["RANK"] == "1":

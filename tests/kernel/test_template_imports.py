@@ -259,21 +259,3 @@ def test_a_template_that_imports_ends_with_its_kernel(packages: Path) -> None:
         (template,) = [process.pid for process in kernel.templates()]
         kernel.kill()
         assert wait_for(lambda: not lives(template), timeout_s=3.0)
-
-
-def test_many_launches_with_imports_between_them_leave_one_template(
-    packages: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "more-packages"
-    folder.mkdir()
-    for number in range(10):
-        (folder / f"one_of_{number}.py").write_text("VERSION = 1\n")
-    with start(packages) as kernel:
-        say(kernel, f"sys.path.insert(0, {str(folder)!r})")
-        for number in range(50):
-            if number % 5 == 0:
-                say(kernel, f"import one_of_{number // 5}")
-            assert say(kernel, LAUNCH.format(name=f"one_of_{number // 5}")).startswith("1 ")
-        say(kernel, "learn()")
-        assert wait_for(lambda: len(kernel.templates()) == 1)
-        assert not kernel.workers()

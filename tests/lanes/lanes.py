@@ -182,10 +182,7 @@ LANES: dict[str, Lane] = {
     "torch_xla": Lane(
         python="3.11",
         title="TPU: torch_xla, on the processor",
-        tests=(
-            *_OF_TPUS,
-            *("tests/tpu/test_guide.py", "tests/tpu/test_threads.py"),
-        ),
+        tests=(*_OF_TPUS, "tests/tpu/test_guide.py"),
         packages=(*_TOOLS, "ipywidgets", "psutil", "tqdm", "transformers"),
         variables=(*_FEW_THREADS, ("PJRT_DEVICE", "CPU")),
         shared_python=True,

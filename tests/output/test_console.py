@@ -32,14 +32,6 @@ def test_the_time_for_a_line_is_linear_in_its_length(max_chars: float) -> None:
     assert len(line) == 40_000_000 if max_chars == math.inf else len(line) < 1_000_100
 
 
-@pytest.mark.parametrize("start", [b"\r", b"y" * 1_000_000 + b"\r" * 100_000])
-def test_the_time_is_linear_with_carriage_returns_in_the_line(start: bytes) -> None:
-    began = time.monotonic()
-    (line,) = fed(LineAssembler(), start + b"x" * 20_000_000 + b"\n")
-    assert time.monotonic() - began < 10.0
-    assert len(line) == 20_000_000
-
-
 def test_of_a_line_that_is_too_long_head_and_tail_are_kept() -> None:
     text = "".join(f"{number:07d} " for number in range(500_000))  # 4 MB
     lines = LineAssembler(100_000)
@@ -48,16 +40,6 @@ def test_of_a_line_that_is_too_long_head_and_tail_are_kept() -> None:
     assert word
     assert (head, tail) == (text[:50_000], text[-50_000:])
     assert fed(lines, b"next\n") == ["next"]
-
-
-@pytest.mark.parametrize("cut", range(1, 20))
-def test_a_rewrite_may_be_cut_anywhere(cut: int) -> None:
-    data = b"\rprog 139\rprog 140 "
-    lines = LineAssembler()
-    lines.feed(data[:cut])
-    lines.feed(data[cut:])
-    assert lines.rewritten == "prog 140"
-    assert lines.feed(b"\n")[0] == ["prog 140"]
 
 
 def test_what_is_shorter_covers_what_was_there_only_as_far_as_it_goes() -> None:
@@ -79,14 +61,6 @@ def test_pieces_make_the_same_lines_as_the_whole() -> None:
         found += lines.feed(text[at : at + size])[0]
         at += size
     assert found == whole
-
-
-def test_only_the_last_lines_are_made_where_no_more_are_wanted() -> None:
-    lines = LineAssembler()
-    lines.feed(b"unfinished")
-    found = lines.feed(b" line\n1\n2\n3\n4\nunfinished", at_most=3)
-    assert found == (["2", "3", "4"], 2)
-    assert lines.feed(b" too\n", at_most=3) == (["unfinished too"], 0)
 
 
 def test_a_line_that_is_erased_before_it_is_written_anew_has_no_rest_of_the_old() -> None:
@@ -158,15 +132,6 @@ def test_what_ranks_print_is_folded(capfd: pytest.CaptureFixture[str], what: str
     assert (screen.end(), screen.err) == (out, err)
 
 
-def test_lines_that_differ_keep_their_rank_and_their_order(screen: Screen) -> None:
-    screen.say(0, "a\nsame\nb\n")
-    screen.say(1, "c\nsame\nd\n")
-    lines = screen.end().splitlines()
-    assert sorted(lines) == ["[0-1] same", "[0] a", "[0] b", "[1] c", "[1] d"]
-    for order in (["[0] a", "[0-1] same", "[0] b"], ["[1] c", "[0-1] same", "[1] d"]):
-        assert [line for line in lines if line in order] == order
-
-
 def test_a_line_waits_for_its_twin_and_no_longer_than_that(
     screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,15 +192,6 @@ def test_a_bar_is_drawn_in_place_and_kept_once(screen: Screen) -> None:
     screen.end()
     assert screen.err.endswith("[0] 3/3 done\n")
     assert screen.err.count("done") == 1
-
-
-def test_a_shorter_state_of_a_bar_covers_a_longer_one(screen: Screen) -> None:
-    screen.say(0, "\rlong long state", "stderr")
-    screen.flush()
-    screen.say(0, "\rshort          ", "stderr")
-    screen.flush()
-    assert screen.err.split("\r")[-1].rstrip() == "[0] short"
-    assert screen.err.endswith(" " * len("long state")), "what stood there is wiped out"
 
 
 def test_lines_printed_beside_a_bar_are_whole(screen: Screen) -> None:
@@ -378,20 +334,6 @@ def test_a_storm_without_end_is_thinned_out(
     assert 30 < err.count("not shown") <= 61
     rest = notebook.end()
     assert f" {said - 1}\n" in rest
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_different_lines_cost_little_whatever_the_number_of_ranks(
-    capfd: pytest.CaptureFixture[str], ranks: int
-) -> None:
-    screen = Screen(capfd, ranks=ranks)
-    number = 100_000 // ranks
-    began = time.monotonic()
-    for rank in range(ranks):
-        screen.say(rank, "".join(f"rank {rank} line {i}\n" for i in range(number)))
-    shown = screen.end()
-    assert time.monotonic() - began < 20.0, "half a second on a quiet machine"
-    assert len(shown.splitlines()) == number * ranks
 
 
 class NotebookCell:

@@ -52,19 +52,6 @@ def test_displays_that_differ_have_their_rank_above(screen: Show) -> None:
     assert screen.flush() == "[0]\nfigure 0\n[1]\nfigure 1\n"
 
 
-def test_some_ranks_of_many_are_named_together(capfd: pytest.CaptureFixture[str]) -> None:
-    screen = Show(capfd, ranks=4)
-    for rank in (1, 2, 3):
-        screen.show(rank, "figure")
-    assert screen.flush() == "[1-3]\nfigure\n"
-
-
-def test_the_same_text_in_another_form_is_another_display(screen: Show) -> None:
-    screen.console.feed_display(0, Display({"data": {"text/plain": "x", "text/html": "a"}}))
-    screen.console.feed_display(1, Display({"data": {"text/plain": "x", "text/html": "b"}}))
-    assert screen.flush() == "[0]\nx\n[1]\nx\n"
-
-
 def test_a_display_keeps_its_place_among_the_lines(screen: Show) -> None:
     for rank in (0, 1):
         screen.say(rank, "before\n")
@@ -172,9 +159,3 @@ def test_the_cell_is_cleared_once_for_all_and_by_the_lowest_rank(
     screen.console.feed_display(0, ClearOutput(wait=True))
     screen.flush()
     assert clears == [False, False]
-
-
-def test_a_rank_that_alone_clears_does(screen: Show, clears: list[bool]) -> None:
-    screen.console.feed_display(1, ClearOutput(wait=False))
-    screen.flush()
-    assert clears == [True]

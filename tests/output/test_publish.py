@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, strategies as st
 
 from nbaccel.output import publish
 from nbaccel.output.publish import WaitingLine
@@ -52,11 +51,6 @@ def test_one_line_results_share_an_output() -> None:
     assert shown(results) == ["[0,2-3] 0.9\n[1] 0.8"]
 
 
-def test_a_rank_without_a_result_is_left_out() -> None:
-    assert shown({0: None, 1: plain("5")}) == ["[1] 5"]
-    assert shown({0: plain("5"), 1: {"data": {}, "metadata": {}}}) == ["[0] 5"]
-
-
 def test_rich_and_long_results_stand_below_their_label() -> None:
     results = {0: rich("a", "<a>"), 1: plain("x"), 2: rich("b", "<b>"), 3: plain("y\nz")}
     assert shown(results) == ["[0]", "a <a>", "[1] x\n[2]", "b <b>", "[3]", "y\nz"]
@@ -66,26 +60,6 @@ def test_the_same_text_with_another_form_or_metadata_is_another_result() -> None
     assert len(shown({0: rich("t", "<a>"), 1: rich("t", "<b>")})) == 4
     wide = plain("5") | {"metadata": {"width": 3}}
     assert shown({0: plain("5"), 1: wide}) == ["[0] 5\n[1] 5"]
-
-
-@given(st.dictionaries(st.integers(0, 9), st.none() | st.sampled_from("abc").map(plain)))
-def test_every_rank_s_result_can_be_read_from_what_is_shown(
-    results: dict[int, dict[str, Any] | None],
-) -> None:
-    texts = {rank: b["data"]["text/plain"] for rank, b in results.items() if b}
-    lines = [line for output in shown(results) for line in output.split("\n")]
-    told: dict[int, str] = {}
-    for line in lines:
-        if not line.startswith("["):
-            assert set(texts) == set(results)
-            told |= dict.fromkeys(results, line)
-            continue
-        ranks, _, text = line[1:].partition("] ")
-        for span in ranks.split(","):
-            first, _, last = span.partition("-")
-            told |= dict.fromkeys(range(int(first), int(last or first) + 1), text)
-    assert told == texts
-    assert len(lines) == len(set(texts.values()))
 
 
 def test_in_a_terminal_the_text_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,26 +130,6 @@ def test_lines_are_shown_while_the_workers_run(capfd: pytest.CaptureFixture[str]
     assert seen == [True, True]
 
 
-def test_last_words_before_a_death_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    from nbaccel import WorkerDied
-
-    def die() -> None:
-        sys.stdout.write("last words")
-        sys.stdout.flush()
-        os.kill(os.getpid(), 9)
-
-    with pytest.raises(WorkerDied):
-        notebook_launcher(die, (), 2)
-    assert "last words" in capfd.readouterr().out
-
-
-def test_a_program_that_outlives_its_worker_does_not_hold_up_the_launch(show: Show) -> None:
-    def start() -> None:
-        subprocess.Popen(["sleep", "600"])  # the police would find it, if it lived
-
-    show(start)
-
-
 def test_a_warning_about_results_names_the_line_that_launched() -> None:
     def generate() -> Any:
         return (number for number in range(3))

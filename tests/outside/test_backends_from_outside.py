@@ -150,27 +150,6 @@ def test_its_words_are_known_before_anything_is_imported(run: Run) -> None:
     )
 
 
-def test_pickers_and_magics_offer_it(run: Run) -> None:
-    run(
-        """
-        from nbaccel import RunConfig
-        from nbaccel.notebook.magic_line import find_option, setting_options
-        from nbaccel.notebook.picker import choices
-        from nbaccel.notebook.picker.model import PickerModel
-
-        assert "abacus" in find_option(setting_options(), "--device").choices
-        assert "bead16" in find_option(setting_options(), "--mixed-precision").choices
-        assert "averaging" in find_option(setting_options(), "--strategy").choices
-        offered = {name: setting.options for name, setting in choices.by_name().items()}
-        for name, word in (
-            ("device", "abacus"), ("mixed_precision", "bead16"),
-            ("strategy", "averaging"), ("fp8.backend", "bead8"),
-        ):
-            assert word in [option.value for option in offered[name]], name
-        """
-    )
-
-
 @pytest.mark.slow
 def test_workers_train_with_all_of_it(run: Run) -> None:
     run(
@@ -244,26 +223,6 @@ with Pool(config=RunConfig(num_processes=2, device="abacus", strategy="averaging
     for facts in pool.call(train, model()):
         assert (facts["device"], facts["strategy"]) == ("abacus", "averaging"), facts
 """
-    )
-
-
-def test_its_random_states_are_kept_with_the_others(run: Run) -> None:
-    run(
-        """
-        import torch
-        from nbaccel.abc.place import Place
-        from nbaccel.train import rng
-        from added_backends.device import Abacus
-
-        place = Place(device=torch.device("cpu"), device_row="abacus")
-        Abacus().set_random_state(torch.full((4,), 7, dtype=torch.uint8))
-        kept = rng.capture_rng_states(place)
-        assert [int(state[0]) for state in kept["torch_cpu_manual_seed"]] == [7, 7]
-        Abacus().set_random_state(torch.zeros(4, dtype=torch.uint8))
-        rng.restore_rng_states(place, kept)
-        assert int(Abacus().random_state()[0]) == 7
-        rng.synchronize_rng_states(["cpu"])
-        """
     )
 
 
@@ -356,23 +315,4 @@ def test_a_name_that_is_taken_is_not_taken_over(run: Run) -> None:
                 "other": "added_backends.other_rows:DEVICE",
             }
         },
-    )
-
-
-@pytest.mark.slow
-def test_a_device_whose_class_is_missing_is_no_end_of_other_launches(run: Run) -> None:
-    run(
-        TRAINING
-        + """
-from nbaccel import resolve
-if __name__ == "__main__":
-    plan = resolve(RunConfig())
-    assert plan.device != "abacus"
-    (warning,) = plan.warnings
-    assert "device='abacus' could not be looked for" in warning and "nowhere" in warning, warning
-    config = RunConfig(num_processes=2)
-    assert "abacus" not in notebook_launcher(lambda: Accelerator().plan.device, (), config=config)
-""",
-        entry_points=ENTRY_POINTS
-        | {"nbaccel.devices": {"abacus": "added_backends.rows:WITHOUT_CLASS"}},
     )

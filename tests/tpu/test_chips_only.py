@@ -59,55 +59,6 @@ def test_every_worker_has_a_chip_of_its_own(chips: RunConfig, driver: str) -> No
     assert len({tuple(files) for files in held_files}) == len(held_files)
 
 
-def test_gradients_reduced_by_chips_are_those_of_one_replica(chips: RunConfig, driver: str) -> None:
-    def train(net: bodies.TiedNet) -> list[float]:
-        accelerator = Accelerator()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        prepared, optimizer = accelerator.prepare(net, optimizer)
-        words, targets = bodies.make_data(bodies.TRAINED_ROWS)
-        rows = torch.arange(len(words)).chunk(accelerator.num_processes)
-        own = rows[accelerator.process_index]
-        loss = nn.functional.cross_entropy(
-            prepared(words[own].to(accelerator.device)), targets[own].to(accelerator.device)
-        )
-        accelerator.backward(loss)
-        optimizer.step()
-        gathered: Any = accelerator.gather(loss.detach())
-        return gathered.flatten().tolist()
-
-    net, expected = bodies.make_net(), bodies.make_net()
-    losses, *_ = notebook_launcher(train, (net,), config=chips)
-    words, targets = bodies.make_data(bodies.TRAINED_ROWS)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
-    loss = nn.functional.cross_entropy(expected(words), targets)
-    loss.backward()
-    optimizer.step()
-    # Products of float32 are computed in passes of bfloat16 there.
-    assert sum(losses) / len(losses) == pytest.approx(loss.item(), rel=0.01)
-    torch.testing.assert_close(net.body.weight, expected.body.weight, atol=1e-2, rtol=1e-2)
-
-
-def test_torchs_ddp_keeps_ranks_equal(torch_tpu: None, chips: RunConfig) -> None:
-    def train() -> float:
-        from torch.nn.parallel import DistributedDataParallel
-
-        accelerator = Accelerator()
-        # Each process sees its chip alone, so no device_ids.
-        net = DistributedDataParallel(bodies.make_net().to(accelerator.device))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        words, targets = bodies.make_data(bodies.BATCH * (accelerator.process_index + 1))
-        rows = slice(-bodies.BATCH, None)
-        loss = nn.functional.cross_entropy(
-            net(words[rows].to(accelerator.device)), targets[rows].to(accelerator.device)
-        )
-        loss.backward()
-        optimizer.step()
-        return float(net.module.body.weight.sum())
-
-    sums = list(notebook_launcher(train, (), config=chips))
-    assert sums == [sums[0]] * len(sums)
-
-
 def test_fsdp_shards_over_chips(torch_tpu: None, chips: RunConfig) -> None:
     def train(net: bodies.TiedNet) -> tuple[int, int]:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -126,47 +77,3 @@ def test_fsdp_shards_over_chips(torch_tpu: None, chips: RunConfig) -> None:
     shards = list(notebook_launcher(train, (net,), config=chips))
     assert sum(local for local, _ in shards) == shards[0][1]
     assert not torch.equal(net.body.weight, before)
-
-
-def test_memory_of_a_chip_is_told(chips: RunConfig, driver: str) -> None:
-    num_bytes = 256 * 2**20
-
-    def fill() -> int | None:
-        from nbaccel.plan import registry
-
-        accelerator = Accelerator()
-        kept = torch.ones(num_bytes // 4, device=accelerator.device)
-        accelerator.wait_for_everyone()
-        registry.device("tpu").synchronize()
-        assert float(kept[0]) == 1.0
-        return registry.device("tpu").reserved_bytes(accelerator.device)
-
-    for used in notebook_launcher(fill, (), config=chips):
-        assert used is not None
-        assert used >= num_bytes
-
-
-def test_a_second_launch_finds_programs_of_the_first(
-    chips: RunConfig, driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(net: bodies.TiedNet) -> float:
-        from nbaccel.plan import registry
-
-        accelerator = Accelerator()
-        loader: Any = torch.utils.data.DataLoader(
-            torch.utils.data.TensorDataset(*bodies.make_data(bodies.TRAINED_ROWS)),
-            batch_size=bodies.BATCH,
-        )
-        net, optimizer, loader = accelerator.prepare(net, bodies.make_optimizer(net), loader)
-        bodies.train_epoch(accelerator, net, optimizer, loader)
-        counts = registry.device("tpu").compile_counts()
-        assert counts is not None
-        return counts.seconds
-
-    # Where the caches are, there is nothing yet. That of torch_tpu is the user's to ask for.
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT", str(tmp_path / "programs"))
-    first = max(notebook_launcher(train, (bodies.make_net(),), config=chips))
-    assert any(path.is_file() for path in tmp_path.rglob("*"))
-    second = max(notebook_launcher(train, (bodies.make_net(),), config=chips))
-    assert second < first, "read again, not compiled again"

@@ -6,17 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from nbaccel import RunConfig, notebook_launcher
-from nbaccel.errors import UnsafeMoment
 from nbaccel.plan import Plan
 from tests.isolation import ROOT
 from tests.kernel.kernel import Kernel
-from tests.tpu import bodies
-from tests.tpu.pretended import HOST
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 BUSY_CELL = """
@@ -129,40 +124,3 @@ def test_a_kernel_that_a_seed_has_woken_is_told_that_it_holds_the_chips(
     assert f"The TPU chips ({files}) are held by this notebook's kernel" in said
     assert "torch.manual_seed or one backward pass on the CPU is enough" in said
     assert "Restart the kernel, and run %load_ext nbaccel before torch is imported" in said
-
-
-@pytest.fixture
-def device_file(driver: str, plan: Plan) -> Path:
-    """One of the files of the chips, real or recorded."""
-    host = plan.inventory.tpu
-    if host is None or not host.device_files:
-        pytest.skip("a dry run of torch_xla has no chips that somebody could hold")
-    return Path(os.environ.get(HOST, "/")) / host.device_files[0].lstrip("/")
-
-
-def test_chips_that_this_process_holds_are_told(config: RunConfig, device_file: Path) -> None:
-    with device_file.open("rb"):
-        with pytest.raises(UnsafeMoment, match="held by this notebook's kernel") as caught:
-            notebook_launcher(bodies.step_on_chip, (bodies.make_net(),), config=config)
-    assert "Restart the kernel, and run %load_ext nbaccel before torch is imported" in str(
-        caught.value
-    )
-
-
-def test_chips_that_another_process_holds_are_told_with_its_name(
-    config: RunConfig, device_file: Path
-) -> None:
-    code = "import sys; held = open(sys.argv[1], 'rb'); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(device_file)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        try:
-            with pytest.raises(UnsafeMoment, match=f"held by .*{holder.pid}") as caught:
-                notebook_launcher(bodies.step_on_chip, (bodies.make_net(),), config=config)
-        finally:
-            holder.kill()
-    assert "End it" in str(caught.value)

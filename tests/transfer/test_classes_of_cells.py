@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from nbaccel import Pool
-from nbaccel.calls.changed_packages import sendable_changes
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
-from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 
 
 class Notebook:
@@ -68,23 +66,6 @@ class Net(nn.Module):
 
 net = Net()
 """
-
-
-def test_a_model_of_a_cell_is_trained_in_the_worker_and_comes_home(pool: Notebook) -> None:
-    pool.notebook(NET)
-    before = pool.ns["net"].head.weight.detach().clone()
-    pool.cell("""
-sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-net(torch.ones(2, 512)).sum().backward()
-sgd.step()
-answer = net.head.weight.detach().clone()
-""")
-    # Where an earlier test has left a package changed, that goes along.
-    changes = {PACKAGE_CHANGES} if sendable_changes() else set()
-    assert set(pool.sent or ()) == {"torch", "nn", "net", "scale"} | changes
-    home = pool.ns["net"].head.weight
-    assert torch.equal(home, pool.pull("answer")["answer"])
-    assert torch.allclose(home, before - 0.1 * 2 * 2 * 3)
 
 
 def test_nothing_is_sent_twice_and_a_changed_global_of_a_method_is(pool: Notebook) -> None:

@@ -42,12 +42,6 @@ def test_a_file_has_no_name_and_is_not_inherited_by_programs(file: int) -> None:
     assert not os.get_inheritable(file)
 
 
-def test_an_empty_file_can_be_mapped() -> None:
-    fd = memfd.create_file("test", 0)
-    with memfd.closing_files(fd):
-        assert os.fstat(fd).st_size == 1
-
-
 def test_what_is_written_in_small_steps_is_read_in_small_steps(
     file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,19 +127,6 @@ def test_a_mapping_lives_as_long_as_its_last_view(file: int) -> None:
     assert not mapped_at(address)
 
 
-def test_contains_is_exact_at_both_ends(file: int) -> None:
-    mapping = Mapping(file, NBYTES, is_private=True)
-    assert mapping.contains(mapping.address, NBYTES)
-    assert not mapping.contains(mapping.address, NBYTES + 1)
-    assert not mapping.contains(mapping.address - 1, 1)
-    assert mapping.contains(mapping.address + NBYTES, 0)
-
-
-def test_mapping_a_closed_descriptor_is_an_error_that_leaks_nothing() -> None:
-    with pytest.raises(OSError, match="mapping 4096 bytes"):
-        Mapping(10_000, 4096, is_private=True)
-
-
 def test_merge_and_gaps_part_the_whole() -> None:
     random = np.random.default_rng(0)
     for _ in range(200):
@@ -157,14 +138,6 @@ def test_merge_and_gaps_part_the_whole() -> None:
         assert {i for a, b in left for i in range(a, b)} == set(range(60)) - covered
         assert memfd.total_bytes(merged) == len(covered)
         assert memfd.total_bytes(left) == 60 - len(covered)
-
-
-def test_closing_closes_on_an_error_too() -> None:
-    fd = memfd.create_file("test", 1)
-    with pytest.raises(ZeroDivisionError), memfd.closing_files(fd):
-        _ = 1 / 0
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
 
 
 def test_pages_that_are_given_back_show_the_file_again() -> None:

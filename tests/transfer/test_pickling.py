@@ -42,7 +42,6 @@ def no_new_descriptors() -> Iterator[None]:
 # ------------------------------------------------------------------------- data
 
 
-@pytest.mark.no_memfd_growth
 def test_a_large_array_travels_beside_the_pickle_and_stays_writable() -> None:
     array = np.random.default_rng(0).random((512, 1024))
     found = travel({"data": array, "again": array})
@@ -52,7 +51,6 @@ def test_a_large_array_travels_beside_the_pickle_and_stays_writable() -> None:
     assert array[0, 0] != -1
 
 
-@pytest.mark.no_memfd_growth
 def test_arrays_of_odd_order_and_type() -> None:
     arrays = [
         np.asfortranarray(np.arange(12.0).reshape(3, 4)),
@@ -67,7 +65,6 @@ def test_arrays_of_odd_order_and_type() -> None:
         assert found.tolist() == array.tolist()
 
 
-@pytest.mark.no_memfd_growth
 def test_receivers_do_not_see_each_others_writes() -> None:
     packed, fd = pickling.pack(torch.zeros(10), Sender())
     with memfd.closing_files(fd):
@@ -76,7 +73,6 @@ def test_receivers_do_not_see_each_others_writes() -> None:
     assert not other.any()
 
 
-@pytest.mark.no_memfd_growth
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -107,7 +103,6 @@ def test_tensors_of_every_kind(tensor: torch.Tensor) -> None:
         assert found.stride() == tensor.stride()
 
 
-@pytest.mark.no_memfd_growth
 def test_a_tensor_in_the_middle_of_a_graph_keeps_its_values_and_its_wish_for_gradients() -> None:
     leaf = torch.ones(3, requires_grad=True)
     found = travel(leaf * 2)
@@ -115,7 +110,6 @@ def test_a_tensor_in_the_middle_of_a_graph_keeps_its_values_and_its_wish_for_gra
     assert found.tolist() == [2, 2, 2]
 
 
-@pytest.mark.no_memfd_growth
 def test_views_of_one_storage_stay_views_of_one_storage() -> None:
     base = torch.arange(10.0)
     one, other = travel((base[:6], base[4:]))
@@ -123,7 +117,6 @@ def test_views_of_one_storage_stay_views_of_one_storage() -> None:
     assert other[0] == -1
 
 
-@pytest.mark.no_memfd_growth
 def test_a_parameter_passed_beside_its_module_stays_its_parameter() -> None:
     module = nn.Linear(2, 2)
     found = travel({"a": module, "b": module.weight})
@@ -131,23 +124,9 @@ def test_a_parameter_passed_beside_its_module_stays_its_parameter() -> None:
     assert torch.equal(found["b"], module.weight)
 
 
-@pytest.mark.no_memfd_growth
-def test_a_model_with_its_optimizer_stays_a_pair() -> None:
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    found, steps = travel((module, optimizer))
-    assert steps.param_groups[0]["params"][0] is found.weight
-    assert torch.equal(
-        steps.state[found.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"]
-    )
-
-
 # ------------------------------------------------------------------------- functions
 
 
-@pytest.mark.no_memfd_growth
 def test_what_a_function_closes_over_travels_beside_the_pickle() -> None:
     tensor, array = torch.randn(300_000), np.ones(300_000)
     shift = 2.0
@@ -160,7 +139,6 @@ def test_what_a_function_closes_over_travels_beside_the_pickle() -> None:
     assert torch.equal(scale, tensor[:3])
 
 
-@pytest.mark.no_memfd_growth
 def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source() -> None:
     name = "/tmp/ipykernel_7/1.py"
     code = (
@@ -186,7 +164,6 @@ def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source() -> 
     assert sender.sources == {name: code.splitlines(keepends=True)}
 
 
-@pytest.mark.no_memfd_growth
 def test_the_source_of_a_file_does_not_travel() -> None:
     sender = Sender()
     travel(lambda: 1, sender)
@@ -196,7 +173,6 @@ def test_the_source_of_a_file_does_not_travel() -> None:
 # ------------------------------------------------------------------------- arenas
 
 
-@pytest.mark.no_memfd_growth
 def test_a_shared_model_travels_by_address_only() -> None:
     module = nn.Linear(512, 512)
     arena.share_modules([("args[0]", module)])
@@ -215,7 +191,6 @@ def test_a_shared_model_travels_by_address_only() -> None:
     assert not bool((module.weight[3] == 9).any())
 
 
-@pytest.mark.no_memfd_growth
 def test_a_shared_model_in_a_closure_travels_by_address_too() -> None:
     module = nn.Linear(512, 512)
     sharing = arena.share_modules(find_modules((module,)))
@@ -254,7 +229,6 @@ def _doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor
     return output * 2
 
 
-@pytest.mark.no_memfd_growth
 def test_modules_that_pickle_in_their_own_way_keep_it() -> None:
     models = [OwnState(3, 2), OwnRestore(3, 2), OwnBirth(3, 2)]
     arena.share_modules([("models", nn.ModuleList(models))])
@@ -266,7 +240,6 @@ def test_modules_that_pickle_in_their_own_way_keep_it() -> None:
         assert torch.equal(mine.weight, theirs.weight)
 
 
-@pytest.mark.no_memfd_growth
 def test_a_module_has_all_its_tables_of_hooks_after_the_journey() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     model[0].register_forward_hook(_doubled)
@@ -282,7 +255,6 @@ def test_a_module_has_all_its_tables_of_hooks_after_the_journey() -> None:
     assert torch.equal(found(x), model(x) * 2)
 
 
-@pytest.mark.no_memfd_growth
 def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
     model = nn.Linear(3, 2)
     model.weight.requires_grad_(False)
@@ -296,19 +268,16 @@ def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
     assert type(found.weight) is nn.Parameter
 
 
-@pytest.mark.no_memfd_growth
 def test_a_pickle_that_grows_too_long_is_given_up() -> None:
     with pytest.raises(pickling.TooCostly):
         pickling.prepare([str(i) * 100 for i in range(10_000)], Sender(), limit_bytes=MIB)
 
 
-@pytest.mark.no_memfd_growth
 @pytest.mark.usefixtures("no_new_descriptors")
 def test_the_limit_does_not_count_what_travels_beside() -> None:
     pickling.prepare(np.zeros(MIB), Sender(), limit_bytes=MIB).drop()
 
 
-@pytest.mark.no_memfd_growth
 @pytest.mark.usefixtures("no_new_descriptors")
 def test_a_failed_pickle_leaves_no_file() -> None:
     with pytest.raises(TypeError, match="generator"):
@@ -319,7 +288,6 @@ class Local(Exception):
     pass
 
 
-@pytest.mark.no_memfd_growth
 def test_a_forked_childs_answer_comes_back_by_name() -> None:
     packed, fd = pickling.pack((Local("x"), torch.ones(3)), Sender(by_name=True))
     with memfd.closing_files(fd):

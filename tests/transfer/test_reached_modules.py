@@ -144,14 +144,6 @@ def test_what_does_not_fit_is_told_by_its_name(cell: Cell) -> None:
     assert results.state_dicts["model"]["weight"].shape == (9, 4)
 
 
-def test_ranks_that_train_a_global_model_apart_are_told(cell: Cell) -> None:
-    found = cell(DEFINE + "import os\ndef apart(): fill(model, float(os.environ['RANK']))")
-    with pytest.warns(
-        UserWarning, match="different models: rank 1 ended with other weights of mod"
-    ):
-        notebook_launcher(found["apart"], num_processes=2)
-
-
 def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(
     cell: Cell, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,15 +152,6 @@ def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(
     told = capsys.readouterr().err
     assert "each worker gets a copy of meta, and its weights will not come back" in told
     assert "meta device" in told
-
-
-def test_share_back_off_leaves_them(cell: Cell) -> None:
-    found = cell(DEFINE)
-    before = means(found["model"])
-    from nbaccel import RunConfig
-
-    notebook_launcher(found["by_global"], config=RunConfig(num_processes=2, share_back=False))
-    assert means(found["model"]) == before
 
 
 def test_a_call_in_live_workers_brings_them_home(cell: Cell) -> None:

@@ -71,20 +71,6 @@ def test_a_huge_message_does_not_travel(fail: Fail) -> None:
     assert len(str(error.__cause__)) < 30_000
 
 
-@pytest.mark.parametrize("number", [1, 2_000_000])
-def test_notes_and_lines_of_any_length_are_shown_in_part(number: int) -> None:
-    def explain() -> None:
-        error = ValueError("short\n" + "y" * number)
-        error.__notes__ = ["z" * number, "a note"]
-        raise error
-
-    with pytest.raises(ValueError, match="short") as caught:
-        notebook_launcher(explain, (), 2)
-    text = str(caught.value)
-    assert len(text) < 5_000
-    assert "  a note\n" in text
-
-
 # ------------------------------------------------------------------------- DataLoader workers
 
 
@@ -225,14 +211,6 @@ def test_of_a_group_every_exception_is_told_with_its_line(fail: Fail) -> None:
     assert len(text.splitlines()) <= 40
     assert "two columns" in str(error.__cause__)
     assert [type(one) for one in error.exceptions] == [KeyError, KeyError, ExceptionGroup]
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
-def test_a_cell_of_live_workers_tells_of_a_group_as_well() -> None:
-    with Pool(2, namespace={}) as pool, pytest.raises(WorkerFailed) as caught:
-        pool.run("raise ExceptionGroup('both', [ValueError('a'), MemoryError('b')])")
-    assert isinstance(caught.value, ExceptionGroup)
-    assert "  1. ValueError: a\n  2. MemoryError: b\n" in str(caught.value)
 
 
 # ------------------------------------------------------------------------- children

@@ -141,13 +141,6 @@ def test_it_is_given_up_in_time_and_told(
     assert "End trackers and writers in the function itself" in shown
 
 
-def test_a_live_worker_that_is_called_does_not_end() -> None:
-    with Pool(2) as pool:
-        pool.run("kept = 7")
-        assert list(pool.call(os.getpid)) == list(pool.call(os.getpid))
-        assert pool.run("still = kept", out=["still"]).out["still"] == [7, 7]
-
-
 # ------------------------- processes that a worker has started end with it, wherever they have gone
 
 

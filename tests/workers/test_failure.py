@@ -110,31 +110,12 @@ def test_an_exception_is_taken_down_with_causes_notes_and_frames() -> None:
     assert [f.function for f in found.cause.frames][-1] == "inner"
 
 
-def test_a_context_that_was_suppressed_is_not_told() -> None:
-    def work() -> None:
-        try:
-            _ = 1 / 0
-        except ZeroDivisionError:
-            raise ValueError("clean") from None
-
-    assert describe_error(caught_from(work)).cause is None
-
-
 def test_a_circle_of_causes_ends() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     found = describe_error(one)
     assert found.cause is not None
     assert found.cause.cause is None
-
-
-def test_names_are_as_short_as_a_reader_needs() -> None:
-    class Local(Exception):
-        pass
-
-    assert describe_error(KeyError()).type_name == "KeyError"
-    assert describe_error(Local()).type_name.endswith("Local")
-    assert describe_error(Local()).type_name.startswith(__name__)
 
 
 DUMP = """\
@@ -221,11 +202,6 @@ def test_of_several_dumps_the_latest_counts() -> None:
     assert parse_stack(DUMP + DUMP.replace("line 7", "line 8"))[1].line == 8
 
 
-def test_no_dump_is_no_stack() -> None:
-    assert parse_stack("") == ()
-    assert parse_stack("Segmentation fault\n") == ()
-
-
 @pytest.mark.parametrize(
     ("status", "text"),
     [
@@ -239,10 +215,22 @@ def test_exits_are_named(status: int, text: str) -> None:
     assert failure.name_exit(status).startswith(text)
 
 
-@pytest.mark.parametrize("status", [0, 1, -45, *(-s for s in (4, 6, 7, 8, 9, 11, 15))])
-def test_every_exit_is_explained_in_a_few_lines(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        *((status, "") for status in (0, 1, -45, -signal.SIGILL, -signal.SIGFPE)),
+        (-signal.SIGKILL, "ran out of memory"),
+        (-signal.SIGSEGV, "memory that is not its own"),
+        (-signal.SIGABRT, "gave up on purpose"),
+        (-signal.SIGTERM, "asked it to end"),
+        (-signal.SIGBUS, "/dev/shm is full"),
+    ],
+)
+def test_every_exit_is_explained_in_a_few_lines(status: int, says: str) -> None:
     record = FailureRecord(rank=0, time=0.0, exit_status=status, max_rss_bytes=3 * 2**30)
-    assert len(failure.explain_exit(record)) <= 3
+    lines = failure.explain_exit(record)
+    assert len(lines) <= 3
+    assert says in " ".join(lines)
 
 
 def test_the_report_on_many_ranks_stays_short() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from nbaccel import ConfigError, Pool, WorkerFailed, notebook_launcher
 
@@ -137,18 +136,3 @@ def test_the_tutorial_in_live_cells(capfd: pytest.CaptureFixture[str]) -> None:
         assert pool.pull("total") == {"total": [2.0, 2.0]}  # a group that nobody has set up
     assert found["first"][0] == found["first"][1]
     assert capfd.readouterr().err.count("was told to meet at localhost:12355") == 1
-
-
-def test_a_model_of_the_tutorial_comes_home() -> None:
-    names = tutorial()
-
-    def train(model: nn.Module) -> float:
-        names["setup"](int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        names["DDP"](model)(torch.ones(1, 10)).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        names["cleanup"]()
-        return model.net2.bias[0].item()
-
-    model = names["ToyModel"]()
-    found = notebook_launcher(train, (model,), 2, timeout=TIMEOUT_S)
-    assert list(found) == [model.net2.bias[0].item()] * 2

@@ -67,7 +67,8 @@ def inspect_host(
     """Look for TPUs on this machine."""
     chips = _read_bus(root)
     files = _find_files(environ, root, chips)
-    if not files.num_chips and not chips and not mentions_tpu(environ):
+    speaks_of_tpus = any(environ.get(name) for name in TPU_SIGNS.variables)
+    if not files.num_chips and not chips and not speaks_of_tpus:
         return None
     packages = find_packages(environ, search_path)
     generation = _generation_of(chips, environ)
@@ -105,13 +106,10 @@ def holders_of(device_files: Collection[str], proc: Path = Path("/proc")) -> tup
         sorted(
             int(folder.name)
             for folder in _list_folder(proc)
-            if folder.name.isdecimal() and _opens_any(folder / "fd", paths)
+            if folder.name.isdecimal()
+            and any(_link_target(opened) in paths for opened in _list_folder(folder / "fd"))
         )
     )
-
-
-def _opens_any(descriptors: Path, paths: set[str]) -> bool:
-    return any(_link_target(descriptor) in paths for descriptor in _list_folder(descriptors))
 
 
 def _find_files(
@@ -124,7 +122,10 @@ def _find_files(
     # bus confirms, or what the environment of a TPU host (a container may hide the bus) does.
     vfio_files = _matching_files(root / "dev/vfio", _VFIO_GROUP)
     if not bus_chips:
-        taken_files = vfio_files if is_tpu_host(environ) else ()
+        is_tpu_host = environ.get("PJRT_DEVICE", "").upper() == "TPU" or any(
+            environ.get(name) for name in _HOST_VARIABLES
+        )
+        taken_files = vfio_files if is_tpu_host else ()
         return _ChipFiles(len(taken_files), taken_files)
     if not all(chip.iommu_group for chip in bus_chips):
         return _ChipFiles(min(len(vfio_files), len(bus_chips)), vfio_files)
@@ -186,18 +187,6 @@ _HOST_VARIABLES = ("TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "TPU_NAME")
 
 _ACCELERATOR_TYPE = re.compile(r"(?:v(\d)(litepod|e|p)?|tpu(7x))(?:-\d+)?")
 _LITE_NAMES = {"litepod": "e"}
-
-
-def mentions_tpu(environ: Mapping[str, str]) -> bool:
-    """Whether an environment speaks of a TPU, or of a driver of one."""
-    return any(environ.get(name) for name in TPU_SIGNS.variables)
-
-
-def is_tpu_host(environ: Mapping[str, str]) -> bool:
-    """Whether an environment is that of a host with TPU chips."""
-    return environ.get("PJRT_DEVICE", "").upper() == "TPU" or any(
-        environ.get(name) for name in _HOST_VARIABLES
-    )
 
 
 def hosts_of(environ: Mapping[str, str]) -> tuple[int, int]:

@@ -189,7 +189,10 @@ def _find_libtpu(
     named_path = next((path for name in _LIBRARY_VARIABLES if (path := environ.get(name))), "")
     # Both drivers write the path of an installed libtpu into the environment when they are
     # imported: the version says more then.
-    if named_path and (distribution is None or not _lies_in(named_path, distribution)):
+    if named_path and not (
+        distribution is not None
+        and Path(named_path).is_relative_to(str(distribution.locate_file("libtpu")))
+    ):
         return named_path
     if distribution is not None:
         return _installed_version(distribution)
@@ -197,10 +200,6 @@ def _find_libtpu(
     return (
         str(bundled_path) if bundled_path is not None and Path(str(bundled_path)).exists() else ""
     )
-
-
-def _lies_in(path: str, distribution: Distribution) -> bool:
-    return Path(path).is_relative_to(str(distribution.locate_file("libtpu")))
 
 
 def _find(name: str, search_path: Sequence[str] | None) -> Distribution | None:

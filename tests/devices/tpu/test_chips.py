@@ -207,12 +207,6 @@ def test_this_process_counts_too(tmp_path, holder):
         assert holders_of(files) == tuple(sorted((os.getpid(), process.pid)))
 
 
-def test_a_file_beside_the_chips_is_not_theirs(tmp_path, holder):
-    files = chip_files(tmp_path)
-    holder(tmp_path / "dev/vfio/vfio")
-    assert holders_of(files) == ()
-
-
 # ------------------------------------------------------------------------ what looking costs
 
 LOOK = """
@@ -291,18 +285,6 @@ def test_names_of_accelerators(accelerator_type, generation):
     assert generation_of_type(accelerator_type) == generation
 
 
-def test_an_ordinary_host_has_no_notes(tmp_path):
-    environ = {
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-        "TPU_PROCESS_BOUNDS": "2,4,1",
-        "TPU_VISIBLE_CHIPS": "0,1,2,3,4,5,6,7",
-        "TPU_HOST_BOUNDS": "1,1,1",
-        "PJRT_DEVICE": "tpu",
-        "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": "/cache",
-    }
-    assert notes_of(tmp_path, environ) == ()
-
-
 # ------------------------------------------------------------------------ packages
 
 
@@ -339,15 +321,3 @@ def test_a_torch_that_a_driver_does_not_take(tmp_path, torch, driver, said):
 def test_a_driver_without_libtpu(tmp_path, packages, told):
     notes = notes_of(tmp_path, host=dataclasses.replace(EIGHT, packages=packages))
     assert any(note.startswith("No libtpu is installed") for note in notes) is told
-
-
-def test_chips_that_were_not_handed_out(tmp_path):
-    host = dataclasses.replace(EIGHT, nodes=())
-    (note,) = notes_of(tmp_path, host=host)
-    assert note.startswith("8 TPU chips on the PCI bus, and this process could open none")
-
-
-def test_a_slice_of_several_hosts_says_what_is_driven(tmp_path):
-    (note,) = notes_of(tmp_path, host=HOSTS["one host of a v5e-16 slice"])
-    assert "one launch per host" in note
-    assert "number 2 of 4" in note

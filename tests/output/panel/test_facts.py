@@ -68,13 +68,6 @@ def test_speed_is_of_the_last_seconds_and_of_all() -> None:
     assert pace.overall == pytest.approx((50 * 2 + 50 * 8) / 100)
 
 
-def test_one_moment_has_no_speed() -> None:
-    pace = StepPace()
-    assert (pace.overall, pace.recent(1.0)) == (None, None)
-    pace.add(1.0, 5)
-    assert (pace.overall, pace.recent(1.0)) == (None, None)
-
-
 def test_a_loop_that_stands_still_has_no_speed_and_a_slow_one_has() -> None:
     quick, slow = StepPace(), StepPace()
     for i in range(10):
@@ -445,14 +438,6 @@ def test_a_second_training_counts_its_own_epochs() -> None:
     assert (around.done, around.total, around.done_steps) == (1, 5, 7)
 
 
-def test_a_loop_whose_name_counts_is_the_same_loop() -> None:
-    training = Training()
-    for epoch in range(3):
-        training._loop(f"epoch {epoch}", BATCHES, BATCHES, BATCH_S, EPOCHS)
-    assert "epoch 3 of 14" in words.live_line(training.board)
-    assert training.board.ranks[0].loop_label == "epoch 2", "the row has the user's own name"
-
-
 def test_one_rank_that_draws_the_bar_tells_for_all() -> None:
     board = RunBoard([0, 1], began_at=0.0)
     around = OuterLoop(total=14, done=2, done_s=20.0, round_s=0.0, done_steps=40, round_steps=5)
@@ -522,16 +507,6 @@ class Nested:
             self.told.append((self.now, left.seconds, left.of_what))
 
 
-def test_of_three_levels_all_epochs_are_counted() -> None:
-    run = Nested()
-    for _ in run.progress(3):
-        for _ in run.progress(5):
-            run.batches(BATCHES)
-    assert run.steps == 3 * 5 * BATCHES
-    least, most = run.least_and_most(after=2.0)
-    assert 0.9 < least <= most < 1.1
-
-
 @pytest.mark.parametrize("first", [0, 9])
 def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first: int) -> None:
     run = Nested()
@@ -548,14 +523,6 @@ def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first: int)
     assert max(whole, default=0.0) < 10.0, "its rounds are no epochs"
 
 
-def test_two_loops_beside_each_other_are_no_epochs_of_each_other() -> None:
-    run = Nested()
-    for _ in zip(run.progress(100), run.progress(100), strict=True):
-        run.now += BATCH_S
-    least, most = run.least_and_most(after=5.0, of_what="epoch")
-    assert 0.8 < least <= most < 1.4
-
-
 def test_a_training_that_goes_on_counts_the_epochs_that_are_left() -> None:
     run = Nested()
     for epoch in run.progress(10):
@@ -563,11 +530,3 @@ def test_a_training_that_goes_on_counts_the_epochs_that_are_left() -> None:
             run.batches(BATCHES)
     least, most = run.least_and_most(after=2 * BATCHES * BATCH_S)
     assert 0.9 < least <= most < 1.1
-
-
-def test_where_each_epoch_has_another_length_nothing_is_said_that_grows() -> None:
-    run = Nested()
-    for epoch in range(8):
-        run.batches(BATCHES + epoch, epochs=8)
-    late = [said for told_at, said, _ in run.told if told_at > run.now / 2]
-    assert max(late) <= (BATCHES + 8) * BATCH_S

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html as html_module
 import math
 import re
 from dataclasses import replace
@@ -329,14 +328,6 @@ def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> 
 )
 def test_a_curve_has_a_block_for_each_value(values: list[float], blocks: str) -> None:
     assert curves.sparkline(values) == blocks
-
-
-@given(st.lists(st.floats(), max_size=200))
-def test_any_values_have_a_curve(values: list[float]) -> None:
-    blocks = curves.sparkline(values)
-    assert len(blocks) == min(len(values), curves.SPARK_CHARS)
-    assert set(blocks) <= set("▁▂▃▄▅▆▇█!")
-    assert html_module.escape(blocks) == blocks
 
 
 def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> None:

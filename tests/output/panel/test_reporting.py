@@ -254,24 +254,6 @@ def test_rounds_of_a_loop_over_epochs_are_no_steps_and_say_how_far_the_training_
         assert marks == sorted(set(marks)), "the two loops that begin at step 0 have one mark"
 
 
-def test_a_loop_that_is_left_early_ends_with_its_epoch(seen: Seen) -> None:
-    def train() -> None:
-        accelerator = Accelerator()
-        for _ in range(3):
-            for number, _ in enumerate(accelerator.progress([1] * 10, epochs=3)):
-                if number == 4:
-                    break
-        for _ in accelerator.progress([1] * 7):
-            pass
-
-    notebook_launcher(train, (), 2)
-    facts = seen.board.ranks[0]
-    # A round that is left is no batch that was used.
-    assert (facts.told.steps, facts.told.epoch, facts.told.total_batches) == (3 * 4 + 7, 1, 7)
-    assert facts.told.outer is not None
-    assert (facts.told.outer.done, facts.told.outer.total) == (2, 3)
-
-
 @pytest.mark.slow
 def test_a_trainer_of_transformers_says_that_its_bar_is_that_of_the_whole_training(
     seen: Seen, tmp_path: Path
@@ -377,21 +359,6 @@ def test_what_is_logged_takes_the_place_of_what_was_seen(seen: Seen) -> None:
         assert facts.loss.points() == [(10.0, 2.0), (20.0, 2.0)]
         assert set(facts.histories) == {"train_loss", "lr"}, "epochs are what it is drawn over"
         assert facts.told.steps == 20
-
-
-def test_a_spike_of_one_step_is_seen(seen: Seen) -> None:
-    def train() -> None:
-        weight = nn.Parameter(torch.ones(()))
-        optimizer = torch.optim.SGD([weight], 0.0)
-        for step in range(300):
-            (weight * (100.0 if step == 150 else 1.0)).backward()
-            optimizer.step()
-
-    notebook_launcher(train, (), 2)
-    for facts in seen.board.ranks.values():
-        assert len(facts.loss.points()) == 300
-        assert facts.loss.points()[150] == (151.0, 100.0)
-        assert not facts.told.had_group, "each has trained alone"
 
 
 def test_one_process_is_seen_and_leaves_no_hook(seen: Seen, capsys: object) -> None:

@@ -166,29 +166,6 @@ def test_a_terminal_gets_a_line_now_and_then(
     )
 
 
-def test_what_ranks_hold_is_told_from_least_to_most(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
-    clock.now += 1
-    board.update([row(0, device_bytes=GIB), row(1, rss_bytes=2 * GIB, device_bytes=3 * GIB)])
-    assert "[0-1] running · 1.0 GiB to 2.0 GiB, on the device 1.0 GiB to 3.0 GiB" in (
-        capsys.readouterr().err
-    )
-
-
-def test_memory_is_looked_at_more_often_than_a_terminal_is_told(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    board = Dashboard([0], plan=PLAN, read_clock=clock)
-    for gib in (1, 7, 2, 1):
-        clock.now += 1
-        board.update([row(0, rss_bytes=gib * GIB)])
-    board.finish()
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "nbaccel: 1 rank · 4.0 s · up to 7.0 GiB"
-
-
 def test_it_can_be_turned_off(cell: Cell, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
     board = Dashboard([0], plan=PLAN, read_clock=clock)

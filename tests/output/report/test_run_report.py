@@ -205,11 +205,6 @@ def test_the_page_is_valid_and_needs_nothing_beside_it(known: RunFacts, tmp_path
     assert "prefers-color-scheme: dark" in text
 
 
-def test_the_part_for_a_notebook_has_no_style_sheet() -> None:
-    part = RunReport(facts())._repr_html_()
-    assert not {"style", "script", "html", "body"} & set(Html(part).kinds)
-
-
 def test_texts_are_escaped_and_whole() -> None:
     part = Html(RunReport(facts())._repr_html_())
     words = "\n".join(part.words)
@@ -221,17 +216,6 @@ def test_texts_are_escaped_and_whole() -> None:
     charts = [Html(base64.b64decode(image).decode()) for image in images]
     assert any(ODD in word for chart in charts for word in chart.words)
     assert not any("script" in chart.kinds for chart in charts)
-
-
-def test_parts_of_the_bar_differ_in_pattern() -> None:
-    reader = Html(RunReport(facts())._repr_html_())
-    looks = {
-        style.partition("background-color:")[2]
-        for name, style in reader.attributes
-        if name == "style" and style is not None and style.startswith("display:inline-block")
-    }
-    patterns = {look.rpartition(")")[0] for look in looks}
-    assert len(patterns) == len(looks) == 4
 
 
 def test_who_holds_the_others_up_is_said_with_the_reason() -> None:
@@ -268,12 +252,6 @@ def test_where_nobody_does_that_is_said() -> None:
     assert "No rank holds the others up." in str(RunReport(facts(slowest=None)))
 
 
-def test_text_has_the_times_of_each_rank() -> None:
-    lines = str(RunReport(facts())).split("\n")
-    (slow,) = [line for line in lines if line.startswith("  1  ") and "%" in line]
-    assert " ".join(slow.split()).startswith("1 8.0 s (84 %) 1.0 s (11 %)")
-
-
 def test_a_run_too_short_to_measure_says_so() -> None:
     text = str(RunReport(EMPTY))
     assert "No loop over batches was seen." in text
@@ -291,17 +269,3 @@ def test_a_noisy_curve_is_smoothed_over_its_raw_values() -> None:
     assert (raw.is_thick, mean.is_thick, mean.name) == (False, True, "rank 0, smoothed")
     late = [value for _, value in mean.points][30:]
     assert max(late) - min(late) < 0.3
-
-
-def test_a_curve_without_noise_is_drawn_as_it_is() -> None:
-    values = [0.01 * (100 - place) for place in range(100)]
-    (only,) = metric_lines({0: points(values)})
-    assert only.is_thick
-    assert only.points == points(values)
-
-
-def test_ranks_are_thin_around_their_mean() -> None:
-    values = [1.0 / (place + 1) for place in range(20)]
-    mean, first, second = metric_lines({0: points(values), 1: points([v + 2 for v in values])})
-    assert (first.is_thick, second.is_thick, mean.is_thick) == (False, False, True)
-    assert mean.points[0][1] == pytest.approx(values[0] + 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nbaccel.capability_rows import DeviceRow, Fp8Row, PrecisionRow, StrategyRow
 
 DEVICE = DeviceRow(
@@ -58,5 +56,4 @@ FP8_ELSEWHERE = Fp8Row(
     path="added_backends.fp8:Bead8",
     devices=("abacus",),
 )
-WITHOUT_CLASS = replace(DEVICE, path="added_backends.nowhere:Abacus")
 NO_ROW = "a text"
