@@ -167,15 +167,9 @@ def test_a_way_and_its_precision_are_compared_and_taken_in_two_clicks(picker):
         expect(
             group.get_by_role("radio", name=f"ZeRO-2 in {precision}", exact=True)
         ).to_be_visible()
-    # The bars lie over the buttons, and the name of each way beside them, in its first row.
     button = group.get_by_role("radio", name="ZeRO-2 in bf16", exact=True)
     number = button.evaluate("(button) => [...button.parentElement.children].indexOf(button)")
     row = picker.find("strip-row").nth(number)
-    mine, its = button.bounding_box(), row.bounding_box()
-    assert mine is not None
-    assert its is not None
-    assert abs(mine["y"] - its["y"]) < 1
-    assert mine["height"] < 24, "thin bars: there are forty"
     row.locator(".nbaccel-track").click(force=True)
     expect(button).to_have_attribute("aria-checked", "true")
     assert picker.root.evaluate("(root) => root.nbaccelClicks") == 2
@@ -205,18 +199,6 @@ def test_compared_bars_stand_over_their_buttons_in_windows_of_any_width(picker, 
         assert picker.root.evaluate(MISPLACED) == []
     finally:
         picker.page.page.set_viewport_size(WINDOW)
-
-
-@IN_LAB
-def test_a_long_sentence_makes_the_form_no_wider_than_its_cell(picker):
-    assert picker.root.evaluate(
-        """(root) => {
-            const sentence = root.querySelector(".nbaccel-strip-head .widget-html-content");
-            sentence.append(" it fits".repeat(60));
-            const right = (element) => element.getBoundingClientRect().right;
-            return right(root) <= right(root.closest(".jp-Cell"));
-        }"""
-    )
 
 
 MISPLACED = """(root) => {
@@ -271,15 +253,6 @@ def test_the_form_is_there_while_the_memory_is_still_being_estimated(picker):
     expect(slow.find("taken")).to_contain_text("Fits: ")
     expect(slow.find("bars")).to_contain_text("activations")
     page.wait_idle()
-
-
-@IN_LAB
-def test_space_presses_and_enter_opens(picker):
-    picker.find("opens-all").focus()
-    picker.page.press("Enter")
-    expect(picker.find("search")).to_be_visible()
-    picker.page.press("Space")
-    expect(picker.find("search")).to_be_hidden()
 
 
 def test_mistakes_of_a_pasted_file_are_seen_at_their_lines_without_scrolling(picker):

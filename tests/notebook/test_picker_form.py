@@ -25,19 +25,6 @@ __all__ = ["show"]
 
 
 @DEEPSPEED
-def test_memory_is_drawn_anew_with_each_change(show):
-    shown = show(model=big())
-    shown.press("mixed_precision", "bf16")
-    bars = shown.one("nbaccel-bars")
-    plain = bars.value
-    assert "nbaccel-lacks" in plain
-    assert "too little" in plain
-    shown.press("mixed_precision", "fp16")
-    shown.field("num_processes").value = "1"
-    assert bars.value != plain
-
-
-@DEEPSPEED
 def test_a_click_takes_a_way_to_train_and_shows_its_fields(show):
     shown = show(model=big(), config=RunConfig(mixed_precision="bf16"))
     assert shown.taken() == ["one copy each (DDP)"]
@@ -110,12 +97,6 @@ def test_a_way_that_cannot_be_taken_is_greyed_and_says_why(show):
     assert fsdp.disabled
     assert "two processes" in fsdp.tooltip
     assert "two processes" in shown.one("nbaccel-bars").value
-
-
-def test_each_way_says_what_a_screen_reader_needs(show):
-    shown = show(model=big(), config=RunConfig(mixed_precision="bf16"))
-    for button in shown.candidates():
-        assert re.search("free|too little|needs|not installed", button.tooltip), button.description
 
 
 def test_without_a_model_the_form_says_how_to_give_one(show):
@@ -286,18 +267,6 @@ def test_the_editor_follows_what_is_chosen_unless_it_is_edited(files):
     assert "mistake" not in files.one("nbaccel-text-mistakes").value
 
 
-@needs.DEEPSPEED_ROW
-def test_what_is_typed_wrong_stays_told_until_something_is_loaded(files):
-    files.press("zero_stage", "2")
-    files.field(BUCKET).value = "many"
-    files.one("nbaccel-text").value = "{"
-    assert "Not taken" in files.text(BUCKET)
-    files.one("nbaccel-text").value = "{}"
-    files.one("nbaccel-apply").click()
-    assert "Not taken" not in files.everything()
-    assert files.field(BUCKET).value == ""
-
-
 def test_a_file_is_loaded_by_path_and_by_upload(files, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("mixed_precision: bf16\n")
@@ -308,12 +277,9 @@ def test_a_file_is_loaded_by_path_and_by_upload(files, tmp_path):
     upload.set_trait("value", uploaded(b'{"num_processes": 2}'))
     assert files.picker.config == RunConfig(num_processes=2)
     assert not upload.value
-
-
-def test_a_file_that_is_no_text_is_refused_in_sight(files):
-    files.one("nbaccel-upload").set_trait("value", uploaded(b"\xff\xfe\xff"))
+    upload.set_trait("value", uploaded(b"\xff\xfe\xff"))
     assert "cannot be read" in files.one("nbaccel-load-errors").value
-    assert files.picker.config == RunConfig()
+    assert files.picker.config == RunConfig(num_processes=2)
 
 
 def test_mistakes_of_a_loaded_file_are_at_the_lines_of_its_text(files, tmp_path):
@@ -352,9 +318,6 @@ def test_what_is_saved_is_what_is_loaded(files, tmp_path):
     other = Picker(inventory=with_gpus(2))
     other.load(path)
     assert other.config.zero_stage == 2
-
-
-def test_what_cannot_be_saved_is_told(files, tmp_path):
     files.one("nbaccel-target").value = str(tmp_path / "nowhere" / "run.yaml")
     files.one("nbaccel-save").click()
     assert "cannot be written" in files.one("nbaccel-load-errors").value
