@@ -277,7 +277,7 @@ class Picker(HasTraits):
                 rendering.fits_html(model, is_live=False),
             ]
             if rows := [*rendering.shown_rows(model)]:
-                parts.append(rendering.table_html(rows, model.precision_hint))
+                parts.append(rendering.table_html(rows))
             parts.append(rendering.taken_html(model))
         return {"text/html": rendering.kept_html(self._css_class, parts, text), "text/plain": text}
 

@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, expect
 
 from nbaccel.config import RunConfig
 from tests.browser.conftest import APPLICATIONS, WINDOW, Open
-from tests.browser.page import NotebookPage
+from tests.browser.page import CONTRAST, NotebookPage
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -401,28 +401,3 @@ def test_text_can_be_read_in_both_themes(picker, theme):
     expect(picker.find("precision").first).to_be_visible()
     low = picker.root.evaluate(CONTRAST)
     assert not low, low
-
-
-CONTRAST = """(root) => {
-    const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
-    const light = ([r, g, b]) => [r, g, b].map((part) => {
-        const s = part / 255;
-        return s <= 0.03928 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4;
-    }).reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
-    const paper = (element) => {
-        for (let e = element; e; e = e.parentElement) {
-            const colour = parse(getComputedStyle(e).backgroundColor);
-            if (colour.length < 4 || colour[3] > 0.9) return colour;
-        }
-        return [255, 255, 255];
-    };
-    const found = [];
-    for (const e of root.querySelectorAll("*")) {
-        const text = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
-        if (!text || !e.checkVisibility() || e.matches("style, :disabled")) continue;
-        const [a, b] = [light(parse(getComputedStyle(e).color)), light(paper(e))];
-        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-        if (ratio < 4.5) found.push(`${ratio.toFixed(2)} ${e.className} ${e.textContent}`);
-    }
-    return found;
-}"""

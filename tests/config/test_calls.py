@@ -157,11 +157,3 @@ def test_the_signature_of_the_accelerator_is_what_tools_see() -> None:
     own = [*inspect.signature(Accelerator.__init__).parameters]
     assert own == ["self", *names]
     assert Accelerator.__init__.__annotations__["mixed_precision"] == "str | None"
-
-
-def test_the_signature_is_still_that_of_the_launcher() -> None:
-    assert [*inspect.signature(notebook_launcher).parameters][:3] == [
-        "function",
-        "args",
-        "num_processes",
-    ]

@@ -37,26 +37,6 @@ def test_a_contradiction_names_both_sides(settings, parts):
         assert part in message
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        TWO_NODES,
-        {**TWO_NODES, "node_rank": 1, "start_method": "template"},
-        {**TWO_NODES, "master_addr": "127.0.0.1", "rdzv_endpoint": "10.0.0.1:29400"},
-        {"rdzv_backend": "c10d", "rdzv_endpoint": "somewhere"},
-        {"rdzv_backend": "etcd-v2", "rdzv_endpoint": "10.0.0.1:2379"},
-        {"start_method": "inline"},
-        {"start_method": "inline", "num_processes": 1},
-        {"start_method": "fork", "num_processes": 1},
-        {"max_restarts": 2},
-        {"max_restarts": 2, "start_method": "fork"},
-        {**TWO_NODES, "start_method": "fork"},
-    ],
-)
-def test_what_fits_together_is_taken(settings):
-    assert RunConfig(**settings)
-
-
 def test_nothing_is_said_of_settings_already_wrong():
     with pytest.raises(ConfigError) as caught:
         RunConfig(num_nodes=-1, node_rank=5)

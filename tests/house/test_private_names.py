@@ -10,8 +10,6 @@ import ast
 import functools
 from collections.abc import Iterator
 
-import pytest
-
 from tests.house.source import nodes, package_files
 
 # Any private name of the packages that these wrap.
@@ -106,19 +104,3 @@ def test_private_names_of_others_stand_in_their_files_only():
     allowed = {(file, name) for file, names in _ALLOWED.items() for name in names}
     assert [where for place, where in found.items() if place not in allowed] == []
     assert allowed - found.keys() == set(), "allowed, and used no more"
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from torch._subclasses import fake_tensor",
-        "from torch.distributed.utils import _sync_module_states",
-        "import torch._dynamo",
-        "getattr(torch, '_C')",
-        "hasattr(model, '_orig_mod')",
-        "vars(shell)['_inspect'] = f",
-        "class Scaler(GradScaler):\n    def f(self):\n        return self._per_optimizer_states",
-    ],
-)
-def test_one_would_be_found(code):
-    assert len([*_used(ast.parse(code))]) == 1

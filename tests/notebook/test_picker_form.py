@@ -19,7 +19,7 @@ from nbaccel.notebook.pickers import Picker
 from tests import needs
 from tests.needs import DEEPSPEED
 from tests.notebook.machines import WITHOUT_GPU, with_gpus
-from tests.notebook.shown import BUCKET, Shown, big, net, show, text_of
+from tests.notebook.shown import BUCKET, Shown, big, net, show
 
 __all__ = ["show"]
 
@@ -154,22 +154,6 @@ def test_suggest_proposes_and_a_click_takes_one(show):
 
 
 @DEEPSPEED
-def test_the_faces_are_those_of_the_model(show):
-    shown = show()
-    assert not shown.all("nbaccel-faces")
-    shown.one("nbaccel-opens-faces").value = True
-    assert shown.one("nbaccel-face-deepspeed-json").disabled
-    shown.press("mixed_precision", "bf16")
-    shown.one("nbaccel-face-python").value = True
-    assert "RunConfig(" in text_of(shown.one("nbaccel-faces"))
-    shown.one("nbaccel-face-resolved").value = True
-    assert "<table" in text_of(shown.one("nbaccel-faces"))
-    shown.press("zero_stage", "1")
-    shown.one("nbaccel-face-deepspeed-json").value = True
-    assert "&quot;stage&quot;: 1" in text_of(shown.one("nbaccel-faces"))
-
-
-@DEEPSPEED
 def test_memory_is_shown_place_by_place_when_asked_for(show):
     shown = show(model=big())
     shown.one("nbaccel-opens-memory-place-by-place").value = True
@@ -280,16 +264,6 @@ def test_a_file_is_loaded_by_path_and_by_upload(files, tmp_path):
     upload.set_trait("value", uploaded(b"\xff\xfe\xff"))
     assert "cannot be read" in files.one("nbaccel-load-errors").value
     assert files.picker.config == RunConfig(num_processes=2)
-
-
-def test_mistakes_of_a_loaded_file_are_at_the_lines_of_its_text(files, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("mixed_precision: bf16\nnum_processes: 0\n")
-    files.one("nbaccel-path").value = str(path)
-    files.one("nbaccel-load").click()
-    assert files.picker.config == RunConfig()
-    assert files.one("nbaccel-text").value == path.read_text()
-    assert 'data-line="2"' in files.one("nbaccel-text-mistakes").value
 
 
 def test_what_nobody_expects_is_shown_as_well(show, monkeypatch):

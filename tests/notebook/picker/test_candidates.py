@@ -15,7 +15,7 @@ from nbaccel.notebook.picker.choices import groups_of_ways
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.plan import Inventory
 from tests import needs
-from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
+from tests.notebook.machines import GIB, WITHOUT_GPU, with_gpus
 
 TOKENS = {"input_ids": torch.zeros(4, 256, dtype=torch.long)}
 
@@ -149,23 +149,6 @@ def test_what_does_not_fit_is_compared_as_it_was_asked_for():
     assert not any(way.config.activation_checkpointing for way in lacking)
 
 
-@needs.DEEPSPEED_ROW
-def test_one_process_divides_nothing():
-    ways = found(of_language(with_gpus(1), RunConfig(num_processes=1), width=256, layers=2))
-    for name in ("FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
-        assert ways[name].refusal == "needs two processes or more"
-    assert not ways["ZeRO-2, optimizer on the CPU"].refusal
-
-
-def test_what_a_run_needs_is_found_once(picker, monkeypatch):
-    own = of_language(V5E_8, width=512, layers=2)
-    before = own.candidates()
-    monkeypatch.setattr(own._memory_model, "need", None)  # nobody asks it any more
-    own.choose("max_restarts", 1)
-    own.undo()
-    assert own.candidates() == before
-
-
 def seen(way: Candidate) -> tuple[object, ...]:
     """What is shown of a way; not the room on a disk, which others use at the same time."""
     return way.name, way.config, way.fits, way.need.bars[0]
@@ -204,27 +187,6 @@ def test_the_fastest_precision_that_needs_no_care_is_the_best():
     turing = compared(with_gpus(1, capability=(7, 5)), width=1024, layers=4)
     best = next(way for way in turing.shown_candidates() if way.is_best)
     assert best.precision == "fp16", "this card only imitates bfloat16"
-
-
-def test_the_best_in_8_bits_says_what_to_look_at():
-    own = of_language(with_gpus(1), RunConfig(mixed_precision="fp8"), width=2048, layers=4)
-    best = next(way for way in own.candidates() if way.is_best)
-    assert best.reason.endswith("see that the loss falls as in bf16")
-
-
-def test_a_better_precision_is_named_once_all_have_been_measured():
-    own = of_language()
-    own.candidates()
-    assert own.precision_hint == "", "a measurement of others would keep the form waiting"
-    for measure in own.later_estimates():
-        measure()
-    best = next(way for way in compared().shown_candidates() if way.is_best)
-    assert own.precision_hint.startswith(f"In {best.precision}, {best.name} would fit, too")
-    own.choose("mixed_precision", best.precision)
-    assert own.precision_hint == ""
-    own.undo()
-    own.compare_precisions(is_on=True)
-    assert own.precision_hint == "", "it is seen then"
 
 
 def test_a_colleague_proposes_processes_precision_way_and_batch(picker):

@@ -155,33 +155,9 @@ def test_saving_is_whole_or_not_at_all(picker, tmp_path):
         picker.save(tmp_path / "no" / "folder" / "run.yaml")
 
 
-CONFIG = {
-    "train_batch_size": "many",
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.99]}},
-    "zero_optimization": {
-        "stge": 2,
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
-    },
-}
-
-
 @pytest.fixture
 def open_model():
     return PickerModel(inventory=WITHOUT_GPU)
-
-
-@needs.DEEPSPEED_ROW
-@pytest.mark.parametrize("indent", [0, 2])
-def test_each_mistake_is_at_its_key(open_model, indent):
-    text = json.dumps(CONFIG, indent=indent)
-    found = mistakes_in_text(text, open_model.read)
-    written = text.splitlines()
-    told = {written[line - 1].strip() for line, _ in found if line}
-    assert '"train_batch_size": "many",' in told
-    assert '"stge": 2,' in told
-    assert [line for line, _ in found] == sorted(line for line, _ in found)
-    assert any("Did you mean 'stage'?" in message for _, message in found)
 
 
 @pytest.mark.parametrize(

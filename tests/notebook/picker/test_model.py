@@ -293,24 +293,6 @@ def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monke
     assert len(told) == 2, "the second time there is nothing to tell"
 
 
-def test_an_estimate_that_was_interrupted_is_made_at_the_next_change():
-    picker = PickerModel(model=net(), inventory=WITHOUT_GPU)
-    picker.postpone_memory()
-
-    stops = [KeyboardInterrupt]
-
-    def stop() -> None:
-        if stops:
-            raise stops.pop()
-
-    picker.observe(stop)
-    with pytest.raises(KeyboardInterrupt):
-        picker.estimate_memory()
-    picker.choose("mixed_precision", "bf16")
-    assert picker.verdict.fits
-    assert picker.bars()
-
-
 def test_what_this_machine_cannot_serve_is_told_and_can_be_left():
     picker = PickerModel(RunConfig(device="cuda"), model=net(), inventory=WITHOUT_GPU)
     assert picker.plan is None

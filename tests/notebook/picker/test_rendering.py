@@ -13,9 +13,6 @@ from nbaccel.config import RunConfig
 from nbaccel.memory.estimate import BarSegment, MemoryBar, MemoryNeed
 from nbaccel.memory.ways import Candidate, Proposal
 from nbaccel.notebook.picker import rendering
-from nbaccel.notebook.picker.choices import (
-    hint_of,
-)
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.rendering import (
     picker_sections,
@@ -52,11 +49,9 @@ def candidate(**facts) -> Candidate:
     return Candidate(**{"name": EVIL, "config": RunConfig(), "reason": EVIL, **facts})
 
 
-def table(*candidates, compares: bool = False, hint: str = "") -> str:
-    model = SimpleNamespace(
-        shown_candidates=lambda: candidates, compares_precisions=compares, best_mark="★ best"
-    )
-    return rendering.table_html(rendering.shown_rows(model), hint)
+def table(*candidates, compares: bool = False) -> str:
+    model = SimpleNamespace(shown_candidates=lambda: candidates, compares_precisions=compares)
+    return rendering.table_html(rendering.shown_rows(model))
 
 
 ENOUGH = bar(parameters=4 * GIB, free=5 * GIB)
@@ -88,7 +83,6 @@ DRAWN = {
     "ways": table(replace(FITTING, is_best=True)),
     "refused": table(candidate(refusal=EVIL)),
     "compared": table(FITTING, compares=True),
-    "hint": table(candidate(), hint=EVIL),
     "places": rendering.table_html(rendering.rows_of_places([bar(parameters=GIB)])),
     "proposal": rendering.proposal_html(PROPOSAL),
 }
@@ -163,18 +157,6 @@ def test_compared_bars_are_grouped_by_way_with_one_scale():
     assert html.count("fp32") == 2, "a way that cannot be taken has no precision beside it"
     told = [a["aria-label"] for a in read.of("nbaccel-track") if "aria-label" in a]
     assert [text.partition(":")[0] for text in told] == ["ZeRO-2 in fp32", "ZeRO-2 in bf16"]
-
-
-def test_a_precision_is_named_where_it_alone_fits_or_is_faster():
-    def best(precision: str) -> Candidate:
-        config = RunConfig(mixed_precision=precision)
-        return candidate(name="ZeRO-1", config=config, is_best=True)
-
-    assert hint_of([LACKING], [LACKING, best("bf16")]) == "In bf16, ZeRO-1 would fit."
-    told = hint_of([best("no")], [best("bf16")])
-    assert told == "In bf16, ZeRO-1 would fit, too, and is usually faster."
-    assert hint_of([best("bf16")], [best("bf16")]) == ""
-    assert hint_of([LACKING], [LACKING]) == ""
 
 
 def test_a_need_far_beyond_what_there_is_is_cut_so_that_others_can_be_read():
@@ -321,16 +303,3 @@ def test_the_text_beside_a_form_measures_no_other_precision(monkeypatch):
     lines = picker_text(picker, measures=False).splitlines()
     assert labels in [line.split() for line in lines]
     assert told == []
-
-
-def test_a_terminal_shows_model_and_machine_before_anything_is_measured(monkeypatch):
-    picker = of_language(with_gpus(2), width=64, layers=1)
-    told = measurements(picker, monkeypatch)
-    sections = picker_sections(picker)
-    assert [next(sections).partition("\n")[0] for _ in range(2)] == [
-        "1. What is trained",
-        "2. On what",
-    ]
-    assert told == []
-    assert "fp8" in next(sections)
-    assert {"no", "bf16"} & set(told)
