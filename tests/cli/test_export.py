@@ -249,30 +249,6 @@ def test_an_sbatch_file(small: Path) -> None:
     assert '--num-nodes 2 --node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR"' in text
 
 
-@pytest.mark.slow
-def test_an_sbatch_file_runs_where_srun_is_a_shell(small: Path, tmp_path: Path) -> None:
-    """The part of the file after SLURM's own: with its commands and variables made up."""
-    assert main(["export", "--to", "slurm", "-n", "2", "--cpu", small.name]) == 0
-    tools = tmp_path / "tools"
-    scripts.write(tools / "srun", '#!/bin/sh\nshift\nexec "$@"\n').chmod(0o755)
-    scripts.write(tools / "scontrol", "#!/bin/sh\necho 127.0.0.1\n").chmod(0o755)
-    nbaccel = f'#!/bin/sh\nexec {sys.executable} -m nbaccel "$@"\n'
-    scripts.write(tools / "nbaccel", nbaccel).chmod(0o755)
-    done = run_program(
-        ["bash", "n.sbatch"],
-        env={
-            **scripts.environment(),
-            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-            "SLURM_JOB_NODELIST": "n1",
-            "SLURM_JOB_ID": "7",
-            "SLURM_NODEID": "0",
-        },
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert scripts.of_rank(1, done.stdout) == ["1"]
-
-
 def test_a_job_for_ray(small: Path) -> None:
     assert main(["export", "--to", "ray", "-n", "4", small.name]) == 0
     subprocess.run(["bash", "-n", "n_ray.sh"], check=True)
@@ -298,14 +274,10 @@ words = sys.argv[sys.argv.index("--") + 1:]
 sys.exit(subprocess.run(subprocess.list2cmdline(words), shell=True).returncode)
 ' "$@"
 """
-HOSTILE_SETTINGS = [
-    *("$(touch ran)", "`touch ran`", "*", "~", "${HOME}", "a b", 'say "x"', "it's", "back\\slash"),
-    *("two\nlines", "; touch ran", "plain"),
-]
 
 
-@pytest.mark.parametrize("value", HOSTILE_SETTINGS)
-def test_settings_of_a_job_for_ray_are_no_commands(value: str, small: Path) -> None:
+def test_settings_of_a_job_for_ray_are_no_commands(small: Path) -> None:
+    value = """$(touch ran) `touch ran` * ~ ${HOME} say "x" it's back\\slash\nlines ; touch ran"""
     words = ["--to", "ray", "-n", "2", "--log-dir", value, "--log-line-prefix-template", value]
     assert main(["export", *words, small.name]) == 0
     programs = Path("programs")

@@ -15,11 +15,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TESTS = (
-    "tests/plan tests/config tests/notebook/picker",
-    # Where DeepSpeed is one among others; all tests of these folders would take minutes more.
-    "tests/strategies/test_ddp.py tests/accelerator/test_prepare.py",
-    # Launches, pools and what travels between them.
-    "tests/workers/test_rendezvous.py tests/transfer",
+    "tests/plan tests/notebook/picker/test_model.py",
+    # A launch, and DeepSpeed as one strategy among others.
+    "tests/workers/test_rendezvous.py tests/accelerator/test_prepare.py",
 )
 IMPORTS = """
 import importlib, pkgutil, nbaccel
