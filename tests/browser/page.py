@@ -119,14 +119,6 @@ class NotebookPage:
         self.page.goto(self._address, wait_until="commit")
         self.page.wait_for_function(_READY)
 
-    def open_elsewhere(self, context: BrowserContext) -> Page:
-        """Open the same notebook in another browser, which shares its kernel."""
-        other = context.new_page()
-        other.set_default_timeout(WAIT_S * 1000)
-        other.goto(self._address, wait_until="commit")
-        other.wait_for_function(_READY)
-        return other
-
     def reload(self) -> None:
         """Reload the page, whatever its cells do."""
         self.page.reload(wait_until="commit")

@@ -157,38 +157,6 @@ def test_seven_billion_parameters_fit_on_two_gpus_after_at_most_three_clicks(pic
     assert config.zero_stage or config.strategy == "fsdp"
 
 
-def test_a_way_and_its_precision_are_compared_and_taken_in_two_clicks(picker):
-    picker.root.evaluate(COUNT_CLICKS)
-    picker.find("compare").click()
-    expect(picker.find("compare")).to_have_attribute("aria-pressed", "true")
-    group = picker.root.get_by_role("radiogroup", name="Ways to train")
-    expect(picker.find("strip-row").filter(has_text="★ best")).to_have_count(1)
-    for precision in ("fp32", "fp16", "fp8"):
-        expect(
-            group.get_by_role("radio", name=f"ZeRO-2 in {precision}", exact=True)
-        ).to_be_visible()
-    button = group.get_by_role("radio", name="ZeRO-2 in bf16", exact=True)
-    number = button.evaluate("(button) => [...button.parentElement.children].indexOf(button)")
-    row = picker.find("strip-row").nth(number)
-    row.locator(".nbaccel-track").click(force=True)
-    expect(button).to_have_attribute("aria-checked", "true")
-    assert picker.root.evaluate("(root) => root.nbaccelClicks") == 2
-    is_on(picker.option("mixed_precision", "bf16"))
-    config = picker.config()
-    assert (config.mixed_precision, config.zero_stage) == ("bf16", 2)
-    button.focus()  # running a cell has taken it away
-    picker.page.press("ArrowDown")
-    fp8 = group.get_by_role("radio", name="ZeRO-2 in fp8", exact=True)
-    expect(fp8).to_have_attribute("aria-checked", "true")
-    expect(fp8).to_be_focused()
-    for _ in range(2):
-        picker.find("undo").click()
-    is_on(picker.option("mixed_precision", "no"))
-    assert picker.config() == RunConfig()
-    picker.find("compare").click()
-    is_on(picker.way("one copy each (DDP)"))
-
-
 @IN_LAB
 @pytest.mark.parametrize("width", [WIDTH, 720, 500])
 def test_compared_bars_stand_over_their_buttons_in_windows_of_any_width(picker, width):

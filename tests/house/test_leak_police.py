@@ -200,15 +200,3 @@ def test_gpu_tests_are_skipped_with_the_reason_where_there_is_none(verdicts):
         pytest.skip("this machine has a GPU: nothing is skipped")
     said = verdicts.of(len(LEAKS) + BESIDE.index(ON_A_GPU))["test"]
     assert said.startswith("skipped: needs an NVIDIA GPU: "), said
-
-
-@pytest.fixture(scope="session")
-def variable_of_the_session() -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBACCEL_TEST_OF_THE_SESSION", "x")
-        yield "NBACCEL_TEST_OF_THE_SESSION"
-
-
-def test_what_a_fixture_of_the_session_brings_is_no_leak(variable_of_the_session):
-    # Not the first test here: the police has looked after the one before.
-    assert os.environ[variable_of_the_session] == "x"

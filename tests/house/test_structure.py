@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, STRATEGIES
-from tests.house import row
+from tests.house.import_graph import arrows, cycles, imports, places
 from tests.house.source import SourceFile, package_files
 
 
 def test_imports_make_no_circle():
-    folders = row.arrows({name: name for name in row.places()})
-    assert row.cycles(row.imports()) == row.cycles(folders) == []
-    assert row.cycles([("a", "b"), ("b", "c"), ("c", "a"), ("a", "d")]) == [["a", "b", "c"]]
+    folders = arrows({name: name for name in places()})
+    assert cycles(imports()) == cycles(folders) == []
+    assert cycles([("a", "b"), ("b", "c"), ("c", "a"), ("a", "d")]) == [["a", "b", "c"]]
 
 
 LONGEST_FUNCTION = 60

@@ -99,27 +99,6 @@ def test_workers_from_start_to_end(own: Kernel) -> None:
     assert wait_for(lambda: not any(process.is_running() for process in left))
 
 
-@pytest.mark.slow
-def test_what_starts_workers_is_imported_once_the_notebook_has_torch() -> None:
-    asks = "import sys; print('torch' in sys.modules, 'nbaccel.calls.pool' in sys.modules)"
-    fresh = Kernel()
-    try:
-        fresh.run("%load_ext nbaccel").check()
-        assert fresh.run(asks).stdout == "False False\n"
-        fresh.run("import torch").check()
-        assert fresh.run(asks).stdout == "True True\n"
-        ours = (
-            "print(*sorted(c.__module__.rpartition('.')[2] + '.' + c.__qualname__ "
-            "for c in get_ipython().events.callbacks['post_run_cell']))"
-        )
-        # That of the extension, which waited for torch, has had its turn.
-        assert fresh.run(ours).stdout.split() == [
-            *("changed_packages._after_cell", "template._after_cell"),
-        ]
-    finally:
-        fresh.close()
-
-
 def said(lines: list[str]) -> str:
     return " ".join("\n".join(lines).split())
 

@@ -136,27 +136,3 @@ def test_between_cells_a_killed_worker_is_seen_and_told_by_the_next_cell(
     assert "SIGKILL" in "\n".join(told.traceback)
     assert boards_of(told)[-1][0].startswith("broken: ")
     assert not kernel_with_workers.run("%%accelerate\n1").error
-
-
-def test_a_captured_cell_does_not_get_the_board_and_unloading_ends_the_timer(
-    kernel_with_workers: Kernel,
-) -> None:
-    kernel_with_workers.run("%accelerate").check()
-    assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout.startswith("1 ")
-    kernel_with_workers.run(
-        "%%capture kept\nget_ipython().run_cell_magic('accelerate', '',"
-        " 'import time; time.sleep(2.5)')"
-    ).check()
-    seen = kernel_with_workers.run(
-        "print([o.data.get('text/plain') for o in kept.outputs])"
-    ).check()
-    assert "2 ranks" in seen.stdout
-    assert "rank  state" not in seen.stdout
-    # A board that is captured is not seen: the one that is stays the newest.
-    kernel_with_workers.run("%%capture kept\n%accelerate").check()
-    count = kernel_with_workers.run("print(len(kept.outputs))").check()
-    assert count.stdout == "1\n"
-    assert kernel_with_workers.run("%%accelerate\nafterwards = 1").check().updates
-    unloaded = kernel_with_workers.run("%unload_ext nbaccel").check().updates
-    assert unloaded[-1]["text/plain"].startswith("stopped: ")
-    assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout == "0 []\n"

@@ -1,31 +1,26 @@
-"""The animation at the top of the README: a person chooses, trains, and sees how it went.
+"""Record the animation at the top of the README: a person chooses, trains, and sees how it went.
 
-Recorded here, so that it shows what the package does today. Written to docs/pages/images only when
-asked for: NBACCEL_RECORD=1 python -m pytest tests/browser/test_animation.py
+python -m docs.animation      # in JupyterLab, with the browser of the tests: a minute
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from PIL import Image
-from playwright.sync_api import expect
+from playwright.sync_api import expect, sync_playwright
 
-from nbaccel.base import env
-from tests.browser.conftest import Open
+from tests.browser import chromium
+from tests.browser.conftest import ARGUMENTS
 from tests.browser.page import NotebookPage
-from tests.house.source import ROOT
+from tests.browser.server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
-
+PICTURE = Path(__file__).resolve().parent / "pages" / "images" / "training.gif"
 WIDTH = 900  # pixels, as wide as GitHub shows a README
 COLOURS = 64
 STILL_MS, LAST_MS = 800, 4000
-FEWEST_PICTURES = 7  # fewer would not show a panel that moves
 CELLS = [
     "import torch, transformers\n"
     "from sklearn.datasets import load_digits\n"
@@ -88,21 +83,12 @@ class Recorder:
         first.save(path, "GIF", save_all=True, append_images=others, **options)
 
 
-@pytest.fixture(scope="module")
-def page(open_notebook: Open) -> Iterator[NotebookPage]:
-    found = open_notebook("animation", CELLS)
-    found.page.set_viewport_size({"width": 1300, "height": 860})
-    found.run_cell(0)
-    yield found
-    found.close()
-
-
-def test_a_person_chooses_trains_and_looks_back(page: NotebookPage, tmp_path: Path) -> None:
+def record(page: NotebookPage) -> Recorder:
+    """Do as a person does, and take pictures of it."""
     recorder = Recorder(page)
-
+    page.run_cell(0)
     page.run_cell(CHOOSE)
-    _scroll_to(page, CHOOSE)
-    time.sleep(1)
+    _look_at(page, CHOOSE)
     recorder.take(2000)
     form = page.cell(CHOOSE)
     form.locator(".nbaccel-suggest").click()
@@ -113,29 +99,43 @@ def test_a_person_chooses_trains_and_looks_back(page: NotebookPage, tmp_path: Pa
     proposal.click()
     time.sleep(1)
     recorder.take(2000)
-
     page.run_cell(TRAIN, wait=False)
-    _scroll_to(page, TRAIN)
+    _look_at(page, TRAIN)
     expect(page.find("nbaccel-stop")).to_be_visible()
     deadline = time.monotonic() + 60
     while page.find("nbaccel-stop").is_visible() and time.monotonic() < deadline:
         recorder.take(STILL_MS)
         time.sleep(STILL_MS / 1000)
     page.wait_idle()
-    _scroll_to(page, TRAIN)
-    time.sleep(1)
+    _look_at(page, TRAIN)
     recorder.take(2000)
     page.run_cell(REPORT)
-    _scroll_to(page, REPORT)
-    time.sleep(1)
+    _look_at(page, REPORT)
     recorder.take(LAST_MS)
-    assert len(recorder.pictures) >= FEWEST_PICTURES, "the panel moves while it trains"
-
-    is_kept = env.flag("NBACCEL_RECORD") is True
-    path = ROOT / "docs" / "pages" / "images" / "training.gif" if is_kept else tmp_path / "a.gif"
-    recorder.save(path)
+    return recorder
 
 
-def _scroll_to(page: NotebookPage, number: int) -> None:
+def _look_at(page: NotebookPage, number: int) -> None:
     """Put a cell at the top of the window."""
     page.cell(number).evaluate("cell => cell.scrollIntoView({block: 'start'})")
+    time.sleep(1)
+
+
+def main() -> None:
+    """Record it, and write the picture of the README."""
+    server = Server()
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(
+                executable_path=chromium.path(), args=list(ARGUMENTS)
+            )
+            context = browser.new_context(viewport={"width": 1300, "height": 860})
+            page = NotebookPage(context, server, application="lab", name="animation", cells=CELLS)
+            record(page).save(PICTURE)
+            page.close()
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    main()
