@@ -7,7 +7,6 @@ request that would leave the machine, is kept and fails the test when the page i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -183,11 +182,6 @@ class NotebookPage:
         expect(self.page.locator("body")).to_have_attribute("data-jp-theme-light", is_light)
         # What covers the window meanwhile: JupyterLab stumbles over two changes at once.
         expect(self.page.locator("#jupyterlab-splash")).to_have_count(0)
-
-    def screenshot(self, path: Path, of: Locator | None = None) -> None:
-        """Take a picture of the window, or of one element."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        (of or self.page).screenshot(path=path)
 
     def check(self) -> None:
         """Fail if the browser complained, or a request was to leave the machine."""

@@ -36,6 +36,7 @@ def own() -> Iterator[Kernel]:
 
 @pytest.mark.slow
 def test_loading_wakes_no_torch_and_unloading_leaves_nothing(own: Kernel) -> None:
+    own.run(STATE).check()
     own.run("import nbaccel").check()
     for code, name in (("%%accelerate -n 2\n1", "%%accelerate"), ("%accelerate status", "%acc")):
         cell = own.run(code)
@@ -43,7 +44,6 @@ def test_loading_wakes_no_torch_and_unloading_leaves_nothing(own: Kernel) -> Non
         text = said(cell.traceback)
         assert name in text
         assert "Run %load_ext nbaccel in a cell of its own, then this cell again." in text
-    own.run(STATE).check()
     own.run("%load_ext nbaccel").check()
     assert own.run("import sys; print('torch' in sys.modules)").stdout == "False\n"
     assert len(own.descendants()) == 1, "the template alone"

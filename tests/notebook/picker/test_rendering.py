@@ -85,6 +85,9 @@ DRAWN = {
     "compared": table(FITTING, compares=True),
     "places": rendering.table_html(rendering.rows_of_places([bar(parameters=GIB)])),
     "proposal": rendering.proposal_html(PROPOSAL),
+    "model": rendering.trained_html(
+        PickerModel(model=type(EVIL, (torch.nn.Linear,), {})(2, 2), inventory=WITHOUT_GPU)
+    ),
 }
 
 
@@ -96,20 +99,11 @@ def test_text_is_shown_as_it_is_and_never_run(what):
     assert EVIL in told
 
 
-def test_the_name_of_a_model_is_text_too():
-    model = type(EVIL, (torch.nn.Linear,), {})(2, 2)
-    html = rendering.trained_html(PickerModel(model=model, inventory=WITHOUT_GPU))
-    assert EVIL in " ".join(Html(html).words)
-
-
-def test_what_is_only_a_style_asks_nobody_for_anything():
+def test_every_rule_of_the_style_is_the_pickers_own_and_asks_nobody_for_anything():
     front = rendering.front_html("nbaccel-static-1")
     assert not re.search(r"https?://|@import|url\(", front)
     assert ".nbaccel-static-1 { display: none }" in front
-
-
-def test_every_rule_of_the_style_is_the_pickers_own():
-    style = Html(rendering.front_html("nbaccel-static-1")).words[0]
+    style = Html(front).words[0]
     style = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
     style = re.sub(r"@media[^{]*\{((?:[^{}]*\{[^{}]*\})*)\s*\}", r"\1", style)
     selectors = [s.strip() for rule in re.findall(r"([^{}]+)\{", style) for s in rule.split(",")]
