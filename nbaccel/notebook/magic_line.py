@@ -232,6 +232,10 @@ def changed_flags(config: RunConfig, left_out: Iterable[str] = ()) -> list[str]:
     ]
 
 
+# By its letters --on is nearest to -n, which would start other workers.
+_MEANT = {"--on": "--ranks"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MagicLine:
     """What a line means."""
@@ -406,7 +410,7 @@ class _LineReader:
                 where += ", %accelerate pull and push"
             text = f" {other_option.flag} is for {where}."
         else:
-            text = closest(flag_name.replace("_", "-"), filter(None, flags)) or (
+            text = closest(flag_name.replace("_", "-"), filter(None, flags), _MEANT) or (
                 f" Its options are shown by {self._magic_name} --help."
             )
         self.mistakes.append(

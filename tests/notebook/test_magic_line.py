@@ -108,6 +108,7 @@ def test_a_config_and_a_setting_that_contradict():
 @pytest.mark.parametrize(
     ("text", "subcommand", "said"),
     [
+        ("--on 0", "", ("'--on'", "Did you mean '--ranks'?")),
         ("--precison bf16", "", ("'--precison'", "Did you mean '--precision'?")),
         ("--frobnicate 3", "", ("'--frobnicate'", "%%accelerate --help")),
         ("-n", "", ("-n needs a value: got nothing", "-n N")),
