@@ -15,7 +15,7 @@ import re
 import textwrap
 from collections.abc import Collection, Iterator
 
-from tests.house import row
+from tests.house import import_graph
 from tests.house.source import ROOT, package_files, put_into
 
 PAGE = ROOT / "ARCHITECTURE.md"
@@ -37,7 +37,7 @@ def floors(order: list[list[str]], places: dict[str, str]) -> list[list[str]]:
 
     Args:
         order: What lies directly below the package, by layers.
-        places: As what each of them is drawn (`row.places`).
+        places: As what each of them is drawn (`import_graph.places`).
     """
     if wrong := places.keys() ^ {name for layer in order for name in layer}:
         raise ValueError(f"either no layer in pyproject.toml or not in the package: {wrong}")
@@ -49,7 +49,7 @@ def floors(order: list[list[str]], places: dict[str, str]) -> list[list[str]]:
     return shown
 
 
-def check(shown: list[list[str]], arrows: row.Arrows) -> None:
+def check(shown: list[list[str]], arrows: import_graph.Arrows) -> None:
     """Refuse imports of what is beside or above."""
     floor = {name: number for number, names in enumerate(shown) for name in names}
     up = [example for (one, other), example in arrows.items() if floor[other] <= floor[one]]
@@ -72,7 +72,7 @@ def common(shown: list[list[str]], arrows: Collection[tuple[str, str]]) -> list[
 
 def sentence(name: str) -> str:
     """What a folder is for: the first line of its docstring."""
-    if name == row.IMPORT_PATHS:
+    if name == import_graph.IMPORT_PATHS:
         return "Import paths of Accelerate's users."
     file = next(file for file in package_files() if file.dotted_name == f"nbaccel.{name}")
     return (ast.get_docstring(file.tree) or "").partition("\n")[0]
@@ -83,7 +83,7 @@ def size(name: str, places: dict[str, str]) -> tuple[int, str]:
     inside = [
         len(file.lines)
         for file in package_files()
-        if places.get(row.top_name(file.dotted_name)) == name
+        if places.get(import_graph.top_name(file.dotted_name)) == name
     ]
     return len(inside), f"{sum(inside) / 1000:.1f}k"
 
@@ -98,8 +98,8 @@ def rows(cells: tuple[object, ...], told: str, imports: list[str]) -> Iterator[s
 
 def draw(order: list[list[str]]) -> str:
     """The package as text."""
-    places = row.places()
-    arrows = row.arrows(places)
+    places = import_graph.places()
+    arrows = import_graph.arrows(places)
     shown = floors(order, places)
     check(shown, arrows)
     names = [name for floor in shown for name in floor]

@@ -8,7 +8,10 @@ Tests compare the pages with the data. The tables of measurements are written by
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +22,8 @@ from docs.matrix import MATRIX_BEGIN, MATRIX_END, compatibility_tables, markdown
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.notebook.magic_line import kinds_of, words_of
 from nbaccel.notebook.picker.choices import Setting, by_name
-from tests.house import public_names, row
-from tests.house.source import put_into
+from tests.house import public_names, source
+from tests.house.source import SourceFile, put_into
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "pages" / "reference"
@@ -29,6 +32,10 @@ CHOICES_BEGIN, CHOICES_END = "<!-- choices:begin -->", "<!-- choices:end -->"
 FIELDS_BEGIN, FIELDS_END = "<!-- run_config:begin -->", "<!-- run_config:end -->"
 FP8_BEGIN, FP8_END = "<!-- fp8_config:begin -->", "<!-- fp8_config:end -->"
 PUBLIC_BEGIN, PUBLIC_END = "<!-- public:begin -->", "<!-- public:end -->"
+STRUCTURE_BEGIN = "<!-- structure:begin (made by `python -m docs.tables`) -->"
+STRUCTURE_END = "<!-- structure:end -->"
+# What `structure_figures` gave of other packages.
+PEERS = ROOT / "benchmarks" / "results" / "structure_peers.json"
 INSTALL_BEGIN, INSTALL_END = "<!-- install:begin -->", "<!-- install:end -->"
 
 
@@ -105,6 +112,52 @@ def _repository(project: str) -> str:
     return found[1] if found else ""
 
 
+def structure_figures(files: Iterable[SourceFile]) -> dict[str, str]:
+    """The figures of one package, by what they are of: no blanks, comments and docstrings count."""
+    files = list(files)
+    code_lines = {file.path: _code_lines(file) for file in files}
+    lengths = sorted(
+        len(code_lines[file.path].intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
+        for file in files
+        for node in source.nodes(file.tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+    return {
+        "files": str(len(files)),
+        "raw lines": f"{sum(len(file.lines) for file in files):,}",
+        "code lines": f"{sum(map(len, code_lines.values())):,}",
+        "function: median / p90 / p99 / longest": " / ".join(
+            str(lengths[min(int(q * len(lengths)), len(lengths) - 1)]) for q in (0.5, 0.9, 0.99, 1)
+        ),
+    }
+
+
+def _code_lines(file: SourceFile) -> set[int]:
+    lines = {n for n, line in enumerate(file.lines, 1) if line.strip()[:1] not in ("", "#")}
+    return lines.difference(_docstring_lines(file.tree))
+
+
+def _docstring_lines(tree: ast.Module) -> Iterator[int]:
+    for node in source.nodes(tree):
+        body = getattr(node, "body", None)
+        for one in body if isinstance(body, list) else ():
+            value = one.value if isinstance(one, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield from range(one.lineno, (one.end_lineno or one.lineno) + 1)
+
+
+def structure_table() -> str:
+    """The figures of the package, beside those of others that were stored."""
+    own, peers = (
+        structure_figures(source.package_files()),
+        json.loads(PEERS.read_text(encoding="utf-8")),
+    )
+    lines = [f"|  | nbaccel | {' | '.join(peers)} |", "|---" + "|--:" * (1 + len(peers)) + "|"]
+    for name, value in own.items():
+        lines.append(f"| {' | '.join([name, value, *(peer[name] for peer in peers.values())])} |")
+    return "\n".join(lines)
+
+
 TABLES = (
     (ROOT / "README.md", way_in, INSTALL_BEGIN, INSTALL_END),
     (GUIDES / "install.md", install_line, INSTALL_BEGIN, INSTALL_END),
@@ -113,7 +166,7 @@ TABLES = (
     (REFERENCE / "settings.md", partial(fields_table, RunConfig), FIELDS_BEGIN, FIELDS_END),
     (REFERENCE / "settings.md", partial(fields_table, Fp8Config), FP8_BEGIN, FP8_END),
     (REFERENCE / "public.md", public_table, PUBLIC_BEGIN, PUBLIC_END),
-    (ROOT / "ARCHITECTURE.md", row.table, row.BEGIN, row.END),
+    (ROOT / "ARCHITECTURE.md", structure_table, STRUCTURE_BEGIN, STRUCTURE_END),
     (drawing.PAGE, drawing.drawing, drawing.BEGIN, drawing.END),
 )
 

@@ -12,7 +12,6 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +44,6 @@ _REPORTED_NAMES = frozenset(
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _HIDDEN_VALUE = "(set; not shown)"
-_TORCH_BUILD = re.compile(r"^(cuda|hip|debug|git_version)\b.*?=\s*(.+)$", re.MULTILINE)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -77,7 +75,6 @@ def _environment_facts(config_file: str | None) -> Facts:
     return {
         "nbaccel": _own_facts(inventory),
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
-        "torch build": _torch_build(),
         "machine": _machine_facts(inventory),
         "devices": _device_facts(inventory),
         "variables": shown_variables(env.snapshot()),
@@ -113,17 +110,6 @@ def _own_facts(inventory: Inventory) -> dict[str, Any]:
         "executable": sys.executable,
         "front end": inventory.front_end,
     }
-
-
-def _torch_build() -> dict[str, Any]:
-    """What torch was built for, from a file of it, since its import takes seconds."""
-    try:
-        file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
-        text = file.read_text(encoding="utf-8")
-    except (metadata.PackageNotFoundError, OSError):
-        return {}
-    found = {name: value.strip("'\" ") for name, value in _TORCH_BUILD.findall(text)}
-    return {name: value for name, value in found.items() if value not in ("None", "False")}
 
 
 # ----------------------------------------------------------------------------- machine

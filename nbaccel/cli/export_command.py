@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _CLUSTERS = ("slurm", "ray", "kubernetes")
 _TARGETS = ("nbaccel", "torchrun", "accelerate", "deepspeed", *_CLUSTERS)
-_LONGEST_NAME_BYTES = 200
 _IMAGE = "pytorch/pytorch:latest"
 _EXPORT_HELP = """\
 Write a script out of a notebook, and the command line or job that runs it.
@@ -98,9 +97,7 @@ def _export(
         )
     notebook_path = Path(notebook)
     script_path = Path(output or f"{_module_name(notebook_path.stem)}.py")
-    # The script names it; a name of bytes that are no text cannot stand there.
-    told_name = notebook_path.name.encode("utf-8", "replace").decode()
-    made_script = make_script(read_notebook(notebook_path), told_name, function)
+    made_script = make_script(read_notebook(notebook_path), notebook_path.name, function)
     _check_script(made_script.text)
     if to in _CLUSTERS:
         # The job finds its first node itself.
@@ -118,12 +115,8 @@ def _export(
 
 
 def _module_name(stem: str) -> str:
-    """A notebook's name as that of a script that can be imported: no blanks and dashes.
-
-    It is shortened to what file systems take with the endings of jobs behind it.
-    """
+    """A notebook's name as that of a script that can be imported: no blanks and dashes."""
     plain_name = "".join(letter if letter.isalnum() else "_" for letter in stem)
-    plain_name = plain_name.encode()[:_LONGEST_NAME_BYTES].decode(errors="ignore")
     return f"notebook_{plain_name}" if plain_name[:1].isdecimal() else plain_name
 
 

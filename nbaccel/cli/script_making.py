@@ -282,11 +282,8 @@ def _read_launch(
     )
 
 
-class _Unknown:
-    """Stands for a value that only running the notebook would tell."""
-
-
-_UNKNOWN = _Unknown()
+_UNKNOWN: Any = object()
+"""Stands for a value that only running the notebook would tell."""
 
 
 def _literal(node: ast.expr, found_configs: Mapping[str, Any]) -> Any:

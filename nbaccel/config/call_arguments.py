@@ -129,18 +129,6 @@ def _call_refusal(name: str, error: TypeError, has_function: bool) -> str:
 
 def check_call(function: Any, args: Any) -> None:
     """Refuse a call that cannot work, as far as that can be found out without making it."""
-    if call_mistakes := _swapped_argument_mistakes(function, args):
-        raise WrongArguments(*call_mistakes)
-
-
-def _swapped_argument_mistakes(function: Any, args: Any) -> list[str]:
-    # Not `callable`: a module passed as an argument is callable, too.
-    if inspect.isroutine(args) and not inspect.isroutine(function):
-        return [
-            f"function is {_kind_of_value(function)} and args is {_function_name(args)}(): "
-            f"they are swapped. The function comes first: write ({_function_name(args)}, (…,)), "
-            "with its arguments in a tuple."
-        ]
     call_mistakes = []
     if not callable(function):
         call_mistakes.append(
@@ -157,8 +145,9 @@ def _swapped_argument_mistakes(function: Any, args: Any) -> list[str]:
         try:
             signature.bind(*args)
         except TypeError:
-            return [_binding_message(_function_name(function), signature, tuple(args))]
-    return call_mistakes
+            call_mistakes = [_binding_message(_function_name(function), signature, tuple(args))]
+    if call_mistakes:
+        raise WrongArguments(*call_mistakes)
 
 
 def _kind_of_value(value: Any) -> str:

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 # Far deeper than any configuration, and far from Python's limit for recursion.
 _MAX_JSON_DEPTH = 64
 _TOO_DEEP = f"it is nested more than {_MAX_JSON_DEPTH} levels deep"
-_MAX_YAML_NODES = 10_000
-"""The largest configuration of DeepSpeed has some hundred."""
-_MAX_CHARS = 1_000_000
 _MAX_BITS = 1024
 """Of a whole number: a larger one does not fit into any number of a training."""
 
@@ -49,7 +46,6 @@ def read_file(file_path: str | Path) -> dict[str, Any]:
 def read_object(source_text: str, source_name: str) -> dict[str, Any]:
     """Read a JSON object in which no key stands twice."""
     try:
-        _check_length(source_text)
         read_values = json.loads(
             source_text, object_pairs_hook=each_once(source_name), parse_constant=_read_constant
         )
@@ -59,7 +55,7 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
         raise unreadable(source_name, "JSON", "it is nested too deeply") from error
     except ConfigError:
         raise  # from `each_once`; it is a `ValueError`, too
-    except ValueError as error:  # too long, NaN, or a number of thousands of digits
+    except ValueError as error:  # NaN, or a number of thousands of digits
         raise unreadable(source_name, "JSON", f"{error}{_line_of('NaN', source_text)}") from error
     if not isinstance(read_values, dict):
         type_name = "null" if read_values is None else type(read_values).__name__
@@ -202,52 +198,17 @@ def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, A
 def read_yaml(text: str) -> Any:
     """Read YAML in which ``3e-5`` is a number, as in JSON and in YAML 1.2."""
     yaml = require("yaml", extra="", why="Reading a configuration file")
-    _check_length(text)
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
         """With the numbers of YAML 1.2; a separate class, because resolvers change their class."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))
-    loader = Loader(text)
     try:
-        # Counted before objects are made of them: a few lines can stand for billions of values,
-        # over which everything that walks or shows them would take hours.
-        if (node := loader.get_single_node()) is None:
-            return None
-        _count_values(node, {})
-        return loader.construct_document(node)
+        return yaml.load(text, Loader)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-
-
-def _check_length(text: str) -> None:
-    if len(text) > _MAX_CHARS:
-        raise ValueError(f"it has {len(text):,} characters, and no configuration has so many")
-
-
-def _count_values(node: Any, counts: dict[int, int], depth: int = 0) -> int:
-    """How many values a node of YAML stands for, each alias counted as all that it names."""
-    if depth > _MAX_JSON_DEPTH:
-        raise ValueError(_TOO_DEEP)
-    if counts.get(id(node)) == 0:  # it is being counted
-        raise ValueError(f"the value of line {node.start_mark.line + 1} contains itself")
-    if id(node) not in counts:
-        counts[id(node)] = 0
-        inner_values = node.value if isinstance(node.value, list) else []
-        num_values = 1 + sum(
-            _count_values(inner_node, counts, depth + 1)
-            for inner_value in inner_values
-            for inner_node in (inner_value if isinstance(inner_value, tuple) else (inner_value,))
-        )
-        if num_values > _MAX_YAML_NODES:
-            raise ValueError(
-                f"it holds more than {_MAX_YAML_NODES:,} values where each alias counts as all "
-                "that it stands for"
-            )
-        counts[id(node)] = num_values
-    return counts[id(node)]
 
 
 class Plain(BaseModel):

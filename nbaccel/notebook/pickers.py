@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 # Several changes in a row renew them once.
 _RENEWAL_PAUSE_S = 0.3
 _LOCK_PAUSE_S = 0.01
-_WIDGETS_FROM = 7
 
 
 def _running_cell(running_shell: Any) -> object:
@@ -54,13 +53,6 @@ def _missing_widget_part(running_shell: Any) -> str:
         return "In a notebook this is a form. Here: picker.choose(name, value)."
     if not is_installed("ipywidgets"):
         return f"In a notebook with ipywidgets this is a form: {install_line('notebook')}"
-    import ipywidgets
-
-    if int(ipywidgets.__version__.partition(".")[0]) < _WIDGETS_FROM:
-        return (
-            f"ipywidgets {ipywidgets.__version__} is too old for the form, which needs "
-            f"{_WIDGETS_FROM} or later. Without it: picker.choose(name, value)."
-        )
     return ""
 
 
@@ -277,7 +269,7 @@ class Picker(HasTraits):
                 rendering.fits_html(model, is_live=False),
             ]
             if rows := [*rendering.shown_rows(model)]:
-                parts.append(rendering.table_html(rows, model.precision_hint))
+                parts.append(rendering.table_html(rows))
             parts.append(rendering.taken_html(model))
         return {"text/html": rendering.kept_html(self._css_class, parts, text), "text/plain": text}
 

@@ -7,7 +7,6 @@ request that would leave the machine, is kept and fails the test when the page i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,6 +57,31 @@ _RUN_CELL = f"""(number) => {{
 }}"""
 _OUTPUTS = f"(number) => {_PANEL}.content.widgets[number].model.outputs.toJSON()"
 
+# What is shown with less contrast than guidelines for the web ask for: 4.5.
+CONTRAST = """(root) => {
+    const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map((part) => {
+        const s = part / 255;
+        return s <= 0.03928 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4;
+    }).reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+    const paper = (element) => {
+        for (let e = element; e; e = e.parentElement) {
+            const colour = parse(getComputedStyle(e).backgroundColor);
+            if (colour.length < 4 || colour[3] > 0.9) return colour;
+        }
+        return [255, 255, 255];
+    };
+    const found = [];
+    for (const e of root.querySelectorAll("*")) {
+        const text = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+        if (!text || !e.checkVisibility() || e.matches("style, :disabled")) continue;
+        const [a, b] = [light(parse(getComputedStyle(e).color)), light(paper(e))];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (ratio < 4.5) found.push(`${ratio.toFixed(2)} ${e.className} ${e.textContent}`);
+    }
+    return found;
+}"""
+
 
 class NotebookPage:
     """One notebook in one tab."""
@@ -93,14 +117,6 @@ class NotebookPage:
         """Open the notebook, or open it again."""
         self.page.goto(self._address, wait_until="commit")
         self.page.wait_for_function(_READY)
-
-    def open_elsewhere(self, context: BrowserContext) -> Page:
-        """Open the same notebook in another browser, which shares its kernel."""
-        other = context.new_page()
-        other.set_default_timeout(WAIT_S * 1000)
-        other.goto(self._address, wait_until="commit")
-        other.wait_for_function(_READY)
-        return other
 
     def reload(self) -> None:
         """Reload the page, whatever its cells do."""
@@ -166,11 +182,6 @@ class NotebookPage:
         expect(self.page.locator("body")).to_have_attribute("data-jp-theme-light", is_light)
         # What covers the window meanwhile: JupyterLab stumbles over two changes at once.
         expect(self.page.locator("#jupyterlab-splash")).to_have_count(0)
-
-    def screenshot(self, path: Path, of: Locator | None = None) -> None:
-        """Take a picture of the window, or of one element."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        (of or self.page).screenshot(path=path)
 
     def check(self) -> None:
         """Fail if the browser complained, or a request was to leave the machine."""

@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, expect
 
 from nbaccel.config import RunConfig
 from tests.browser.conftest import APPLICATIONS, WINDOW, Open
-from tests.browser.page import NotebookPage
+from tests.browser.page import CONTRAST, NotebookPage
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -157,44 +157,6 @@ def test_seven_billion_parameters_fit_on_two_gpus_after_at_most_three_clicks(pic
     assert config.zero_stage or config.strategy == "fsdp"
 
 
-def test_a_way_and_its_precision_are_compared_and_taken_in_two_clicks(picker):
-    picker.root.evaluate(COUNT_CLICKS)
-    picker.find("compare").click()
-    expect(picker.find("compare")).to_have_attribute("aria-pressed", "true")
-    group = picker.root.get_by_role("radiogroup", name="Ways to train")
-    expect(picker.find("strip-row").filter(has_text="★ best")).to_have_count(1)
-    for precision in ("fp32", "fp16", "fp8"):
-        expect(
-            group.get_by_role("radio", name=f"ZeRO-2 in {precision}", exact=True)
-        ).to_be_visible()
-    # The bars lie over the buttons, and the name of each way beside them, in its first row.
-    button = group.get_by_role("radio", name="ZeRO-2 in bf16", exact=True)
-    number = button.evaluate("(button) => [...button.parentElement.children].indexOf(button)")
-    row = picker.find("strip-row").nth(number)
-    mine, its = button.bounding_box(), row.bounding_box()
-    assert mine is not None
-    assert its is not None
-    assert abs(mine["y"] - its["y"]) < 1
-    assert mine["height"] < 24, "thin bars: there are forty"
-    row.locator(".nbaccel-track").click(force=True)
-    expect(button).to_have_attribute("aria-checked", "true")
-    assert picker.root.evaluate("(root) => root.nbaccelClicks") == 2
-    is_on(picker.option("mixed_precision", "bf16"))
-    config = picker.config()
-    assert (config.mixed_precision, config.zero_stage) == ("bf16", 2)
-    button.focus()  # running a cell has taken it away
-    picker.page.press("ArrowDown")
-    fp8 = group.get_by_role("radio", name="ZeRO-2 in fp8", exact=True)
-    expect(fp8).to_have_attribute("aria-checked", "true")
-    expect(fp8).to_be_focused()
-    for _ in range(2):
-        picker.find("undo").click()
-    is_on(picker.option("mixed_precision", "no"))
-    assert picker.config() == RunConfig()
-    picker.find("compare").click()
-    is_on(picker.way("one copy each (DDP)"))
-
-
 @IN_LAB
 @pytest.mark.parametrize("width", [WIDTH, 720, 500])
 def test_compared_bars_stand_over_their_buttons_in_windows_of_any_width(picker, width):
@@ -205,18 +167,6 @@ def test_compared_bars_stand_over_their_buttons_in_windows_of_any_width(picker, 
         assert picker.root.evaluate(MISPLACED) == []
     finally:
         picker.page.page.set_viewport_size(WINDOW)
-
-
-@IN_LAB
-def test_a_long_sentence_makes_the_form_no_wider_than_its_cell(picker):
-    assert picker.root.evaluate(
-        """(root) => {
-            const sentence = root.querySelector(".nbaccel-strip-head .widget-html-content");
-            sentence.append(" it fits".repeat(60));
-            const right = (element) => element.getBoundingClientRect().right;
-            return right(root) <= right(root.closest(".jp-Cell"));
-        }"""
-    )
 
 
 MISPLACED = """(root) => {
@@ -271,15 +221,6 @@ def test_the_form_is_there_while_the_memory_is_still_being_estimated(picker):
     expect(slow.find("taken")).to_contain_text("Fits: ")
     expect(slow.find("bars")).to_contain_text("activations")
     page.wait_idle()
-
-
-@IN_LAB
-def test_space_presses_and_enter_opens(picker):
-    picker.find("opens-all").focus()
-    picker.page.press("Enter")
-    expect(picker.find("search")).to_be_visible()
-    picker.page.press("Space")
-    expect(picker.find("search")).to_be_hidden()
 
 
 def test_mistakes_of_a_pasted_file_are_seen_at_their_lines_without_scrolling(picker):
@@ -428,28 +369,3 @@ def test_text_can_be_read_in_both_themes(picker, theme):
     expect(picker.find("precision").first).to_be_visible()
     low = picker.root.evaluate(CONTRAST)
     assert not low, low
-
-
-CONTRAST = """(root) => {
-    const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
-    const light = ([r, g, b]) => [r, g, b].map((part) => {
-        const s = part / 255;
-        return s <= 0.03928 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4;
-    }).reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
-    const paper = (element) => {
-        for (let e = element; e; e = e.parentElement) {
-            const colour = parse(getComputedStyle(e).backgroundColor);
-            if (colour.length < 4 || colour[3] > 0.9) return colour;
-        }
-        return [255, 255, 255];
-    };
-    const found = [];
-    for (const e of root.querySelectorAll("*")) {
-        const text = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
-        if (!text || !e.checkVisibility() || e.matches("style, :disabled")) continue;
-        const [a, b] = [light(parse(getComputedStyle(e).color)), light(paper(e))];
-        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-        if (ratio < 4.5) found.push(`${ratio.toFixed(2)} ${e.className} ${e.textContent}`);
-    }
-    return found;
-}"""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import nbformat
 import psutil
 import pytest
-from playwright.sync_api import BrowserContext, Locator, expect
+from playwright.sync_api import Locator, expect
 
-from tests.browser.conftest import APPLICATIONS, WINDOW, Open
+from tests.browser.conftest import APPLICATIONS, Open
 from tests.browser.page import NotebookPage
 from tests.browser.test_dashboard import VIEW
 
@@ -73,27 +73,6 @@ def test_a_reloaded_page_shows_the_run_again_and_can_stop_it(page: NotebookPage)
     panel.get_by_role("button", name="Stop").click()
     expect(page.cell(LONG)).to_contain_text("2 ranks · stopped after")
     expect(panel).to_have_count(0)
-
-
-def test_another_browser_sees_the_run_and_can_stop_it(
-    page: NotebookPage, browser: BrowserContext
-) -> None:
-    page.run_cell(LONG, wait=False)
-    expect(panel_of(page, LONG)).to_contain_text("step")
-    page.save()
-    # With no cookie, storage or cache of the first one, as on another machine.
-    context = browser.browser.new_context(viewport=WINDOW)
-    try:
-        other = page.open_elsewhere(context)
-        panel = other.locator(".jp-Notebook .jp-Cell").nth(LONG).locator(".nbaccel-panel")
-        expect(panel).to_contain_text("step")
-        moves(panel)
-        moves(panel_of(page, LONG))
-        panel.get_by_role("button", name="Stop").click()
-        expect(page.cell(LONG)).to_contain_text("2 ranks · stopped after")
-        page.wait_idle()
-    finally:
-        context.close()
 
 
 def test_after_a_restart_of_the_kernel_it_says_so(page: NotebookPage) -> None:

@@ -89,3 +89,12 @@ def test_it_is_seen_without_a_line_of_code(page: NotebookPage, number: int) -> N
     errors = [o["text"] for o in page.outputs(number) if o.get("name") == "stderr"]
     lines = [line for text in errors for line in "".join(text).splitlines()]
     assert [line for line in lines if line.startswith("[0")] == []
+
+
+def test_what_the_browser_complains_of_fails_a_test(page: NotebookPage) -> None:
+    page.page.evaluate("console.error('a complaint')")
+    page.page.evaluate("fetch('https://example.org/x').catch(() => 0)")
+    with pytest.raises(AssertionError, match="a complaint"):
+        page.check()
+    assert "request: https://example.org/x" in page.complaints
+    page.complaints.clear()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from nbaccel.base.optional_packages import is_installed
@@ -132,63 +130,6 @@ def test_two_commands_train_together(tmp_path: Path) -> None:
     # As two workers of one machine do.
     alone = scripts.nbaccel("launch", "--cpu", "-n", "2", "train.py", "net.pt", folder=tmp_path)
     assert together[1] in alone.stdout
-
-
-def lose(node: subprocess.Popen[str]) -> None:
-    """Kill all that runs on a node."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in [*psutil.Process(node.pid).children(recursive=True), node]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    node.communicate()
-
-
-COMES_BACK = """
-    import os, pathlib, sys, time
-    import torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    checkpoint = pathlib.Path("step")
-    step = int(checkpoint.read_text()) if checkpoint.exists() else 0
-    first_step = step
-    while step < 20:
-        dist.all_reduce(torch.ones(1))
-        step += 1
-        if dist.get_rank() == 0:
-            checkpoint.with_suffix(".new").write_text(str(step))
-            checkpoint.with_suffix(".new").rename(checkpoint)
-        dist.barrier()
-        time.sleep(0.2)
-    print("WORLD", dist.get_world_size(), "FROM", first_step)
-"""
-
-
-@pytest.mark.slow
-def test_a_node_that_is_killed_comes_back_and_training_goes_on(tmp_path: Path) -> None:
-    address = own_address()
-    scripts.write(tmp_path / "train.py", COMES_BACK)
-    endpoint = f"{address}:{free_port(address)}"
-    words = [
-        *("--nproc-per-node", "1", "--nnodes", "2", "--max-restarts", "3"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf"),
-    ]
-    # Torch goes by the machine's name for who serves the rendezvous, and both are one machine.
-    settings = "keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
-    stays = start(tmp_path, *words, f"{settings}true", "train.py")
-    scripts.wait_until(lambda: scripts.answers(endpoint), stays)
-    dies = start(tmp_path, *words, f"{settings}false", "train.py")
-    try:
-        scripts.wait_until((tmp_path / "step").exists, stays)
-        lose(dies)
-        back = start(tmp_path, *words, f"{settings}false", "train.py")
-        ended = [node.communicate(timeout=100) for node in (stays, back)]
-    finally:
-        lose(stays)
-        lose(dies)
-    assert (stays.returncode, back.returncode) == (0, 0), ended
-    for output, _ in ended:
-        [line] = [line for line in output.splitlines() if line.startswith("WORLD")]
-        assert line.split()[:3] == ["WORLD", "2", "FROM"]
-        assert int(line.split()[3]) >= 1
 
 
 @DEEPSPEED

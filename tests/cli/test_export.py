@@ -14,7 +14,6 @@ import yaml
 
 from nbaccel.cli import main
 from nbaccel.cli.script_making import make_script, read_notebook
-from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from tests.cli import scripts
 from tests.programs import run_program
@@ -250,30 +249,6 @@ def test_an_sbatch_file(small: Path) -> None:
     assert '--num-nodes 2 --node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR"' in text
 
 
-@pytest.mark.slow
-def test_an_sbatch_file_runs_where_srun_is_a_shell(small: Path, tmp_path: Path) -> None:
-    """The part of the file after SLURM's own: with its commands and variables made up."""
-    assert main(["export", "--to", "slurm", "-n", "2", "--cpu", small.name]) == 0
-    tools = tmp_path / "tools"
-    scripts.write(tools / "srun", '#!/bin/sh\nshift\nexec "$@"\n').chmod(0o755)
-    scripts.write(tools / "scontrol", "#!/bin/sh\necho 127.0.0.1\n").chmod(0o755)
-    nbaccel = f'#!/bin/sh\nexec {sys.executable} -m nbaccel "$@"\n'
-    scripts.write(tools / "nbaccel", nbaccel).chmod(0o755)
-    done = run_program(
-        ["bash", "n.sbatch"],
-        env={
-            **scripts.environment(),
-            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-            "SLURM_JOB_NODELIST": "n1",
-            "SLURM_JOB_ID": "7",
-            "SLURM_NODEID": "0",
-        },
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert scripts.of_rank(1, done.stdout) == ["1"]
-
-
 def test_a_job_for_ray(small: Path) -> None:
     assert main(["export", "--to", "ray", "-n", "4", small.name]) == 0
     subprocess.run(["bash", "-n", "n_ray.sh"], check=True)
@@ -299,14 +274,10 @@ words = sys.argv[sys.argv.index("--") + 1:]
 sys.exit(subprocess.run(subprocess.list2cmdline(words), shell=True).returncode)
 ' "$@"
 """
-HOSTILE_SETTINGS = [
-    *("$(touch ran)", "`touch ran`", "*", "~", "${HOME}", "a b", 'say "x"', "it's", "back\\slash"),
-    *("two\nlines", "; touch ran", "plain"),
-]
 
 
-@pytest.mark.parametrize("value", HOSTILE_SETTINGS)
-def test_settings_of_a_job_for_ray_are_no_commands(value: str, small: Path) -> None:
+def test_settings_of_a_job_for_ray_are_no_commands(small: Path) -> None:
+    value = """$(touch ran) `touch ran` * ~ ${HOME} say "x" it's back\\slash\nlines ; touch ran"""
     words = ["--to", "ray", "-n", "2", "--log-dir", value, "--log-line-prefix-template", value]
     assert main(["export", *words, small.name]) == 0
     programs = Path("programs")
@@ -382,29 +353,14 @@ def test_a_notebook_that_cannot_be_exported(
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
+def test_one_of_several_launches_can_be_chosen(tmp_path: Path) -> None:
+    cells = ["def f(): pass", "def g(): pass", "notebook_launcher(f)", "notebook_launcher(g)"]
+    made = make_script(read_notebook(write_notebook(tmp_path / "n.ipynb", cells)), "n.ipynb", "f")
+    assert "def g" not in made.text
+
+
 def test_what_is_no_notebook_is_refused(tmp_path: Path) -> None:
     (tmp_path / "n.ipynb").write_text("{}")
     for name in ("n.ipynb", "gone.ipynb"):
         with pytest.raises(ConfigError, match="cannot be read as a notebook"):
             read_notebook(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "stem", [b"bad\xff", b"l" * 240, "\u4e2d".encode() * 80], ids=["bytes", "long", "wide"]
-)
-def test_any_name_of_a_notebook_is_taken(stem: bytes, small: Path) -> None:
-    notebook = small.rename(small.with_name(os.fsdecode(stem + b".ipynb")))
-    assert main(["export", "--to", "slurm", notebook.name]) == 0
-    [script] = Path().glob("*.py")
-    compile(script.read_bytes(), "script", "exec")
-    [job] = Path().glob("*.sbatch")
-    assert script.name in job.read_text()
-
-
-def test_one_of_several_launches_can_be_chosen(tmp_path: Path) -> None:
-    cells = ["def f(): pass", "def g(): pass", "notebook_launcher(f)", "notebook_launcher(g)"]
-    path = write_notebook(tmp_path / "n.ipynb", cells)
-    made = make_script(read_notebook(path), path.name, "f")
-    assert "def g" not in made.text
-    assert made.launch.settings == {}
-    assert RunConfig(**made.launch.settings) == RunConfig()

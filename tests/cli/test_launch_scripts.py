@@ -148,23 +148,6 @@ def test_a_failure_is_reported_with_source_lines(count: str, tmp_path: Path, cap
     assert "Traceback (most recent call last)" in capfd.readouterr().err
 
 
-def test_the_rank_that_failed_first_is_named_first(tmp_path: Path, capfd) -> None:
-    text = """
-        import os
-        import torch.distributed as dist
-        dist.init_process_group("gloo")
-        if dist.get_rank() == 5:
-            raise RuntimeError("rank five is out of data")
-        dist.barrier()
-    """
-    scripts.write(tmp_path / "train.py", text)
-    assert main(["launch", "--cpu", "--nproc_per_node=8", "train.py"]) == 1
-    told = capfd.readouterr().err
-    report = told[told.index("nbaccel: rank") :]
-    assert report.startswith("nbaccel: rank 5 of 8 raised RuntimeError: rank five is out of data")
-    assert "  rank 0: " in report
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -248,7 +231,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal_number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
 )
 def test_a_signal_stops_all_in_order(running, signal_number: int, status: int) -> None:
     process, pids = running
@@ -267,14 +250,4 @@ def test_no_worker_outlives_a_command_that_is_killed(running) -> None:
     deadline = time.monotonic() + 10
     while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(lives, pids))
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_is_named(running) -> None:
-    process, pids = running
-    os.kill(pids[0], signal.SIGKILL)
-    _, told = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "of 2 was killed by SIGKILL" in told
     assert not any(map(lives, pids))

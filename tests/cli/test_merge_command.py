@@ -39,33 +39,13 @@ def test_shards_become_one_file(saved, tmp_path, capsys):
     assert all(torch.equal(merged[name], weights[name]) for name in weights)
     assert "model.safetensors: " in capsys.readouterr().out
     assert (state / "pytorch_model_fsdp_0").exists()
-
-
-def test_options_of_accelerate_are_followed(saved, tmp_path, capsys):
-    state, weights = saved
     options = ["--unsafe_serialization", "--remove_checkpoint_dir"]
     assert main(["merge-weights", str(state), str(tmp_path / "out"), *options]) == 0
     merged = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
     assert all(torch.equal(merged[name], weights[name]) for name in weights)
     assert not (state / "pytorch_model_fsdp_0").exists()
     assert "deleted" in capsys.readouterr().out
-
-
-def test_damaged_shards_leave_nothing_and_stay(saved, tmp_path, capsys):
-    state, _ = saved
-    shard = next((state / "pytorch_model_fsdp_0").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    out = tmp_path / "out"
-    assert main(["merge-weights", str(state), str(out), "--remove-checkpoint-dir"]) == 2
-    assert not out.exists()
-    assert shard.exists()
-    assert shard.name in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_folder_without_shards_is_told(tmp_path, capsys):
-    assert main(["merge-weights", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert main(["merge-weights", str(state), str(tmp_path / "none")]) == 2
     assert "has no shards of one model" in " ".join(capsys.readouterr().err.split())
 
 
@@ -106,20 +86,6 @@ def test_memory_holds_a_tensor_at_a_time(tmp_path):
     assert {name: tensor[[0, -1]].tolist() for name, tensor in merged.items()} == {
         f"layer{number}": [float(number)] * 2 for number in range(16)
     }
-    # Without a file's pages it would not have fitted.
-    done = run_program(
-        [
-            sys.executable,
-            "-c",
-            code,
-            *arguments[:2],
-            str(tmp_path / "b2"),
-            "--unsafe-serialization",
-        ],
-        check=False,
-        env=limited,
-    )
-    assert done.returncode != 0
 
 
 @pytest.fixture
@@ -144,21 +110,3 @@ def test_a_disk_without_room_keeps_what_is_there(tmp_path, small_disk, capsys):
     assert main(["merge-weights", str(shards), str(small_disk / "model.safetensors")]) == 2
     assert "is a file" in " ".join(capsys.readouterr().err.split())
     assert (small_disk / "model.safetensors").read_bytes() == b"old"
-
-
-@pytest.mark.slow
-def test_a_limit_of_the_system_leaves_nothing(tmp_path):
-    """The disk has room, and the write fails all the same: as with a quota."""
-    shards = tmp_path / "pytorch_model_fsdp_0"
-    shard({"a": torch.zeros(2**19)}, shards)
-    code = (
-        "import resource, signal, sys\nfrom nbaccel.cli import main\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    arguments = ["merge-weights", str(shards), str(tmp_path / "out")]
-    done = run_program([sys.executable, "-c", code, *arguments], check=False)
-    assert done.returncode == 1
-    assert "What was there before is as it was" in " ".join(done.stderr.split())
-    assert not (tmp_path / "out").exists()

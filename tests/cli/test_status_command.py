@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from nbaccel.cli import main
@@ -103,20 +102,6 @@ def test_a_run_is_listed_with_how_far_it_is(
     assert noted_runs() == [], "after its end nothing is noted"
 
 
-def test_a_note_is_written_at_most_every_two_seconds_and_costs_little(folder: Path) -> None:
-    note = NoteFile("train")
-    board = board_at(step=1)
-    note.write(board)
-    (path,) = folder.iterdir()
-    first = path.stat().st_mtime_ns
-    began = time.perf_counter()
-    for _ in range(1000):
-        note.write(board)
-    assert (time.perf_counter() - began) / 1000 < 1e-3
-    assert path.stat().st_mtime_ns == first
-    note.remove()
-
-
 def test_nobody_else_can_look_or_leave_something_there(folder: Path) -> None:
     note = NoteFile("train")
     note.write(board_at(step=1))
@@ -168,17 +153,3 @@ def test_a_run_is_stopped_as_by_its_button(
     assert "has been told to stop" in capsys.readouterr().out
     assert training.communicate(timeout=WAIT_S)[0] == "stopped\n"
     assert list(folder.iterdir()) == [], "nothing is left"
-
-
-@pytest.mark.slow
-def test_a_run_whose_process_is_killed_leaves_nothing(
-    training: subprocess.Popen[str], folder: Path
-) -> None:
-    wait_for_note(training)
-    processes = psutil.Process(training.pid).children(recursive=True)
-    training.kill()
-    training.wait(WAIT_S)
-    assert len(list(folder.iterdir())) == 1
-    assert noted_runs() == []
-    assert list(folder.iterdir()) == []
-    psutil.wait_procs(processes, timeout=WAIT_S)

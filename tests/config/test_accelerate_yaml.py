@@ -7,7 +7,6 @@ import pytest
 from nbaccel.config import Fp8Config, RunConfig, load_config_file, read_accelerate_yaml
 from nbaccel.config.accelerate_yaml import is_accelerate_file
 from nbaccel.errors import ConfigError
-from nbaccel.plan.topology import run_variables
 from tests.needs import DEEPSPEED_ROW
 
 FILES = Path(__file__).parent / "accelerate_yaml"
@@ -142,15 +141,6 @@ def test_deepspeeds_file_decides_where_there_is_one():
     told = outcomes(read_accelerate_yaml(FILES / "v1_15_zero_file.yaml"))
     assert told["deepspeed_config.gradient_clipping"] == (False, "DeepSpeed's file decides")
     assert told["mixed_precision"] == (False, "DeepSpeed's file decides")
-
-
-def test_settings_reach_workers_by_accelerates_variables():
-    variables = run_variables(load_config_file(FILES / "v0_20_sharded.yaml").config)
-    assert variables["ACCELERATE_USE_FSDP"] == "true"
-    assert variables["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "GPT2Block,GPT2MLP"
-    assert variables["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
-    assert variables["FSDP_OFFLOAD_PARAMS"] == "false"
-    assert variables["ACCELERATE_DYNAMO_BACKEND"] == "inductor"
 
 
 def test_processes_are_counted_on_each_machine():

@@ -48,8 +48,8 @@ def refused(*args: Any, **kwargs: Any) -> str:
         (demo_basic, (2,), "def demo_basic(world_size) with rank = int(os.environ["),
         (demo_basic, (2,), 'lambda world_size: demo_basic(int(os.environ["RANK"]), world_size)'),
         (by_name, (1,), "Pass functools.partial(by_name, lr=…) as the function."),
-        ((1,), train, "function is a tuple and args is train(): they are swapped."),
-        (nn.Linear(1, 1), train, "function is a Linear and args is train(): they are swapped."),
+        ((1,), train, "function=(1,) is not callable: each worker calls it."),
+        (nn.Linear(1, 1), train, "args is a function, not a tuple"),
         (train, nn.Linear(1, 1), "args is a Linear, not a tuple"),
     ],
 )
@@ -157,11 +157,3 @@ def test_the_signature_of_the_accelerator_is_what_tools_see() -> None:
     own = [*inspect.signature(Accelerator.__init__).parameters]
     assert own == ["self", *names]
     assert Accelerator.__init__.__annotations__["mixed_precision"] == "str | None"
-
-
-def test_the_signature_is_still_that_of_the_launcher() -> None:
-    assert [*inspect.signature(notebook_launcher).parameters][:3] == [
-        "function",
-        "args",
-        "num_processes",
-    ]

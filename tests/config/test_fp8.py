@@ -42,17 +42,6 @@ def test_all_mistakes_are_told_with_what_to_do():
     assert len(caught.value.mistakes) == 4
 
 
-def test_accelerate_reads_the_variables(monkeypatch):
-    """Of the classes that need no library: those of TransformerEngine read the same prefix."""
-    from accelerate.utils import MSAMPRecipeKwargs
-
-    variables = Fp8Config(backend="msamp", opt_level="O1").variables()
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert MSAMPRecipeKwargs().opt_level == "O1"
-    assert variables["ACCELERATE_FP8_BACKEND"] == "MSAMP"
-
-
 def test_te_recipe_variables_are_those_that_accelerate_reads(monkeypatch):
     """Its class wants the library first: told that it is there, it reads them all."""
     from accelerate.utils import dataclasses

@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +87,6 @@ def test_fsdp1s_sharding_strategies_are_understood(given: str, reshards: bool) -
         sharding_strategy=given, use_orig_params=True, sync_module_states=True
     )
     assert plugin.reshard_after_forward is reshards
-
-
-def test_a_sharding_strategy_may_be_torchs_own() -> None:
-    from torch.distributed.fsdp import ShardingStrategy
-
-    plugin = FullyShardedDataParallelPlugin(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    assert plugin.reshard_after_forward is False
-
-
-def test_seconds_are_a_timeout_too() -> None:
-    assert InitProcessGroupKwargs(timeout=90).timeout == timedelta(seconds=90)
 
 
 def test_only_what_differs_from_the_defaults_is_passed_on() -> None:

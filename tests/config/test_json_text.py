@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from nbaccel.config import RunConfig
+from nbaccel.config.given_values import shown
 from nbaccel.config.text_forms import json_like, plain_object, read_file, read_object
 from nbaccel.errors import ConfigError
+from nbaccel.train.checkpoint.folder_writing import read_manifest
 
 BROKEN = {
     "comment": ('{\n  // half\n  "a": 1}', "line 2 column 3.*JSON has no comments"),
@@ -82,3 +84,26 @@ def test_what_json_cannot_hold_is_told_with_its_place():
 def test_plain_values_of_others_become_pythons():
     assert json_like({"a": (np.int64(1), np.float32(0.5))}) == {"a": [1, 0.5]}
     assert read_object('{"a": Infinity}', "A thing") == {"a": float("inf")}
+
+
+def test_what_is_nested_too_deeply_is_refused_in_a_few_words(tmp_path):
+    deep = "[" * 20_000 + "]" * 20_000
+    for read in (RunConfig.from_yaml, RunConfig.from_json):
+        with pytest.raises(ConfigError, match="cannot be read from") as caught:
+            read(f'{{"fsdp": {deep}}}')
+        assert len(str(caught.value)) < 1000
+    (tmp_path / "nbaccel_manifest.json").write_text(deep)
+    with pytest.raises(ConfigError, match="truncated or damaged"):
+        read_manifest(tmp_path)
+
+
+def test_values_and_mistakes_are_shown_short():
+    value: object = "lol" * 100
+    for _ in range(8):
+        value = {str(n): value for n in range(10)}
+    assert len(shown(value)) < 500
+    assert str(ConfigError("x" * 100_000 + " Give less.")).endswith("Give less.")
+    assert len(str(ConfigError("x" * 100_000 + " Give less."))) < 5_000
+    many = str(ConfigError(*(f"mistake {n}" for n in range(500))))
+    assert "500 settings are wrong" in many
+    assert many.endswith("and 480 more")

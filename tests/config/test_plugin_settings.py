@@ -97,17 +97,3 @@ def test_variables_win_and_cannot_move_a_worker():
 def test_mistakes_are_told_with_the_setting(settings, told):
     with pytest.raises(ConfigError, match=told):
         RunConfig(**settings)
-
-
-def test_a_launch_hands_them_to_its_workers():
-    from nbaccel import notebook_launcher
-
-    def seen():
-        import os
-
-        return os.environ.get("NBACCEL_TEST_WORD"), os.environ.get("ACCELERATE_DYNAMO_BACKEND")
-
-    config = RunConfig(
-        num_processes=2, device="cpu", variables={"NBACCEL_TEST_WORD": "x"}, dynamo="eager"
-    )
-    assert notebook_launcher(seen, config=config) == [("x", "eager")] * 2

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import hardware, leak_police
+from tests import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -138,7 +138,6 @@ def install(child_too):
     sys.modules['nbaccel.workers.template'] = module
 """
 TEMPLATE_ALONE = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=False)\n"
-TEMPLATE_WITH_WORKER = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=True)\n"
 STRANGER = f"police-stranger-{os.getpid()}"
 # Another process of the same user makes a segment while our test runs, and keeps it open until we
 # end it: to the police of the test worker beside us a segment that nobody has open is a leak.
@@ -201,32 +200,3 @@ def test_gpu_tests_are_skipped_with_the_reason_where_there_is_none(verdicts):
         pytest.skip("this machine has a GPU: nothing is skipped")
     said = verdicts.of(len(LEAKS) + BESIDE.index(ON_A_GPU))["test"]
     assert said.startswith("skipped: needs an NVIDIA GPU: "), said
-
-
-def test_what_is_just_ending_is_given_time(tmp_path):
-    source = (
-        "import subprocess, threading, time\n"
-        "def test_thread():\n"
-        "    threading.Thread(target=time.sleep, args=(0.5,)).start()\n"
-        "def test_orphan():\n"
-        "    subprocess.run(['sh', '-c', 'sleep 0.5 >/dev/null 2>&1 &'], check=True)\n"
-    )
-    found = run_pytest(tmp_path, [source], grace_s=leak_police.GRACE_S).of(0)
-    assert found == {"test_thread": "", "test_orphan": ""}
-
-
-def test_a_worker_of_the_template_may_not_stay(tmp_path):
-    said = run_pytest(tmp_path, [TEMPLATE_WITH_WORKER]).of(0)["test"]
-    assert fnmatch.fnmatch(said, "error: *process * (sleep 65)*"), said
-
-
-@pytest.fixture(scope="session")
-def variable_of_the_session() -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBACCEL_TEST_OF_THE_SESSION", "x")
-        yield "NBACCEL_TEST_OF_THE_SESSION"
-
-
-def test_what_a_fixture_of_the_session_brings_is_no_leak(variable_of_the_session):
-    # Not the first test here: the police has looked after the one before.
-    assert os.environ[variable_of_the_session] == "x"

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
-import sys
 from collections.abc import Iterator
-
-import pytest
 
 from tests.house.source import nodes, package_files
 
@@ -108,43 +104,3 @@ def test_private_names_of_others_stand_in_their_files_only():
     allowed = {(file, name) for file, names in _ALLOWED.items() for name in names}
     assert [where for place, where in found.items() if place not in allowed] == []
     assert allowed - found.keys() == set(), "allowed, and used no more"
-
-
-def _overridden(tree: ast.Module) -> list[str]:
-    """Private methods of other packages' classes that a class of this module replaces."""
-    imported = {
-        alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level
-        for alias in node.names
-    }
-    found = []
-    for node in ast.walk(tree):
-        bases = node.bases if isinstance(node, ast.ClassDef) else []
-        for module, name in (imported[b.id] for b in bases if getattr(b, "id", "") in imported):
-            if module.split(".")[0] not in ("nbaccel", "deepspeed", *sys.stdlib_module_names):
-                base = getattr(importlib.import_module(module), name)
-                methods = (m.name for m in node.body if isinstance(m, ast.FunctionDef))  # type: ignore[attr-defined]
-                found += [m for m in methods if _is_private(m) and hasattr(base, m)]
-    return found
-
-
-def test_no_private_method_of_others_is_replaced():
-    """One that is renamed there would be called no more, and nobody would be told."""
-    assert [(f.name, m) for f in package_files() for m in _overridden(f.tree)] == []
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from torch._subclasses import fake_tensor",
-        "from torch.distributed.utils import _sync_module_states",
-        "import torch._dynamo",
-        "getattr(torch, '_C')",
-        "hasattr(model, '_orig_mod')",
-        "vars(shell)['_inspect'] = f",
-        "class Scaler(GradScaler):\n    def f(self):\n        return self._per_optimizer_states",
-    ],
-)
-def test_one_would_be_found(code):
-    assert len([*_used(ast.parse(code))]) == 1

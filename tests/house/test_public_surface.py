@@ -6,8 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import warnings
-from types import ModuleType
 
 import pytest
 
@@ -38,25 +36,6 @@ def test_every_public_name_is_listed():
     new = sorted(offered() - set(listed()))
     assert not new, "\n".join([*new, LISTING])
     assert listed() == sorted(set(listed())), "python -m tests.house.public_names puts it in order"
-
-
-def test_a_public_name_that_goes_is_seen(monkeypatch):
-    made = ModuleType("made_up")
-    made.__dict__.update(__all__=["kept", "lost"], kept=1, dropped=2, __getattr__=deprecated_name)
-    monkeypatch.setitem(sys.modules, "made_up", made)
-    assert why_gone("made_up.kept") == ""
-    assert why_gone("made_up.old") == ""
-    assert why_gone("made_up.lost") == "no lost"
-    assert why_gone("made_up.dropped") == "not in made_up.__all__"
-    assert "no_such_module" in why_gone("no_such_module.kept")
-
-
-def deprecated_name(name):
-    """As a module's `__getattr__`."""
-    if name != "old":
-        raise AttributeError(f"no {name}")
-    warnings.warn("old goes in 0.3: use kept", DeprecationWarning, stacklevel=2)
-    return 1
 
 
 def test_the_groups_of_entry_points_are_these():

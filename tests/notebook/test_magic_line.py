@@ -12,11 +12,9 @@ from nbaccel.notebook.magic_line import (
     SUBCOMMANDS,
     cell_manual,
     check_ranks,
-    config_names,
     line_manual,
     missing_names,
     options_of,
-    ranks_as_text,
     read_magic_line,
     setting_options,
     subcommand_manual,
@@ -34,13 +32,6 @@ def mistakes(text, subcommand="", **namespace):
     with pytest.raises(ConfigError) as caught:
         line(text, subcommand, **namespace)
     return caught.value.mistakes
-
-
-def test_an_empty_line_changes_nothing():
-    read_line = line("")
-    assert read_line.wanted == BASE
-    assert read_line.given == read_line.out == read_line.names == ()
-    assert read_line.ranks is None
 
 
 @pytest.mark.parametrize(
@@ -76,6 +67,7 @@ def test_the_cells_own_options():
     found = line("--ranks 0,2-3 --out loss,acc --dist --autoreload off")
     assert found.ranks == (0, 2, 3)
     assert found.out == ("loss", "acc")
+    assert line("a b, c --ranks 1", "pull").names == ("a", "b", "c")
     assert found.dist
     assert found.autoreload is False
     assert line("--autoreload on").autoreload is True
@@ -105,24 +97,6 @@ def test_a_config_of_the_notebook():
 @dataclasses.dataclass
 class Holder:
     config: RunConfig
-
-
-def test_names_that_a_config_can_have():
-    class Stranger:
-        @property
-        def config(self):
-            raise AssertionError("a stranger's property was run")
-
-    namespace = {
-        "one": BASE,
-        "plan": resolve(BASE),
-        "held": Holder(BASE),
-        "_hidden": BASE,
-        "stranger": Stranger(),
-        "kind": RunConfig,
-        "number": 3,
-    }
-    assert config_names(namespace) == ["one", "plan", "held"]
 
 
 def test_a_config_and_a_setting_that_contradict():
@@ -177,10 +151,6 @@ def test_all_mistakes_come_at_once():
     assert len(found) == 7
 
 
-def test_names_are_separated_by_blanks_or_commas():
-    assert line("a b, c --ranks 1", "pull").names == ("a", "b", "c")
-
-
 def test_ranks_beyond_the_last_are_refused():
     check_ranks((0, 3), 4)
     check_ranks(None, 1)
@@ -198,14 +168,6 @@ def test_names_that_the_notebook_lacks_are_refused():
     missing_names(["mymodel"], {"mymodel": 1})
     with pytest.raises(ConfigError, match=r"'mymodl'.* Did you mean 'mymodel'"):
         missing_names(["mymodl"], {"mymodel": 1})
-
-
-@pytest.mark.parametrize(
-    ("ranks", "told"),
-    [((0,), "rank 0"), ((0, 1), "ranks 0-1"), ((0, 2, 3, 7), "ranks 0,2-3,7")],
-)
-def test_ranks_are_told_as_people_write_them(ranks, told):
-    assert ranks_as_text(ranks) == told
 
 
 def test_every_setting_is_an_option_with_its_description():

@@ -14,8 +14,6 @@ import pytest
 from tests.kernel.kernel import WAIT_S, Cell, Kernel
 
 pytestmark = pytest.mark.slow
-
-LOOKS = 5  # of two seconds each, while nothing changes
 STATE_OF_TIMERS = """
 import asyncio, threading
 timers = [h for h in asyncio.get_running_loop()._scheduled
@@ -138,53 +136,3 @@ def test_between_cells_a_killed_worker_is_seen_and_told_by_the_next_cell(
     assert "SIGKILL" in "\n".join(told.traceback)
     assert boards_of(told)[-1][0].startswith("broken: ")
     assert not kernel_with_workers.run("%%accelerate\n1").error
-
-
-def test_between_cells_only_what_changes_is_sent_and_no_worker_is_asked(
-    kernel_with_workers: Kernel,
-) -> None:
-    """Memory that a thread takes is seen; one that a debugger has stopped holds nothing up."""
-    kernel_with_workers.run(
-        """\
-        %%accelerate --ranks 1
-        import threading, time
-        def take():
-            time.sleep(3)
-            globals()["taken"] = bytearray(500_000_000)
-        threading.Thread(target=take, daemon=True).start()
-        """
-    ).check()
-    kernel_with_workers.run("%accelerate").check()
-
-    def has_taken(text: str) -> bool:
-        return max(float(size) for size in re.findall(r"([\d.]+) MiB", text)) > 600
-
-    texts = between_cells(kernel_with_workers, has_taken)
-    assert has_taken(texts[-1])
-    assert "taken" not in texts[-1], "names are those of the last cell"
-    quiet = between_cells(kernel_with_workers, lambda _: False, timeout_s=2.0 * LOOKS)
-    assert len(quiet) <= 2, "the memory has settled, and the minutes have changed once at most"
-
-
-def test_a_captured_cell_does_not_get_the_board_and_unloading_ends_the_timer(
-    kernel_with_workers: Kernel,
-) -> None:
-    kernel_with_workers.run("%accelerate").check()
-    assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout.startswith("1 ")
-    kernel_with_workers.run(
-        "%%capture kept\nget_ipython().run_cell_magic('accelerate', '',"
-        " 'import time; time.sleep(2.5)')"
-    ).check()
-    seen = kernel_with_workers.run(
-        "print([o.data.get('text/plain') for o in kept.outputs])"
-    ).check()
-    assert "2 ranks" in seen.stdout
-    assert "rank  state" not in seen.stdout
-    # A board that is captured is not seen: the one that is stays the newest.
-    kernel_with_workers.run("%%capture kept\n%accelerate").check()
-    count = kernel_with_workers.run("print(len(kept.outputs))").check()
-    assert count.stdout == "1\n"
-    assert kernel_with_workers.run("%%accelerate\nafterwards = 1").check().updates
-    unloaded = kernel_with_workers.run("%unload_ext nbaccel").check().updates
-    assert unloaded[-1]["text/plain"].startswith("stopped: ")
-    assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout == "0 []\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import needs
-from tests.kernel.kernel import WAIT_S, Kernel
-from tests.notebook.asking import START, complete, inspect, paged, shown, told
+from tests.kernel.kernel import Kernel
+from tests.notebook.asking import START, complete, shown, told
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,6 @@ def test_a_value_in_the_line_and_magics_above_it(live: Kernel) -> None:
     assert "Wall time" in cell.stdout
 
 
-@pytest.mark.parametrize("options", ["-n 2", "--num-processes 2 --device cpu", "--precision no"])
-def test_options_that_the_workers_have_pass(live: Kernel, options: str) -> None:
-    assert shown(live.run(f"%%accelerate {options}\n3")) == ["3"]
-
-
 @needs.DEEPSPEED_ROW
 @pytest.mark.parametrize(
     ("options", "said"),
@@ -98,13 +93,6 @@ def test_config_tells_what_a_restart_would_change(live: Kernel) -> None:
     assert "until" not in live.run("%accelerate config --precision no").check().stdout
 
 
-def test_status_shows_each_worker(live: Kernel) -> None:
-    (data,) = live.run("%accelerate").check().displays
-    assert re.search(r"^0 +idle", data["text/plain"], flags=re.MULTILINE)
-    assert re.search(r"^1 +idle", data["text/plain"], flags=re.MULTILINE)
-    assert "<table" in data["text/html"]
-
-
 @pytest.mark.parametrize(("above", "line"), [("", 4), ("\n\n", 6), ("%%time\n", 5)])
 def test_an_error_shows_the_lines_of_the_cell_as_written(
     live: Kernel, above: str, line: int
@@ -116,12 +104,6 @@ def test_an_error_shows_the_lines_of_the_cell_as_written(
     assert re.search(rf"----> +{line}     return 1 / 0", text)
     assert re.search(rf"Cell In\[\d+\], line {line + 1}", text)
     assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"], "the workers live on"
-
-
-def test_an_error_has_the_number_that_the_cell_is_shown_with(live: Kernel) -> None:
-    reply = live.client.execute("%%accelerate\n1 / 0", reply=True, timeout=WAIT_S)["content"]
-    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(reply["traceback"]))
-    assert f"Cell In[{reply['execution_count']}], line 2" in text
 
 
 def test_a_syntax_error_shows_the_line(live: Kernel) -> None:
@@ -177,15 +159,6 @@ def test_names_of_workers_are_offered_beside_the_notebooks(furnished: Kernel) ->
         "worker_of_notebook",
     }
     assert complete(furnished, "worker_‸") == ["worker_of_notebook"]
-
-
-def test_names_of_workers_are_explained(furnished: Kernel) -> None:
-    assert "A net of the workers." in inspect(furnished, "%%accelerate\nworker_net")["text/plain"]
-    assert "A net of the workers." in paged(furnished, "worker_net?")
-    assert inspect(furnished, "%%accelerate\nnobody_knows") == {}
-    furnished.run("def own():\n    'The notebook has this.'").check()
-    assert "The notebook has this." in inspect(furnished, "%%accelerate\nown")["text/plain"]
-    assert "The notebook has this." in paged(furnished, "own?")
 
 
 def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path) -> None:

@@ -100,40 +100,10 @@ print("ok")
 """
 
 
-# NVML of driver 580 maps libcuda and starts a thread of its own (seen on an H100); that is no CUDA
-# context, and workers can be forked.
-LOOK_THEN_FORK_ON_CUDA = """
-import os, threading
-from nbaccel.plan import inspect_machine
-from nbaccel.workers import fork_safety
-
-inspect_machine()
-assert threading.active_count() == 1, "inspecting started a thread"
-assert not fork_safety.hazards(), fork_safety.hazards()
-child = os.fork()
-if child == 0:
-    import torch
-    weight = torch.ones(300, 300, device="cuda", requires_grad=True)
-    (torch.ones(300, 300, device="cuda") @ weight).sum().backward()
-    os._exit(7 if weight.grad.sum().item() == 300.0 ** 3 else 1)
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 7, status
-print("ok")
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_that_has_looked_can_be_forked():
     done = run(LOOK_THEN_FORK)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
-
-
-@pytest.mark.gpu
-def test_a_process_that_has_looked_can_fork_workers_that_use_cuda():
-    if not inspect_machine().gpus:
-        pytest.skip(f"no GPU here: {inspect_machine().gpu_note}")
-    done = run(LOOK_THEN_FORK_ON_CUDA)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
@@ -159,23 +129,6 @@ def test_the_front_end(before, variables, front_end):
         pytest.importorskip("ipykernel")
     done = run(before + FRONT_END, environ={**env.snapshot(), **variables})
     assert done.stdout.strip() == front_end, done.stderr
-
-
-def test_a_real_kernel_is_jupyter():
-    manager = pytest.importorskip("jupyter_client.manager")
-    pytest.importorskip("ipykernel")
-    kernel, client = manager.start_new_kernel(kernel_name="python3")
-    try:
-        printed = []
-        client.execute_interactive(
-            FRONT_END,
-            timeout=800,
-            output_hook=lambda m: printed.append(m["content"].get("text", "")),
-        )
-        assert "".join(printed).strip() == "jupyter"
-    finally:
-        client.stop_channels()
-        kernel.shutdown_kernel(now=True)
 
 
 # -------------------- control groups
@@ -228,30 +181,6 @@ def test_a_group_above_may_be_tighter(machine):
     assert limits == Limits(cpu_cores=2.0, memory_bytes=GIB, memory_free_bytes=GIB)
 
 
-def test_a_container_without_a_namespace_of_its_own(machine):
-    # The process sees its path on the host, and only that part of the tree is mounted.
-    limits = machine(
-        {
-            "proc/self/cgroup": "0::/docker/abc/inner\n",
-            "proc/self/mountinfo": V2_MOUNT.replace(" / /sys", " /docker/abc /sys"),
-            "sys/fs/cgroup/inner/memory.max": f"{2 * GIB}\n",
-            "sys/fs/cgroup/memory.max": f"{GIB}\n",
-        }
-    )
-    assert limits.memory_bytes == GIB
-
-
-def test_a_path_outside_the_mount_falls_back_to_the_mount(machine):
-    limits = machine(
-        {
-            "proc/self/cgroup": "0::/somewhere/else\n",
-            "proc/self/mountinfo": V2_MOUNT.replace(" / /sys", " /docker/abc /sys"),
-            "sys/fs/cgroup/memory.max": f"{GIB}\n",
-        }
-    )
-    assert limits.memory_bytes == GIB
-
-
 def test_version_1(machine):
     limits = machine(
         {
@@ -293,22 +222,3 @@ def test_version_1(machine):
 )
 def test_what_is_absent_or_odd_limits_nothing(machine, files):
     assert machine(files) == Limits()
-
-
-def test_used_beyond_the_limit_leaves_nothing(machine):
-    limits = machine(
-        {
-            "proc/self/cgroup": "0::/\n",
-            "proc/self/mountinfo": V2_MOUNT,
-            "sys/fs/cgroup/memory.max": f"{GIB}\n",
-            "sys/fs/cgroup/memory.current": f"{GIB + 4096}\n",
-        }
-    )
-    assert limits.memory_free_bytes == 0
-
-
-def test_this_very_process_can_be_read():
-    limits = read_limits()
-    assert limits.cpu_cores is None or limits.cpu_cores > 0
-    if limits.memory_bytes is not None:
-        assert 0 <= limits.memory_free_bytes <= limits.memory_bytes

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
 from nbaccel.abc.engine import Host
-from nbaccel.config import RunConfig, capabilities, read_accelerate_yaml
+from nbaccel.config import RunConfig, capabilities
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.hosts.host_session import _named_devices
-from nbaccel.plan import Gpu, Inventory, resolve, resolving
+from nbaccel.plan import Gpu, Inventory, resolve
 from nbaccel.plan.resolving import with_named_gpus
 from tests import needs
 from tests.notebook.machines import V5E_8 as TPU
@@ -110,63 +109,118 @@ def test_the_start_method(settings, method):
     assert plan.start_method == method
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (
-            {
-                "num_processes": 2,
-                "num_nodes": 2,
-                "master_addr": "10.0.0.1",
-                "rdzv_backend": "c10d",
-            },
-            "rdzv_backend='c10d'",
-        ),
-        (
-            {"num_processes": 1, "num_nodes": 2, "master_addr": "10.0.0.1", "max_restarts": 1},
-            "max_restarts=1 with num_nodes=2",
-        ),
-        ({"engine": "elastic"}, "engine='elastic'"),
-    ],
-)
-def test_what_needs_torchruns_agent_is_refused_in_a_notebook(settings, named):
-    [mistake] = mistakes_of(**settings)
-    assert mistake.startswith(f"{named} needs torchrun's agent")
-    assert "nbaccel launch --nnodes 2 --rdzv-backend c10d" in mistake
-    assert 'engine="ray"' in mistake
-
-
-def test_rendezvous_of_other_packages_are_looked_for_only_where_one_is_asked_for(monkeypatch):
-    """A look reads a file of every installed package; a form resolves a plan for each option."""
-    looked = []
-    monkeypatch.setattr(
-        resolving,
-        "entry_points",
-        lambda *, group: looked.append(group) or EntryPoints([EntryPoint("mine", "a:b", group)]),
-    )
-    plan_of(num_processes=2)
-    plan_of(num_processes=2, rdzv_backend="c10d")
-    assert looked == []
-    plan_of(num_processes=2, rdzv_backend="mine")
-    assert looked == ["torchrun.handlers"]
-
-
-def test_an_unknown_rendezvous_is_refused():
-    with pytest.raises(ConfigError, match=r"rdzv_backend='c10' .* torchrun"):
-        plan_of(num_processes=2, rdzv_backend="c10")
+WITH_TORCH_FOR_CPUS = dataclasses.replace(with_gpus(1), torch_version="2.13.0+cpu")
+TPU_WITHOUT_DRIVER = dataclasses.replace(TPU, tpu=dataclasses.replace(TPU.tpu, torch_tpu=""))
+TWO_NODES = {"num_nodes": 2, "num_processes": 1, "master_addr": "10.0.0.1"}
+AGENT = ("needs torchrun's agent", "nbaccel launch --nnodes 2 --rdzv-backend c10d", 'engine="ray"')
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("machine", "settings", "said"),
     [
-        ({"engine": "deepspeed"}, "needs hostfile="),
-        ({"hostfile": "/no/such/file"}, "hostfile='/no/such/file' cannot be read"),
+        (CPU, {**TWO_NODES, "rdzv_backend": "c10d"}, ("rdzv_backend='c10d'", *AGENT)),
+        (CPU, {**TWO_NODES, "max_restarts": 1}, ("max_restarts=1 with num_nodes=2", *AGENT)),
+        (CPU, {"engine": "elastic"}, ("engine='elastic'", *AGENT)),
+        (CPU, {"num_processes": 2, "rdzv_backend": "c10"}, ("rdzv_backend='c10'", "torchrun")),
+        (CPU, {"engine": "deepspeed"}, ("needs hostfile=",)),
+        (CPU, {"hostfile": "/no/such/file"}, ("hostfile='/no/such/file' cannot be read",)),
+        (CPU, {"device": "cuda"}, ("NVML: no driver", 'Give device="cpu"')),
+        (WITH_TORCH_FOR_CPUS, {"device": "cuda"}, ("2.13.0+cpu", "Install a CUDA build")),
+        (CPU, {"device": "tpu"}, ("none was found", "PJRT_DEVICE=CPU")),
+        (TPU_WITHOUT_DRIVER, {"device": "tpu"}, ("pip install torch_tpu",)),
+        (
+            TPU,
+            {"num_processes": 3},
+            ("num_processes=3 is not supported on 8 TPU chips", "num_processes=1, 4 or 8"),
+        ),
+        (TPU, {"mixed_precision": "fp16"}, ("TPUs compute in bfloat16",)),
+        (TPU, {"strategy": "spmd", "tpu_driver": "torch_tpu"}, ("one process drives all chips",)),
     ],
 )
-def test_an_engine_that_cannot_be_used_says_what_it_needs(settings, said):
-    with pytest.raises(ConfigError) as caught:
-        plan_of(**settings)
-    assert said in str(caught.value)
+def test_what_cannot_be_is_refused_with_the_reason_and_what_to_do(machine, settings, said):
+    (message,) = mistakes_of(machine, **settings)
+    assert all(part in message for part in said), message
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "said"),
+    [
+        (with_gpus(2), {"start_method": "inline"}, ("1 (H100) will be idle",)),
+        (with_gpus(1), {"num_processes": 2}, ("NCCL refuses", "2 workers share 1 GPU")),
+        (
+            with_gpus(4),
+            {"num_processes": 2},
+            ("2 (H100), 3 (H100) will be idle", "num_processes=4"),
+        ),
+        (WITH_TORCH_FOR_CPUS, {}, ("Install a CUDA build",)),
+        (TPU_WITHOUT_DRIVER, {}, ("8 TPU chips", "pip install torch_tpu")),
+        (CPU, {"mixed_precision": "fp16"}, ("fp16", "bf16")),
+        (with_gpus(1, (7, 5), "T4"), {"mixed_precision": "bf16"}, ("GPU 0 (T4) of 7.5",)),
+        (
+            with_gpus(1, (8, 0), "A100"),
+            {"mixed_precision": "fp8", "fp8": "native"},
+            ("fp8 is emulated on", 'more slowly than in "bf16"'),
+        ),
+        (
+            dataclasses.replace(CPU, host_available_bytes=400 * 2**20),
+            {"num_processes": 4},
+            ("600.0 MiB", "400.0 MiB"),
+        ),
+    ],
+)
+def test_what_trains_otherwise_than_one_might_think_is_warned_of(machine, settings, said):
+    (warning,) = plan_of(machine, **settings).warnings
+    assert all(part in warning for part in said), warning
+
+
+def test_where_all_is_well_nothing_is_warned_of():
+    assert plan_of(with_gpus(1, (8, 0)), mixed_precision="bf16").warnings == ()
+    assert plan_of(with_gpus(1, (8, 9)), mixed_precision="fp8", fp8="native").warnings == ()
+    assert plan_of(with_gpus(2), device="cpu", num_processes=2).warnings == ()
+
+
+def test_one_process_drives_all_chips_by_spmd_with_torch_xla_alone():
+    driver = dataclasses.replace(TPU.tpu, torch_tpu="", torch_xla="2.9.0")
+    machine = dataclasses.replace(TPU, tpu=driver, torch_version="2.9.0")
+    plan = plan_of(machine, strategy="spmd")
+    assert (plan.num_processes, plan.strategy) == (1, "spmd")
+
+
+@pytest.mark.parametrize(
+    ("fp8", "machine", "told"),
+    [
+        ("te", CPU, "is not supported on cpu: it needs the package transformer-engine"),
+        ("te", with_gpus(2, (8, 6), "A10"), "GPU 0 (A10) of 8.6, GPU 1 (A10) of 8.6"),
+        ({"backend": "native", "recipe": "mxfp8"}, with_gpus(1), "is not one that native has"),
+        ({"backend": "te", "recipe": "mxfp8"}, with_gpus(1), "10.0 or newer and below 12.0; this"),
+        ({"backend": "ao", "recipe": "rowwise"}, with_gpus(1, (8, 9)), "this one has 8.9"),
+        ({"backend": "native", "fp8_format": "E5M2"}, with_gpus(1), "two bits of mantissa"),
+        ({"backend": "msamp", "opt_level": "O3"}, with_gpus(1), "this is one process"),
+    ],
+)
+def test_eight_bits_that_cannot_be_are_refused(monkeypatch, fp8, machine, told):
+    monkeypatch.setattr(capabilities, "is_installed", lambda name: True)
+    (message,) = mistakes_of(machine, mixed_precision="fp8", fp8=fp8)
+    assert told in message
+
+
+def test_a_backend_that_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr(capabilities, "is_installed", lambda name: False)
+    (message,) = mistakes_of(CPU, mixed_precision="fp8", fp8="te")
+    assert "'te' needs transformer_engine, which is not installed" in message
+    assert "another backend" in message
+
+
+@needs.DEEPSPEED_ROW
+def test_a_zero_stage_is_a_choice_with_its_reason_and_refuses_levels_of_msamp():
+    plan = plan_of(zero_stage=2)
+    assert "by DeepSpeed" in reason_of(plan, "zero_stage")
+    assert "ZeRO-2" in plan.headline()
+    assert plan_of(zero_stage=0).config.zero_stage == 0
+    (message,) = mistakes_of(with_gpus(2), mixed_precision="fp8", fp8="msamp", zero_stage=1)
+    assert "cuts weights into flat pieces" in message
+    plan = plan_of(with_gpus(2), mixed_precision="fp8", fp8="native", zero_stage=1)
+    assert plan.strategy == "deepspeed"
 
 
 def test_filters_leave_hosts_and_slots_out(tmp_path):
@@ -186,12 +240,6 @@ def test_a_hostfile_says_how_many_workers_there_are(tmp_path):
     hostfile.write_text("one slots=4\n\n# none\ntwo slots=2\n")
     plan = plan_of(hostfile=hostfile)
     assert (plan.engine, plan.num_processes, plan.warnings) == ("deepspeed", 6, ())
-
-
-def test_inline_on_many_gpus_is_one_worker_and_says_who_idles():
-    plan = plan_of(with_gpus(2), start_method="inline")
-    assert plan.num_processes == 1
-    assert any("1 (H100) will be idle" in warning for warning in plan.warnings)
 
 
 def test_nodes_multiply_and_meet_at_a_known_port():
@@ -221,44 +269,6 @@ def test_threads_share_the_cores(workers, asked, threads, warned):
         assert "4 cores" in plan.warnings[0]
 
 
-def test_more_workers_than_gpus_share_over_gloo():
-    plan = plan_of(with_gpus(1), num_processes=2)
-    assert (plan.device, plan.process_group_backend) == ("cuda", "gloo")
-    (warning,) = plan.warnings
-    assert "NCCL refuses" in warning
-    assert "2 workers share 1 GPU" in warning
-
-
-def test_fewer_workers_than_gpus_names_the_idle():
-    plan = plan_of(with_gpus(4), num_processes=2)
-    (warning,) = plan.warnings
-    assert "2 (H100), 3 (H100) will be idle" in warning
-    assert "num_processes=4" in warning
-
-
-def test_cpu_may_be_asked_beside_a_gpu():
-    plan = plan_of(with_gpus(2), device="cpu", num_processes=2)
-    assert (plan.device, plan.process_group_backend, plan.warnings) == ("cpu", "gloo", ())
-    assert "not used" in reason_of(plan, "device")
-
-
-def test_cuda_without_a_gpu():
-    (message,) = mistakes_of(device="cuda")
-    assert "NVML: no driver" in message
-    assert 'Give device="cpu"' in message
-
-
-def test_cuda_with_a_torch_for_cpus():
-    machine = dataclasses.replace(with_gpus(1), torch_version="2.13.0+cpu")
-    (message,) = mistakes_of(machine, device="cuda")
-    assert "2.13.0+cpu" in message
-    assert "Install a CUDA build" in message
-
-    plan = plan_of(machine)
-    assert plan.device == "cpu"
-    assert any("Install a CUDA build" in warning for warning in plan.warnings)
-
-
 def test_a_tpu_is_taken_with_a_process_per_chip_beside_the_notebook():
     plan = plan_of(TPU)
     assert (plan.device, plan.num_processes, plan.start_method) == ("tpu", 8, "template")
@@ -267,69 +277,8 @@ def test_a_tpu_is_taken_with_a_process_per_chip_beside_the_notebook():
     assert plan_of(TPU, num_processes=1).start_method == "template"
 
 
-def test_without_chips_a_tpu_is_refused_and_a_dry_run_named():
-    (message,) = mistakes_of(CPU, device="tpu")
-    assert "none was found" in message
-    assert "PJRT_DEVICE=CPU" in message
-
-
-def test_a_tpu_without_a_driver_is_not_passed_over_in_silence():
-    machine = dataclasses.replace(TPU, tpu=dataclasses.replace(TPU.tpu, torch_tpu=""))
-    plan = plan_of(machine)
-    assert plan.device == "cpu"
-    (warning,) = plan.warnings
-    assert warning.startswith("8 TPU chips")
-    assert "pip install torch_tpu" in warning
-    (message,) = mistakes_of(machine, device="tpu")
-    assert "pip install torch_tpu" in message
-
-
-def test_a_count_that_the_runtime_has_no_layout_for_is_refused():
-    (message,) = mistakes_of(TPU, num_processes=3)
-    assert message.startswith("num_processes=3 is not supported on 8 TPU chips")
-    assert "num_processes=1, 4 or 8" in message
-
-
-def test_fp16_on_a_tpu_is_refused_with_the_reason():
-    (message,) = mistakes_of(TPU, mixed_precision="fp16")
-    assert "TPUs compute in bfloat16" in message
-
-
-def test_one_process_drives_all_chips_by_spmd_with_torch_xla_alone():
-    machine = dataclasses.replace(
-        TPU,
-        tpu=dataclasses.replace(TPU.tpu, torch_tpu="", torch_xla="2.9.0"),
-        torch_version="2.9.0",
-    )
-    plan = plan_of(machine, strategy="spmd")
-    assert (plan.num_processes, plan.strategy) == (1, "spmd")
-    (message,) = mistakes_of(TPU, strategy="spmd", tpu_driver="torch_tpu")
-    assert "one process drives all chips" in message
-
-
-def test_fp16_on_cpu_is_slow():
-    (warning,) = plan_of(mixed_precision="fp16").warnings
-    assert "fp16" in warning
-    assert "bf16" in warning
-
-
-def test_bf16_on_an_old_gpu_is_imitated():
-    (warning,) = plan_of(with_gpus(1, (7, 5), "T4"), mixed_precision="bf16").warnings
-    assert "GPU 0 (T4) of 7.5" in warning
-    assert plan_of(with_gpus(1, (8, 0)), mixed_precision="bf16").warnings == ()
-
-
 def _fp8_of(plan):
     return {c.name: c for c in plan.choices if c.name.startswith("fp8.")}
-
-
-@pytest.mark.parametrize("machine", [CPU, with_gpus(1, (8, 0), "A100")], ids=["cpu", "A100"])
-def test_fp8_is_emulated_where_the_chip_has_none(machine):
-    plan = plan_of(machine, mixed_precision="fp8", fp8="native")
-    assert "fp8 is emulated on" in plan.warnings[0]
-    assert 'more slowly than in "bf16"' in plan.warnings[0]
-    assert _fp8_of(plan)["fp8.backend"].value == "native"
-    assert plan_of(with_gpus(1, (8, 9)), mixed_precision="fp8", fp8="native").warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -352,61 +301,11 @@ def test_auto_takes_what_is_installed_and_says_why(
     assert reason in choice.reason
 
 
-def test_a_backend_that_is_missing_or_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(capabilities, "is_installed", lambda name: False)
-    (message,) = mistakes_of(CPU, mixed_precision="fp8", fp8="te")
-    assert "'te' needs transformer_engine, which is not installed" in message
-    assert "another backend" in message
-    monkeypatch.setattr(capabilities, "is_installed", lambda name: True)
-    (message,) = mistakes_of(CPU, mixed_precision="fp8", fp8="te")
-    assert "is not supported on cpu: it needs the package transformer-engine" in message
-    (message,) = mistakes_of(with_gpus(2, (8, 6), "A10"), mixed_precision="fp8", fp8="te")
-    assert "GPU 0 (A10) of 8.6, GPU 1 (A10) of 8.6" in message
-    assert "native" in message
-
-
-@pytest.mark.parametrize(
-    ("fp8", "capability", "told"),
-    [
-        ({"backend": "native", "recipe": "mxfp8"}, (9, 0), "is not one that native has"),
-        ({"backend": "te", "recipe": "mxfp8"}, (9, 0), "10.0 or newer and below 12.0; this"),
-        ({"backend": "te", "recipe": "mxfp8"}, (12, 0), "this one has 12.0"),
-        ({"backend": "ao", "recipe": "rowwise"}, (8, 9), "9.0 or newer; this one has 8.9"),
-        ({"backend": "native", "fp8_format": "E5M2"}, (9, 0), "two bits of mantissa"),
-        ({"backend": "msamp", "opt_level": "O3"}, (9, 0), "this is one process"),
-    ],
-)
-def test_recipes_that_cannot_be_are_refused(monkeypatch, fp8, capability, told):
-    monkeypatch.setattr(capabilities, "is_installed", lambda name: True)
-    (message,) = mistakes_of(with_gpus(1, capability), mixed_precision="fp8", fp8=fp8)
-    assert told in message
-
-
 def test_settings_that_nobody_reads_are_told():
     fp8 = {"backend": "native", "opt_level": "O1", "amax_history_len": 16}
     warnings = plan_of(with_gpus(1, (9, 0)), mixed_precision="fp8", fp8=fp8).warnings
     assert "fp8.opt_level='O1' has no effect: native does not read it." in warnings
     assert any("amax_history_len=16 has no effect with recipe='current'" in w for w in warnings)
-
-
-@needs.DEEPSPEED_ROW
-def test_levels_of_msamp_are_refused_under_deepspeed_with_the_reason():
-    (message,) = mistakes_of(with_gpus(2, (9, 0)), mixed_precision="fp8", fp8="msamp", zero_stage=1)
-    assert "cuts weights into flat pieces" in message
-    assert "O3 without it divides" in message
-    plan = plan_of(with_gpus(2, (9, 0)), mixed_precision="fp8", fp8="native", zero_stage=1)
-    assert plan.strategy == "deepspeed"
-
-
-@needs.DEEPSPEED_ROW
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_zero_stage_is_a_choice_with_its_reason(stage):
-    plan = plan_of(zero_stage=stage)
-    (choice,) = [choice for choice in plan.choices if choice.name == "zero_stage"]
-    assert choice.value == stage
-    assert "by DeepSpeed" in choice.reason
-    assert f"ZeRO-{stage}" in plan.headline()
-    assert plan_of(zero_stage=0).config.zero_stage == 0
 
 
 def test_only_gpus_that_are_used_are_judged(monkeypatch):
@@ -448,21 +347,6 @@ def test_other_systems_run_one_worker_only(lacking):
             plan_of(machine, **settings)
 
 
-def test_little_memory_is_said_before():
-    poor = dataclasses.replace(CPU, host_available_bytes=400 * 2**20)
-    (warning,) = plan_of(poor, num_processes=4).warnings
-    assert "600.0 MiB" in warning
-    assert "400.0 MiB" in warning
-    assert plan_of(poor, num_processes=2).warnings == ()
-    assert plan_of(dataclasses.replace(poor, host_available_bytes=1)).warnings == ()
-
-
-def test_this_machine_is_looked_up_where_none_is_given():
-    plan = resolve(RunConfig(device="cpu", num_processes=2))
-    assert plan.inventory.cpu_cores >= 1
-    assert plan.config == RunConfig(device="cpu", num_processes=2)
-
-
 # -------------------- ``gpu_ids``: the plan counts the GPUs that workers will see, and no others
 
 
@@ -493,12 +377,6 @@ def test_the_plan_has_the_named_gpus_alone(setting: str, left: list[str]) -> Non
     assert resolve(named(setting), plan.inventory).inventory == plan.inventory
 
 
-def test_workers_beyond_the_named_gpus_share_them() -> None:
-    plan = resolve(named("1", num_processes=2), with_gpus(2))
-    assert plan.process_group_backend == "gloo"
-    assert any("2 workers share 1 GPU" in warning for warning in plan.warnings)
-
-
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -520,12 +398,6 @@ def test_numbers_are_the_machine_s_where_this_process_sees_a_part() -> None:
     part = dataclasses.replace(with_gpus(2), gpu_setting="4,6")
     assert uuids(with_named_gpus(part, "6")[0]) == ["GPU-1"]
     assert "here are 2 GPUs (4, 6)" in with_named_gpus(part, "0")[1]
-
-
-def test_a_file_of_accelerate_counts_its_gpus() -> None:
-    text = "distributed_type: MULTI_GPU\ngpu_ids: 1,3\nmachine_rank: 0\n"
-    plan = resolve(read_accelerate_yaml(text).config, with_gpus(4))
-    assert (plan.num_processes, uuids(plan.inventory)) == (2, ["GPU-1", "GPU-3"])
 
 
 def test_named_slots_are_the_gpus_of_their_host() -> None:

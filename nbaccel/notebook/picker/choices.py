@@ -289,16 +289,6 @@ def name_with_precision(candidate: Candidate) -> str:
     return f"{candidate.name} in {precision_label(candidate.precision)}"
 
 
-def hint_of(candidates: Sequence[Candidate], compared: Sequence[Candidate]) -> str:
-    """Which other precision would be better."""
-    best = next((candidate for candidate in candidates if candidate.is_best), None)
-    better = next((candidate for candidate in compared if candidate.is_best), None)
-    if better is None or (best is not None and best.precision == better.precision):
-        return ""
-    words = f"In {precision_label(better.precision)}, {better.name} would fit"
-    return f"{words}." if best is None else f"{words}, too, and is usually faster."
-
-
 def groups_of_ways(candidates: Sequence[Candidate]) -> Iterator[tuple[str, list[Candidate]]]:
     """The ways, each with its precisions."""
     for name, of_way in groupby(candidates, key=lambda candidate: candidate.name):

@@ -511,23 +511,6 @@ class PickerModel:
             return ()
         return self._finder.compare(self.config, self.precisions)
 
-    @property
-    def precision_hint(self) -> str:
-        """What another precision would do better, in a sentence; empty where nothing is known.
-
-        It is known once all precisions have been measured, by `later_estimates`.
-        """
-        if not self.has_compared or self.compares_precisions or self.is_memory_postponed:
-            return ""
-        return choices.hint_of(self.candidates(), self.compared_candidates())
-
-    @property
-    def best_mark(self) -> str:
-        """How the best way is marked; with its precision where another one would be better."""
-        if not self.precision_hint:
-            return "★ best"
-        return f"★ best in {choices.precision_label(self.config.mixed_precision)}"
-
     def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change."""
         is_other = precision not in (None, self.config.mixed_precision)
@@ -561,7 +544,7 @@ class PickerModel:
             if may_recompute or recomputes == self.config.activation_checkpointing
         ]
         measures = (partial(self._measure_later, model, change) for change in changes)
-        return (*measures, self._compare_in_advance)
+        return (*measures, self._note_compared)
 
     def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
         """Measure the activations of a run, so that a later choice need not."""
@@ -570,10 +553,8 @@ class PickerModel:
             sizes = (form.batch_size(form.document(config) or {}) for form in settings_forms())
             model.activation_bytes(config, next(filter(None, sizes), None))
 
-    def _compare_in_advance(self) -> None:
+    def _note_compared(self) -> None:
         self.has_compared = True
-        if self.precision_hint:
-            self._call_observers()
 
 
 _MULTI_NODE_FIELDS = (

@@ -218,7 +218,7 @@ def shown_rows(model: PickerModel) -> Iterator[BarRow]:
                 words=verdict_text(candidate),
                 fits=None if candidate.refusal else candidate.fits,
                 is_refused=bool(candidate.refusal),
-                mark=model.best_mark if candidate.is_best else "",
+                mark="★ best" if candidate.is_best else "",
                 is_chosen=candidate.is_taken,
             )
 
@@ -304,15 +304,14 @@ class BarScale:
         return [one for one in bar.segments if one.bytes and one.kind not in left_out]
 
 
-def table_html(rows: Iterable[BarRow], hint: str = "") -> str:
+def table_html(rows: Iterable[BarRow]) -> str:
     """A bar for each row, against the line of what there is, and what the colours mean."""
     table_rows = list(rows)
     scale = BarScale(row.bar for row in table_rows)
     lines = "".join(_row_html(row, scale) for row in table_rows)
-    hint_html = f'<span class="nbaccel-hint">{escape(hint)}</span>' if hint else ""
     return (
         f'<table class="nbaccel-rows"><tbody>{lines}</tbody></table>'
-        f'<div class="nbaccel-below-bars">{scale.legend()}{hint_html}</div>'
+        f'<div class="nbaccel-below-bars">{scale.legend()}</div>'
     )
 
 

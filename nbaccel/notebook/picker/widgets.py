@@ -288,12 +288,11 @@ class CandidateStrip:
         toggle_class(self._strip, "nbaccel-comparing", compares)
         self._heading.value = rendering.fits_html(model)
         self._comparing.show(compares)
-        self._compare.tooltip = f"{_COMPARE_MEANING} {model.precision_hint}".strip()
         may_compare = bool(self._shown) and len(model.precisions) > 1
         toggle_class(self._compare, "nbaccel-hidden", not may_compare)
         rows = [*rendering.shown_rows(model)]
         self._sync_buttons(rows)
-        self._bars.value = rendering.table_html(rows, model.precision_hint) if rows else ""
+        self._bars.value = rendering.table_html(rows) if rows else ""
 
     def _sync_buttons(self, rows: Sequence[rendering.BarRow]) -> None:
         buttons = self._buttons.buttons

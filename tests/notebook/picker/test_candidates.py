@@ -10,15 +10,12 @@ from torch import nn
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.memory.settings_form import StatePlacement
 from nbaccel.memory.ways import Candidate, rank_of
 from nbaccel.notebook.picker.choices import groups_of_ways
 from nbaccel.notebook.picker.model import PickerModel
-from nbaccel.notebook.picker.rendering import way_sentence
 from nbaccel.plan import Inventory
-from nbaccel.strategies.model_blocks import can_checkpoint_gradients
 from tests import needs
-from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
+from tests.notebook.machines import GIB, WITHOUT_GPU, with_gpus
 
 TOKENS = {"input_ids": torch.zeros(4, 256, dtype=torch.long)}
 
@@ -140,18 +137,6 @@ def test_zero_s_ways_keep_what_was_chosen_and_size_their_buckets():
         own.take("ZeRO-3, all on disk")
 
 
-def test_activations_are_computed_again_only_where_that_makes_it_fit():
-    class Checkpointed(Language):
-        def gradient_checkpointing_enable(self) -> None:
-            raise NotImplementedError
-
-    with torch.device("meta"):
-        plain = Language(width=256, layers=2)
-    own = PickerModel(model=plain, sample_batch=TOKENS, inventory=with_gpus(2))
-    assert not can_checkpoint_gradients(plain)
-    assert not any(way.config.activation_checkpointing for way in own.candidates())
-
-
 @needs.DEEPSPEED_ROW
 def test_what_does_not_fit_is_compared_as_it_was_asked_for():
     with torch.device("meta"):
@@ -162,46 +147,6 @@ def test_what_does_not_fit_is_compared_as_it_was_asked_for():
     lacking = [way for way in ways.values() if way.fits is False]
     assert lacking
     assert not any(way.config.activation_checkpointing for way in lacking)
-
-
-@needs.DEEPSPEED_ROW
-def test_one_process_divides_nothing():
-    ways = found(of_language(with_gpus(1), RunConfig(num_processes=1), width=256, layers=2))
-    for name in ("FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
-        assert ways[name].refusal == "needs two processes or more"
-    assert not ways["ZeRO-2, optimizer on the CPU"].refusal
-
-
-@pytest.mark.parametrize(
-    ("placement", "num_processes", "words"),
-    [
-        (StatePlacement(), 1, "The process holds the whole model and its optimizer."),
-        (StatePlacement(), 2, "Each of 2 processes holds the whole model"),
-        (StatePlacement(1), 2, "The optimizer is cut into 2 parts"),
-        (StatePlacement(2), 4, "Gradients and optimizer are cut into 4 parts"),
-        (StatePlacement(3), 2, "a layer's weights are fetched when it computes."),
-        (StatePlacement(2, "cpu"), 1, "the optimizer lies in host memory."),
-        (StatePlacement(3, "nvme", "nvme"), 2, "all of it lies on disk."),
-    ],
-)
-def test_what_a_way_does_is_said(placement, num_processes, words):
-    assert words in way_sentence(placement, num_processes)
-
-
-def test_on_a_cpu_nothing_leaves_for_the_cpu():
-    own = of_language(WITHOUT_GPU, width=64, layers=1)
-    assert not any("CPU" in name or "disk" in name for name in found(own))
-    own.choose("num_processes", 2)
-    assert list(found(own))[:2] == ["one copy each (DDP)", "FSDP"]
-
-
-def test_what_a_run_needs_is_found_once(picker, monkeypatch):
-    own = of_language(V5E_8, width=512, layers=2)
-    before = own.candidates()
-    monkeypatch.setattr(own._memory_model, "need", None)  # nobody asks it any more
-    own.choose("max_restarts", 1)
-    own.undo()
-    assert own.candidates() == before
 
 
 def seen(way: Candidate) -> tuple[object, ...]:
@@ -242,38 +187,6 @@ def test_the_fastest_precision_that_needs_no_care_is_the_best():
     turing = compared(with_gpus(1, capability=(7, 5)), width=1024, layers=4)
     best = next(way for way in turing.shown_candidates() if way.is_best)
     assert best.precision == "fp16", "this card only imitates bfloat16"
-
-
-def test_the_best_in_8_bits_says_what_to_look_at():
-    own = of_language(with_gpus(1), RunConfig(mixed_precision="fp8"), width=2048, layers=4)
-    best = next(way for way in own.candidates() if way.is_best)
-    assert best.reason.endswith("see that the loss falls as in bf16")
-
-
-def test_precisions_that_the_machine_lacks_are_not_compared():
-    own = compared(V5E_8, width=64, layers=1)
-    assert {way.precision for way in own.shown_candidates()} == {"no", "bf16"}
-
-
-def test_a_way_that_no_precision_makes_possible_is_told_once():
-    own = compared(with_gpus(1), width=256, layers=1)
-    refused = [way for way in own.shown_candidates() if way.name == "FSDP"]
-    assert [way.refusal for way in refused] == ["needs two processes or more"]
-
-
-def test_a_better_precision_is_named_once_all_have_been_measured():
-    own = of_language()
-    own.candidates()
-    assert own.precision_hint == "", "a measurement of others would keep the form waiting"
-    for measure in own.later_estimates():
-        measure()
-    best = next(way for way in compared().shown_candidates() if way.is_best)
-    assert own.precision_hint.startswith(f"In {best.precision}, {best.name} would fit, too")
-    own.choose("mixed_precision", best.precision)
-    assert own.precision_hint == ""
-    own.undo()
-    own.compare_precisions(is_on=True)
-    assert own.precision_hint == "", "it is seen then"
 
 
 def test_a_colleague_proposes_processes_precision_way_and_batch(picker):

@@ -7,7 +7,7 @@ import pytest
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker.config_text import key_lines, mistakes_by_setting, mistakes_in_text
+from nbaccel.notebook.picker.config_text import mistakes_by_setting, mistakes_in_text
 from nbaccel.notebook.picker.model import PickerModel
 from tests import needs
 from tests.notebook.machines import WITHOUT_GPU
@@ -30,15 +30,6 @@ def test_deepspeeds_file_is_laid_over_the_run(picker, form, tmp_path):
     assert picker.config == RunConfig(num_processes=2, deepspeed=FILE)
     picker.undo()
     assert picker.config == RunConfig(num_processes=2)
-
-
-@pytest.mark.parametrize("form", ["yaml", "json", "path"])
-def test_a_run_is_taken_as_it_is(picker, form, tmp_path):
-    wanted = RunConfig(num_processes=1, mixed_precision="bf16", fp8="ao")
-    path = tmp_path / "run.yaml"
-    path.write_text(wanted.to_yaml())
-    picker.load({"yaml": wanted.to_yaml(), "json": wanted.to_json(), "path": str(path)}[form])
-    assert picker.config == wanted
 
 
 @needs.DEEPSPEED
@@ -125,15 +116,6 @@ def test_misspelt_keys_are_told_where_deepspeed_is_not_installed(picker):
     assert picker.config == before
 
 
-@needs.DEEPSPEED_ROW
-@pytest.mark.usefixtures("without_deepspeed")
-def test_keys_that_resemble_none_are_taken_where_deepspeed_is_not_installed(picker):
-    strange = {**FILE, "_comment": "mine", "zero_optimization": {"stage": 2, "zenflow": {"a": 1}}}
-    picker.load(strange)
-    assert picker.config.deepspeed["zero_optimization"]["zenflow"] == {"a": 1}
-    assert any("compared with those that nbaccel knows" in remark for remark in picker.remarks)
-
-
 @pytest.mark.parametrize(
     ("source", "told"),
     [
@@ -173,43 +155,9 @@ def test_saving_is_whole_or_not_at_all(picker, tmp_path):
         picker.save(tmp_path / "no" / "folder" / "run.yaml")
 
 
-CONFIG = {
-    "train_batch_size": "many",
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.99]}},
-    "zero_optimization": {
-        "stge": 2,
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
-    },
-}
-
-
-def lines_of(text: str) -> dict[str, int]:
-    return {".".join(path): line for path, line in key_lines(text).items()}
-
-
-def test_keys_of_json_in_one_line_in_lists_and_behind_tabs():
-    assert lines_of(json.dumps(CONFIG))["zero_optimization.stge"] == 1
-    text = '{"a": {\n\t"b": [1, {"c": 2}],\n"d": "x: {y"}}'
-    assert lines_of(text) == {"a": 1, "a.b": 2, "a.b.c": 2, "a.d": 3}
-
-
 @pytest.fixture
 def open_model():
     return PickerModel(inventory=WITHOUT_GPU)
-
-
-@needs.DEEPSPEED_ROW
-@pytest.mark.parametrize("indent", [0, 2])
-def test_each_mistake_is_at_its_key(open_model, indent):
-    text = json.dumps(CONFIG, indent=indent)
-    found = mistakes_in_text(text, open_model.read)
-    written = text.splitlines()
-    told = {written[line - 1].strip() for line, _ in found if line}
-    assert '"train_batch_size": "many",' in told
-    assert '"stge": 2,' in told
-    assert [line for line, _ in found] == sorted(line for line, _ in found)
-    assert any("Did you mean 'stage'?" in message for _, message in found)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +183,3 @@ def test_the_line_of_the_first_mistake(open_model, text, line, told):
 def test_a_right_text_has_no_mistakes(open_model):
     assert mistakes_in_text('{"num_processes": 2}', open_model.read) == ()
     assert mistakes_in_text("mixed_precision: bf16", open_model.read) == ()
-
-
-def test_a_mistake_of_the_whole_has_no_line():
-    def refuse(_: str) -> None:
-        raise ConfigError("These do not go together.", "device=3 is no device.")
-
-    found = mistakes_in_text('{"device": 3}', refuse)
-    assert found == ((1, "device=3 is no device."), (None, "These do not go together."))

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +10,9 @@ import nbaccel
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.errors import ConfigError
+from nbaccel.notebook.magic_line import read_magic_line
 from nbaccel.notebook.picker.choices import PANELS, by_name, settings
+from nbaccel.notebook.picker.config_text import faces_of
 from nbaccel.notebook.picker.model import PickerModel, describe_model
 from nbaccel.notebook.picker.rendering import picker_text
 from tests import needs
@@ -21,11 +21,6 @@ from tests.notebook.shown import BUCKET, OPTIMIZER_PLACE, big, net
 
 MODEL = "nbaccel.notebook.picker.model"
 PARAM_PLACE = "zero_optimization.offload_param.device"
-
-
-def measure_all(picker: PickerModel) -> None:
-    for measure in picker.later_estimates():
-        measure()
 
 
 def reasons(picker: PickerModel, name: str) -> dict[str, str]:
@@ -45,12 +40,20 @@ def test_undo_walks_back_to_the_start():
     assert not picker.can_undo
     picker.undo()
     assert picker.config == states[0]
-
-
-def test_what_is_chosen_again_is_no_change():
-    picker = PickerModel(inventory=WITHOUT_GPU)
     picker.choose("mixed_precision", "no")
-    assert not picker.can_undo
+    assert not picker.can_undo, "what is chosen again is no change"
+
+
+@needs.DEEPSPEED_ROW
+def test_numbers_are_read_as_people_type_them():
+    picker = PickerModel(RunConfig(zero_stage=2), inventory=WITHOUT_GPU)
+    for typed, kept in (("5e7", 50_000_000), ("500_000", 500_000), ("1,000", 1000), (" 7 ", 7)):
+        picker.choose(BUCKET, typed)
+        assert picker.value(BUCKET) == kept
+    picker.choose(BUCKET, "auto")
+    assert picker.value(BUCKET) == "auto"
+    picker.choose("gradient_clipping", "0.5")
+    assert picker.config.deepspeed["gradient_clipping"] == 0.5
 
 
 @needs.DEEPSPEED_ROW
@@ -73,21 +76,6 @@ def test_a_refused_choice_changes_nothing_and_says_why(name, value, told):
     assert told in str(caught.value)
     assert picker.config == before
     assert not picker.can_undo
-
-
-@needs.DEEPSPEED_ROW
-@pytest.mark.parametrize(
-    ("typed", "kept"),
-    [("5e7", 50_000_000), ("500_000", 500_000), ("1,000", 1000), (" 7 ", 7), ("auto", "auto")],
-)
-def test_numbers_are_read_as_people_type_them(typed, kept):
-    picker = PickerModel(RunConfig(zero_stage=2), inventory=WITHOUT_GPU)
-    picker.choose(BUCKET, typed)
-    assert picker.value(BUCKET) == kept
-    picker.choose("gradient_clipping", "0.5")
-    assert picker.config.deepspeed["gradient_clipping"] == 0.5
-    picker.choose("num_processes", "2")
-    assert picker.config.num_processes == 2
 
 
 @needs.DEEPSPEED_ROW
@@ -135,68 +123,33 @@ def test_a_lower_stage_takes_with_it_what_needs_the_higher_one(tmp_path, monkeyp
     assert engine_config(picker.config)["zero_optimization"] == {"stage": 0}
 
 
-@needs.DEEPSPEED_ROW
-def test_an_optimizer_of_deepspeed_needs_a_stand_in():
-    picker = PickerModel(RunConfig(zero_stage=2), inventory=with_gpus(1))
-    picker.choose("optimizer.type", "AdamW")
-    assert picker.config.deepspeed == {"optimizer": {"type": "AdamW"}}
-    assert "DummyOptim" in picker.remarks[0]
-    picker.choose("optimizer.type", None)
-    assert picker.config.deepspeed == {}
-
-
-def test_fp8_opens_its_recipe(monkeypatch):
-    picker = PickerModel(inventory=with_gpus(1))
+def test_fp8_opens_its_recipe_and_greys_what_it_does_not_have():
+    picker = PickerModel(RunConfig(num_processes=1), inventory=with_gpus(1))
     assert not picker.is_shown("fp8.backend")
     picker.choose("mixed_precision", "fp8")
     assert picker.is_shown("fp8.backend")
+    backends = reasons(picker, "fp8.backend")
+    assert backends["te"] == "transformer_engine is not installed"
+    assert backends["native"] == backends["msamp"] == ""
     # A file may hold a backend that is not installed: its recipe is shown beside the reason.
     picker.replace(picker.config.changed(fp8="te"))
     shown = {s.name for s in settings("precision") if picker.is_shown(s.name)}
-    assert {"fp8.fp8_format", "fp8.margin", "fp8.interval", "fp8.amax_history_len"} <= shown
-    assert {
-        "fp8.amax_compute_algo",
-        "fp8.override_linear_precision",
-        "fp8.use_autocast_during_eval",
-    } <= shown
+    assert {"fp8.fp8_format", "fp8.margin", "fp8.override_linear_precision"} <= shown
     assert "fp8.opt_level" not in shown
     picker.choose("fp8.backend", "native")
     picker.choose("fp8.margin", 2)
     picker.choose("fp8.override_linear_precision", [False, True, False])
-    assert picker.config.fp8.margin == 2
     assert picker.config.fp8.override_linear_precision == (False, True, False)
     assert not picker.is_shown("fp8.amax_history_len")  # its default has no history
+    assert "is not one that native has" in reasons(picker, "fp8.recipe")["mxfp8"]
     picker.choose("fp8.recipe", "delayed")
     assert picker.is_shown("fp8.amax_history_len")
-    assert not picker.is_shown("fp8.pad_inner_dim")
     picker.choose("fp8.backend", "msamp")
     assert picker.is_shown("fp8.opt_level")
-    assert picker.is_shown("fp8.gradient_reduction")
     assert not picker.is_shown("fp8.fp8_format")
-
-
-def test_options_of_fp8_are_greyed_with_their_reasons(monkeypatch):
-    config = RunConfig(mixed_precision="fp8", fp8="native", num_processes=1)
-    picker = PickerModel(config, inventory=with_gpus(1))
-    backends = reasons(picker, "fp8.backend")
-    assert backends["te"] == "transformer_engine is not installed"
-    assert backends["native"] == backends["msamp"] == ""
-    recipes = reasons(picker, "fp8.recipe")
-    assert recipes["delayed"] == recipes["current"] == ""
-    assert recipes["mxfp8"] == "is not one that native has: scales would be found in another way"
-    assert "two bits of mantissa" in reasons(picker, "fp8.fp8_format")["E5M2"]
-    picker.choose("fp8.backend", "msamp")
     assert "divides the optimizer's state" in reasons(picker, "fp8.opt_level")["O3"]
     picker.choose("num_processes", 2)
     assert reasons(picker, "fp8.opt_level")["O3"] == ""
-    monkeypatch.setattr(
-        sys.modules["nbaccel.config.capabilities"], "is_installed", lambda name: True
-    )
-    monkeypatch.setattr(sys.modules[MODEL], "is_installed", lambda name: True)
-    newer = PickerModel(config.changed(fp8="te"), inventory=with_gpus(1, capability=(10, 0)))
-    assert reasons(newer, "fp8.recipe")["mxfp8"] == ""
-    hopper = PickerModel(config.changed(fp8="te"), inventory=with_gpus(1, capability=(9, 0)))
-    assert "10.0 or newer and below 12.0" in reasons(hopper, "fp8.recipe")["mxfp8"]
 
 
 def test_a_tpu_is_offered_with_its_driver_its_precisions_and_its_memory():
@@ -301,25 +254,6 @@ def test_what_does_not_fit_says_how_much_and_what_would():
     assert picker.verdict.fits is True
 
 
-def test_plain_training_counts_ddps_buckets():
-    model = net(64)
-    numel = sum(p.numel() for p in model.parameters())
-    one, two = (
-        PickerModel(RunConfig(num_processes=n), model=model, inventory=with_gpus(2)) for n in (1, 2)
-    )
-    assert one.need.estimate.device.peak == 16 * numel
-    assert two.need.estimate.device.peak == 20 * numel
-    half = PickerModel(model=net(64).bfloat16(), inventory=with_gpus(1))
-    assert half.need.estimate.device.peak == 8 * numel
-
-
-def test_processes_beyond_the_cards_share_them():
-    model = net(64)
-    picker = PickerModel(RunConfig(num_processes=3), model=model, inventory=with_gpus(2))
-    first, second, _ = picker.bars()
-    assert first.needed == 2 * second.needed
-
-
 @needs.DEEPSPEED_ROW
 def test_activations_follow_batch_and_precision():
     model, batch = net(256), torch.randn(64, 256)
@@ -331,19 +265,6 @@ def test_activations_follow_batch_and_precision():
     picker.choose("zero_stage", 1)
     picker.choose("train_micro_batch_size_per_gpu", 128)
     assert picker.need.estimate.device.activations > 1.2 * bf16
-
-
-def test_a_rehearsal_measures_what_may_be_chosen(monkeypatch):
-    from nbaccel.memory import activations
-
-    model, batch = net(64), torch.randn(8, 64)
-    picker = PickerModel(model=model, sample_batch=batch, inventory=WITHOUT_GPU)
-    measure_all(picker)
-    monkeypatch.setattr(activations, "measure_activations", None)  # nobody measures any more
-    measure_all(picker)
-    for precision in ("bf16", "fp16", "no"):
-        picker.choose("mixed_precision", precision)
-        assert picker.need.estimate.device.activations > 0
 
 
 def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monkeypatch):
@@ -372,56 +293,6 @@ def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monke
     assert len(told) == 2, "the second time there is nothing to tell"
 
 
-def test_memory_that_is_known_is_not_postponed():
-    picker = PickerModel(model=net(), inventory=WITHOUT_GPU)
-    assert picker.verdict.fits
-    picker.postpone_memory()
-    assert not picker.is_memory_postponed
-    without = PickerModel(inventory=WITHOUT_GPU)
-    without.postpone_memory()
-    assert without.verdict.text == "Memory is not shown."
-
-
-def test_an_estimate_that_was_interrupted_is_made_at_the_next_change():
-    picker = PickerModel(model=net(), inventory=WITHOUT_GPU)
-    picker.postpone_memory()
-
-    stops = [KeyboardInterrupt]
-
-    def stop() -> None:
-        if stops:
-            raise stops.pop()
-
-    picker.observe(stop)
-    with pytest.raises(KeyboardInterrupt):
-        picker.estimate_memory()
-    picker.choose("mixed_precision", "bf16")
-    assert picker.verdict.fits
-    assert picker.bars()
-
-
-def test_without_a_model_nothing_is_claimed():
-    picker = PickerModel(inventory=WITHOUT_GPU)
-    assert picker.bars() == ()
-    assert picker.need is None
-    assert picker.verdict.fits is None
-    assert "configure(model" in picker.verdict.remedy
-    with pytest.raises(ConfigError, match="give the model"):
-        picker.suggest()
-
-
-def test_a_model_that_cannot_be_rehearsed_is_told():
-    class Stubborn(torch.nn.Linear):
-        def forward(self, x):
-            raise RuntimeError("not today")
-
-    with torch.device("meta"):
-        model = Stubborn(4, 4)
-    picker = PickerModel(model=model, sample_batch=torch.randn(2, 4), inventory=WITHOUT_GPU)
-    assert picker.verdict.fits is None
-    assert "not today" in picker.verdict.remedy
-
-
 def test_what_this_machine_cannot_serve_is_told_and_can_be_left():
     picker = PickerModel(RunConfig(device="cuda"), model=net(), inventory=WITHOUT_GPU)
     assert picker.plan is None
@@ -431,22 +302,18 @@ def test_what_this_machine_cannot_serve_is_told_and_can_be_left():
     assert picker.verdict.fits is True
 
 
-@pytest.mark.parametrize("wrong", ["gpt2", 7])
-def test_what_is_no_model_is_refused(wrong):
-    with pytest.raises(ConfigError, match="is no module"):
-        PickerModel(model=wrong)
-    with pytest.raises(ConfigError, match="without a model"):
-        PickerModel(sample_batch=wrong)
-
-
-def test_a_class_and_a_model_without_shapes_are_refused_with_what_to_do():
-    with pytest.raises(ConfigError, match=r"model=Linear is a class.*Linear\(\.\.\.\)"):
-        PickerModel(model=torch.nn.Linear)
-    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
-    with pytest.raises(ConfigError, match=r"\(0\.weight, 0\.bias\).*Call it once"):
-        PickerModel(model=lazy, sample_batch=torch.ones(2, 3))
-    lazy(torch.ones(2, 3))
-    assert PickerModel(model=lazy, inventory=WITHOUT_GPU).verdict.fits is True
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("gpt2", "is no module"),
+        (None, "without a model"),
+        (torch.nn.Linear, r"model=Linear is a class.*Linear\(\.\.\.\)"),
+        (nn.Sequential(nn.LazyLinear(3)), r"\(0\.weight, 0\.bias\).*Call it once"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_what_to_do(model, told):
+    with pytest.raises(ConfigError, match=told):
+        PickerModel(model=model, sample_batch=torch.ones(2, 3))
 
 
 @needs.DEEPSPEED_ROW
@@ -492,6 +359,8 @@ def test_suggest_says_when_nothing_fits():
         picker.suggest()
     assert picker.config == before
     assert picker.verdict.remedy.startswith("Nothing fits")
+    with pytest.raises(ConfigError, match="give the model"):
+        PickerModel(inventory=WITHOUT_GPU).suggest()
 
 
 @needs.DEEPSPEED_ROW
@@ -514,30 +383,20 @@ def test_faces_say_the_same():
     names: dict = {}
     exec(faces["Python"].partition("notebook_launcher(train")[0], names)
     assert names["config"] == picker.config
-    from nbaccel.notebook.magic_line import read_magic_line
-
-    line = faces["Command line"].removeprefix("%%accelerate")
-    assert read_magic_line(line, base_config=RunConfig(), namespace={}).wanted == picker.config
-
-
-def test_the_line_carries_every_setting():
-    from nbaccel.notebook.magic_line import read_magic_line
-    from nbaccel.notebook.picker.config_text import faces_of
-
+    assert read_line(faces["Command line"]) == picker.config
     config = RunConfig(
         mixed_precision="fp8",
         fp8={"backend": "te", "override_linear_precision": [True, False, False]},
         share_back=False,
         log_line_prefix_template="[${rank}] ",
-        gradient_accumulation_steps=3,
-        activation_checkpointing=True,
         timeout=5,
     )
-    line = faces_of(config, {})["Command line"]
-    wanted = read_magic_line(
-        line.removeprefix("%%accelerate"), base_config=RunConfig(), namespace={}
-    ).wanted
-    assert wanted == config
+    assert read_line(faces_of(config, {})["Command line"]) == config
+
+
+def read_line(line: str) -> RunConfig:
+    options = line.removeprefix("%%accelerate")
+    return read_magic_line(options, base_config=RunConfig(), namespace={}).wanted
 
 
 @needs.DEEPSPEED_ROW
@@ -561,24 +420,14 @@ def test_auto_is_shown_resolved_with_reasons():
     assert "data loader" in told["train_micro_batch_size_per_gpu"].reason
 
 
-def test_every_setting_is_a_choice():
+def test_every_setting_is_a_choice_and_common_ones_come_first():
     fields = {setting.run_field.partition(".")[0] for setting in by_name().values()}
     assert fields >= set(RunConfig.model_fields) - {"deepspeed", "zero_stage"}
     landed = {s.run_field.removeprefix("fp8.") for s in settings("precision") if "fp8." in s.name}
     assert landed == set(Fp8Config.model_fields)
-
-
-def test_common_ones_come_first():
     for panel in PANELS:
         sections = [setting.section for setting in settings(panel)]
         assert sections == sorted(sections, key=bool)
-        assert 1 <= sections.count("") <= 15
-
-
-@pytest.mark.parametrize("panel", PANELS)
-def test_names_are_unique(panel):
-    names = [setting.name for setting in settings(panel)]
-    assert len(names) == len(set(names))
 
 
 class Tied(nn.Module):
@@ -592,18 +441,13 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_a_model_is_counted_with_tied_weights_once():
+def test_a_model_is_described_with_tied_weights_counted_once():
     found = describe_model(Tied().to(torch.bfloat16))
     for fact in ("88 parameters in 4 tensors", "3 Linear", "bfloat16", "1 tied weight"):
         assert fact in found
-
-
-def test_a_model_on_meta_and_of_two_formats_says_so():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(10**4, 10**4), nn.Linear(2, 2).half())
-    found = describe_model(model)
-    assert found.startswith("Sequential · 100 M parameters")
-    assert found.endswith("float32, float16 · on meta: shapes only")
+    assert describe_model(model).endswith("float32, float16 · on meta: shapes only")
 
 
 def test_a_batch_is_described_by_its_shapes():
@@ -613,26 +457,13 @@ def test_a_batch_is_described_by_its_shapes():
         assert PickerModel(model=nn.Linear(2, 2), sample_batch=batch).batch_shapes == shapes
 
 
-def test_devices_that_are_used_are_marked():
-    machine = with_gpus(3)
-    parts = PickerModel(RunConfig(num_processes=2), inventory=machine).machine_parts
-    assert [is_used for _, is_used in parts] == [True, True, False, False, False]
-    assert parts[0][0] == "GPU 0 · NVIDIA H100 · 80.0 GiB, 78.0 free"
-    assert parts[-2][0] == "host memory · 256.0 GiB, 200.0 free"
-    assert parts[-1][0] == "32 cores"
-
-
-def test_many_equal_devices_are_one_part():
-    machine = with_gpus(8)
-    parts = PickerModel(inventory=machine).machine_parts
-    assert parts[0][0].startswith("GPU 0 to 7 · ")
-    assert len(parts) == 3
-    parts = PickerModel(inventory=V5E_8).machine_parts
-    assert "0 to 7" in parts[0][0]
-
-
-def test_without_a_device_the_host_computes():
-    parts = PickerModel(inventory=WITHOUT_GPU).machine_parts
-    assert [is_used for _, is_used in parts] == [True, True]
-    lone = PickerModel(inventory=replace(WITHOUT_GPU, cpu_cores=1))
-    assert lone.machine_parts[-1][0] == "1 core"
+def test_devices_that_are_used_are_marked_and_equal_ones_are_one_part():
+    two = PickerModel(RunConfig(num_processes=2), inventory=with_gpus(3))
+    assert [is_used for _, is_used in two.machine_parts] == [True, True, False, False, False]
+    first, *_, host, cores = (text for text, _ in two.machine_parts)
+    assert first == "GPU 0 · NVIDIA H100 · 80.0 GiB, 78.0 free"
+    assert (host, cores) == ("host memory · 256.0 GiB, 200.0 free", "32 cores")
+    for machine, label in ((with_gpus(8), "GPU 0 to 7 · "), (V5E_8, "0 to 7")):
+        assert label in PickerModel(inventory=machine).machine_parts[0][0]
+    alone = PickerModel(inventory=WITHOUT_GPU).machine_parts
+    assert [is_used for _, is_used in alone] == [True, True]

@@ -10,13 +10,9 @@ import pytest
 import torch
 
 from nbaccel.config import RunConfig
-from nbaccel.memory.estimate import SEGMENT_KINDS, BarSegment, MemoryBar, MemoryNeed
+from nbaccel.memory.estimate import BarSegment, MemoryBar, MemoryNeed
 from nbaccel.memory.ways import Candidate, Proposal
 from nbaccel.notebook.picker import rendering
-from nbaccel.notebook.picker.choices import (
-    hint_of,
-    name_with_precision,
-)
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.rendering import (
     picker_sections,
@@ -53,11 +49,9 @@ def candidate(**facts) -> Candidate:
     return Candidate(**{"name": EVIL, "config": RunConfig(), "reason": EVIL, **facts})
 
 
-def table(*candidates, compares: bool = False, hint: str = "") -> str:
-    model = SimpleNamespace(
-        shown_candidates=lambda: candidates, compares_precisions=compares, best_mark="★ best"
-    )
-    return rendering.table_html(rendering.shown_rows(model), hint)
+def table(*candidates, compares: bool = False) -> str:
+    model = SimpleNamespace(shown_candidates=lambda: candidates, compares_precisions=compares)
+    return rendering.table_html(rendering.shown_rows(model))
 
 
 ENOUGH = bar(parameters=4 * GIB, free=5 * GIB)
@@ -89,9 +83,11 @@ DRAWN = {
     "ways": table(replace(FITTING, is_best=True)),
     "refused": table(candidate(refusal=EVIL)),
     "compared": table(FITTING, compares=True),
-    "hint": table(candidate(), hint=EVIL),
     "places": rendering.table_html(rendering.rows_of_places([bar(parameters=GIB)])),
     "proposal": rendering.proposal_html(PROPOSAL),
+    "model": rendering.trained_html(
+        PickerModel(model=type(EVIL, (torch.nn.Linear,), {})(2, 2), inventory=WITHOUT_GPU)
+    ),
 }
 
 
@@ -103,31 +99,16 @@ def test_text_is_shown_as_it_is_and_never_run(what):
     assert EVIL in told
 
 
-def test_the_name_of_a_model_is_text_too():
-    model = type(EVIL, (torch.nn.Linear,), {})(2, 2)
-    html = rendering.trained_html(PickerModel(model=model, inventory=WITHOUT_GPU))
-    assert EVIL in " ".join(Html(html).words)
-
-
-def test_what_is_only_a_style_asks_nobody_for_anything():
+def test_every_rule_of_the_style_is_the_pickers_own_and_asks_nobody_for_anything():
     front = rendering.front_html("nbaccel-static-1")
     assert not re.search(r"https?://|@import|url\(", front)
     assert ".nbaccel-static-1 { display: none }" in front
-
-
-def test_every_rule_of_the_style_is_the_pickers_own():
-    style = Html(rendering.front_html("nbaccel-static-1")).words[0]
+    style = Html(front).words[0]
     style = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
     style = re.sub(r"@media[^{]*\{((?:[^{}]*\{[^{}]*\})*)\s*\}", r"\1", style)
     selectors = [s.strip() for rule in re.findall(r"([^{}]+)\{", style) for s in rule.split(",")]
     assert len(selectors) > 50
     assert not [s for s in selectors if not s.startswith(".nbaccel-")]
-
-
-def test_every_kind_of_memory_has_a_colour():
-    style = Html(rendering.kept_html("x", ["a"], "")).words[0]
-    for kind in (*SEGMENT_KINDS, "others", "free"):
-        assert f".nbaccel-{kind} {{ background" in style
 
 
 def test_all_bars_have_one_scale_and_a_line_where_the_memory_ends():
@@ -172,18 +153,6 @@ def test_compared_bars_are_grouped_by_way_with_one_scale():
     assert [text.partition(":")[0] for text in told] == ["ZeRO-2 in fp32", "ZeRO-2 in bf16"]
 
 
-def test_a_precision_is_named_where_it_alone_fits_or_is_faster():
-    def best(precision: str) -> Candidate:
-        config = RunConfig(mixed_precision=precision)
-        return candidate(name="ZeRO-1", config=config, is_best=True)
-
-    assert hint_of([LACKING], [LACKING, best("bf16")]) == "In bf16, ZeRO-1 would fit."
-    told = hint_of([best("no")], [best("bf16")])
-    assert told == "In bf16, ZeRO-1 would fit, too, and is usually faster."
-    assert hint_of([best("bf16")], [best("bf16")]) == ""
-    assert hint_of([LACKING], [LACKING]) == ""
-
-
 def test_a_need_far_beyond_what_there_is_is_cut_so_that_others_can_be_read():
     huge = bar(parameters=1000 * GIB, lacking=991 * GIB)
     assert rendering.BarScale([huge]).full_width == 17 * GIB
@@ -200,12 +169,6 @@ def test_a_small_model_is_enlarged_without_what_others_use():
     assert not read.of("nbaccel-mark")
     assert not read.of("nbaccel-cut")
     assert "all that there is: 200 times as wide" in read.words
-
-
-def test_what_is_lacking_elsewhere_is_told_with_its_place():
-    on_host = replace(bar(parameters=GIB, lacking=2 * GIB), label="host memory · 2 processes")
-    short = candidate(need=need_of(bar(parameters=GIB, free=GIB), on_host))
-    assert rendering.verdict_text(short) == "✗ 2.0 GiB too little on host memory"
 
 
 def test_each_place_has_a_row_with_its_numbers():
@@ -265,30 +228,11 @@ def picker(request) -> PickerModel:
     return of_language(MACHINES[request.param])
 
 
-def in_each_precision(picker: PickerModel) -> tuple[Candidate, ...]:
-    """What the form shows once precisions are compared."""
-    picker.compare_precisions(is_on=True)
-    shown = picker.shown_candidates()
-    picker.compare_precisions(is_on=False)
-    return shown
-
-
 def test_no_line_is_wider_than_a_terminal(picker):
     sections = {text.partition("\n")[0]: text for text in picker_sections(picker)}
     for title, section in sections.items():
         if title not in ("Python", "Command line", "YAML", "DeepSpeed JSON"):
             assert max(map(len, section.splitlines())) <= 80, section
-
-
-def test_the_chosen_and_the_best_are_told_in_words_and_once_each(picker):
-    picker.choose("mixed_precision", "bf16")
-    text = picker_text(picker).partition("3. What fits\n")[2].partition("Precision\n")[0]
-    best = next((one for one in in_each_precision(picker) if one.is_best), None)
-    assert text.count("chosen") == 1
-    assert text.count("★ best") == (best is not None)
-    if best is not None:
-        assert f"★ {name_with_precision(best)}: {best.reason}." in " ".join(text.split())
-    picker.undo()
 
 
 def test_a_way_that_lacks_memory_elsewhere_says_where():
@@ -314,26 +258,6 @@ def test_what_one_precision_refuses_is_told_below_and_what_all_refuse_in_the_row
     assert "not possible" in text
     assert "FSDP: this card cannot in bf16." in text
     assert "ZeRO-3, all on disk  needs a folder" in text
-
-
-def test_a_way_that_a_precision_lacks_leaves_its_cell_empty():
-    ways = [
-        candidate(name="FSDP", need=need_of(ENOUGH)),
-        candidate(name="FSDP", need=need_of(ENOUGH), config=IN_HALF),
-        candidate(name="ZeRO-1", need=need_of(ENOUGH), config=IN_HALF),
-    ]
-    assert any(line.split()[:2] == ["ZeRO-1", "—"] for line in precision_table_lines(ways))
-
-
-def test_free_memory_is_told_where_all_devices_have_the_same():
-    named = replace(ENOUGH, label="cuda:0 · A"), replace(ENOUGH, label="cuda:1 · A")
-    assert precision_table_lines([candidate(need=need_of(*named))])[0].startswith(
-        "Memory of each GPU (10.0 GiB free): ✓"
-    )
-    fuller = replace(LACKING_BAR, label="cuda:1 · A", capacity=8 * GIB)
-    assert precision_table_lines([candidate(need=need_of(named[0], fuller))])[0].startswith(
-        "Memory of each GPU: ✓"
-    )
 
 
 @needs.DEEPSPEED_ROW
@@ -373,23 +297,3 @@ def test_the_text_beside_a_form_measures_no_other_precision(monkeypatch):
     lines = picker_text(picker, measures=False).splitlines()
     assert labels in [line.split() for line in lines]
     assert told == []
-
-
-def test_a_terminal_shows_model_and_machine_before_anything_is_measured(monkeypatch):
-    picker = of_language(with_gpus(2), width=64, layers=1)
-    told = measurements(picker, monkeypatch)
-    sections = picker_sections(picker)
-    assert [next(sections).partition("\n")[0] for _ in range(2)] == [
-        "1. What is trained",
-        "2. On what",
-    ]
-    assert told == []
-    assert "fp8" in next(sections)
-    assert {"no", "bf16"} & set(told)
-
-
-def test_what_cannot_be_estimated_has_no_table():
-    picker = PickerModel(model=torch.nn.Linear(2, 2), sample_batch=torch.ones(4, 7))
-    text = picker_text(picker)
-    assert "Linear does not run with this sample_batch" in " ".join(text.split())
-    assert max(map(len, text.partition("Precision\n")[0].splitlines())) <= 80
