@@ -1,4 +1,4 @@
-"""Completion of magic lines, and of names that only workers have.
+"""Completion, `name?` and tooltips: of magic lines, and of names that only workers have.
 
 From 8.6 on IPython takes matchers that see the whole cell. Earlier versions, such as the 7.34 of
 Colab and Kaggle, give a matcher only the word at the cursor: there the method behind all
@@ -7,12 +7,13 @@ completions is wrapped.
 
 from __future__ import annotations
 
+import html
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from IPython.core import completer
+from IPython.core import completer, page
 
 from nbaccel.base import ipython_private
 from nbaccel.notebook.cells import is_for_us
@@ -67,22 +68,35 @@ def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]
     def with_ours(earlier_complete: Callable[..., Any]) -> Callable[..., Any]:
         def complete(*, cursor_line: int, cursor_pos: int, **more: Any) -> tuple[Any, ...]:
             text = more.get("full_text")
+            our_matches = Matches()
             if text and cursor_pos is not None:
-                ours = ask_matches(text, cursor_line, cursor_pos)
-                if ours.words:
-                    return ours.part, list(ours.words), ["nbaccel"] * len(ours.words), ()
-            theirs: tuple[Any, ...] = earlier_complete(
+                our_matches = ask_matches(text, cursor_line, cursor_pos)
+            words = list(our_matches.words)
+            # IPython and Jedi would add Python names, which mean nothing on a magic's line.
+            if our_matches.are_all:
+                return our_matches.part, words, ["nbaccel"] * len(words), ()
+            their_matches: tuple[Any, ...] = earlier_complete(
                 cursor_line=cursor_line, cursor_pos=cursor_pos, **more
             )
-            return theirs
+            return _joined(our_matches, *their_matches) if words else their_matches
 
         return complete
 
     return ipython_private.wrap_completions(shell_completer, with_ours)
 
 
-# Where a statement or an assignment's value stands.
-_LINE_MAGIC = re.compile(r"^\s*([\w.,\s]+=\s*)?%accelerate[ \t]+(?P<rest>.*)$")
+def _joined(
+    ours: Matches, their_part: str, their_words: list[str], origins: list[str], jedi_matches: Any
+) -> tuple[str, list[str], list[str], Any]:
+    """Ours and theirs, as replacements of the same text: the longer of the two."""
+    part = max(their_part, ours.part, key=len)
+    theirs = [part.removesuffix(their_part) + word for word in their_words]
+    added = [part.removesuffix(ours.part) + word for word in ours.words]
+    added = [word for word in added if word not in theirs]
+    return part, [*added, *theirs], ["nbaccel"] * len(added) + list(origins), jedi_matches
+
+
+_LINE_MAGIC = re.compile(r"^(?P<before>.*?%accelerate[ \t]+)(?P<rest>.*)$")
 
 
 class Completion:
@@ -113,7 +127,7 @@ class Completion:
             is_option = row == 0 and typed_options[:1].isspace()
             return self._words(typed_options, "") if is_option else Matches()
         line_match = _LINE_MAGIC.match(cell_line)
-        if line_match is None:
+        if line_match is None or not _is_statement(line_match["before"]):
             return Matches()
         typed_subcommand, blank_after, typed_options = line_match["rest"].partition(" ")
         names = [subcommand.name for subcommand in SUBCOMMANDS]
@@ -135,9 +149,9 @@ class Completion:
         if subcommand in ("pull", "push") and not last_word.startswith("-"):
             # Names may be joined by commas; only the last one is being typed.
             typed_part = last_word.rpartition(",")[2]
-            hidden = self._session.shell.user_ns_hidden
-            own_names = [name for name in self._session.shell.user_ns if name not in hidden]
-            variable_names = self._worker_names(typed_part) if subcommand == "pull" else own_names
+            variable_names = (
+                self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
+            )
             return _beginning(variable_names, typed_part, "variable")
         written = [find_option(magic_options, word) for word in words_before]
         open_flags = [
@@ -155,6 +169,11 @@ class Completion:
             typed_part = typed_part.rpartition(",")[2]
             return _beginning(self._worker_names(typed_part), typed_part, "variable")
         return _beginning(option.choices, typed_part)
+
+    def _own_names(self) -> list[str]:
+        hidden = self._session.shell.user_ns_hidden
+        names = self._session.shell.user_ns
+        return [name for name in names if not name.startswith("_") and name not in hidden]
 
     def _worker_names(self, typed_part: str) -> list[str]:
         pool = self._session.pool
@@ -178,8 +197,63 @@ class Completion:
         return Matches(tuple(matches.matches), kinds, text[matches.start : cursor_offset])
 
 
+def _is_statement(text_before: str) -> bool:
+    """Whether the magic stands where a statement or an assignment's value does."""
+    head = text_before.rpartition("%accelerate")[0].strip()
+    return not head or bool(re.fullmatch(r"[\w.,\s]+=", head))
+
+
 def _beginning(words: Iterable[str], typed_part: str, kind: str = "text") -> Matches:
     """Matches on a magic's line, where those of other matchers make no sense."""
     matching = tuple(word for word in words if word.startswith(typed_part))
     # Without a match other matchers may still know what is meant.
     return Matches(matching, (kind,) * len(matching), typed_part, are_all=bool(matching))
+
+
+def inspect_workers(session: Session) -> Callable[[], None]:
+    """Inspect names in the workers that the notebook does not have; returns what undoes that."""
+    # The shell's methods are replaced on the instance.
+    shell: Any = session.shell
+    shell_method = shell.object_inspect_mime
+
+    def object_inspect_mime(oname: str, detail_level: int = 0, **more: Any) -> Any:
+        try:
+            return shell_method(oname, detail_level, **more)
+        # IPython raises KeyError for a name that it does not find.
+        except KeyError:
+            bundle = _asked_bundle(session, oname, detail_level)
+            if bundle is None:
+                raise
+            return bundle
+
+    def also_inspect(shell_inspect: Callable[..., Any]) -> Callable[..., Any]:
+        def inspect(meth: str, oname: str, namespaces: Any = None, **more: Any) -> Any:
+            # `pinfo` is `name?`; other requests, such as `%pdoc`, need the object itself.
+            is_known = meth != "pinfo" or shell.object_inspect(oname)["found"]
+            detail_level = int(more.get("detail_level", 0))
+            bundle = None if is_known else _asked_bundle(session, oname, detail_level)
+            if bundle is None:
+                return shell_inspect(meth, oname, namespaces, **more)
+            page.page(bundle)
+            return None
+
+        return inspect
+
+    vars(shell)["object_inspect_mime"] = object_inspect_mime
+    restore_inspect = ipython_private.inspect_also(shell, also_inspect)
+
+    def restore() -> None:
+        vars(shell).pop("object_inspect_mime", None)
+        restore_inspect()
+
+    return restore
+
+
+def _asked_bundle(session: Session, name: str, detail_level: int) -> dict[str, str] | None:
+    pool = session.living_pool
+    bundle = pool.inspect(name, detail_level) if pool is not None and name else None
+    if bundle is None:
+        return None
+    text = bundle.get("text/plain", "")
+    # ipykernel removes the key `text/html` where it is not wanted, so it must exist.
+    return {"text/html": f"<pre>{html.escape(text)}</pre>", **bundle, "text/plain": text}

@@ -30,10 +30,11 @@ from IPython.display import display
 
 from nbaccel.base import frames
 from nbaccel.base.errors import ConfigError, WorkerFailed
+from nbaccel.base.log import write_notice
 from nbaccel.calls.pool_planning import CellSource
 from nbaccel.config.given_values import closest
 from nbaccel.notebook.cells import Cells
-from nbaccel.notebook.completion import Completion
+from nbaccel.notebook.completion import Completion, inspect_workers
 from nbaccel.notebook.magic_line import (
     SUBCOMMANDS,
     MagicLine,
@@ -141,6 +142,28 @@ class WorkerBoard:
             self._handle.update(status)
         if self._session.pool is None:
             self.unload()
+
+
+def hint_after_cells(session: Session) -> Callable[[], None]:
+    """Look at each cell's error after IPython has shown it; returns what ends that."""
+    events = session.shell.events
+
+    def on_cell_end(result: Any = None) -> None:
+        error = getattr(result, "error_in_exec", None)
+        # Kernel and engines do not know each other's names: ipython/ipyparallel#897. A failed cell
+        # of workers raises an error of both classes; there a worker lacks the name.
+        if not isinstance(error, NameError) or isinstance(error, WorkerFailed):
+            return
+        name = getattr(error, "name", None)
+        pool = session.living_pool
+        if name and name not in session.shell.user_ns and pool is not None and pool.inspect(name):
+            write_notice(
+                f"nbaccel: {name} exists in the workers of %%accelerate. To copy it "
+                f"here: %accelerate pull {name}\n"
+            )
+
+    events.register("post_run_cell", on_cell_end)
+    return lambda: events.unregister("post_run_cell", on_cell_end)
 
 
 _Tell = Callable[..., str]
@@ -374,6 +397,8 @@ class Extension:
             undo(shell.magics_manager.magics[magic_kind].pop, MAGIC_NAME, None)
         for load in (cells.load, Completion(session).load):
             undo(load())
+        undo(inspect_workers(session))
+        undo(hint_after_cells(session))
         undo(import_with_torch(shell))
         atexit.register(session.stop)
         undo(atexit.unregister, session.stop)

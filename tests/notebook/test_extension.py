@@ -19,6 +19,7 @@ def state():
         "matchers": len(shell.Completer.custom_matchers) + ("_complete" in vars(shell.Completer)),
         "cleanup": len(shell.input_transformers_cleanup),
         "events": len(shell.events.callbacks["pre_run_cell"]),
+        "hidden": sorted({"object_inspect_mime", "_inspect"} & set(vars(shell))),
     }
 before = state()
 """
@@ -47,7 +48,7 @@ def test_loading_wakes_no_torch_and_unloading_leaves_nothing(own: Kernel) -> Non
     own.run("%load_ext nbaccel").check()
     assert own.run("import sys; print('torch' in sys.modules)").stdout == "False\n"
     assert len(own.descendants()) == 1, "the template alone"
-    assert own.run("print(sum(state()[k] != before[k] for k in before))").stdout == "5\n"
+    assert own.run("print(sum(state()[k] != before[k] for k in before))").stdout == "6\n"
 
     assert "already loaded" in own.run("%load_ext nbaccel").check().stdout
     own.run("%reload_ext nbaccel").check()
@@ -120,6 +121,17 @@ def test_a_comment_may_stand_above_the_magic(idle: Kernel) -> None:
     assert cell.error.startswith("WorkerFailed")
     assert "line 4, in <module>" in said(cell.traceback)
     idle.run("# no magic of ours\nx = 1").check()
+
+
+def test_a_name_that_only_workers_have(idle: Kernel) -> None:
+    idle.run("%%accelerate -n 2\nlosses = [0.5]").check()
+    cell = idle.run("print(losses)")
+    assert cell.error == "NameError"
+    assert "losses exists in the workers of %%accelerate" in cell.stdout
+    assert "%accelerate pull losses" in cell.stdout
+    other = idle.run("print(nowhere)")
+    assert other.error == "NameError"
+    assert "exists in the workers" not in other.stdout
 
 
 def test_the_whole_traceback_of_all_ranks(idle: Kernel) -> None:

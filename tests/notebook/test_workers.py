@@ -9,7 +9,7 @@ import pytest
 
 from tests import needs
 from tests.kernel.kernel import Kernel
-from tests.notebook.asking import START, complete, shown, told
+from tests.notebook.asking import START, complete, inspect, paged, shown, told
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +159,15 @@ def test_names_of_workers_are_offered_beside_the_notebooks(furnished: Kernel) ->
         "worker_of_notebook",
     }
     assert complete(furnished, "worker_‸") == ["worker_of_notebook"]
+
+
+def test_names_of_workers_are_explained(furnished: Kernel) -> None:
+    assert "A net of the workers." in inspect(furnished, "%%accelerate\nworker_net")["text/plain"]
+    assert "A net of the workers." in paged(furnished, "worker_net?")
+    assert inspect(furnished, "%%accelerate\nnobody_knows") == {}
+    furnished.run("def own():\n    'The notebook has this.'").check()
+    assert "The notebook has this." in inspect(furnished, "%%accelerate\nown")["text/plain"]
+    assert "The notebook has this." in paged(furnished, "own?")
 
 
 def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path) -> None:
