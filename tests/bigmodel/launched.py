@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
-
-from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 
 
 def tower(layers: int, width: int, device: str = "meta") -> nn.Sequential:
@@ -42,19 +39,3 @@ def smaps() -> dict[str, int]:
         name, _, size = line.partition(":")
         found[name] = int(size.split()[0]) * 1024
     return found
-
-
-def load_side_by_side(path: str, layers: int, width: int) -> dict[str, int]:
-    """How much memory a model takes that both workers load."""
-    dist.init_process_group("gloo")
-    model = tower(layers, width)
-    torch.ones(width, width).max()
-    before = smaps()
-    dist.barrier()
-    load_checkpoint_in_model(model, path)
-    total = sum(float(p.detach().max()) for p in model.parameters())
-    dist.barrier()
-    after = smaps()
-    dist.barrier()
-    assert total > 0
-    return {name: after[name] - before[name] for name in ("Rss", "Pss", "Anonymous")}

@@ -101,11 +101,6 @@ def load(model: nn.Module, path: str, how: str) -> None:
         from safetensors.torch import load_file
 
         model.load_state_dict(load_file(path), strict=False)
-    elif how == "changed by each":
-        load_checkpoint_in_model(model, path, strict=True)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(dist.get_rank())
 
 
 @contextlib.contextmanager
@@ -204,20 +199,6 @@ def receive_plainly(path: str) -> tuple[dict[str, torch.Tensor], str]:
     except ConfigError as error:
         return model.state_dict(), str(error)
     return model.state_dict(), ""
-
-
-def shard_aliases(
-    path: str, kind: str, sizes: dict[str, int], is_written: bool
-) -> dict[str, torch.Tensor]:
-    """Two parameters over the same memory of a checkpoint, sharded."""
-    accelerator = accelerator_of(kind)
-    model = on_meta(**sizes, freezes=False)
-    load_checkpoint_in_model(model, path, strict=True)
-    model.twin = nn.Parameter(model.blocks[0].up.weight.data)
-    if is_written:
-        with torch.no_grad():
-            model.twin.add_(1)
-    return state_of(accelerator, accelerator.prepare(model))
 
 
 # ------------------------------------------------------------------------------ memory

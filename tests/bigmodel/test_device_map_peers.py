@@ -129,26 +129,3 @@ def test_sizes_are_those_of_accelerate(family, dtype):
     assert module_sizes.calculate_maximum_sizes(model) == peer.calculate_maximum_sizes(model)
     tied_in_config = module_sizes.check_tied_parameters_in_config(model)
     assert tied_in_config == peer.check_tied_parameters_in_config(model)
-
-
-def linears(chance: random.Random, count: int = 12) -> nn.Module:
-    """A row of small linear layers."""
-    sizes = [(chance.randint(1, 16), chance.randint(1, 16)) for _ in range(count)]
-    with torch.device("meta"):
-        return nn.Sequential(*(nn.Linear(inner, outer) for inner, outer in sizes))
-
-
-def test_two_small_accelerators_are_used_as_well_as_by_accelerate():
-    """Budgets in which the first one has no room for the largest layer, beside others."""
-    results: Counter = Counter()
-    for seed in range(300):
-        chance = random.Random(seed)
-        model = linears(chance)
-        sizes = module_sizes.compute_module_sizes(model)
-        largest, total = max(sizes[str(i)] for i in range(12)), sizes[""]
-        low, high = largest // 2, max(largest, total // 2)
-        budgets = {0: chance.randint(low, high), 1: chance.randint(low, high)}
-        budgets["cpu"] = chance.randint(low, total)
-        results[compare(model, budgets, frozenset())] += 1
-    assert results["it breaks a rule"] == results["it raises"] == 0, results
-    assert results["better"], results

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import big_modeling, hooks as our_hooks
+from nbaccel import hooks as our_hooks
 from nbaccel.utils import modeling, offload
 
 accelerate = pytest.importorskip("accelerate")
 peer_hooks = pytest.importorskip("accelerate.hooks")
 peer_modeling = pytest.importorskip("accelerate.utils.modeling")
 peer_offload = pytest.importorskip("accelerate.utils.offload")
-peer_big = pytest.importorskip("accelerate.big_modeling")
 
 
 def make_model() -> nn.Module:
@@ -165,16 +164,6 @@ def test_tensors_are_placed_the_same(arguments):
     assert alike(found[0], found[1])
 
 
-def test_states_of_offloaded_models_are_the_same():
-    found = []
-    for hooks, module in ((our_hooks, modeling), (peer_hooks, peer_modeling)):
-        model = make_model()
-        WAYS["offloaded"](hooks, model)
-        found.append(module.get_state_dict_offloaded_model(model))
-    assert list(found[0]) == list(found[1])
-    assert alike(found[0], found[1])
-
-
 def test_hooks_of_accelerate_are_understood():
     """Transformers attaches them when it loads a model with a device map."""
     model = make_model()
@@ -184,14 +173,3 @@ def test_hooks_of_accelerate_are_understood():
         assert torch.equal(model[0].weight, make_model()[0].weight)
     assert model[0].weight.is_meta
     assert alike(modeling.get_state_dict_offloaded_model(model), make_model().state_dict())
-
-
-@pytest.mark.parametrize("include_buffers", [False, True])
-def test_modules_are_built_empty_in_the_same_way(include_buffers):
-    devices = []
-    for module in (big_modeling, peer_big):
-        with module.init_empty_weights(include_buffers):
-            model = make_model()
-            loose = torch.zeros(1).device.type
-        devices.append((loose, facts(model)))
-    assert devices[0] == devices[1]

@@ -134,25 +134,6 @@ def test_a_load_into_a_real_model_needs_one_tensor_beside_it(saved_tower):
 
 
 @isolated(timeout_s=120)
-def test_weights_brought_in_are_read_and_those_released_are_let_go(saved_tower):
-    stored = read_checkpoint(saved_tower).tensors
-    files = WeightFiles()
-    views = {name: files.view(each) for name, each in stored.items()}
-    before = figures()["File"]
-    portions: list[int] = []
-    for each in stored.values():
-        files.bring_in(each)
-        files.bring_in(each, portions.append)
-    assert sum(portions) == LAYERS * LAYER_BYTES
-    total = sum(float(view.sum()) for view in views.values())
-    assert figures()["File"] - before > LAYERS * LAYER_BYTES * 0.9
-    for each in stored.values():
-        files.release(each)
-    assert figures()["File"] - before < LAYERS * LAYER_BYTES * 0.1
-    assert total == sum(float(view.sum()) for view in views.values())
-
-
-@isolated(timeout_s=120)
 def test_weights_by_name_stay_in_the_file_between_uses(saved_tower):
     stored = read_checkpoint(saved_tower).tensors
     weights = StoredWeights(WeightFiles(), stored, {"held": torch.ones(3)})
@@ -205,28 +186,6 @@ def test_only_whole_pages_inside_are_dropped_and_no_written_byte_outside(written
                 expected[first_page:last_page] = content[first_page:last_page]
         assert bytes_of(mapping) == bytes(expected)
         assert path.read_bytes() == content[:NUM_BYTES]
-
-
-def test_pages_elsewhere_are_not_touched(tmp_path):
-    mapped_files.drop_pages(0, 1 << 40)
-    heap = torch.ones(PAGE * 4)
-    mapped_files.drop_pages(heap.data_ptr(), heap.nbytes)
-    assert heap.sum() == PAGE * 4
-    shared = arena.empty_tensors([((PAGE,), torch.float32)])[0].fill_(1)
-    mapped_files.drop_pages(shared.data_ptr(), shared.nbytes)
-    assert shared.sum() == PAGE
-    del shared
-
-
-def test_what_is_written_is_told_of_a_part_alone(tmp_path):
-    (tmp_path / "file").write_bytes(bytes(8 * PAGE))
-    mapping = Arena.of_file(tmp_path / "file")
-    mapping.view(3 * PAGE + 5, 3 * PAGE + 6)[0] = 1
-    mapping.view(6 * PAGE, 6 * PAGE + 1)[0] = 1
-    assert mapping.written() == [(3 * PAGE, 4 * PAGE), (6 * PAGE, 7 * PAGE)]
-    assert mapping.written(0, 3 * PAGE) == []
-    assert mapping.written(2 * PAGE, 5 * PAGE) == [(3 * PAGE, 4 * PAGE)]
-    assert mapping.written(6 * PAGE, 8 * PAGE) == [(6 * PAGE, 7 * PAGE)]
 
 
 def span(mapping: memfd.Mapping, first: int, end: int) -> tuple[int, int]:
@@ -286,24 +245,6 @@ def test_an_arena_that_leaves_its_file_keeps_addresses_and_values(tmp_path, how)
     del tensor, mapping
 
 
-def test_an_arena_that_nobody_wrote_to_stays_in_its_file(tmp_path):
-    mapping, tensor, _ = checkpoint_arena(tmp_path)
-    assert tensor.sum() > 0
-    mapping.sync()
-    assert is_file(mapping)
-
-
-def test_a_file_that_was_cut_off_cannot_be_left_and_nothing_changes(tmp_path):
-    mapping, tensor, path = checkpoint_arena(tmp_path)
-    open_files = len(descriptors())
-    os.truncate(path, PAGE)
-    with pytest.raises(OSError, match=r"."):
-        mapping.leave_file()
-    assert is_file(mapping)
-    assert len(descriptors()) == open_files
-    assert tensor[:4].tolist() == [0, 1, 2, 3]
-
-
 def test_an_arena_costs_one_descriptor_which_no_other_program_inherits(tmp_path):
     before, memfds = len(descriptors()), memory_files()
     mapping, tensor, path = checkpoint_arena(tmp_path)
@@ -350,26 +291,6 @@ def test_a_forked_child_sees_and_changes_only_its_own(tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert tensor[:3].tolist() == [0, 77, 2]
     assert path.read_bytes() == before
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 5), max_size=3).map(tuple),
-            st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool]),
-        ),
-        max_size=6,
-    )
-)
-def test_empty_tensors_are_zeros_that_do_not_overlap(layouts):
-    tensors = arena.empty_tensors(layouts)
-    assert [(tuple(t.shape), t.dtype) for t in tensors] == layouts
-    for number, tensor in enumerate(tensors):
-        assert not tensor.any()
-        assert all(not t.any() for t in tensors[number:])
-        tensor.fill_(1)
-    homes = {id(arena.find_arena(t.data_ptr(), t.nbytes)) for t in tensors if t.numel()}
-    assert len(homes) <= 1
 
 
 def test_a_converted_model_is_handed_to_workers_without_a_copy(tmp_path):
