@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -120,16 +119,3 @@ def test_a_flush_that_is_under_way_comes_first_too(kernel: Kernel) -> None:
         time.sleep(0.00002 * number)
         show(kernel, "output")
         assert kernel.read(2) == [("stream", "text"), ("display_data", "output")], number
-
-
-def test_a_stream_of_somebody_else_is_flushed(kernel: Kernel) -> None:
-    class Other(io.StringIO):
-        flushed = 0
-
-        def flush(self) -> None:
-            self.flushed += 1
-
-    other = Other()
-    show(kernel, "output", stdout=other)
-    assert kernel.read(1) == [("display_data", "output")]
-    assert (other.flushed, kernel.flushes) == (1, 1)

@@ -69,12 +69,6 @@ def test_states_and_accelerators_of_a_process_agree() -> None:
         assert text.endswith("Mixed precision type: bf16\n")
 
 
-def test_types_compare_with_their_names() -> None:
-    assert DistributedType("FSDP") is DistributedType.FSDP
-    assert DistributedType.MULTI_CPU == "MULTI_CPU"
-    assert GradientState().num_steps == 1
-
-
 @pytest.mark.slow
 @isolated(timeout_s=60)
 def test_a_state_without_arguments_is_that_of_the_newest_accelerator():
@@ -123,18 +117,6 @@ def test_after_a_reset_states_say_what_to_do_until_one_is_made():
         AcceleratorState()
     later = Accelerator(cpu=True)
     assert state.num_processes == told.num_processes == later.state.num_processes == 1
-
-
-@pytest.mark.slow
-@isolated(timeout_s=60)
-def test_a_type_that_is_set_is_said_from_then_on():
-    accelerator = Accelerator(cpu=True)
-    AcceleratorState().distributed_type = DistributedType.FSDP
-    assert accelerator.state.distributed_type is DistributedType.FSDP
-    assert accelerator.distributed_type is AcceleratorState().distributed_type
-    accelerator.state.distributed_type = "NO"
-    assert AcceleratorState().distributed_type is DistributedType.NO
-    assert Accelerator(cpu=True).distributed_type is DistributedType.NO
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from nbaccel import Accelerator, ProfileKwargs
-from tests.accelerator.loops import line, numbers, rows, sgd, together
+from tests.accelerator.loops import line, numbers, sgd, together
 
 
 def test_one_bar_is_shown_for_all_processes_with_their_mean_loss(
@@ -36,20 +35,6 @@ def test_one_bar_is_shown_for_all_processes_with_their_mean_loss(
     assert "samples/s=" in shown
     assert "loss=0.5" in shown.replace("loss=0.5000", "loss=0.5")
     assert "4/4" not in shown
-
-
-def test_a_bar_leaves_no_thread_and_no_trace_when_the_loop_is_left() -> None:
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(numbers(6, 2))
-    before = threading.active_count()
-    for batch in accelerator.progress(loader):
-        assert accelerator._progress is not None
-        assert rows(batch) == [0, 1]
-        break
-    assert accelerator._progress is None
-    assert not accelerator.gradient_state.in_dataloader
-    assert threading.active_count() == before
-    assert [rows(b) for b in accelerator.progress(loader)] == [[0, 1], [2, 3], [4, 5]]
 
 
 def drift(accelerator: Accelerator) -> Any:

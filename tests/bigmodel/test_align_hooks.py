@@ -17,6 +17,7 @@ from nbaccel.hooks import (
     AlignDevicesHook,
     add_hook_to_module,
     attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
     remove_hook_from_submodules,
 )
 
@@ -178,6 +179,25 @@ class Tied(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.middle(self.embed(tokens)))
+
+
+def test_tied_weights_share_what_is_placed():
+    model, tokens = Tied(), torch.tensor([[1, 2]])
+    expected, state = model(tokens), state_of(model)
+    places = {model.embed.weight.data_ptr(): {}}
+    seen = []
+    look_inside(model.head, lambda: seen.append(model.head.weight))
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"": "cpu", "embed": "cpu", "middle": "cpu", "head": "cpu"},
+        offload={"embed": False, "middle": True, "head": True},
+        weights_map=RecordingSource(state),
+        tied_params_map=places,
+    )
+    assert torch.equal(model(tokens), expected)
+    assert seen[0] is model.embed.weight
+    assert "head.weight" not in model.head._hf_hook.weights_map.dataset.take("read")
+    assert model.head.weight.is_meta
 
 
 def test_tied_weights_that_are_both_offloaded_leave_nothing_behind(tmp_path):

@@ -438,3 +438,11 @@ def test_all_damaged_files_of_a_checkpoint_are_named_together(tmp_path):
     assert len(caught.value.mistakes) == 2
     assert "0.safetensors" in caught.value.mistakes[0]
     assert "2.safetensors" in caught.value.mistakes[1]
+
+
+def test_several_indexes_in_a_folder_are_told_apart_by_the_user(tmp_path):
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        write_index(tmp_path, {"w": "a.safetensors"}, name)
+    text = refused(tmp_path)
+    assert "2 indexes" in text
+    assert "pytorch_model.bin.index.json" in text

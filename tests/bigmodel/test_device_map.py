@@ -23,6 +23,7 @@ from nbaccel.bigmodel.device_map import (
 )
 from nbaccel.bigmodel.module_sizes import compute_module_sizes
 from nbaccel.errors import ConfigError
+from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from tests.bigmodel import map_rules
 from tests.bigmodel.families import build
@@ -265,6 +266,11 @@ def test_cleaning_names_modules_whose_parts_lie_together(device_map, cleaned):
     assert device_map == cleaned, "in place"
 
 
+def test_cleaning_below_a_module_leaves_the_others():
+    device_map = {"a.x": 0, "a.y": 0, "ab.x": 0, "ab.y": 0}
+    assert clean_device_map(device_map, "a") == {"a": 0, "ab.x": 0, "ab.y": 0}
+
+
 def test_a_map_without_devices_for_some_weights_is_refused():
     model = row(linear(), nn.BatchNorm1d(2))
     with pytest.raises(ConfigError, match=r"m1\.weight, m1\.bias, m1\.running_mean") as caught:
@@ -354,6 +360,12 @@ def layered(num_layers: int = 10) -> nn.Module:
 def test_what_is_free_on_a_machine_of_two_gpus():
     expected = {0: 100 * GIB, 1: 20 * GIB, "cpu": 48 * GIB}
     assert get_max_memory(inventory=machine(100, 20)) == expected
+
+
+def test_this_machine_is_asked_where_none_is_described():
+    budgets = get_max_memory()
+    assert budgets["cpu"] == pytest.approx(inspect_machine().host_available_bytes, rel=0.2)
+    assert "disk" not in budgets
 
 
 def test_memory_that_host_and_gpu_share_is_given_once(monkeypatch):

@@ -104,6 +104,16 @@ def test_too_much_on_a_device_is_told_and_marked():
     assert "✗" not in shown()._repr_html_()
 
 
+def test_the_models_own_map_is_read():
+    model = on_meta()
+    model.hf_device_map = {"": "cuda:1"}
+    view = show_device_map(model, inventory=MACHINE)
+    assert [(run.label, run.device, run.size) for run in view.runs] == [
+        ("(the whole model)", 1, 15 * KIB)
+    ]
+    assert view.bars[0].used == 0
+
+
 @pytest.mark.parametrize("hf_device_map", [None, {}, 3])
 def test_without_a_map_it_says_how_to_get_one(hf_device_map):
     model = on_meta()

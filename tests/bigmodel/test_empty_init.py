@@ -50,6 +50,15 @@ def test_with_buffers_everything_is_made_without_memory():
     assert {t.device.type for t in [*model.parameters(), *model.buffers(), *loose]} == {"meta"}
 
 
+@pytest.mark.parametrize(("text", "kind"), [("1", "meta"), ("no", "cpu"), ("", "cpu")])
+def test_the_environment_may_include_buffers(monkeypatch, text, kind):
+    monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", text)
+    with init_empty_weights():
+        assert nn.BatchNorm1d(2).running_mean.device.type == kind
+    with init_empty_weights(include_buffers=False):
+        assert nn.BatchNorm1d(2).running_mean.device.type == "cpu"
+
+
 def test_class_attributes_and_requires_grad_are_kept():
     class Holder(nn.Module):
         def __init__(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -108,6 +109,14 @@ def test_submodules_keep_their_hooks_unless_asked(recurse):
     assert hasattr(model[1][0], "_hf_hook") is not recurse
     remove_hook_from_submodules(model)
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def test_the_signature_stays():
+    module = Scaled()
+    before = inspect.signature(module.forward)
+    add_hook_to_module(module, AddOne())
+    assert inspect.signature(module.forward) == before
+    assert module.forward.__doc__ == "Scale numbers."
 
 
 @pytest.mark.parametrize("appended", [False, True])

@@ -12,6 +12,7 @@ from nbaccel.bigmodel.module_sizes import (
     check_tied_parameters_on_same_device,
     compute_module_sizes,
     compute_module_total_buffer_size,
+    get_module_size_with_ties,
 )
 from nbaccel.config.enumerations import CustomDtype
 from nbaccel.errors import ConfigError
@@ -86,6 +87,20 @@ def test_buffers_alone():
     assert compute_module_total_buffer_size(model) == 80
     assert compute_module_total_buffer_size(model, dtype="float16") == 44
     assert compute_module_total_buffer_size(nn.Linear(2, 2)) == 0
+
+
+def test_a_size_with_ties_counts_what_is_tied_once():
+    sizes = {"a": 30, "a.weight": 20, "b": 25, "b.weight": 20, "c": 20}
+    parts = [("b", nn.Linear(1, 1)), ("c", nn.Parameter(torch.zeros(5)))]
+    size, names, found = get_module_size_with_ties(["b.weight", "c"], 30, sizes, parts)
+    assert (size, names) == (30 + 5, ["b", "c"])
+    assert found == [parts[0][1], parts[1][1]]
+    assert get_module_size_with_ties([], 30, sizes, parts) == (30, [], [])
+
+
+def test_a_tied_weight_that_is_nowhere_is_named():
+    with pytest.raises(ConfigError, match=r"head\.weight"):
+        get_module_size_with_ties(["head.weight"], 1, {"head.weight": 1}, [("he", None)])
 
 
 def test_ties_on_different_devices_are_warned_of(caplog):

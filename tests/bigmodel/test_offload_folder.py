@@ -58,6 +58,17 @@ def test_every_format_comes_back(tmp_path, dtype):
     )
 
 
+def test_parameters_and_conjugates_are_written_as_their_values(tmp_path):
+    index = {}
+    parameter, conjugate = nn.Parameter(torch.randn(3)), torch.tensor([1 + 2j]).conj()
+    assert offload_weight(parameter, "p", tmp_path, index) is index
+    assert offload_weight(conjugate, "c", tmp_path) is None
+    assert index == {"p": {"dtype": "float32", "shape": [3]}}
+    assert torch.equal(load_offloaded_weight(tmp_path / "p.dat", index["p"]), parameter)
+    info = {"dtype": "complex64", "shape": [1]}
+    assert load_offloaded_weight(tmp_path / "c.dat", info).item() == 1 - 2j
+
+
 def test_writing_to_a_weight_never_changes_its_file(tmp_path):
     offload_state_dict(tmp_path, {"w": torch.ones(4)})
     before = (tmp_path / "w.dat").read_bytes()
@@ -169,6 +180,16 @@ def test_a_full_disk_leaves_the_old_files_whole(tmp_path):
     assert all(torch.equal(loader[name], weight) for name, weight in old.items())
 
 
+def test_memory_comes_before_files(tmp_path):
+    offload_state_dict(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1)})
+    loader = OffloadedWeightsLoader(state_dict={"b": torch.ones(1)}, save_folder=tmp_path)
+    assert list(loader) == ["b", "a"]
+    assert len(loader) == 2
+    assert (loader["a"].item(), loader["b"].item()) == (0, 1)
+    assert "a" in loader
+    assert "c" not in loader
+
+
 def test_weights_come_from_safetensors(tmp_path):
     safetensors_torch = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
@@ -227,6 +248,15 @@ def test_a_part_of_a_map_is_a_map():
 def test_the_entries_of_submodules_are_found():
     state = {"a.w": 1, "ab.w": 2, "a.b.w": 3, "c": 4}
     assert extract_submodules_state_dict(state, ["a", "c"]) == {"a.w": 1, "a.b.w": 3, "c": 4}
+
+
+def test_a_model_gets_its_weights_from_a_folder(tmp_path):
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2, device="meta")
+    offload_state_dict(tmp_path, model.state_dict())
+    load_offloaded_weights(other, load_offload_index(tmp_path), tmp_path)
+    assert torch.equal(other.weight, model.weight)
+    assert other.weight.requires_grad
+    load_offloaded_weights(other, None, tmp_path / "nowhere")
 
 
 def test_a_damaged_folder_changes_no_model(tmp_path):

@@ -143,6 +143,17 @@ def test_an_offloaded_module_has_its_weights_in_a_block():
     assert model[0].weight.is_meta
 
 
+def test_a_plain_module_moves_for_a_block():
+    module = nn.Linear(2, 2)
+    values = module.weight.detach().clone()
+    with align_module_device(module):
+        assert not module.weight.is_meta
+    with align_module_device(module, "cpu"):
+        assert torch.equal(module.weight, values)
+    with pytest.raises(ConfigError, match="on meta"), align_module_device(module, "meta"):
+        assert module.weight.is_meta
+
+
 def test_weights_that_nothing_has_are_left_out_with_a_warning(caplog):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with caplog.at_level(logging.WARNING, "nbaccel"):

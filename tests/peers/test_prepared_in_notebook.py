@@ -34,13 +34,6 @@ def test_a_loader_is_shared_out_anew(start_method: str) -> None:
     assert len(prepared) == 5
 
 
-def test_a_loader_is_shared_out_anew_in_cells() -> None:
-    names = {"loader": Accelerator(cpu=True).prepare(ten()), "gather_again": gather_again}
-    with Pool(2, namespace=names) as pool:
-        done = pool.run("found = gather_again(loader)", out=["found"])
-    assert done.out["found"] == [[float(i) for i in range(10)]] * 2
-
-
 def test_a_loader_that_each_rank_would_read_whole_is_refused() -> None:
     prepared = Accelerator(cpu=True).prepare(ten())
 

@@ -306,31 +306,6 @@ def generative_pair(folder: Path) -> Any:
     return losses, together, numbers(accelerator.unwrap_model(generator))
 
 
-def inference(folder: Path) -> Any:
-    from accelerate import PartialState
-    from accelerate.utils import broadcast_object_list, gather_object, tqdm
-
-    state = PartialState(cpu=True)
-    model = classifier().to(state.device)
-    prompts = [f"prompt {i}" for i in range(7)]
-    answers = []
-    with state.split_between_processes(prompts, apply_padding=True) as mine:
-        answers += [(prompt, len(prompt) + state.process_index) for prompt in tqdm(mine)]
-    everything = gather_object(answers)[: len(prompts)]
-    with state.split_between_processes({"x": rows(5)[:][0], "name": list("abcde")}) as part:
-        guesses = model(part["x"]).argmax(1).tolist()
-    settings = broadcast_object_list([state.process_index, {"from": state.process_index}])
-    said = []
-
-    @state.on_main_process
-    def speak():
-        said.append(state.process_index)
-
-    speak()
-    state.wait_for_everyone()
-    return everything, guesses, part["name"], settings, said, state.is_last_process
-
-
 def sharded(folder: Path) -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -464,144 +439,14 @@ def weights_for_elsewhere(folder: Path) -> Any:
     return saved, numbers(other), torch.load(folder / "extra.pt"), files
 
 
-def streamed_data(folder: Path) -> Any:
-    from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-    from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import DistributedType, GradientAccumulationPlugin
-
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            yield from rows()
-
-    accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3),
-        dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
-        step_scheduler_with_optimizer=False,
-    )
-    assert isinstance(accelerator.state, AcceleratorState)
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    loader = accelerator.prepare_data_loader(DataLoader(Stream(), batch_size=4))
-    found = []
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.cross_entropy(model(x), y))
-            if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                found.append((norm.item(), accelerator.gradient_state.end_of_dataloader))
-            optimizer.step()
-            optimizer.zero_grad()
-        scheduler.step()
-    found.append([len(x) for x, _ in skip_first_batches(loader, 2)])
-    found.append([int(accelerator.reduce(torch.tensor(len(x)))) for x, _ in loader])
-    for step, (x, y) in enumerate(skip_first_batches(loader, num_batches=3)):
-        with accelerator.no_sync(model):
-            accelerator.backward(nn.functional.cross_entropy(model(x), y))
-        found.append((step, y.tolist()))
-    assert accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
-    assert isinstance(accelerator.gradient_state, GradientState)
-    return found, scheduler.get_last_lr()
-
-
-def local_averages(folder: Path) -> Any:
-    from accelerate import Accelerator
-    from accelerate.local_sgd import LocalSGD
-    from accelerate.utils import is_npu_available, is_schedulefree_available, is_xpu_available
-
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(rows(), batch_size=2)
-    )
-    drifted = []
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as local_sgd:
-        for x, y in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.cross_entropy(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-                local_sgd.step()
-            drifted.append(numbers(model))
-    there = (is_xpu_available(), is_npu_available(), is_schedulefree_available())
-    return drifted, numbers(model), [bool(answer) for answer in there]
-
-
-def batch_size_that_fits(folder: Path) -> Any:
-    from accelerate import Accelerator, find_executable_batch_size
-
-    accelerator = Accelerator()
-    tried = []
-
-    @find_executable_batch_size(starting_batch_size=16)
-    def inner_training_loop(batch_size, epochs):
-        nonlocal accelerator
-        accelerator.free_memory()
-        tried.append(batch_size)
-        accelerator.gradient_accumulation_steps = max(1, 16 // batch_size)
-        model = classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(rows(), batch_size=batch_size)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        kind = "CUDA" if batch_size > 14 else "XPU"
-        for _ in range(epochs):
-            for x, y in loader:
-                if len(x) > 8:
-                    raise RuntimeError(f"{kind} out of memory. Tried to allocate 2.00 GiB")
-                with accelerator.accumulate(model):
-                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return numbers(accelerator.unwrap_model(model))
-
-    return inner_training_loop(2), tried, accelerator.gradient_accumulation_steps
-
-
-def compressed_gradients(folder: Path) -> Any:
-    from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
-    from accelerate.utils import LoggerType
-
-    # Accelerate compresses even where one process has nobody to send gradients to.
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    hook = DDPCommunicationHookType.NO if alone else DDPCommunicationHookType.FP16
-    handler = DistributedDataParallelKwargs(comm_hook=hook)
-    accelerator = Accelerator(
-        kwargs_handlers=[handler], log_with=[LoggerType.TENSORBOARD], project_dir=folder
-    )
-    accelerator.init_trackers("run", config={"lr": 0.1})
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(rows(), batch_size=4)
-    )
-    for step, (x, y) in enumerate(loader):
-        loss = nn.functional.cross_entropy(model(x), y)
-        accelerator.backward(loss)
-        accelerator.log({"loss": loss.item()}, step=step)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert accelerator.ddp_handler is handler
-    assert [str(kind) for kind in accelerator.log_with] == ["tensorboard"]
-    for tracker in accelerator.trackers:
-        tracker.finish()
-    return numbers(model), [type(tracker).__name__ for tracker in accelerator.trackers]
-
-
 BODIES = (
     text_classification,
     checkpoints_by_epoch_and_step,
-    batch_size_that_fits,
     own_tracker,
     generative_pair,
-    inference,
     sharded,
     averaged_weights,
     weights_for_elsewhere,
-    streamed_data,
-    local_averages,
-    compressed_gradients,
 )
 LIBRARIES = ("accelerate", "nbaccel")
 
@@ -688,9 +533,7 @@ def as_script(body: Callable[..., Any], folder: Path) -> Path:
     return script
 
 
-@pytest.mark.parametrize(
-    "body", [text_classification, checkpoints_by_epoch_and_step, local_averages]
-)
+@pytest.mark.parametrize("body", [text_classification, checkpoints_by_epoch_and_step])
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_as_a_script_it_runs_and_ends_without_a_complaint(
     body: Any, num_processes: int, tmp_path: Path

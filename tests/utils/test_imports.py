@@ -44,15 +44,6 @@ def test_nothing_heavy_is_imported_to_find_out() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_folder_that_has_the_name_of_a_package_is_none(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "wandbox").mkdir()  # what trackers leave in the working folder
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert not _is_there("wandbox")
-    assert _is_there("wandbox", "pytest")
-
-
 def test_a_version_that_will_not_do_counts_as_missing() -> None:
     found = importlib.metadata.version("pytest")
     assert _is_there("pytest", versions=f">={found}")
