@@ -61,34 +61,6 @@ def compare(
     return "as good" if our_bytes == their_bytes else "better"
 
 
-def many_budgets(total: int):
-    for share in (5, 20, 35, 50, 65, 80, 95, 110):
-        budget = total * share // 100
-        yield {0: budget, "cpu": total * 2}
-        yield {0: budget, "cpu": budget}
-        yield {0: budget, 1: budget, "cpu": total}
-        yield {0: budget // 2, 1: budget, 2: budget // 3, "cpu": budget}
-        yield {"cpu": budget}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ties", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_maps_of_transformers_models_are_those_of_accelerate_or_better(family, ties):
-    with torch.device("meta"):
-        model = build(family, tie_word_embeddings=ties)
-    model.tie_weights()
-    total = module_sizes.compute_module_sizes(model)[""]
-    results: Counter = Counter()
-    for budgets in many_budgets(total):
-        for whole in (frozenset(), frozenset(model._no_split_modules)):
-            for fallback in (False, True):
-                results[compare(model, budgets, whole, fallback_allocation=fallback)] += 1
-    # Else the comparison would be one with nothing.
-    assert results["equal"] > results.total() / 2, results
-    assert results["it raises"] < results.total() / 4, results
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("odd", [False, True])

@@ -13,7 +13,6 @@ from nbaccel.utils import modeling, offload
 
 accelerate = pytest.importorskip("accelerate")
 peer_hooks = pytest.importorskip("accelerate.hooks")
-peer_modeling = pytest.importorskip("accelerate.utils.modeling")
 peer_offload = pytest.importorskip("accelerate.utils.offload")
 
 
@@ -139,29 +138,6 @@ def test_folders_are_the_same(tmp_path):
         for folder in ("ours", "theirs")
     )
     assert ours == theirs
-
-
-PLACINGS = [
-    {"device": "meta"},
-    {"device": "cpu"},
-    {"device": "cpu", "value": torch.ones(4, 4)},
-    {"device": "cpu", "value": torch.ones(4, 4).half()},
-    {"device": "cpu", "value": torch.ones(4, 4), "dtype": torch.float16},
-    {"device": "cpu", "value": torch.ones(4, 4).double(), "dtype": torch.bfloat16},
-    {"device": "meta", "dtype": torch.float16},
-    {"device": "meta", "value": torch.ones(4, 4)},
-]
-
-
-@pytest.mark.parametrize("arguments", PLACINGS, ids=str)
-def test_tensors_are_placed_the_same(arguments):
-    found = []
-    for module in (modeling, peer_modeling):
-        model = make_model()
-        module.set_module_tensor_to_device(model, "0.weight", **arguments)
-        weight = model[0].weight
-        found.append((type(weight), weight.dtype, weight.requires_grad, weight))
-    assert alike(found[0], found[1])
 
 
 def test_hooks_of_accelerate_are_understood():

@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +16,13 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 from torch import nn
-from typing_extensions import Self
 
 from nbaccel.base import mapped_files
 from nbaccel.bigmodel.checkpoint_files import StoredWeights, WeightFiles, read_checkpoint
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.transfer import arena, memfd
 from nbaccel.transfer.arena import Arena
+from tests.bigmodel.launched import Peak
 from tests.isolation import isolated
 from tests.process import descriptors, memory_files
 
@@ -35,43 +34,6 @@ pytestmark = [
 MIB = 1 << 20
 LAYERS, LAYER_BYTES = 12, 4 * MIB
 PAGE = memfd.PAGE_BYTES
-
-
-def figures() -> dict[str, int]:
-    """Bytes of memory of this process, by kind: Anon, File, Shmem."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return {
-        line[3:].partition(":")[0]: int(line.split()[1]) * 1024
-        for line in lines
-        if line.startswith("Rss")
-    }
-
-
-class Peak:
-    """The largest sum of some kinds of memory while it watches, beyond what there was before."""
-
-    def __init__(self, *kinds: str) -> None:
-        self._kinds, self.bytes, self._done = kinds, 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def _now(self) -> int:
-        now = figures()
-        return sum(now[kind] for kind in self._kinds)
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.001):
-            self.bytes = max(self.bytes, self._now() - self._before)
-
-    def __enter__(self) -> Self:
-        gc.collect()
-        self._before = self._now()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bytes = max(self.bytes, self._now() - self._before)
-        self._done.set()
-        self._thread.join()
 
 
 def tower(dtype: torch.dtype = torch.float32, device: str = "meta") -> nn.Sequential:
@@ -269,28 +231,6 @@ def test_an_arena_costs_one_descriptor_which_no_other_program_inherits(tmp_path)
     gc.collect()
     assert len(descriptors()) == before
     assert path.exists()
-
-
-def test_a_forked_child_sees_and_changes_only_its_own(tmp_path):
-    mapping, tensor, path = checkpoint_arena(tmp_path)
-    before = path.read_bytes()
-    tensor[1] = 77
-    for leaves in (False, True):
-        if leaves:
-            mapping.leave_file()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                arena.make_arenas_private()
-                seen = tensor[:3].tolist()
-                tensor[2] = 99
-                status = 0 if seen == [0, 77, 2] and tensor[2] == 99 else 2
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert tensor[:3].tolist() == [0, 77, 2]
-    assert path.read_bytes() == before
 
 
 def test_a_converted_model_is_handed_to_workers_without_a_copy(tmp_path):

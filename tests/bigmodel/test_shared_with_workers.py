@@ -18,8 +18,8 @@ from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.transfer import arena
 from tests.bigmodel.launched import (
     add_one,
+    figures,
     only_look,
-    smaps,
     sums,
     tower,
 )
@@ -168,21 +168,16 @@ def test_a_notebook_does_not_copy_the_model_that_it_launches(large):
     model = tower(16, 1024)
     load_checkpoint_in_model(model, large)
     launch(only_look, tower(1, 8, "cpu"))
-    before, memory = smaps(), shmem()
+    before = figures()
     launch(only_look, model)
-    assert smaps()["Anonymous"] - before["Anonymous"] < 16 * MIB
-    assert shmem() - memory < 16 * MIB
+    assert figures()["Anon"] - before["Anon"] < 16 * MIB
+    assert figures()["Shmem"] - before["Shmem"] < 16 * MIB
     assert lies_in_file(model)
     launch(add_one, model)
     # The trained weights: once in this process, and not beside what was read.
-    assert smaps()["Anonymous"] - before["Anonymous"] < 16 * MIB
+    assert figures()["Anon"] - before["Anon"] < 16 * MIB
     assert not lies_in_file(model)
 
 
 def launch(function: Callable[..., Any], model: nn.Module) -> None:
     notebook_launcher(function, (model,), num_processes=2, start_method="template")
-
-
-def shmem() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssShmem:")[2].split()[0]) * 1024

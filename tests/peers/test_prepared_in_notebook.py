@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbaccel import Accelerator, ConfigError, Pool, notebook_launcher
+from nbaccel import Accelerator, ConfigError, notebook_launcher
 from tests.isolation import isolated
 
 
@@ -150,15 +150,3 @@ def test_it_trains_all_ranks_together_after_it_has_evaluated_in_the_notebook() -
                 assert one == other
                 assert one[0] == "DistributedDataParallel"
                 trainer.predict(trainer.eval_dataset)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-@isolated
-def test_it_trains_in_a_live_cell() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        names = {"trainer": build(folder)}
-        expected = notebook_launcher(built_inside, (folder,), 2)[0]
-        with Pool(2, namespace=names, timeout=300) as pool:
-            pool.run("trainer.train();")
-        assert [p.sum().item() for p in names["trainer"].model.parameters()] == expected

@@ -343,61 +343,6 @@ def sharded(folder: Path) -> Any:
     return losses, shapes if accelerator.is_main_process else None
 
 
-def averaged_weights(folder: Path) -> Any:
-    from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderShard
-    from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.scheduler import AcceleratedScheduler
-
-    class Averaging(torch.optim.SGD):
-        """Keeps two sets of weights, as schedule-free ones do."""
-
-        mode = "train"
-
-        def train(self):
-            self.mode = "train"
-
-        def eval(self):
-            self.mode = "eval"
-
-        def step(self, closure=None):
-            assert self.mode == "train", "call optimizer.train() first"
-            return super().step(closure)
-
-    accelerator = Accelerator()
-    model = classifier()
-    ema = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
-    optimizer = Averaging(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    model, optimizer, loader, scheduler = accelerator.prepare(
-        model, optimizer, DataLoader(rows(), batch_size=4), scheduler
-    )
-    assert isinstance(optimizer, AcceleratedOptimizer)
-    assert isinstance(scheduler, AcceleratedScheduler)
-    assert isinstance(loader, DataLoaderShard)
-    accelerator.register_for_checkpointing(ema)
-    ema.to(accelerator.device)
-    optimizer.train()
-    for x, y in loader:
-        accelerator.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        ema.update_parameters(accelerator.unwrap_model(model))
-    optimizer.eval()
-    before = numbers(ema)
-    accelerator.save_state(folder / "state")
-    accelerator.wait_for_everyone()
-    with torch.no_grad():
-        for parameter in ema.parameters():
-            parameter.zero_()
-    accelerator.load_state(folder / "state")
-    assert numbers(ema) == before
-    return before, optimizer.optimizer.mode, scheduler.scheduler.last_epoch
-
-
 def weights_for_elsewhere(folder: Path) -> Any:
     from accelerate import Accelerator
     from safetensors.torch import load_file
@@ -445,7 +390,6 @@ BODIES = (
     own_tracker,
     generative_pair,
     sharded,
-    averaged_weights,
     weights_for_elsewhere,
 )
 LIBRARIES = ("accelerate", "nbaccel")

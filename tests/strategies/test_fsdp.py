@@ -221,26 +221,6 @@ def test_ignored_modules_are_left_alone_and_still_trained():
     assert debug_launcher(partly_ignored) == [[True, True]] * 2
 
 
-def trained_at_home(model: nn.Module) -> dict[str, torch.Tensor]:
-    here = place()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = fsdp(here)
-    strategy.wrap(Bundle(models=(model,), optimizers=(optimizer,)))
-    model(torch.zeros(2, 3, dtype=torch.long)).square().mean().backward()
-    optimizer.step()
-    return {name: tensor.clone() for name, tensor in strategy.model_state(model).items()}
-
-
-def test_the_weights_of_a_model_that_was_passed_along_come_home():
-    model = Tower()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    gathered, _ = debug_launcher(trained_at_home, (model,))
-    assert not torch.equal(before["embed.weight"], model.embed.weight)
-    assert gathered.keys() == before.keys()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, gathered[name]), name
-
-
 def on_meta() -> None:
     with torch.device("meta"):
         model = Tower()
@@ -279,38 +259,6 @@ def test_a_gpu_that_workers_share_is_refused():
 
 
 # ------------------------------------------------------------------------- checkpoints
-
-
-def kept_and_continued(recipe: Recipe, folder: str) -> list[dict[str, torch.Tensor]]:
-    """Train, keep, go on; and do the last part again from what was kept."""
-    here = place()
-    training = Training(recipe, here)
-    training.run()
-    if folder:
-        training.strategy.save_sharded(training.model, training.optimizer, folder)
-    else:
-        state = training.strategy.model_state(training.model)
-        kept = training.strategy.optimizer_state(training.model, training.optimizer)
-    training.run(first=10)
-    fresh = Training(replace(recipe, seed_by_rank=True), here)
-    if folder:
-        fresh.strategy.load_sharded(fresh.model, fresh.optimizer, folder)
-    else:
-        fresh.strategy.load_model_state(fresh.model, state, strict=True)
-        fresh.strategy.load_optimizer_state(fresh.model, fresh.optimizer, kept)
-    fresh.run(first=10)
-    return [training.weights(), fresh.weights()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_training_goes_on_from_a_checkpoint(optimizer, sharded, tmp_path):
-    folder = str(tmp_path / "checkpoint") if sharded else ""
-    first, again = debug_launcher(kept_and_continued, (replace(FSDP, optimizer=optimizer), folder))[
-        0
-    ]
-    assert largest_difference(first, again) == 0
 
 
 def saved(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:

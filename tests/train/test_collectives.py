@@ -83,19 +83,6 @@ def test_a_broadcast_fills_everybodys_tensors_in_place(check: str) -> None:
     assert list(together(body, check=check)) == [(True, [1, 1], {"from": 0})] * 2
 
 
-@pytest.mark.parametrize(
-    ("first", "rows"), [(False, [[1, 2, -1], [1, 2, 3]]), (True, [[-1, 1, 2], [1, 2, 3]])]
-)
-def test_tensors_are_made_equally_long(first: bool, rows: list[list[int]]) -> None:
-    def body(c: Collectives) -> Any:
-        mine = torch.arange(1, c.place.rank + 3)
-        return c.pad_across_processes(
-            {"x": mine, "scalar": torch.tensor(1)}, pad_index=-1, pad_first=first
-        )["x"].tolist()
-
-    assert list(together(body)) == rows
-
-
 def test_tensors_of_different_numbers_of_dimensions_are_told_apart() -> None:
     def body(collectives: Collectives) -> str:
         shape = (1, 5) if collectives.place.rank == 0 else (1, 1, 6)
