@@ -240,7 +240,7 @@ SHARD_DAMAGES = {
     "evil entry": r"\.distcp holds posix.mkdir, no plain data, .* code, as optimizer.param_groups",
     "evil metadata": r"\.metadata cannot be read .*posix.mkdir, which may run code",
     "no metadata": r"\.metadata is missing, which says where the shards are",
-    "two faces": r"\.metadata cannot be read",
+    "two faces": r"\.distcp holds posix.mkdir, no plain data, .* code, as optimizer.param_groups",
     "outside": r"\.metadata cannot be read .*'\.\./pytorch.* is not in the folder",
 }
 
