@@ -18,6 +18,7 @@ from torch import nn
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.torch_private import store_own_tensor
+from nbaccel.base.trees import leaves, send_to_device
 from nbaccel.base.units import first_few
 from nbaccel.bigmodel.module_hooks import (
     HOOK_ATTRIBUTE,
@@ -48,7 +49,6 @@ from nbaccel.bigmodel.tensor_placing import (
 )
 from nbaccel.plan import registry
 from nbaccel.train import distributed
-from nbaccel.train.trees import leaves, send_to_device
 
 __all__ = [
     "AlignDevicesHook",

@@ -424,6 +424,7 @@ class AcceleratorState(PartialState):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget which accelerators there are, until one is made anew; they train on."""
+        del reset_partial_state  # nothing of PartialState is kept
         _LIVE_ACCELERATORS.clear()
 
     @property

@@ -44,7 +44,6 @@ class Kernel:
         time.sleep(0.1)
         while self._reader.poll(0):
             self._reader.recv_multipart()
-        self.flushes = 0
 
     def _counted(self, flush: Any) -> Any:
         def counted() -> None:
@@ -85,9 +84,9 @@ def kernel(shared: Kernel) -> Kernel:
     return shared
 
 
-def show(kernel: Kernel, text: str, *, stdout: Any = None) -> None:
+def show(kernel: Kernel, text: str) -> None:
     # Here and not in the fixture: pytest sets its own streams for the test itself.
-    with redirect_stdout(stdout or kernel.streams[0]), redirect_stderr(kernel.streams[1]):
+    with redirect_stdout(kernel.streams[0]), redirect_stderr(kernel.streams[1]):
         ipython_private.publish_display(
             kernel.publisher, {"data": {"text/plain": text}, "metadata": {}}
         )

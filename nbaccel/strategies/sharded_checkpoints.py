@@ -101,9 +101,6 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with metadata_path.open("rb") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
-        # Copied by the class: a crafted object could tell who asks itself that it is empty.
-        metadata.storage_data = dict.copy(metadata.storage_data)
-        metadata.state_dict_metadata = dict.copy(metadata.state_dict_metadata)
         names = {info.relative_path for info in metadata.storage_data.values()}
         # It could otherwise make this process open files anywhere.
         if outside := [name for name in names if Path(name).name != name]:

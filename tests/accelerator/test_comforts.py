@@ -91,23 +91,6 @@ def test_the_profiler_writes_a_trace_per_process(tmp_path: Path) -> None:
         assert any(event.get("name") == "aten::matmul" for event in trace["traceEvents"])
 
 
-def test_the_profiler_keeps_its_schedule_and_calls_back(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    ready: list[int] = []
-    settings = ProfileKwargs(
-        activities=["cpu"],
-        schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 1},
-        on_trace_ready=lambda profiler: ready.append(profiler.step_num),
-        output_trace_dir=tmp_path,
-    )
-    with accelerator.profile(settings) as profiler:
-        for _ in range(4):
-            torch.ones(8, 8) @ torch.ones(8, 8)
-            profiler.step()
-    assert ready == [3]
-    assert (tmp_path / "profile_0.json").exists()
-
-
 def test_a_flag_of_one_process_is_seen_by_all_and_taken_down() -> None:
     def body(accelerator: Accelerator) -> Any:
         before = accelerator.check_trigger()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from nbaccel.base import ipython_private, torch_private, training_libraries
 from nbaccel.errors import PlatformUnsupported
@@ -61,14 +60,6 @@ def test_users_of_a_storage_are_unknown(monkeypatch):
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     with pytest.warns(RuntimeWarning, match="_storage_Use_Count: arrays and tensors that share"):
         assert torch_private.storage_use_count(torch.zeros(1).untyped_storage()) is None
-
-
-def test_the_order_is_drawn_at_once():
-    batches = iter(DataLoader(list(range(4)), shuffle=True))
-    state = torch.get_rng_state()
-    torch_private.draw_order_now(batches)
-    assert not torch.equal(torch.get_rng_state(), state)
-    assert sorted(int(batch) for batch in batches) == [0, 1, 2, 3]
 
 
 def test_an_ipython_without_its_names_goes_without(capsys):

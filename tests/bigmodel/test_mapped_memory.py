@@ -150,27 +150,6 @@ def test_only_whole_pages_inside_are_dropped_and_no_written_byte_outside(written
         assert path.read_bytes() == content[:NUM_BYTES]
 
 
-def span(mapping: memfd.Mapping, first: int, end: int) -> tuple[int, int]:
-    return mapping.address + first, end - first
-
-
-def test_processes_see_the_same_bytes_only_of_files_that_nobody_wrote_to(tmp_path):
-    (tmp_path / "one").write_bytes(bytes(3 * PAGE))
-    (tmp_path / "two").write_bytes(bytes(3 * PAGE))
-    one, again, two = (Arena.of_file(tmp_path / name) for name in ("one", "one", "two"))
-    places = mapped_files.same_bytes([span(one, 0, 8), span(one, 64, 80)])
-    assert places is not None
-    assert places == mapped_files.same_bytes([span(again, 0, 8), span(again, 64, 80)])
-    assert places != mapped_files.same_bytes([span(two, 0, 8), span(two, 64, 80)])
-    assert places != mapped_files.same_bytes([span(one, 0, 8), span(one, 68, 84)])
-    assert mapped_files.same_bytes([span(one, 0, 8), None]) is None
-    heap = torch.ones(2)
-    assert mapped_files.same_bytes([span(one, 0, 8), (heap.data_ptr(), 8)]) is None
-    one.view(2 * PAGE, 2 * PAGE + 1)[0] = 1
-    assert mapped_files.same_bytes([span(one, 0, 8)]) is None
-    assert mapped_files.same_bytes([span(again, 0, 8)]) is not None
-
-
 # ------------------------------------------------------------------------------ arenas
 
 

@@ -343,54 +343,12 @@ def sharded(folder: Path) -> Any:
     return losses, shapes if accelerator.is_main_process else None
 
 
-def weights_for_elsewhere(folder: Path) -> Any:
-    from accelerate import Accelerator
-    from safetensors.torch import load_file
-
-    accelerator = Accelerator()
-    model = accelerator.prepare(classifier())
-    saved = []
-
-    def keep_adapter_only(models, weights, output_dir):
-        if accelerator.is_main_process:
-            for one in models:
-                torch.save(accelerator.unwrap_model(one)[2].state_dict(), f"{output_dir}/head.pt")
-        while weights:
-            weights.pop()
-
-    def load_adapter(models, input_dir):
-        while models:
-            saved.append(numbers(accelerator.unwrap_model(models.pop())[2]))
-
-    accelerator.save_model(model, folder / "safe")
-    accelerator.save_model(model, folder / "pickle", safe_serialization=False)
-    accelerator.save_model(model, folder / "parts", max_shard_size="1KB")
-    accelerator.save({"epoch": 3}, folder / "extra.pt")
-    accelerator.register_save_state_pre_hook(keep_adapter_only)
-    accelerator.register_load_state_pre_hook(load_adapter)
-    accelerator.save_state(str(folder / "state"))
-    accelerator.wait_for_everyone()
-    accelerator.load_state(str(folder / "state"))
-    accelerator.wait_for_everyone()
-    plain, other = classifier(), classifier()
-    plain.load_state_dict(load_file(folder / "safe" / "model.safetensors"))
-    other.load_state_dict(torch.load(folder / "pickle" / "pytorch_model.bin", weights_only=True))
-    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    apart = ("random_states", "nbaccel_manifest")
-    files = [name for name in files if not any(word in name for word in apart)]
-    model, nothing = accelerator.free_memory(model, plain)
-    assert model is None
-    assert nothing is None
-    return saved, numbers(other), torch.load(folder / "extra.pt"), files
-
-
 BODIES = (
     text_classification,
     checkpoints_by_epoch_and_step,
     own_tracker,
     generative_pair,
     sharded,
-    weights_for_elsewhere,
 )
 LIBRARIES = ("accelerate", "nbaccel")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 import yaml
 
 from nbaccel.abc.place import Place
-from nbaccel.errors import ConfigError, MissingBackend
+from nbaccel.errors import ConfigError
 from nbaccel.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
@@ -200,42 +199,6 @@ def test_all_mistakes_come_together():
     unknown, homeless = caught.value.mistakes
     assert "'nothing-like-it'" in unknown
     assert "logging_dir=None" in homeless
-
-
-def install(monkeypatch, tmp_path, value):
-    """A package that brings a tracker, as pip would leave it."""
-    info = tmp_path / "brings-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brings\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[nbaccel.trackers]\nbrought = {value}\n")
-    (tmp_path / "brings.py").write_text(
-        "from nbaccel.tracking import GeneralTracker\n"
-        "class Brought(GeneralTracker):\n"
-        "    name, requires_logging_directory, tracker = 'brought', False, None\n"
-    )
-    monkeypatch.delitem(sys.modules, "brings", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def test_a_package_can_bring_a_tracker(monkeypatch, tmp_path):
-    install(monkeypatch, tmp_path, "brings:Brought")
-    (found,) = filter_trackers("brought")
-    assert issubclass(found, GeneralTracker)
-    assert found.name == "brought"
-    assert found in filter_trackers("all", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "said"),
-    [
-        ("no_such_module:Brought", MissingBackend, "no_such_module"),
-        ("json:dumps", ConfigError, "not a subclass"),
-    ],
-)
-def test_a_package_that_is_broken_is_named(monkeypatch, tmp_path, value, error, said):
-    install(monkeypatch, tmp_path, value)
-    with pytest.raises(error, match=rf"'brought'.*{said}"):
-        filter_trackers("brought")
 
 
 # ------------------------------------------------------------------------- starting

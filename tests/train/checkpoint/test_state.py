@@ -188,6 +188,18 @@ def test_hooks_see_models_weights_and_folder_and_can_take_over(tmp_path):
     assert second.state() == first.state()
 
 
+def test_a_model_that_no_hook_took_is_missed(tmp_path):
+    training = Training()
+    saving = hooked(training, tmp_path)
+    handle = saving.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+    folder = saving.save(tmp_path / "ckpt", training.parts, step=0)
+    saving.register_load_state_pre_hook(lambda models, folder: None)
+    with pytest.raises(ConfigError, match=r"neither model.safetensors nor pytorch_model.bin"):
+        saving.load(folder, training.parts)
+    handle.remove()
+    saving.load(saving.save(folder, training.parts, step=0), training.parts)
+
+
 # ------------------------------------------------------------------------- several processes
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.utils import ModelOutput
 
-from nbaccel.train.trees import (
+from nbaccel.base.trees import (
     find_batch_size,
     map_tensors,
     send_to_device,
