@@ -259,15 +259,6 @@ def _check_process_number(process_number: int | None, num_processes: int, name: 
     return process_number
 
 
-_FACTS = frozenset({
-    *("backend", "debug", "deepspeed_plugin", "device", "distributed_type", "dynamo_plugin"),
-    *("fork_launched", "fsdp_plugin", "local_process_index", "mixed_precision", "num_processes"),
-    "process_index",
-})  # fmt: skip
-
-# Classes whose objects answer no more, until one is made anew.
-_RESET_CLASSES: set[type[Any]] = set()
-
 # Accelerators of this process, the newest last; weak, because they hold models. A forked worker
 # has made none yet.
 _LIVE_ACCELERATORS: list[weakref.ref[Any]] = []
@@ -279,7 +270,6 @@ def remember_accelerator(new_accelerator: Any) -> None:
     """Let ``AcceleratorState()`` mean this one's, as long as it lives and is the newest."""
     _LIVE_ACCELERATORS[:] = [one for one in _LIVE_ACCELERATORS if one() is not None]
     _LIVE_ACCELERATORS.append(weakref.ref(new_accelerator))
-    _RESET_CLASSES.clear()
 
 
 def _newest_accelerator() -> Any:
@@ -319,28 +309,13 @@ class PartialState(ProcessInfo):
     _debug: bool | None = None
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        _RESET_CLASSES.discard(PartialState)
         settings = InitProcessGroupKwargs(**kwargs)
         place = distributed.init_process(cpu=cpu, settings=settings)
         super().__init__(place, Collectives(place, distributed.timeout_s(settings)))
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in _FACTS and type(self) in _RESET_CLASSES:
-            class_name = type(self).__name__
-            raise AttributeError(
-                f"`{class_name}` object has no attribute `{name}`. This happens if "
-                f"`{class_name}._reset_state()` was called and an `Accelerator` or `PartialState` "
-                "was not reinitialized. Make one: accelerator = Accelerator()."
-            )
-        return super().__getattribute__(name)
-
     @staticmethod
     def _reset_state() -> None:
-        """Let objects that are there answer no more, until one is made anew.
-
-        Accelerate's name; nothing in a run depends on it.
-        """
-        _RESET_CLASSES.add(PartialState)
+        """Accelerate's name for forgetting what a process is, which is kept nowhere here."""
 
     @property
     def debug(self) -> bool:
@@ -449,10 +424,8 @@ class AcceleratorState(PartialState):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget which accelerators there are, until one is made anew; they train on."""
+        del reset_partial_state  # nothing of PartialState is kept
         _LIVE_ACCELERATORS.clear()
-        _RESET_CLASSES.add(AcceleratorState)
-        if reset_partial_state:
-            _RESET_CLASSES.add(PartialState)
 
     @property
     def is_fsdp2(self) -> bool:

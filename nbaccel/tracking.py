@@ -1,16 +1,14 @@
 """Trackers: they write a run's configuration and numbers; found by name, and started.
 
-``log_with`` names those below, those of packages that name a class in the entry point group
-``nbaccel.trackers``, classes that were registered, or is a user's own instance. ``jsonl`` needs
-nothing, the others their packages, which are imported when a run begins. Arguments of services are
-those of their packages, as Accelerate's users write them in ``init_kwargs``; what a service cannot
-show is left out, with one warning.
+``log_with`` names those below, classes that were registered, or is a user's own instance. ``jsonl``
+needs nothing, the others their packages, which are imported when a run begins. Arguments of
+services are those of their packages, as Accelerate's users write them in ``init_kwargs``; what a
+service cannot show is left out, with one warning.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import math
 import time
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from nbaccel.base import env
-from nbaccel.base.errors import ConfigError, MissingBackend
+from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, is_package, require
 from nbaccel.config.enumerations import LoggerType
 from nbaccel.config.given_values import closest, shown
@@ -694,7 +692,6 @@ def is_there(name: str) -> bool:
     return name != TensorBoardTracker.name or is_installed(name)
 
 
-_ENTRY_POINT_GROUP = "nbaccel.trackers"
 _Tracker = GeneralTracker | type[GeneralTracker]
 # In this order, because a registered class takes a name over from another tracker.
 LOGGER_TYPE_TO_CLASS: ChainMap[str, type[GeneralTracker]] = ChainMap({}, BUILT_IN_TRACKERS)
@@ -759,7 +756,6 @@ def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> lis
     Raises:
         ConfigError: A name is unknown, or there is no `logging_dir` for one that needs it; all
             mistakes together.
-        MissingBackend: What an entry point names cannot be imported.
     """
     if log_with is None:
         return []
@@ -790,11 +786,8 @@ def _match_trackers(item: Any) -> list[_Tracker]:
         return [item]
     # A member of an enumeration stands for its value: Accelerate's LoggerType is one.
     tracker_name = getattr(item, "value", item)
-    found = importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP)
-    entry_points = {entry_point.name: entry_point for entry_point in found}
     if tracker_name == "all":
-        installed = [LOGGER_TYPE_TO_CLASS[name] for name in BUILT_IN_TRACKERS if is_there(name)]
-        return [*installed, *map(_load_entry_point, entry_points.values())]
+        return [LOGGER_TYPE_TO_CLASS[name] for name in BUILT_IN_TRACKERS if is_there(name)]
     if tracker_name in LOGGER_TYPE_TO_CLASS:
         tracker_class = LOGGER_TYPE_TO_CLASS[tracker_name]
         is_registered = tracker_class is not BUILT_IN_TRACKERS.get(tracker_name)
@@ -810,33 +803,13 @@ def _match_trackers(item: Any) -> list[_Tracker]:
                 stacklevel=4,  # past filter_trackers and the Accelerator
             )
         return []
-    if tracker_name in entry_points:
-        return [_load_entry_point(entry_points[tracker_name])]
-    known_names = [*LOGGER_TYPE_TO_CLASS, *entry_points, "all"]
+    known_names = [*LOGGER_TYPE_TO_CLASS, "all"]
     raise ConfigError(
         f"log_with={shown(item)} is not a known tracker. Nothing would be "
         f"logged.{closest(str(tracker_name), known_names)} There are: {', '.join(known_names)}. "
-        "Give one of these, an instance of a GeneralTracker, or install a package with an entry "
-        f"point in {_ENTRY_POINT_GROUP!r}. A class given to register_tracker_class is known in "
-        "the process that did so."
+        "Give one of these, or an instance of a GeneralTracker. A class given to "
+        "register_tracker_class is known in the process that did so."
     )
-
-
-def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> type[GeneralTracker]:
-    try:
-        loaded_class: Any = entry_point.load()
-    except ImportError as error:
-        raise MissingBackend(
-            f"The tracker {entry_point.name!r} ({entry_point.value}) cannot be imported: {error}. "
-            "Install what it needs, or leave it out of log_with."
-        ) from error
-    if not _is_tracker_class(loaded_class):
-        raise ConfigError(
-            f"The tracker {entry_point.name!r} ({entry_point.value}) is {shown(loaded_class)}, "
-            "not a subclass of nbaccel's GeneralTracker. It could not be started. Leave it out of "
-            "log_with, or correct the package that brings it."
-        )
-    return loaded_class  # type: ignore[no-any-return]
 
 
 def start_trackers(

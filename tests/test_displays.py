@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -45,7 +44,6 @@ class Kernel:
         time.sleep(0.1)
         while self._reader.poll(0):
             self._reader.recv_multipart()
-        self.flushes = 0
 
     def _counted(self, flush: Any) -> Any:
         def counted() -> None:
@@ -86,9 +84,9 @@ def kernel(shared: Kernel) -> Kernel:
     return shared
 
 
-def show(kernel: Kernel, text: str, *, stdout: Any = None) -> None:
+def show(kernel: Kernel, text: str) -> None:
     # Here and not in the fixture: pytest sets its own streams for the test itself.
-    with redirect_stdout(stdout or kernel.streams[0]), redirect_stderr(kernel.streams[1]):
+    with redirect_stdout(kernel.streams[0]), redirect_stderr(kernel.streams[1]):
         ipython_private.publish_display(
             kernel.publisher, {"data": {"text/plain": text}, "metadata": {}}
         )
@@ -120,16 +118,3 @@ def test_a_flush_that_is_under_way_comes_first_too(kernel: Kernel) -> None:
         time.sleep(0.00002 * number)
         show(kernel, "output")
         assert kernel.read(2) == [("stream", "text"), ("display_data", "output")], number
-
-
-def test_a_stream_of_somebody_else_is_flushed(kernel: Kernel) -> None:
-    class Other(io.StringIO):
-        flushed = 0
-
-        def flush(self) -> None:
-            self.flushed += 1
-
-    other = Other()
-    show(kernel, "output", stdout=other)
-    assert kernel.read(1) == [("display_data", "output")]
-    assert (other.flushed, kernel.flushes) == (1, 1)

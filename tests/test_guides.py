@@ -29,7 +29,3 @@ def test_its_code_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> N
     for block in printed_by(page):
         for line in block.splitlines():
             assert line in printed
-
-
-def test_most_guides_have_code_that_runs() -> None:
-    assert len(GUIDES) >= 8

@@ -39,10 +39,6 @@ def test_turned_off_it_trains_as_if_it_were_not_there() -> None:
     assert together(body) == [[-1.5, -3.0, -3.0]] * 2
 
 
-def test_one_process_alone_has_nobody_to_average_with() -> None:
-    assert train(Accelerator(cpu=True), 2, 1) == [-1.0, -2.0, -2.0]
-
-
 def test_an_error_in_the_block_is_not_waited_for() -> None:
     def body(accelerator: Accelerator) -> str:
         model = accelerator.prepare(line())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
@@ -13,24 +14,13 @@ from nbaccel.logging import get_logger
 NAME = "tests.of.logging"
 
 
-class Kept(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-    @property
-    def texts(self) -> list[str]:
-        return [record.getMessage() for record in self.records]
+def texts(kept: BufferingHandler) -> list[str]:
+    return [record.getMessage() for record in kept.buffer]
 
 
 @pytest.fixture
-def kept() -> Iterator[Kept]:
-    handler, logger = Kept(), logging.getLogger(NAME)
+def kept() -> Iterator[BufferingHandler]:
+    handler, logger = BufferingHandler(99), logging.getLogger(NAME)
     level, root = logger.level, logging.root.level
     logger.addHandler(handler)
     yield handler
@@ -39,48 +29,48 @@ def kept() -> Iterator[Kept]:
     logging.root.setLevel(root)
 
 
-def test_one_process_speaks_with_its_number_from_the_callers_line(kept: Kept) -> None:
+def test_one_process_speaks_with_its_number_from_the_callers_line(kept: BufferingHandler) -> None:
     logger = get_logger(NAME, log_level="info")
     logger.info("loss %s", 0.5)
     logger.debug("too quiet")
     logger.warning("careful", main_process_only=False)
-    assert kept.texts == ["[RANK 0] loss 0.5", "[RANK 0] careful"]
-    assert {record.filename for record in kept.records} == {"test_logging.py"}
-    assert {record.funcName for record in kept.records} == {
+    assert texts(kept) == ["[RANK 0] loss 0.5", "[RANK 0] careful"]
+    assert {record.filename for record in kept.buffer} == {"test_logging.py"}
+    assert {record.funcName for record in kept.buffer} == {
         "test_one_process_speaks_with_its_number_from_the_callers_line"
     }
     assert not dist.is_initialized()
 
 
-def test_a_warning_can_be_given_once(kept: Kept) -> None:
+def test_a_warning_can_be_given_once(kept: BufferingHandler) -> None:
     logger = get_logger(NAME)
     for _ in range(3):
         get_logger(NAME).warning_once("this is said %s", "once")
         logger.warning_once("this, too")
-    assert kept.texts == ["[RANK 0] this is said once", "[RANK 0] this, too"]
+    assert texts(kept) == ["[RANK 0] this is said once", "[RANK 0] this, too"]
 
 
 def test_the_level_may_come_from_the_environment(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
+    kept: BufferingHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
     logger = get_logger(NAME)
     logger.warning("not this")
     logger.error("but this")
-    assert kept.texts == ["[RANK 0] but this"]
+    assert texts(kept) == ["[RANK 0] but this"]
 
 
 def test_processes_speak_once_all_or_in_turn() -> None:
     def body() -> Any:
-        handler = Kept()
+        handler = BufferingHandler(99)
         logging.getLogger(NAME).addHandler(handler)
         logger = get_logger(NAME, log_level="INFO")
         logger.info("main")
         logger.info("all", main_process_only=False)
         joined = dist.is_initialized()
         logger.info("turn", in_order=True)
-        times = [record.created for record in handler.records]
-        return handler.texts, joined, times[-1]
+        times = [record.created for record in handler.buffer]
+        return texts(handler), joined, times[-1]
 
     (first, joined, one), (second, _, two) = notebook_launcher(body, num_processes=2)
     assert first == ["[RANK 0] main", "[RANK 0] all", "[RANK 0] turn"]
@@ -89,7 +79,7 @@ def test_processes_speak_once_all_or_in_turn() -> None:
     assert one < two
 
 
-def test_a_callers_own_stack_level_is_taken_as_it_is(kept: Kept) -> None:
+def test_a_callers_own_stack_level_is_taken_as_it_is(kept: BufferingHandler) -> None:
     """An adapter around the logger counts frames as it would for one of logging's own."""
 
     class Outer(logging.LoggerAdapter):
@@ -97,6 +87,6 @@ def test_a_callers_own_stack_level_is_taken_as_it_is(kept: Kept) -> None:
             self.logger.log(level, msg, *args, stacklevel=3, **kwargs)
 
     Outer(get_logger(NAME, log_level="INFO"), {}).log(logging.INFO, "from here")
-    assert kept.records[-1].funcName == "test_a_callers_own_stack_level_is_taken_as_it_is"
+    assert kept.buffer[-1].funcName == "test_a_callers_own_stack_level_is_taken_as_it_is"
     get_logger(NAME).warning_once("and once from here")
-    assert kept.records[-1].funcName == "test_a_callers_own_stack_level_is_taken_as_it_is"
+    assert kept.buffer[-1].funcName == "test_a_callers_own_stack_level_is_taken_as_it_is"

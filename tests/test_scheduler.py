@@ -69,15 +69,6 @@ def test_it_advances_as_often_as_there_are_processes_and_stops_at_its_end(make, 
     assert Loop(make, steps_per_call=steps).epochs(len(expected)) == expected
 
 
-def test_it_waits_while_gradients_accumulate():
-    loop = Loop(linear)
-    loop.state.sync_gradients = False
-    assert loop.epochs(3) == [0, 0, 0]
-    loop.state.sync_gradients = True
-    assert loop.epochs(1) == [1]
-    assert loop.scheduler.get_last_lr() == [0.5]
-
-
 def test_it_waits_where_the_optimizer_skipped_its_step():
     precision = Fp16(torch.device("cpu"), AutocastKwargs(), GradScalerKwargs(init_scale=8.0))
     loop = Loop(linear, scaler=precision.scaler)
@@ -86,14 +77,6 @@ def test_it_waits_where_the_optimizer_skipped_its_step():
     assert loop.scheduler.last_epoch == 1
     loop.batch(1.0)
     assert loop.scheduler.last_epoch == 2
-
-
-def test_left_to_the_caller_every_call_is_one_plain_step():
-    loop = Loop(linear, steps_per_call=4, with_optimizer=False)
-    loop.optimizer.step()
-    loop.state.sync_gradients = False
-    loop.scheduler.step()
-    assert loop.scheduler.last_epoch == 1
 
 
 def test_a_schedule_written_in_batches_advances_by_every_batch():

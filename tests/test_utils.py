@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -125,22 +124,6 @@ def test_a_batch_size_from_the_caller_or_nowhere_to_put_it_is_a_mistake() -> Non
     assert free(1, 2, 3) == (4, (1, 2, 3))
 
 
-def test_every_failed_size_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    @find_executable_batch_size(starting_batch_size=2)
-    def train(batch_size: int) -> int:
-        if batch_size > 1:
-            out_of_memory()
-        return batch_size
-
-    with caplog.at_level(logging.WARNING, logger="nbaccel"):
-        logging.getLogger("nbaccel").addHandler(caplog.handler)
-        try:
-            train()
-        finally:
-            logging.getLogger("nbaccel").removeHandler(caplog.handler)
-    assert "batch size 2 does not fit" in caplog.text
-
-
 def test_memory_is_released_in_return_for_nones() -> None:
     one, two = torch.ones(3), torch.ones(3)
     one, two = utils.release_memory(one, two)  # type: ignore[assignment]
@@ -176,13 +159,3 @@ def test_collectives_work_without_an_accelerator() -> None:
         "broadcast": [5],
         "list": [0, "x"],
     }
-
-
-def test_collectives_change_nothing_alone() -> None:
-    tensor = torch.ones(2)
-    assert utils.gather(tensor) is tensor
-    assert utils.gather_object(["a"]) == ["a"]
-    assert utils.broadcast(tensor) is tensor
-    assert utils.pad_across_processes(tensor) is tensor
-    assert torch.equal(utils.reduce(tensor), tensor)
-    utils.wait_for_everyone()

@@ -235,20 +235,16 @@ def load_offloaded_weights(
     offload_folder: str | os.PathLike[str],
 ) -> None:
     """Give a model the weights of a folder, in host memory; without an index nothing is done."""
-    _refuse_8_bits(index or {})
-    loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
-    weights = dict(loader.items())
-    for name, weight in weights.items():
-        set_module_tensor_to_device(model, name, "cpu", value=weight)
-
-
-def _refuse_8_bits(index: Mapping[str, Any]) -> None:
-    statistics = [name for name in index if _8_BIT_STATISTICS in name.split(".")]
+    statistics = [name for name in index or {} if _8_BIT_STATISTICS in name.split(".")]
     if statistics:
         raise ConfigError(
             f"{statistics[0]!r} belongs to 8-bit weights of bitsandbytes, which nbaccel does not "
             "load from a folder. Offload the model without quantization."
         )
+    loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
+    weights = dict(loader.items())
+    for name, weight in weights.items():
+        set_module_tensor_to_device(model, name, "cpu", value=weight)
 
 
 # ------------------------------------------------------------------------- maps of weights

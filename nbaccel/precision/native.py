@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +25,7 @@ from torch import nn
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import UserMistake
+from nbaccel.base.trees import leaves, map_leaves
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.plan.contracts.training import Precision, PrecisionSettings
 
@@ -231,61 +232,34 @@ def _is_own_method(model: nn.Module, forward: Callable[..., Any]) -> bool:
 
 def as_float32(tree: Any) -> Any:
     """Turn float16 and bfloat16 tensors into float32 ones."""
-    if isinstance(tree, torch.Tensor):
-        return tree.float() if tree.dtype in _SHORT_DTYPES else tree
-    if not _has_short_tensors(tree):
-        return tree
-    if isinstance(tree, Mapping):
-        return _cast_mapping(tree)
-    if isinstance(tree, (list, tuple)):
-        return _cast_sequence(tree)
-    return _cast_dataclass(tree)
+    # Checked before rebuilding, because torch.compile cannot compare containers by `is`.
+    return map_leaves(_leaf_as_float32, tree) if _has_short_tensors(tree) else tree
 
 
 def _has_short_tensors(tree: Any) -> bool:
-    # Checked before rebuilding, because torch.compile cannot compare containers by `is`.
-    if isinstance(tree, torch.Tensor):
-        return tree.dtype in _SHORT_DTYPES
-    if isinstance(tree, Mapping):
-        return any(_has_short_tensors(item) for item in tree.values())
-    if isinstance(tree, (list, tuple)):
-        return any(_has_short_tensors(item) for item in tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return any(_has_short_tensors(getattr(tree, name)) for name in _set_fields(tree))
-    return False
+    return any(
+        leaf.dtype in _SHORT_DTYPES
+        if isinstance(leaf, torch.Tensor)
+        else any(_has_short_tensors(getattr(leaf, name)) for name in _set_fields(leaf))
+        for leaf in leaves(tree)
+    )
 
 
-def _cast_mapping(tree: Mapping[Any, Any]) -> Any:
-    items = {key: as_float32(value) for key, value in tree.items()}
-    if type(tree) is dict:
-        return items
-    mapping_type: Callable[..., Any] = type(tree)
-    if hasattr(tree, "__dataclass_fields__"):  # outputs of transformers
-        return mapping_type(**items)
-    if not isinstance(tree, MutableMapping):
-        return mapping_type(items)
-    # A copy keeps what a new one would lose, such as `default_factory`.
-    mapping_copy = copy.copy(tree)
-    for key, value in items.items():
-        mapping_copy[key] = value
-    return mapping_copy
-
-
-def _cast_sequence(tree: list[Any] | tuple[Any, ...]) -> Any:
-    cast_items = [as_float32(tree_item) for tree_item in tree]
-    if hasattr(tree, "_make"):  # a named tuple, whose constructor takes no sequence
-        return tree._make(cast_items)
-    return cast_items if type(tree) is list else type(tree)(cast_items)
-
-
-def _cast_dataclass(tree: Any) -> Any:
-    dataclass_copy = copy.copy(tree)
-    for name in _set_fields(tree):
+def _leaf_as_float32(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.float() if leaf.dtype in _SHORT_DTYPES else leaf
+    if not _has_short_tensors(leaf):
+        return leaf
+    dataclass_copy = copy.copy(leaf)
+    for name in _set_fields(leaf):
         # Frozen dataclasses refuse a plain assignment.
-        object.__setattr__(dataclass_copy, name, as_float32(getattr(tree, name)))
+        object.__setattr__(dataclass_copy, name, as_float32(getattr(leaf, name)))
     return dataclass_copy
 
 
-def _set_fields(tree: Any) -> list[str]:
+def _set_fields(leaf: Any) -> list[str]:
+    """The fields of a dataclass; none of anything else."""
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return []
     # A field with init=False and without a default need not exist.
-    return [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+    return [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]

@@ -40,7 +40,9 @@ class TorchaoFp8(Fp8Precision):
 
     def convert(self, bundle: Bundle) -> Bundle:
         float8 = load_torchao()
-        handler = self._handler()
+        # What was given with torchao's own objects.
+        given = (item for item in self.settings.handlers if isinstance(item, AORecipeKwargs))
+        handler = next(given, AORecipeKwargs())
         configuration = handler.config or self._configuration(float8)
         selections = [(model, self._select(model, handler)) for model in bundle.models]
         if handler.module_filter_func is None:
@@ -74,11 +76,6 @@ class TorchaoFp8(Fp8Precision):
 
     def _restore(self, model: nn.Module) -> None:
         restore_layers(model)
-
-    def _handler(self) -> AORecipeKwargs:
-        """What was given with torchao's own objects."""
-        given = (item for item in self.settings.handlers if isinstance(item, AORecipeKwargs))
-        return next(given, AORecipeKwargs())
 
     def _select(self, model: nn.Module, handler: AORecipeKwargs) -> LayerSelection:
         if handler.module_filter_func is None:

@@ -182,39 +182,31 @@ def replace_layers(
         for name, layer in list(parent.named_children()):
             full_name = f"{parent_name}.{name}" if parent_name else name
             if type(layer) is nn.Linear and (linear_names is None or full_name in linear_names):
-                setattr(parent, name, _engine_linear(layer, library))
+                engine_layer = library.Linear(
+                    layer.in_features,
+                    layer.out_features,
+                    bias=layer.bias is not None,
+                    params_dtype=layer.weight.dtype,
+                    device="meta",
+                )
             # Its LayerNorm has one dimension, and always weight and bias.
-            elif with_norms and type(layer) is nn.LayerNorm and _has_counterpart(layer):
-                setattr(parent, name, _engine_norm(layer, library))
-
-
-def _has_counterpart(layer: nn.LayerNorm) -> bool:
-    return len(layer.normalized_shape) == 1 and len(list(layer.parameters(recurse=False))) == 2
-
-
-def _engine_linear(layer: nn.Linear, library: Any) -> nn.Module:
-    engine_layer: nn.Module = library.Linear(
-        layer.in_features,
-        layer.out_features,
-        bias=layer.bias is not None,
-        params_dtype=layer.weight.dtype,
-        device="meta",
-    )
-    return _with_parameters_of(layer, engine_layer)
-
-
-def _engine_norm(layer: nn.LayerNorm, library: Any) -> nn.Module:
-    engine_layer: nn.Module = library.LayerNorm(
-        layer.normalized_shape[0], eps=layer.eps, dtype=layer.weight.dtype, device="meta"
-    )
-    return _with_parameters_of(layer, engine_layer)
-
-
-def _with_parameters_of(layer: nn.Module, engine_layer: nn.Module) -> nn.Module:
-    for name, parameter in layer.named_parameters(recurse=False):
-        setattr(engine_layer, name, parameter)
-    engine_layer.train(layer.training)
-    return engine_layer
+            elif (
+                with_norms
+                and type(layer) is nn.LayerNorm
+                and len(layer.normalized_shape) == 1
+                and len(list(layer.parameters(recurse=False))) == 2
+            ):
+                engine_layer = library.LayerNorm(
+                    layer.normalized_shape[0],
+                    eps=layer.eps,
+                    dtype=layer.weight.dtype,
+                    device="meta",
+                )
+            else:
+                continue
+            for parameter_name, parameter in layer.named_parameters(recurse=False):
+                setattr(engine_layer, parameter_name, parameter)
+            setattr(parent, name, engine_layer.train(layer.training))
 
 
 def has_layers(model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel.base.errors import CollectiveMismatch
-from nbaccel.base.flat import average
+from nbaccel.base.trees import average
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Bundle, Place, Strategy
 

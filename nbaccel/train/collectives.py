@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
+from nbaccel.base.trees import leaves, map_leaves, map_tensors, slice_rows
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train.call_check import DEFAULT_TIMEOUT_S, default_group_check
-from nbaccel.train.trees import leaves, map_leaves, map_tensors, slice_rows
 
 # Torch 2.13 has a new name for it and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -16,10 +16,7 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
-from nbaccel.train import distributed
-from nbaccel.train.gradient import GradientState
-from nbaccel.train.loader import PreparedLoader, reading_class, refuse_mesh, settings_by_hand
-from nbaccel.train.trees import (
+from nbaccel.base.trees import (
     concatenate,
     find_batch_size,
     leaves,
@@ -27,6 +24,9 @@ from nbaccel.train.trees import (
     send_to_device,
     slice_rows,
 )
+from nbaccel.train import distributed
+from nbaccel.train.gradient import GradientState
+from nbaccel.train.loader import PreparedLoader, reading_class, refuse_mesh, settings_by_hand
 
 SliceFn = Callable[..., Any]
 """``slice_fn(batch, rows: slice, *, process_index: int, num_processes: int) -> batch``."""

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 
 from nbaccel.base.log import write_notice
+from nbaccel.base.trees import leaves
 from nbaccel.config.handlers import GradientAccumulationPlugin
 from nbaccel.loops import metrics_reporter
 from nbaccel.plan.contracts.device import CompileCounts, DeviceRuntime
 from nbaccel.train import distributed
 from nbaccel.train.resuming import Resuming
-from nbaccel.train.trees import leaves
 
 
 class IteratedLoader(Protocol):

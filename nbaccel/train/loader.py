@@ -26,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from nbaccel.base import optional_packages, spent_time, torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.trees import find_batch_size, leaves, map_tensors, send_to_device
 from nbaccel.loops import loop_watch
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Place
@@ -37,7 +38,6 @@ from nbaccel.train.sampling import (
     IterableDatasetShard,
     SeedableRandomSampler,
 )
-from nbaccel.train.trees import find_batch_size, leaves, map_tensors, send_to_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self

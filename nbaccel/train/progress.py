@@ -19,10 +19,10 @@ import torch.distributed as dist
 from nbaccel.base import spent_time, torch_private
 from nbaccel.base.log import notice_stream
 from nbaccel.base.quiet_bars import Bar
+from nbaccel.base.trees import find_batch_size
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train.loader import PreparedLoader
-from nbaccel.train.trees import find_batch_size
 
 _POST_INTERVAL_S = 0.5
 _LoaderBatch = TypeVar("_LoaderBatch")

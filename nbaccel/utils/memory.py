@@ -84,12 +84,12 @@ def find_executable_batch_size(
 
     @functools.wraps(function)
     def attempt(*args: Any, **kwargs: Any) -> Any:
+        parameters = inspect.signature(function).parameters.values()
         positional = [
-            p
-            for p in inspect.signature(function).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-        if args and len(args) >= len(positional) and not _takes_any(function):
+        takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        if args and len(args) >= len(positional) and not takes_any:
             names = ", ".join(p.name for p in positional[1:])
             raise TypeError(
                 f"{function.__name__} gets its batch size from find_executable_batch_size: got "
@@ -118,11 +118,6 @@ def find_executable_batch_size(
         )
 
     return attempt
-
-
-def _takes_any(function: Callable[..., Any]) -> bool:
-    kinds = {p.kind for p in inspect.signature(function).parameters.values()}
-    return inspect.Parameter.VAR_POSITIONAL in kinds
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbaccel.base import trees
 from nbaccel.base.errors import CollectiveMismatch
 from nbaccel.base.optional_packages import require
 from nbaccel.base.public_names import name_own
-from nbaccel.train import distributed, trees
-from nbaccel.train.collectives import (
-    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
-    Collectives,
-)
-from nbaccel.train.trees import (
+from nbaccel.base.trees import (
     find_batch_size as find_batch_size,
     leaves,
     send_to_device as send_to_device,
+)
+from nbaccel.precision.native import as_float32
+from nbaccel.train import distributed
+from nbaccel.train.collectives import (
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+    Collectives,
 )
 
 DistributedOperationException = CollectiveMismatch
@@ -243,8 +245,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Tensors of fp16 and bf16 as float32, in the same containers; others stay."""
-    dtypes = (torch.float16, torch.bfloat16)
-    return trees.map_tensors(lambda leaf: leaf.float() if leaf.dtype in dtypes else leaf, tensor)
+    return as_float32(tensor)
 
 
 class ConvertOutputsToFp32:

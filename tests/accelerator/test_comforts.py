@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from nbaccel import Accelerator, ProfileKwargs
-from tests.accelerator.loops import line, numbers, rows, sgd, together
+from tests.accelerator.loops import line, numbers, sgd, together
 
 
 def test_one_bar_is_shown_for_all_processes_with_their_mean_loss(
@@ -36,20 +35,6 @@ def test_one_bar_is_shown_for_all_processes_with_their_mean_loss(
     assert "samples/s=" in shown
     assert "loss=0.5" in shown.replace("loss=0.5000", "loss=0.5")
     assert "4/4" not in shown
-
-
-def test_a_bar_leaves_no_thread_and_no_trace_when_the_loop_is_left() -> None:
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(numbers(6, 2))
-    before = threading.active_count()
-    for batch in accelerator.progress(loader):
-        assert accelerator._progress is not None
-        assert rows(batch) == [0, 1]
-        break
-    assert accelerator._progress is None
-    assert not accelerator.gradient_state.in_dataloader
-    assert threading.active_count() == before
-    assert [rows(b) for b in accelerator.progress(loader)] == [[0, 1], [2, 3], [4, 5]]
 
 
 def drift(accelerator: Accelerator) -> Any:
@@ -104,23 +89,6 @@ def test_the_profiler_writes_a_trace_per_process(tmp_path: Path) -> None:
     for rank in (0, 1):
         trace = json.loads((tmp_path / "traces" / f"profile_{rank}.json").read_text())
         assert any(event.get("name") == "aten::matmul" for event in trace["traceEvents"])
-
-
-def test_the_profiler_keeps_its_schedule_and_calls_back(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    ready: list[int] = []
-    settings = ProfileKwargs(
-        activities=["cpu"],
-        schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 1},
-        on_trace_ready=lambda profiler: ready.append(profiler.step_num),
-        output_trace_dir=tmp_path,
-    )
-    with accelerator.profile(settings) as profiler:
-        for _ in range(4):
-            torch.ones(8, 8) @ torch.ones(8, 8)
-            profiler.step()
-    assert ready == [3]
-    assert (tmp_path / "profile_0.json").exists()
 
 
 def test_a_flag_of_one_process_is_seen_by_all_and_taken_down() -> None:

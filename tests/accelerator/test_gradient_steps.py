@@ -91,21 +91,6 @@ def test_gradients_may_be_reduced_after_every_batch() -> None:
     assert together(body, gradient_accumulation_plugin=plugin) == [(False, 1.0)] * 2
 
 
-def test_several_models_can_be_accumulated_together() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        models = accelerator.prepare(line(), line(2.0))
-        x = torch.full((1, 1), float(accelerator.process_index))
-        found = []
-        for _ in range(2):
-            with accelerator.accumulate(*models):
-                accelerator.backward(sum(model(x).sum() for model in models))
-            found.append([float(accelerator.unwrap_model(m).weight.grad) for m in models])
-        return found
-
-    first, second = together(body, gradient_accumulation_steps=2)
-    assert (first, second) == ([[0, 0], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]])
-
-
 def test_steps_and_syncing_can_be_set_while_training() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = line()
@@ -196,15 +181,6 @@ def test_clipping_amid_a_group_of_scaled_batches_is_refused() -> None:
     assert message.startswith("ConfigError")
     assert "after batch 1 of a group of 2" in message
     assert "if accelerator.sync_gradients" in message
-
-
-def test_norms_of_other_kinds_and_of_no_gradients_can_be_clipped() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(2, 1, bias=False))
-    assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
-    model(torch.tensor([[3.0, -4.0]])).sum().backward()
-    assert float(accelerator.clip_grad_norm_(model.parameters(), 2.0, torch.inf)) == 4.0
-    assert model.weight.grad.abs().max() == pytest.approx(2.0)
 
 
 # ------------------------------------------------------------------------- precision

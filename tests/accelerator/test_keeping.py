@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
-from tests.accelerator.loops import line, numbers, sgd, together, told
+from tests.accelerator.loops import together, told
 
 
 def test_a_models_weights_are_written_once_under_the_users_names(tmp_path: Path) -> None:
@@ -86,18 +86,6 @@ def test_a_tracker_nobody_asked_for_is_not_found(tmp_path: Path) -> None:
     )
     assert accelerator.get_tracker("jsonl", unwrap=True).name.endswith("run.jsonl")
     accelerator.end_training()
-
-
-def test_training_may_be_ended_twice_and_without_trackers() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        model = line()
-        accelerator.prepare(model, sgd(model), numbers())
-        accelerator.end_training()
-        accelerator.end_training()
-        return accelerator.process_index
-
-    assert together(body) == [0, 1]
-    assert together(body, n=1) == [0]
 
 
 def test_a_load_keeps_no_model_alive(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from nbaccel import Accelerator, DataLoaderConfiguration
 from tests.accelerator.loops import numbers, rows, together, told
@@ -131,21 +130,3 @@ def test_values_are_combined_and_padded() -> None:
             "no such dim": 1 + rank,
             "scalars": [0, 1],
         }
-
-
-def test_a_loader_of_the_users_own_passes_all_through() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        loader: DataLoader[Any] = numbers(3, 2)
-        return [i for batch in loader for i in rows(accelerator.gather_for_metrics(batch))]
-
-    assert together(body) == [[0, 1, 0, 1, 2, 2]] * 2
-
-
-def test_different_numbers_of_tensors_cannot_be_padded_together() -> None:
-    def body(accelerator: Accelerator) -> Any:
-        mine = [torch.ones(1)] * (1 + accelerator.process_index)
-        return told(lambda: accelerator.pad_across_processes(mine))
-
-    for message in together(body):
-        assert message.startswith("CollectiveMismatch")
-        assert "[1, 2]" in message

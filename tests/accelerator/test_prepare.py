@@ -37,14 +37,6 @@ def test_things_come_back_ready_in_the_order_given() -> None:
     assert found[4] is model
 
 
-def test_one_thing_comes_back_alone_and_unknown_ones_as_they_were() -> None:
-    accelerator = Accelerator(cpu=True)
-    model, strange = line(), object()
-    assert accelerator.prepare(model) is model
-    assert accelerator.prepare(strange) is strange
-    assert accelerator.prepare(None, strange) == (None, strange)
-
-
 def test_a_schedulers_optimizer_may_have_been_prepared_before_it() -> None:
     accelerator = Accelerator(cpu=True)
     model = line()
@@ -203,20 +195,6 @@ def test_a_checkpoint_fits_whether_its_model_was_compiled_or_not(
     accelerator, model = prepared(compiled if compiled == "loaded" else "")
     accelerator.load_state(tmp_path / "state")
     assert [float(one.detach().mean()) for one in model.parameters()] == [2.0, 3.0]
-
-
-def test_freeing_memory_forgets_everything_and_gives_nones() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = line()
-    optimizer = sgd(model)
-    prepared = accelerator.prepare(model, optimizer, numbers(), schedule(optimizer))
-    accelerator.step = 3
-    assert accelerator.free_memory(*prepared) == [None] * 4
-    assert accelerator.clear() == []
-    assert accelerator.step == 0
-    assert not (accelerator._models)
-    assert not (accelerator._optimizers)
-    assert not (accelerator._dataloaders)
 
 
 def test_a_deep_copy_is_the_accelerator_itself_and_a_pickled_one_is_equal() -> None:

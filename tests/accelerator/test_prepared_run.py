@@ -14,7 +14,6 @@ from nbaccel import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
-    ProjectConfiguration,
     RunConfig,
     notebook_launcher,
 )
@@ -63,16 +62,6 @@ def test_nonsense_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, t
         Accelerator(cpu=True)
 
 
-def test_a_plugin_without_a_number_takes_that_of_the_argument() -> None:
-    plugin = GradientAccumulationPlugin(sync_with_dataloader=False)
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=3, gradient_accumulation_plugin=plugin
-    )
-    assert accelerator.gradient_accumulation_steps == 3
-    assert not accelerator.gradient_state.sync_with_dataloader
-    assert plugin.num_steps is None  # the user's own stays
-
-
 def test_a_configuration_gives_way_to_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     config = Picker.config
@@ -111,15 +100,6 @@ def test_settings_can_be_read_from_the_accelerator(tmp_path: Any) -> None:
     assert accelerator.deepspeed_plugin is None
     accelerator.even_batches = False
     assert config.even_batches  # the user's own stays
-
-
-def test_the_projects_folder_may_come_from_either_argument(tmp_path: Any) -> None:
-    project = ProjectConfiguration(total_limit=2)
-    accelerator = Accelerator(cpu=True, project_dir=tmp_path, project_config=project)
-    assert accelerator.project_dir == tmp_path
-    assert accelerator.project_configuration.total_limit == 2
-    logs = ProjectConfiguration(project_dir=tmp_path, logging_dir=tmp_path / "logs")
-    assert Accelerator(cpu=True, project_config=logs).logging_dir == tmp_path / "logs"
 
 
 def test_the_plan_says_what_was_decided_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from nbaccel import (
     Accelerator,
@@ -18,36 +17,6 @@ from nbaccel import (
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.utils import TERecipeKwargs
 from tests.accelerator.loops import line, numbers, rows, sgd, together, told, weight
-
-
-@pytest.mark.filterwarnings("ignore:GradientAccumulationPlugin:UserWarning")  # at the first True
-@pytest.mark.parametrize(
-    ("adjust", "epochs"),
-    [(True, [0, 2, 2, 4, 5]), (None, [0, 1, 1, 2, 3]), (False, [0, 1, 1, 2, 3])],
-)
-def test_a_schedule_in_batches_advances_by_every_batch_of_a_group(
-    adjust: bool | None, epochs: list[int]
-) -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=2, adjust_scheduler=adjust
-        ),
-    )
-    model = line()
-    optimizer = sgd(model)
-    model, optimizer, loader, scheduler = accelerator.prepare(
-        model, optimizer, numbers(5, 1), LambdaLR(optimizer, lambda n: 1 / (n + 1))
-    )
-    seen = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(batch[0]).sum())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        seen.append(scheduler.last_epoch)
-    assert seen == epochs
 
 
 def test_split_batches_as_an_argument_is_honoured() -> None:

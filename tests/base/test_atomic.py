@@ -153,15 +153,6 @@ def checkpoint(folder: Path) -> None:
     accelerator.save_state(folder)
 
 
-def test_all_files_of_a_new_checkpoint_have_the_permissions_of_new_files(tmp_path):
-    (tmp_path / "any").touch()
-    checkpoint(tmp_path / "saved")
-    files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
-    assert {mode_of(path) for path in files} == {mode_of(tmp_path / "any")}
-    nbaccel.Accelerator(cpu=True).save_model(torch.nn.Linear(2, 2), tmp_path / "model")
-    assert {mode_of(p) for p in (tmp_path / "model").iterdir()} == {mode_of(tmp_path / "any")}
-
-
 @pytest.mark.parametrize("mode", [0o700, 0o2770])
 def test_a_checkpoint_keeps_the_permissions_of_what_it_replaces(tmp_path, mode):
     folder = tmp_path / "saved"

@@ -19,15 +19,6 @@ def test_applied_sets_and_restores_exactly_its_variables(monkeypatch):
     assert env.read("NB_OTHER") == "set inside"
 
 
-def test_applied_restores_after_an_exception(monkeypatch):
-    monkeypatch.setenv("NB_KEPT", "old")
-
-    with pytest.raises(KeyboardInterrupt), env.applied({"NB_KEPT": "new"}):
-        raise KeyboardInterrupt
-
-    assert env.read("NB_KEPT") == "old"
-
-
 def test_replace_all_makes_it_exactly_that(monkeypatch):
     monkeypatch.setenv("NB_GONE", "there")
     before = env.snapshot()
@@ -37,11 +28,6 @@ def test_replace_all_makes_it_exactly_that(monkeypatch):
     finally:
         env.replace_all(before)
     assert env.snapshot() == before
-
-
-def test_read_has_a_default():
-    assert env.read("NB_NOT_SET_ANYWHERE") is None
-    assert env.read("NB_NOT_SET_ANYWHERE", "x") == "x"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import pickle
 import re
 
@@ -54,19 +53,6 @@ def test_several_mistakes_are_numbered():
     assert pickle.loads(pickle.dumps(error)).mistakes == error.mistakes
 
 
-def test_one_mistake_is_its_message():
-    assert str(errors.ConfigError("a is wrong.")) == "a is wrong."
-    assert str(errors.ConfigError()) == ""
-
-
-def test_a_taken_port_says_so_in_errno():
-    error = errors.PortTaken("port 29500 is taken", port=29500)
-
-    for twin in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
-        assert twin.errno == errno.EADDRINUSE
-        assert twin.port == 29500
-
-
 @pytest.mark.parametrize(
     "kind",
     [errors.WorkerFailed, errors.WorkerDied, errors.LaunchTimeout, errors.StartupFailed],
@@ -78,17 +64,6 @@ def test_failures_survive_pickling(kind):
         assert twin.failure == {"rank": 1}
         assert twin.failures == ({"rank": 1}, {"rank": 0})
         assert str(twin) == "rank 1 raised"
-
-
-def test_failures_are_there_without_being_given():
-    assert errors.WorkerFailed("x").failure is None
-    assert errors.WorkerFailed("x").failures == ()
-
-
-def test_not_sendable_keeps_the_path():
-    error = errors.NotSendable("a lock cannot be pickled", path="args[0].lock")
-
-    assert pickle.loads(pickle.dumps(error)).path == "args[0].lock"
 
 
 # ------------------------------------------------------------------------- in a notebook
@@ -144,10 +119,6 @@ def test_a_mistake_shows_no_frame_of_nbaccel():
     text = shown(caught.value)
     assert "RunConfig(num_processes=-1)" in text
     assert "nbaccel/" not in text
-
-
-def test_a_bug_of_nbaccel_keeps_its_whole_traceback():
-    assert not hasattr(errors.InternalError("impossible"), "_render_traceback_")
 
 
 def test_a_failure_shows_its_text_with_the_failing_line_in_bold():

@@ -19,12 +19,6 @@ def test_a_message_carries_the_rank_where_there_is_one(caplog, monkeypatch):
     assert caplog.messages == ["ready after 5 ms", "[rank 3] ready after 6 ms"]
 
 
-def test_names_stay_under_the_package():
-    assert get_logger("nbaccel.plan").logger.name == "nbaccel.plan"
-    assert get_logger("mine").logger.name == "nbaccel.mine"
-    assert get_logger().logger.name == "nbaccel"
-
-
 WARN = (
     "import logging\n"
     "{set_up}\n"

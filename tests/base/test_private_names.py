@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import types
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from nbaccel.base import ipython_private, torch_private, training_libraries
 from nbaccel.errors import PlatformUnsupported
@@ -58,24 +56,10 @@ def test_the_refusal_comes_before_any_worker_is_started():
     assert "_pg_map: workers could not be launched" in last
 
 
-def test_power_sgd_in_batches_stays_refused(monkeypatch):
-    module = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
-    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
-    assert torch_private.orthogonalizes_matrices() is False
-
-
 def test_users_of_a_storage_are_unknown(monkeypatch):
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     with pytest.warns(RuntimeWarning, match="_storage_Use_Count: arrays and tensors that share"):
         assert torch_private.storage_use_count(torch.zeros(1).untyped_storage()) is None
-
-
-def test_the_order_is_drawn_at_once():
-    batches = iter(DataLoader(list(range(4)), shuffle=True))
-    state = torch.get_rng_state()
-    torch_private.draw_order_now(batches)
-    assert not torch.equal(torch.get_rng_state(), state)
-    assert sorted(int(batch) for batch in batches) == [0, 1, 2, 3]
 
 
 def test_an_ipython_without_its_names_goes_without(capsys):
@@ -88,19 +72,6 @@ def test_an_ipython_without_its_names_goes_without(capsys):
     assert vars(shell) == {}
     ipython_private.show_traceback_lines(shell, ValueError, ValueError(), ["one", "two"])
     assert capsys.readouterr().err == "one\ntwo\n"
-
-
-@pytest.mark.parametrize(
-    ("module", "holder", "name"),
-    [
-        ("IPython.core.interactiveshell", "InteractiveShell", "_inspect"),
-        ("IPython.core.interactiveshell", "InteractiveShell", "_showtraceback"),
-        ("ipykernel.zmqshell", "ZMQDisplayPublisher", "_flush_streams"),
-    ],
-)
-def test_the_ipython_here_has_the_names_that_all_have(module, holder, name):
-    found = getattr(importlib.import_module(module), holder)
-    assert hasattr(found, name) or name in found.__init__.__code__.co_names
 
 
 def test_an_accelerate_without_its_names(monkeypatch):
@@ -122,13 +93,6 @@ def test_an_xla_without_its_name_counts_as_initialised(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
     (hazard,) = TpuDevice().hazards()
     assert "cannot tell whether its runtime runs" in hazard
-
-
-def test_an_xla_that_may_not_be_imported_is_no_hazard(monkeypatch):
-    from nbaccel.devices.tpu import TpuDevice
-
-    monkeypatch.setitem(sys.modules, "torch_xla", None)
-    assert TpuDevice().hazards() == ()
 
 
 def test_a_torch_tpu_without_its_names_is_told_of(monkeypatch):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -42,16 +41,6 @@ def process_account(no_account: None) -> TimeAccount:
     return spent_time.open_account()
 
 
-def test_before_the_first_loop_nothing_is_known(account: TimeAccount, clock: Clock) -> None:
-    account.enter("communication")
-    clock.now += 5
-    account.exit()
-    assert account.spent() is None
-    account.begin()
-    clock.now += 2
-    assert account.spent() == SpentTime(2.0, 0.0, 0.0)
-
-
 def test_time_is_counted_once(account: TimeAccount, clock: Clock) -> None:
     account.begin()
     clock.now += 1  # computing
@@ -68,14 +57,6 @@ def test_time_is_counted_once(account: TimeAccount, clock: Clock) -> None:
     assert spent.computing_s == 17.0
 
 
-def test_a_second_loop_does_not_begin_anew(account: TimeAccount, clock: Clock) -> None:
-    account.begin()
-    clock.now += 3
-    account.begin()
-    spent = account.spent()
-    assert spent.total_s == 3.0
-
-
 def test_what_the_first_step_takes_more_than_the_second_is_a_start(
     account: TimeAccount, clock: Clock
 ) -> None:
@@ -89,17 +70,6 @@ def test_what_the_first_step_takes_more_than_the_second_is_a_start(
     spent = account.spent()
     assert spent == SpentTime(42.0, 3.0, 0.0, starting_s=5.0)
     assert spent.computing_s == 34.0
-
-
-@pytest.mark.parametrize("steps", [[7.0], [2.0, 7.0]])
-def test_one_step_and_one_that_is_quicker_than_the_second_tell_of_no_start(
-    account: TimeAccount, clock: Clock, steps: list[float]
-) -> None:
-    account.begin()
-    for computing_s in steps:
-        clock.now += computing_s
-        account.end_step()
-    assert account.spent() == SpentTime(sum(steps), 0.0, 0.0)
 
 
 def test_what_a_library_measures_is_counted_from_the_account_on(
@@ -141,24 +111,3 @@ def test_a_block_that_raises_is_left(process_account: TimeAccount) -> None:
     time.sleep(0.02)
     spent = process_account.spent()
     assert spent.data_s < 0.02
-
-
-def test_an_account_opened_within_a_block_does_not_end_it_wrongly(no_account: None) -> None:
-    with spent_time.reading_data:
-        account = spent_time.open_account()
-        account.begin()
-    assert account.spent() is not None
-
-
-def test_it_travels() -> None:
-    spent = SpentTime(3.0, 1.0, 0.5, is_partial=True)
-    assert pickle.loads(pickle.dumps(spent)) == spent
-
-
-def test_without_an_account_a_block_costs_next_to_nothing(no_account: None) -> None:
-    began = time.perf_counter()
-    for _ in range(10_000):
-        with spent_time.communicating:
-            pass
-    # Microseconds each, also on a machine that does something else beside.
-    assert time.perf_counter() - began < 0.5

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
-
-from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
+from typing_extensions import Self
 
 
 def tower(layers: int, width: int, device: str = "meta") -> nn.Sequential:
@@ -35,26 +35,38 @@ def only_look(model: nn.Module) -> list[float]:
     return sums(model)
 
 
-def smaps() -> dict[str, int]:
-    """Bytes of memory of this process, by the kernel's names; Pss counts shared pages once."""
-    found: dict[str, int] = {}
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
-        name, _, size = line.partition(":")
-        found[name] = int(size.split()[0]) * 1024
-    return found
+def figures() -> dict[str, int]:
+    """Bytes of memory of this process, by kind: Anon, File, Shmem."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {
+        line[3:].partition(":")[0]: int(line.split()[1]) * 1024
+        for line in lines
+        if line.startswith("Rss")
+    }
 
 
-def load_side_by_side(path: str, layers: int, width: int) -> dict[str, int]:
-    """How much memory a model takes that both workers load."""
-    dist.init_process_group("gloo")
-    model = tower(layers, width)
-    torch.ones(width, width).max()
-    before = smaps()
-    dist.barrier()
-    load_checkpoint_in_model(model, path)
-    total = sum(float(p.detach().max()) for p in model.parameters())
-    dist.barrier()
-    after = smaps()
-    dist.barrier()
-    assert total > 0
-    return {name: after[name] - before[name] for name in ("Rss", "Pss", "Anonymous")}
+class Peak:
+    """The largest sum of some kinds of memory while it watches, beyond what there was before."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds, self.bytes, self._done = kinds, 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def now(self) -> int:
+        now = figures()
+        return sum(now[kind] for kind in self._kinds)
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self.bytes = max(self.bytes, self.now() - self.before)
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        self.before = self.now()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = max(self.bytes, self.now() - self.before)
+        self._done.set()
+        self._thread.join()

@@ -4,60 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
-from typing_extensions import Self
 
 from nbaccel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.errors import ConfigError
 from nbaccel.strategies import optimizer_shards
+from tests.bigmodel.launched import Peak
+from tests.strategies.workers import WORDS, Tower
 
-WORDS, WIDTH = 11, 7
-
-
-class Block(nn.Module):
-    """Sizes that two processes cannot halve, and a norm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.down(torch.relu(self.up(x))))
+WIDTH = 7
 
 
-class Odd(nn.Module):
-    """A language model with tied ends, frozen parts, a one-element parameter and buffers."""
-
-    _no_split_modules = ["Block"]  # noqa: RUF012 - as transformers has it
+class Odd(Tower):
+    """With frozen parts and a one-element parameter, in any size."""
 
     def __init__(self, width: int = WIDTH, blocks: int = 3, freezes: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, WORDS, bias=False)
-        self.head.weight = self.embed.weight
+        super().__init__(blocks, width)
         self.gain = nn.Parameter(torch.ones(1))
         if freezes:
             self.blocks[0].requires_grad_(False)
-        self.register_buffer("temperature", torch.ones(()))
-        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.gain / self.temperature
+        return super().forward(words) * self.gain
 
 
 def build(seed: int = 0, **sizes: Any) -> Odd:
@@ -101,11 +76,6 @@ def load(model: nn.Module, path: str, how: str) -> None:
         from safetensors.torch import load_file
 
         model.load_state_dict(load_file(path), strict=False)
-    elif how == "changed by each":
-        load_checkpoint_in_model(model, path, strict=True)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(dist.get_rank())
 
 
 @contextlib.contextmanager
@@ -206,46 +176,7 @@ def receive_plainly(path: str) -> tuple[dict[str, torch.Tensor], str]:
     return model.state_dict(), ""
 
 
-def shard_aliases(
-    path: str, kind: str, sizes: dict[str, int], is_written: bool
-) -> dict[str, torch.Tensor]:
-    """Two parameters over the same memory of a checkpoint, sharded."""
-    accelerator = accelerator_of(kind)
-    model = on_meta(**sizes, freezes=False)
-    load_checkpoint_in_model(model, path, strict=True)
-    model.twin = nn.Parameter(model.blocks[0].up.weight.data)
-    if is_written:
-        with torch.no_grad():
-            model.twin.add_(1)
-    return state_of(accelerator, accelerator.prepare(model))
-
-
 # ------------------------------------------------------------------------------ memory
-
-
-class AnonymousPeak:
-    """The most anonymous memory of this process while it watches, beyond what there was."""
-
-    def __enter__(self) -> Self:
-        gc.collect()
-        self.bytes, self._before, self._done = 0, anonymous(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self.bytes = max(self.bytes, anonymous() - self._before)
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self.bytes = max(self.bytes, anonymous() - self._before)
-
-
-def anonymous() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def measure(
@@ -260,7 +191,7 @@ def measure(
     del small
     gc.collect()
     dist.barrier()
-    with AnonymousPeak() as peak:
+    with Peak("Anon") as peak:
         model = on_meta(**sizes, freezes=False) if how == "mapped" else Odd(**sizes, freezes=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         load(model, path, how)
@@ -268,7 +199,7 @@ def measure(
         prepared = accelerator.prepare(model, *([optimizer] if trains else []))
         dist.barrier()
         assert prepared
-    return {"loaded": loaded, "peak": peak.bytes, "kept": anonymous() - peak._before}
+    return {"loaded": loaded, "peak": peak.bytes}
 
 
 def train_empty_transformers_model(folder: str) -> dict[str, Any]:

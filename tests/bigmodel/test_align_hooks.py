@@ -20,7 +20,6 @@ from nbaccel.hooks import (
     attach_align_device_hook_on_blocks,
     remove_hook_from_submodules,
 )
-from nbaccel.utils import align_module_device
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
 
@@ -106,27 +105,6 @@ def test_only_what_runs_is_in_memory():
     attach_align_device_hook(model, "cpu", offload=True)
     model(X)
     assert there == [[True, False, False], [False, True, False], [False, False, True]]
-
-
-class ReadsInner(nn.Module):
-    """Uses the weights of a submodule without calling it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, rows):
-        return nn.functional.linear(rows, self.inner.weight, self.inner.bias)
-
-
-def test_a_class_may_get_the_weights_of_its_submodules_at_once():
-    model = nn.Sequential(ReadsInner(), nn.Linear(4, 4))
-    expected = model(X)
-    attach_align_device_hook(model, "cpu", offload=True, preload_module_classes=["ReadsInner"])
-    assert model[0].inner.weight.is_meta
-    assert not hasattr(model[0].inner, "_hf_hook")
-    assert torch.equal(model(X), expected)
-    assert model[0].inner.weight.is_meta
 
 
 class TakesMapping(nn.Module):
@@ -256,23 +234,6 @@ def test_a_gradient_that_would_be_lost_is_refused():
         loss.backward()
 
 
-def test_a_tied_weight_that_stays_in_memory_is_trained():
-    model, tokens = Tied(), torch.tensor([[1, 2]])
-    reference = copy.deepcopy(model)
-    for one in (model, reference):
-        one.middle.requires_grad_(False)
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device={"": "cpu", "embed": "cpu", "middle": "cpu", "head": "cpu"},
-        offload={"embed": False, "middle": True, "head": True},
-        weights_map=state_of(model),
-        tied_params_map={model.embed.weight.data_ptr(): {}},
-    )
-    model(tokens).sum().backward()
-    reference(tokens).sum().backward()
-    assert torch.equal(model.embed.weight.grad, reference.embed.weight.grad)
-
-
 # ------------------------------------------------------------------------- ahead of time
 
 
@@ -297,19 +258,6 @@ def test_every_weight_is_asked_for_once_in_each_pass_before_it_is_read():
         # The first ones of this pass were asked for at the end of the last one.
         assert sorted(source.take("read")) == sorted(source.take("release")) == names
     assert sorted(source.take("prefetch")) == names
-
-
-def test_the_next_block_is_asked_for_before_this_one_is_read():
-    model = make_model(4)
-    source = attach_recorded(model, order=ExecutionOrder(window_bytes=1))
-    model(X)
-    told = [(kind, int(name[0])) for kind, name in source.told if name.endswith("weight")]
-    assert told == [
-        *(("prefetch", 0), ("prefetch", 1), ("read", 0), ("release", 0)),
-        *(("prefetch", 2), ("read", 1), ("release", 1)),
-        *(("prefetch", 3), ("read", 2), ("release", 2)),
-        *(("read", 3), ("release", 3)),
-    ]
 
 
 def test_no_more_than_the_window_is_near():
@@ -398,18 +346,6 @@ def test_layers_that_run_several_times_are_right(numbers):
     assert set(asked) <= set(numbers)
     # A pass ends where its first layer comes again, so some orders are not learnt as a whole.
     assert len(asked) <= 2 * len(numbers)
-
-
-def test_looking_into_a_module_does_not_change_the_order():
-    model, source = attach_backwards()
-    for _ in range(2):
-        model(X)
-    source.told.clear()
-    with align_module_device(model.layers[1]):
-        assert not model.layers[1].weight.is_meta
-    assert source.take("prefetch") == []
-    model(X)
-    assert layer_numbers(source.take("prefetch")) == [2, 1, 0, 3]
 
 
 def test_a_hook_that_is_removed_is_not_asked_for():

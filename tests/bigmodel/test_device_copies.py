@@ -31,19 +31,6 @@ def offloaded(folder: str, source: str, prefetch: bool) -> nn.Module:
     return model
 
 
-def test_nothing_is_copied_ahead_to_host_memory():
-    weights = {"w": torch.ones(2)}
-    assert start_copies(weights, torch.device("cpu")) is None
-    assert start_copies(weights, torch.device("meta")) is None
-
-
-def test_blocks_on_the_cpu_begin_no_copies():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    attach_align_device_hook(model, "cpu", offload=True)
-    model(torch.ones(1, 2))
-    assert [layer._hf_hook._copies for layer in model] == [None, None]
-
-
 class FakeBlock:
     """Notes what it is told; its bytes fill any window."""
 
@@ -81,6 +68,15 @@ def test_the_next_block_is_copied_when_one_has_been_queued():
     assert told == [("copy", "b"), ("drop", "b")]
 
 
+def test_a_block_at_two_places_of_a_pass_is_followed_by_what_follows_there():
+    told = []
+    order, blocks = ExecutionOrder(), {name: FakeBlock(name, told) for name in "xabc"}
+    for _ in range(2):
+        told.clear()
+        run_blocks(order, blocks, "xabac")
+    assert told == [("copy", "a"), ("copy", "b"), ("copy", "a"), ("copy", "c")]
+
+
 def test_blocks_inside_of_blocks_are_copied_once():
     told = []
     order, blocks = ExecutionOrder(), {name: FakeBlock(name, told) for name in "Pab"}
@@ -90,14 +86,6 @@ def test_blocks_inside_of_blocks_are_copied_once():
         run_blocks(order, blocks, "ab")
         order.end_block()
     assert told == [("copy", "b")]
-
-
-def test_without_prefetching_nothing_is_copied_ahead():
-    told = []
-    order, blocks = ExecutionOrder(prefetch=False), {n: FakeBlock(n, told) for n in "ab"}
-    for _ in range(3):
-        run_blocks(order, blocks, "ab")
-    assert told == []
 
 
 @pytest.mark.gpu

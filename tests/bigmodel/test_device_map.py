@@ -7,14 +7,12 @@ import math
 import random
 import time
 import warnings
-from collections import OrderedDict
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from nbaccel.bigmodel.block_packing import Block as PackedBlock, BlockForest, Tier, pack_blocks
 from nbaccel.bigmodel.device_map import (
     check_device_map,
     clean_device_map,
@@ -187,20 +185,6 @@ def test_tensors_beside_submodules_have_devices_too():
     }
 
 
-def test_a_result_that_is_not_cleaned_has_all_blocks():
-    model = row(linear(), linear())
-    device_map = infer_auto_device_map(model, {0: 200}, clean_result=False, inventory=TWO_GPUS)
-    assert device_map == OrderedDict(m0=0, m1=0)
-    assert isinstance(device_map, OrderedDict)
-    assert infer(model, {0: 200}, "Block") == infer(model, {0: 200}, {"Block"})
-
-
-def test_absent_devices_are_used_and_warned_of(caplog):
-    with caplog.at_level(logging.WARNING, "nbaccel"):
-        assert infer(row(linear(), linear()), {3: 500}) == {"": 3}
-    assert [r for r in caplog.records if "not available: [3]" in r.getMessage()]
-
-
 def test_decisions_are_logged_with_their_reasons(caplog):
     model = row(linear(), linear())
     with caplog.at_level(logging.INFO, "nbaccel"):
@@ -315,17 +299,6 @@ def test_a_block_is_found_and_taken_out():
     assert fallback_allocate(parts, sizes, -1) == (None, None, parts)
 
 
-def test_a_block_counts_with_what_it_is_tied_to():
-    model = row(linear(), row(linear(), linear()), linear())
-    model.m1.m0.weight = model.m0.weight
-    parts, sizes = list(model.named_children()), compute_module_sizes(model)
-    ties = [["m0.weight", "m1.m0.weight"]]
-    name, _, rest = fallback_allocate(parts, sizes, 100, ["Stack"], ties)
-    assert (name, [part_name for part_name, _ in rest]) == ("m2", ["m0", "m1"])
-    name, _, _ = fallback_allocate(parts, sizes, 200, ["Stack"], ties)
-    assert name == "m0"
-
-
 # ------------------------------------------------------------------------------- all of them
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), fallback=st.booleans(), whole=st.booleans())
@@ -343,43 +316,6 @@ def test_no_map_breaks_a_rule(seed, fallback, whole):
         device_of(name, full) == device_of(name, cleaned) for name in map_rules.all_tensors(model)
     )
     check_device_map(model, cleaned)
-
-
-@settings(max_examples=100)
-@given(seed=st.integers(0, 2**32))
-def test_a_disk_with_a_budget_holds_no_more_or_the_map_is_refused(seed):
-    chance = random.Random(seed)
-    model = map_rules.random_model(chance)
-    budgets = map_rules.random_budgets(model, chance)
-    budgets["disk"] = chance.randint(0, 600)
-    try:
-        device_map = infer(model, budgets, offload_buffers=True)
-    except ConfigError:
-        # Nothing less than all but what is kept free would have been enough.
-        most = sum(map_rules.held(model, {"": 0}).values())
-        assert most > min(budgets.values())
-    else:
-        assert rules_broken(model, device_map, budgets) == []
-
-
-@settings(max_examples=100)
-@given(
-    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
-    budgets=st.lists(st.integers(0, 200), min_size=1, max_size=4),
-)
-def test_what_fits_on_accelerators_one_after_the_other_is_not_left_to_the_disk(sizes, budgets):
-    """Filling them without a break needs no torch to be checked."""
-    blocks = [PackedBlock(f"b{i}", size, is_layer=True) for i, size in enumerate(sizes)]
-    tiers = [Tier(i, budget, keeps_room=i == 0) for i, budget in enumerate(budgets)]
-    packing = pack_blocks(BlockForest(blocks), [*tiers, Tier("disk", None, level=2)])
-    filled, free = 0, list(budgets)
-    for size in sizes:
-        while filled < len(free) and free[filled] < size:
-            filled += 1
-        if filled < len(free):
-            free[filled] -= size
-    assert packing.is_complete
-    assert filled == len(free) or packing.held["disk"] == 0
 
 
 def test_a_thousand_layers_take_less_than_a_second():

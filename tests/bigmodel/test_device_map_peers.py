@@ -61,34 +61,6 @@ def compare(
     return "as good" if our_bytes == their_bytes else "better"
 
 
-def many_budgets(total: int):
-    for share in (5, 20, 35, 50, 65, 80, 95, 110):
-        budget = total * share // 100
-        yield {0: budget, "cpu": total * 2}
-        yield {0: budget, "cpu": budget}
-        yield {0: budget, 1: budget, "cpu": total}
-        yield {0: budget // 2, 1: budget, 2: budget // 3, "cpu": budget}
-        yield {"cpu": budget}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ties", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_maps_of_transformers_models_are_those_of_accelerate_or_better(family, ties):
-    with torch.device("meta"):
-        model = build(family, tie_word_embeddings=ties)
-    model.tie_weights()
-    total = module_sizes.compute_module_sizes(model)[""]
-    results: Counter = Counter()
-    for budgets in many_budgets(total):
-        for whole in (frozenset(), frozenset(model._no_split_modules)):
-            for fallback in (False, True):
-                results[compare(model, budgets, whole, fallback_allocation=fallback)] += 1
-    # Else the comparison would be one with nothing.
-    assert results["equal"] > results.total() / 2, results
-    assert results["it raises"] < results.total() / 4, results
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("odd", [False, True])
@@ -129,26 +101,3 @@ def test_sizes_are_those_of_accelerate(family, dtype):
     assert module_sizes.calculate_maximum_sizes(model) == peer.calculate_maximum_sizes(model)
     tied_in_config = module_sizes.check_tied_parameters_in_config(model)
     assert tied_in_config == peer.check_tied_parameters_in_config(model)
-
-
-def linears(chance: random.Random, count: int = 12) -> nn.Module:
-    """A row of small linear layers."""
-    sizes = [(chance.randint(1, 16), chance.randint(1, 16)) for _ in range(count)]
-    with torch.device("meta"):
-        return nn.Sequential(*(nn.Linear(inner, outer) for inner, outer in sizes))
-
-
-def test_two_small_accelerators_are_used_as_well_as_by_accelerate():
-    """Budgets in which the first one has no room for the largest layer, beside others."""
-    results: Counter = Counter()
-    for seed in range(300):
-        chance = random.Random(seed)
-        model = linears(chance)
-        sizes = module_sizes.compute_module_sizes(model)
-        largest, total = max(sizes[str(i)] for i in range(12)), sizes[""]
-        low, high = largest // 2, max(largest, total // 2)
-        budgets = {0: chance.randint(low, high), 1: chance.randint(low, high)}
-        budgets["cpu"] = chance.randint(low, total)
-        results[compare(model, budgets, frozenset())] += 1
-    assert results["it breaks a rule"] == results["it raises"] == 0, results
-    assert results["better"], results

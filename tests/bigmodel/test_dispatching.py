@@ -195,17 +195,6 @@ def test_weights_on_disk_are_not_trained(checkpoint: Path) -> None:
         assert prepared(TOKENS).shape == (10, 10)
 
 
-def test_weights_in_host_memory_are_trained(tower: Tower, checkpoint: Path) -> None:
-    content = checkpoint.read_bytes()
-    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "cpu"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = Accelerator(cpu=True).prepare(model, optimizer)
-    model(TOKENS).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.layers[0].weight, tower.layers[0].weight)
-    assert checkpoint.read_bytes() == content, "what is written stays in this process"
-
-
 def test_the_whole_state_is_saved_wherever_weights_are(
     tower: Tower, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -219,17 +208,6 @@ def test_the_whole_state_is_saved_wherever_weights_are(
 
 
 # ------------------------------------------------------------------------------ reading ahead
-def test_weights_that_were_asked_for_are_read_once_and_let_go(checkpoint: Path) -> None:
-    stored = read_checkpoint(checkpoint).tensors
-    weights = StoredWeights(WeightFiles(), stored)
-    weights.prefetch(list(stored))
-    weights.prefetch(list(stored))
-    for name, entry in stored.items():
-        assert weights[name].shape == entry.shape
-    weights.release(list(stored))
-    weights.prefetch(["layers.0.weight", "no such weight"])
-    weights.release(["layers.0.weight", "no such weight"])
-    assert len(weights) == len(stored) == len(list(weights))
 
 
 def test_a_read_that_fails_is_an_error_where_the_weight_is_needed(
@@ -329,24 +307,6 @@ def test_an_adapter_made_on_meta_is_named_before_it_computes(tmp_path, whole):
                 part.to_empty(device="cpu")
             nn.init.zeros_(part.weight)
     torch.testing.assert_close(model(TOKENS), expected)
-
-
-def test_an_adapter_that_was_there_before_trains_beside_weights_on_disk(tmp_path):
-    torch.manual_seed(0)
-    model = adapted(Tower().eval())
-    names = [name for name, parameter in model.named_parameters() if "lora" in name]
-    places = dict.fromkeys(("embed", "norm", "scale", "head"), "cpu")
-    for number in range(4):
-        places |= {
-            f"layers.{number}.base_layer": "disk",
-            f"layers.{number}.lora_A": "cpu",
-            f"layers.{number}.lora_B": "cpu",
-        }
-    dispatch_model(model, places, offload_dir=tmp_path)
-    for name in names:
-        model.get_parameter(name).requires_grad_(True)
-    model(TOKENS).sum().backward()
-    assert all(model.get_parameter(name).grad is not None for name in names)
 
 
 @pytest.mark.parametrize("kind", ["one", "mixed"])

@@ -99,15 +99,6 @@ def test_without_the_hook_the_module_is_as_before():
     assert torch.equal(module(X), X * 2)
 
 
-def test_a_forward_that_was_replaced_before_comes_back():
-    module = Scaled()
-    module.forward = lambda numbers: numbers - 1
-    add_hook_to_module(module, TimesTen())
-    assert torch.equal(module(X), (X - 1) * 10)
-    remove_hook_from_module(module)
-    assert torch.equal(module(X), X - 1)
-
-
 @pytest.mark.parametrize("recurse", [True, False])
 def test_submodules_keep_their_hooks_unless_asked(recurse):
     model = nn.Sequential(Scaled(), nn.Sequential(Scaled()))
@@ -199,20 +190,6 @@ def test_models_take_turns_in_a_pipeline():
     assert second.weight.is_meta
     hooks[1].remove()
     assert not hasattr(second, "_hf_hook")
-
-
-def test_a_model_goes_back_to_host_memory():
-    module = Scaled()
-    hook = CpuOffload("cpu")
-    add_hook_to_module(module, hook)
-    assert torch.equal(module(X), X * 2)
-    UserCpuOffloadHook(module, hook).offload()
-    assert module.weight.device.type == "cpu"
-    assert CpuOffload().execution_device is not None
-    # One without parameters, too.
-    module = nn.ReLU()
-    add_hook_to_module(module, CpuOffload("cpu", UserCpuOffloadHook(nn.ReLU(), ModelHook())))
-    assert torch.equal(module(-X), torch.zeros(2))
 
 
 # ------------------------------------------------------------------------- formats

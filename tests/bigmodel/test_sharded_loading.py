@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from nbaccel import notebook_launcher
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
-from nbaccel.strategies.fsdp import _span_of as span_of
 from tests.bigmodel import families
 from tests.bigmodel.sharded_runs import (
     build,
@@ -20,7 +19,6 @@ from tests.bigmodel.sharded_runs import (
     measure,
     on_meta,
     receive_plainly,
-    shard_aliases,
     train,
     train_empty_transformers_model,
 )
@@ -84,14 +82,6 @@ def test_training_is_that_of_weights_that_every_process_read(checkpoint, kind, p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_processes_that_changed_weights_differently_start_from_those_of_the_first(checkpoint, kind):
-    results = launch(train, None, checkpoint, kind, "changed by each")
-    saved = build(seed=1).state_dict()
-    assert_close(results[0]["start"], saved)
-    assert results[0]["losses"] == results[1]["losses"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("changes", [False, True])
 def test_weights_of_a_model_of_the_notebook_come_home(checkpoint, kind, changes):
     content = Path(checkpoint).read_bytes()
@@ -142,16 +132,6 @@ def test_models_that_are_not_sharded_are_filled_from_the_first_process(checkpoin
         assert "on meta" in refused
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_written", [False, True])
-def test_parameters_that_view_the_same_memory_keep_their_values(large, kind, is_written):
-    for state in launch(shard_aliases, large, kind, SIZES, is_written):
-        weight = build(seed=1, **SIZES).blocks[0].up.weight.detach() + (1 if is_written else 0)
-        if state:
-            assert torch.equal(state["blocks.0.up.weight"], weight)
-            assert torch.equal(state["twin"], weight)
-
-
 @pytest.mark.parametrize(
     ("kind", "precision", "trains", "share"),
     [
@@ -180,17 +160,3 @@ def test_an_empty_model_of_transformers_is_loaded_although_zero_3_cuts_what_it_b
         assert figures["built empty"]
         assert figures["cut outside"]
         assert figures["loss"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_tensor_without_an_address_in_host_memory_is_never_taken_for_equal():
-    """As one on an accelerator: its values may differ from process to process."""
-    assert span_of(torch.empty(3, device="meta")) is None
-    assert span_of(torch.ones(2, 3).t()) is None
-    assert span_of(torch.ones(3).as_subclass(Subclass)) is None
-    assert span_of(torch.ones(0)) == (0, 0)
-    tensor = torch.nn.Parameter(torch.ones(3))
-    assert span_of(tensor) == (tensor.data_ptr(), 12)
-
-
-class Subclass(torch.Tensor):
-    """Its memory may be elsewhere."""

@@ -10,7 +10,6 @@ from torch import nn
 
 from nbaccel.bigmodel.module_sizes import find_tied_parameters
 from nbaccel.bigmodel.tensor_placing import (
-    check_device_same,
     retie_parameters,
     set_module_tensor_to_device,
 )
@@ -22,15 +21,6 @@ from nbaccel.utils import (
     get_state_dict_offloaded_model,
     has_offloaded_params,
 )
-
-
-class Tagged(nn.Parameter):
-    """A parameter whose constructor asks for more."""
-
-    def __new__(cls, data, tag):
-        made = nn.Parameter.__new__(cls, data, False)
-        made.tag = tag
-        return made
 
 
 def make_model() -> nn.Module:
@@ -62,22 +52,6 @@ def test_a_buffer_stays_one():
     assert "1.fleeting" not in model.state_dict()
     assert "1.running_mean" in model.state_dict()
     assert dict(model.named_buffers())["1.fleeting"].sum() == 0
-
-
-def test_what_is_there_already_stays_the_same_object():
-    model = make_model()
-    before = model[0].weight
-    set_module_tensor_to_device(model, "0.weight", "cpu")
-    assert model[0].weight is before
-
-
-def test_class_and_attributes_are_kept():
-    module = nn.Module()
-    module.tagged = Tagged(torch.ones(2), tag="mine")
-    set_module_tensor_to_device(module, "tagged", "meta")
-    set_module_tensor_to_device(module, "tagged", "cpu", value=torch.zeros(2))
-    assert (type(module.tagged), module.tagged.tag) == (Tagged, "mine")
-    assert not module.tagged.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -132,21 +106,6 @@ def test_parameters_are_tied_again():
     assert model["a"].weight.is_meta
     with pytest.raises(ConfigError, match=r"no tensor 'd\.weight'"):
         retie_parameters(model, [["d.weight", "a.weight"]])
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("cpu", "cpu", True),
-        ("cpu", "meta", False),
-        ("cuda", "cuda:0", True),
-        ("cuda:1", "cuda", False),
-        ("cuda:0", "xpu:0", False),
-        ("meta", "meta", True),
-    ],
-)
-def test_devices_are_compared(one, other, same):
-    assert check_device_same(torch.device(one), torch.device(other)) is same
 
 
 # ------------------------------------------------------------------------- offloaded modules

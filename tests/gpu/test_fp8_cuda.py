@@ -101,11 +101,3 @@ def test_every_backend_trains_and_levels_hold_less(fp8):
         assert short["bytes"] < 11.5 < plain["bytes"]
     if fp8.get("opt_level") == "O2":
         assert short["bytes"] < 6.5 < plain["bytes"]
-
-
-def test_a_gpu_with_fp8_does_not_emulate():
-    (found,) = notebook_launcher(
-        train, ({"backend": "native"},), num_processes=1, start_method="template"
-    )
-    needs_fp8()
-    assert not any("emulated" in warning for warning in found["warnings"])

@@ -208,18 +208,6 @@ def test_memory_is_given_back_after_a_launch() -> None:
 
 @pytest.mark.alone
 @isolated(timeout_s=800)
-def test_memory_is_given_back_after_an_interrupt(tmp_path: Path) -> None:
-    wake()
-    before = free_bytes()
-    thread = when_held(tmp_path, lambda _: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        notebook_launcher(hold, (str(tmp_path),), 2, start_method="template")
-    thread.join()
-    assert_given_back(before)
-
-
-@pytest.mark.alone
-@isolated(timeout_s=800)
 def test_memory_is_given_back_after_a_kill(tmp_path: Path) -> None:
     wake()
     before = free_bytes()

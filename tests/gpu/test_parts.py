@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.parts import ENDING_S, PARTS, main, run_until
+from tests.gpu.parts import ENDING_S, PARTS, run_until
 from tests.isolation import ROOT
 
 QUICK_AND_ENDLESS = """
@@ -41,12 +41,6 @@ def test_each_test_on_a_gpu_is_in_one_part() -> None:
     assert Counter(file for part in PARTS.values() for file in part.tests) == Counter(marked)
 
 
-def test_what_a_part_measures_with_is_there() -> None:
-    for part in PARTS.values():
-        assert bool(part.tests) != bool(part.script)
-        assert all((ROOT / script).is_file() for script in part.script[:1])
-
-
 @pytest.mark.slow
 def test_one_whose_time_is_over_tells_what_it_has(tmp_path: Path) -> None:
     tests, results, unwound = (tmp_path / name for name in ("test_it.py", "it.txt", "unwound"))
@@ -60,15 +54,3 @@ def test_one_whose_time_is_over_tells_what_it_has(tmp_path: Path) -> None:
     assert "    E       assert 1 == 2" in told
     assert "test_endless" not in told
     assert unwound.exists(), "a test that was interrupted has cleaned up"
-
-
-def test_no_time_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    made = tmp_path / "made"
-    assert run_until([sys.executable, "-c", f"open({str(made)!r}, 'w')"], time.monotonic()) == 124
-    assert not made.exists()
-    assert "the time is over" in capfd.readouterr().err
-
-
-def test_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fp16"]) == 2
-    assert "no part 'fp16': give launch, train, fp8" in capsys.readouterr().err

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 import nbaccel
 from nbaccel import data_loader
 from nbaccel.data_loader import (
-    BatchSamplerShard,
     DataLoaderDispatcher,
     DataLoaderShard,
     SkipDataLoader,
@@ -62,19 +61,6 @@ def test_a_loader_made_by_hand_reads_as_accelerates(
     if name == "DataLoaderShard":  # their dispatcher knows it of some datasets only
         assert other.total_batch_size == 4
     assert isinstance(mine, getattr(data_loader, name))
-
-
-def test_positional_arguments_are_accelerates() -> None:
-    generator = torch.Generator().manual_seed(3)
-    sampler = BatchSampler(RandomSampler(range(8), generator=generator), 2, drop_last=False)
-    shard = BatchSamplerShard(sampler, 1, 0)
-    loader = DataLoaderShard(
-        torch.arange(8), "cpu", ["generator"], generator, 0, False, batch_sampler=shard
-    )
-    assert sorted(x for batch in loader for x in batch.tolist()) == list(range(8))
-    assert loader.device == torch.device("cpu")
-    split = DataLoaderDispatcher(torch.arange(8), True, 1, batch_size=4)
-    assert [batch.tolist() for batch in split] == [[4, 5, 6, 7]]
 
 
 def test_the_last_batch_of_a_loader_made_by_hand_is_known(theirs: Any) -> None:
@@ -125,17 +111,6 @@ def test_what_prepare_returns_is_an_instance_of_their_classes(
     assert type(again) is type(loader)
     assert [batch.tolist() for batch in again] == expected
     assert not isinstance(DataLoader(range(2)), DataLoaderShard)
-
-
-def test_a_loader_is_shared_out_for_processes_that_are_named(theirs: Any) -> None:
-    for index in (0, 1):
-        mine, other = (
-            module.prepare_data_loader(
-                DataLoader(torch.arange(10), batch_size=2), num_processes=2, process_index=index
-            )
-            for module in (data_loader, theirs)
-        )
-        assert [batch.tolist() for batch in mine] == [batch.tolist() for batch in other]
 
 
 def test_an_optimizer_and_a_scheduler_made_by_hand_step() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from nbaccel import PrecisionMismatch, WorkerFailed, notebook_launcher
-from tests.isolation import isolated
 
 pytestmark = pytest.mark.slow
 
@@ -108,19 +107,6 @@ def test_accelerate(start_method: str, precision: str) -> None:
         assert result["ranks"] == [0, 1]
     assert sorted(results[0]["seen"] + results[1]["seen"]) == list(range(32))
     assert model.weight.sum().item() == results[0]["weight"] == results[1]["weight"]
-
-
-@isolated(timeout_s=800)
-def test_a_fork_of_a_kernel_that_has_used_accelerate() -> None:
-    from accelerate import Accelerator
-
-    alone = Accelerator(cpu=True)
-    assert (alone.distributed_type.value, alone.num_processes) == ("NO", 1)
-    results = notebook_launcher(with_accelerate, (nn.Linear(8, 4),), 2, start_method="fork")
-    for result in results:
-        assert (result["type"], result["world"]) == ("MULTI_CPU", 2)
-        assert result["ranks"] == [0, 1]
-    assert (alone.distributed_type.value, alone.num_processes) == ("NO", 1)
 
 
 # A forked worker has pytest's filters; the Trainer asks for pinned memory, which a CPU has not.

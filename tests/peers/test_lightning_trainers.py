@@ -84,22 +84,6 @@ def test_the_other_package_is_known_too() -> None:
         notebook_launcher(trainer.validate, (build_model(),), 2, timeout=60)
 
 
-@pytest.mark.slow
-@isolated(timeout_s=300)
-def test_one_worker_may_call_it_and_so_may_the_notebook() -> None:
-    import lightning
-
-    model = build_model()
-    before = model.layer.weight.detach().clone()
-    notebook_launcher(lightning.Trainer(**QUIET, devices=1).fit, (model,), 1)
-    inline = model.layer.weight.detach().clone()
-    notebook_launcher(
-        lightning.Trainer(**QUIET, devices=1).fit, (model,), 1, start_method="template", timeout=120
-    )
-    assert not torch.equal(before, inline)
-    assert not torch.equal(inline, model.layer.weight)
-
-
 def built_inside(model: Any, trainer: Any = None) -> tuple[int, int, float]:
     """The remedy, with a variable that has the name of one in the notebook."""
     import lightning

@@ -147,15 +147,6 @@ def test_two_processes_see_what_accelerates_see() -> None:
             assert view(ours_[1]) == view(theirs_[1]), (rank, kind, settings)
 
 
-def test_the_remainder_of_a_stream_that_each_process_reads_is_known() -> None:
-    cases = [c for c in CASES if c[0] == "stream" and c[1].get("dispatch_batches") is False]
-    results = notebook_launcher(ours, (cases,), 2)
-    assert [seen[1] for rank in results for _, seen in rank] == [
-        ([6, 7, 8], True, 4),
-        ([9, 0, 1], True, 4),
-    ]
-
-
 # torchdata 0.11 calls a function that torch 2.13 deprecates, for every loader it makes.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_one_process_sees_what_accelerates_sees() -> None:

@@ -6,8 +6,6 @@ import enum
 import importlib
 import inspect
 import pickle
-import subprocess
-import sys
 
 import pytest
 
@@ -57,12 +55,6 @@ INTERNAL = {
     """,
     "utils.other": "has_repeated_blocks is_repeated_blocks",
 }
-# What cannot be imported, and why.
-ABSENT = {
-    "commands.config": "the command line is another program: nbaccel config",
-    "commands.launch": "the command line is another program: nbaccel launch",
-    "test_utils": "Accelerate's tests of itself",
-}
 LATER = {
     name
     for name in utils.__all__
@@ -100,30 +92,6 @@ def test_what_its_modules_define_is_in_the_same_place(name):
     }
     missing = {member for member in defined if not hasattr(ours, member)}
     assert missing == set(INTERNAL.get(name, "").split())
-
-
-def test_names_that_it_hands_on_are_there_too():
-    """Those that trl, peft, transformers and diffusers import from elsewhere than `utils`."""
-    from nbaccel.state import AcceleratorState, DistributedType, GradientState  # noqa: F401
-    from nbaccel.utils.dataclasses import DistributedType as Same
-    from nbaccel.utils.modeling import check_device_map, infer_auto_device_map  # noqa: F401
-
-    assert Same is DistributedType
-    for name in ("big_modeling", "hooks", "logging", "state", "utils"):
-        assert getattr(nbaccel, name) is importlib.import_module(f"nbaccel.{name}")
-
-
-@pytest.mark.parametrize("module", sorted(ABSENT))
-def test_what_is_absent_has_a_reason(module):
-    assert ABSENT[module]
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(f"nbaccel.{module}")
-
-
-@pytest.mark.slow
-def test_modules_are_attributes_of_the_package_without_an_import_of_their_own():
-    code = "import nbaccel; nbaccel.hooks.AlignDevicesHook, nbaccel.utils.set_seed"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 WORDS = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbaccel import Accelerator, ConfigError, Pool, notebook_launcher
+from nbaccel import Accelerator, ConfigError, notebook_launcher
 from tests.isolation import isolated
 
 
@@ -32,13 +32,6 @@ def test_a_loader_is_shared_out_anew(start_method: str) -> None:
     assert list(found) == [[float(i) for i in range(10)]] * 2
     # In the notebook it is what it was.
     assert len(prepared) == 5
-
-
-def test_a_loader_is_shared_out_anew_in_cells() -> None:
-    names = {"loader": Accelerator(cpu=True).prepare(ten()), "gather_again": gather_again}
-    with Pool(2, namespace=names) as pool:
-        done = pool.run("found = gather_again(loader)", out=["found"])
-    assert done.out["found"] == [[float(i) for i in range(10)]] * 2
 
 
 def test_a_loader_that_each_rank_would_read_whole_is_refused() -> None:
@@ -157,15 +150,3 @@ def test_it_trains_all_ranks_together_after_it_has_evaluated_in_the_notebook() -
                 assert one == other
                 assert one[0] == "DistributedDataParallel"
                 trainer.predict(trainer.eval_dataset)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-@isolated
-def test_it_trains_in_a_live_cell() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        names = {"trainer": build(folder)}
-        expected = notebook_launcher(built_inside, (folder,), 2)[0]
-        with Pool(2, namespace=names, timeout=300) as pool:
-            pool.run("trainer.train();")
-        assert [p.sum().item() for p in names["trainer"].model.parameters()] == expected

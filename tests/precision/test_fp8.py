@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, Pool, RunConfig, notebook_launcher
 from nbaccel.config import Fp8Config
 from nbaccel.errors import ConfigError, WorkerFailed
-from nbaccel.precision.fp8.linear import Fp8Linear
 from nbaccel.precision.fp8.scaled_adam import ScaledAdam
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.precision.torchao import has_layers
@@ -135,19 +133,6 @@ def test_what_stays_in_bfloat16_is_told_with_its_reason(capfd):
     assert "nbaccel" not in capfd.readouterr().err
 
 
-@pytest.mark.slow
-@each(*IN_ONE)
-def test_accumulated_gradients_are_used(settings):
-    run = Run.begin(network(), settings, gradient_accumulation_steps=4)
-    assert run.train(epochs=8) < 2.2
-
-
-def test_many_additions_are_kept_in_sixteen_bits():
-    run = Run.begin(network(), O2, gradient_accumulation_steps=9)
-    layers = [m for m in run.model.modules() if isinstance(m, Fp8Linear)]
-    assert {layer.fp8_recipe.weight_gradients.name for layer in layers} == {"BF16"}
-
-
 @each(O1, O2)
 def test_levels_hold_what_they_say(settings):
     run = Run.begin(network(), settings)
@@ -245,20 +230,6 @@ def test_an_unwrapped_model_is_the_users_own_again(settings):
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.slow
-def test_another_accelerator_takes_the_model_up_in_its_own_way():
-    model = network()
-    Run.begin(model, O2).train(epochs=1)
-    run = Run.begin(model, NATIVE)
-    assert not any(isinstance(p, ScaledTensor) for p in model.parameters())
-    assert run.train(epochs=1) < 2.7
-    run = Run.begin(model, O1)
-    assert run.train(epochs=1) < 2.6
-    run = Run.begin(model, None)
-    assert not any(isinstance(m, Fp8Linear) for m in model.modules())
-    assert run.train(epochs=2) < 2.4
-
-
 def test_an_optimizer_may_be_prepared_later():
     for settings in (DELAYED, O2):
         accelerator = Accelerator(
@@ -338,29 +309,6 @@ def test_torchao_is_not_imported_to_look_for_its_layers():
     """Its first import warns of its own source."""
     assert not has_layers(network())
     assert "torchao" not in sys.modules
-
-
-def test_torchao_alone_trains_to_the_same_numbers():
-    """The peer: torchao's own loop, with the same layers converted."""
-    float8 = pytest.importorskip("torchao.float8")
-    model = network()
-    config = float8.Float8LinearConfig.from_recipe_name("tensorwise")
-    config = dataclasses.replace(config, emulate=True, pad_inner_dim=True)
-    float8.convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda layer, name: name in ("3", "6")
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for inputs, classes in batches():
-        with torch.autocast("cpu", torch.bfloat16):
-            output = model(inputs)
-        nn.functional.cross_entropy(output.float(), classes).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    run = Run.begin(network(), AO)
-    run.train(epochs=1)
-    state = run.accelerator.get_state_dict(run.model)
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
 def test_accelerates_torchao_trains_to_the_same_numbers():
@@ -509,12 +457,6 @@ def test_deepspeeds_models_compute_in_8_bits(settings, stage):
     assert found[0]["loss"] == pytest.approx(replicated[0]["loss"], rel=0.02)
 
 
-def test_the_papers_sum_trains_too():
-    _, found = launch({**O2, "gradient_reduction": "sum"}, num_processes=2)
-    _, two_shots = launch(O2, num_processes=2)
-    assert found[0]["loss"] == pytest.approx(two_shots[0]["loss"], rel=0.05)
-
-
 def test_a_request_that_nobody_reads_raises():
     def plain(model: nn.Module) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -556,46 +498,3 @@ for _ in range(5):
 
 
 # ------------------------------------- cells of Accelerate's guide to low-precision training
-
-GUIDE = """
-from accelerate import Accelerator
-from accelerate.utils import FP8RecipeKwargs
-kwargs = [FP8RecipeKwargs({})]
-accelerator = Accelerator(mixed_precision="fp8", kwarg_handlers=kwargs)
-"""
-
-
-def of_guide(cell: str) -> Accelerator:
-    names: dict[str, Any] = {}
-    exec(re.sub(r"\baccelerate\b", "nbaccel", cell), names)
-    return names["accelerator"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cell",
-    [
-        'from accelerate import Accelerator\naccelerator = Accelerator(mixed_precision="fp8")',
-        GUIDE.format('backend="msamp"'),
-        GUIDE.format('backend="msamp", optimization_level="O2"'),
-    ],
-    ids=["nothing said", "msamp", "O2"],
-)
-def test_cells_of_the_guide_train(cell):
-    accelerator = of_guide(cell)
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    run = Run(accelerator, *accelerator.prepare(model, optimizer, batches()))
-    assert run.train() < 2.3
-    if accelerator.fp8_backend == "msamp":
-        assert isinstance(run.optimizer.optimizer, ScaledAdam)
-        assert isinstance(run.model[3].weight, ScaledTensor)
-
-
-def test_the_guides_cell_with_dots_is_no_python_and_without_them_says_what_is_missing():
-    with pytest.raises(SyntaxError):
-        of_guide(GUIDE.format('backend="te", ...'))
-    if torch.cuda.is_available():
-        pytest.skip("TransformerEngine may be there")
-    with pytest.raises(ConfigError, match=r"'te' needs transformer_engine|not supported on cpu"):
-        of_guide(GUIDE.format('backend="te"'))

@@ -9,13 +9,10 @@ from torch import nn
 
 from nbaccel import Accelerator, DistributedDataParallelKwargs, notebook_launcher
 from nbaccel.precision.fp8.gradient_exchange import (
-    BLOCK,
     AutomaticScaling,
     ScaledGradients,
-    packed_blocks,
     summed_mean,
     two_shot_mean,
-    unpacked_blocks,
 )
 from nbaccel.precision.fp8.linear import LayerRecipe, convert_layer
 from nbaccel.precision.fp8.scaled_tensor import E4M3, FP16, ScaledTensor
@@ -23,27 +20,6 @@ from nbaccel.precision.fp8.scaled_tensor import E4M3, FP16, ScaledTensor
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
-
-
-def test_a_message_has_a_byte_for_each_value_and_a_scale_for_each_block():
-    rows = torch.randn(3, 4 * BLOCK) * torch.tensor([[1.0], [1e-20], [1e20]])
-    message = packed_blocks(rows)
-    assert message.dtype is torch.uint8
-    assert message.shape == (3, 4 * BLOCK + 4 * 4)
-    found = unpacked_blocks(message)
-    for number in range(3):
-        assert (
-            error(found[number] / rows[number].abs().max(), rows[number] / rows[number].abs().max())
-            < 0.04
-        )
-
-
-def test_a_value_that_is_not_finite_reaches_the_other_side():
-    rows = torch.ones(1, 2 * BLOCK)
-    rows[0, 3] = float("inf")
-    found = unpacked_blocks(packed_blocks(rows))
-    assert found[0, :BLOCK].isnan().all()
-    assert found[0, BLOCK:].eq(1).all()
 
 
 def in_workers() -> dict[str, Any]:

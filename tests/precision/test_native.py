@@ -5,7 +5,6 @@ import copy
 import inspect
 import io
 import pickle
-import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.precision.native import AutocastForward, Bf16, Fp16, Fp32, LossScaler, as_float32
@@ -88,23 +86,6 @@ def test_wrapping_again_replaces_and_unwrapping_restores_exactly():
     assert vars(model) == before
 
 
-def test_a_forward_that_the_user_had_put_on_the_instance_comes_back():
-    model = Watcher()
-
-    def patched(self: Watcher, x: torch.Tensor) -> torch.Tensor:
-        return -self.layer(x)
-
-    mine = types.MethodType(patched, model)
-    model.forward = mine
-    made(Bf16).wrap_forward(model)
-    found = model(torch.ones(1, 3))
-    assert found.dtype == torch.float32
-    with made(Bf16).autocast():
-        assert torch.equal(found, mine(torch.ones(1, 3)).float())
-    made(Bf16).unwrap_forward(model)
-    assert vars(model)["forward"] is mine
-
-
 def travelled(way: str, model: nn.Module) -> nn.Module:
     if way == "deepcopy":
         return copy.deepcopy(model)
@@ -130,19 +111,6 @@ def test_a_wrapped_model_travels(way):
     assert model.seen == []
     made(Bf16).unwrap_forward(copied)
     assert "forward" not in vars(copied)
-
-
-def trained_in_a_worker(model: nn.Module) -> tuple[str, str]:
-    dtype = str(model(torch.ones(1, 3)).dtype)
-    return dtype, str(model.seen[-1])
-
-
-def test_a_wrapped_model_travels_to_workers():
-    model = Watcher()
-    made(Bf16).wrap_forward(model)
-    assert (
-        debug_launcher(trained_in_a_worker, (model,)) == [("torch.float32", "torch.bfloat16")] * 2
-    )
 
 
 def test_the_signature_of_a_forward_stays_readable():
@@ -257,26 +225,6 @@ def test_containers_keep_their_type_and_only_short_floats_change():
     assert tree["default"]["key"].dtype == torch.float16
 
 
-def test_what_torch_returns_keeps_its_type():
-    values = torch.rand(3, 2).half().max(dim=0)
-    found = as_float32(values)
-    assert type(found) is type(values)
-    assert found.values.dtype == torch.float32
-    assert found.indices.dtype == torch.int64
-
-
-def test_a_tree_without_short_floats_is_returned_as_it_is():
-    for tree in ([torch.ones(1)], {"a": (1, 2)}, Pair(1, 2), Record(1, "x"), torch.Size([1])):
-        assert as_float32(tree) is tree
-
-
-def test_a_mapping_that_cannot_be_changed_is_made_anew():
-    tree = types.MappingProxyType({"a": half(1)})
-    found = as_float32(tree)
-    assert type(found) is types.MappingProxyType
-    assert found["a"].dtype == torch.float32
-
-
 def test_the_outputs_of_transformers_keep_their_class():
     from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -290,34 +238,6 @@ def test_the_outputs_of_transformers_keep_their_class():
 
 
 # ------------------------------------------------------------------------- float16 on the CPU
-
-
-def test_the_loss_is_scaled_and_infinite_gradients_skip_the_step():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    precision = Fp16(CPU, AutocastKwargs(), GradScalerKwargs(init_scale=1024.0))
-    precision.wrap_forward(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    x = torch.rand(8, 4)
-    loss = model(x).square().mean()
-    assert precision.scaler.scale(loss).item() == pytest.approx(1024 * loss.item())
-    precision.scaler.scale(loss).backward()
-    scaled = model.weight.grad.clone()
-    precision.scaler.unscale_(optimizer)
-    assert torch.allclose(model.weight.grad * 1024, scaled)
-    before = model.weight.detach().clone()
-    precision.scaler.step(optimizer)
-    precision.scaler.update()
-    assert not torch.equal(model.weight, before)
-    assert precision.scaler.get_scale() == 1024
-
-    optimizer.zero_grad()
-    before = model.weight.detach().clone()
-    precision.scaler.scale(model(x).sum() * float("inf")).backward()
-    precision.scaler.step(optimizer)
-    precision.scaler.update()
-    assert torch.equal(model.weight, before)
-    assert precision.scaler.get_scale() == 512
 
 
 def test_the_scaler_takes_its_settings():
@@ -352,26 +272,6 @@ def test_two_optimizers_of_one_loss_are_unscaled_by_the_same_factor():
     assert scaler.get_scale() == 16.0
 
 
-def test_gradients_that_were_unscaled_for_clipping_are_not_unscaled_again():
-    values, optimizers = two()
-    scaler = LossScaler("cpu", init_scale=8.0)
-    scaler.scale(values[0].sum() + values[1].sum()).backward()
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    step(scaler, *optimizers)
-    assert [value.item() for value in values] == [1.0, 2.0]
-
-
-def test_optimizers_that_take_turns_update_in_between():
-    values, optimizers = two()
-    scaler = LossScaler("cpu", init_scale=8.0, growth_interval=1)
-    for value, optimizer in zip(values, optimizers, strict=True):
-        scaler.scale(value.sum()).backward()
-        step(scaler, optimizer)
-    assert [value.item() for value in values] == [1.0, 2.0]
-    assert scaler.get_scale() == 32.0
-
-
 def test_one_infinite_gradient_lowers_the_factor_once_and_skips_its_optimizer_alone():
     values, optimizers = two()
     scaler = LossScaler("cpu", init_scale=8.0)
@@ -379,25 +279,6 @@ def test_one_infinite_gradient_lowers_the_factor_once_and_skips_its_optimizer_al
     step(scaler, *optimizers)
     assert [value.item() for value in values] == [2.0, 2.0]
     assert scaler.get_scale() == 4.0
-
-
-def test_an_optimizer_may_step_twice_without_a_loss_in_between():
-    values, optimizers = two()
-    scaler = LossScaler("cpu", init_scale=8.0)
-    scaler.scale(values[0].sum()).backward()
-    step(scaler, optimizers[0], optimizers[0])
-    assert values[0].item() == 2.0 - 1.0 - 1.0 / 8
-
-
-def test_an_optimizer_without_gradients_does_not_stop_the_other():
-    values, optimizers = two()
-    scaler = LossScaler("cpu", init_scale=8.0)
-    scaler.scale(values[0].sum()).backward()
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    step(scaler, optimizers[0])
-    scaler.scale(values[0].sum())
-    assert values[0].item() == 1.0
 
 
 @pytest.mark.parametrize("enabled", [True, False])

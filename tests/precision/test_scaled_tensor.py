@@ -36,12 +36,6 @@ def test_rounding_by_arithmetic_is_the_cast_bit_by_bit(number_format):
     assert torch.equal(rounded, values.to(number_format.dtype).float())
 
 
-@FORMATS
-def test_values_beyond_the_range_are_cut(number_format):
-    cast = number_format.cast(torch.tensor([1e6, -1e6, 1.0]))
-    assert cast.tolist()[:2] == [number_format.maximum, -number_format.maximum]
-
-
 @given(amax=st.floats(1e-30, 1e30), margin=st.integers(0, 3))
 def test_a_scale_is_a_power_of_two_and_the_largest_that_fits(amax, margin):
     scale = power_of_two_scale(torch.tensor(amax), E4M3, margin).item()
@@ -61,30 +55,6 @@ def test_zero_keeps_a_scale_of_one_and_infinity_becomes_nan():
         assert dequantize(payload, inverse).isnan().all()
 
 
-def test_an_empty_tensor_has_a_scale():
-    payload, inverse = scale_and_quantize(torch.zeros(0, 3), E4M3)
-    assert payload.shape == (0, 3)
-    assert inverse == 1
-
-
-def test_storing_again_under_another_power_of_two_is_exact():
-    values = torch.randn(1000)
-    values = values[values.abs() > 0.1]  # normal numbers under both scales
-    payload, inverse = scale_and_quantize(values, E4M3)
-    once = dequantize(payload, inverse)
-    again = dequantize(*scale_and_quantize(once, E4M3))
-    smaller = dequantize(*scale_and_quantize(once, E4M3, margin=2))
-    assert torch.equal(once, again)
-    assert torch.equal(once, smaller)
-
-
-@pytest.mark.parametrize(("number_format", "error"), [(E4M3, 0.04), (E5M2, 0.07), (FP16, 3e-4)])
-def test_the_relative_error_is_that_of_the_format(number_format, error):
-    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    stored = dequantize(*scale_and_quantize(values, number_format))
-    assert ((stored - values).norm() / values.norm()).item() < error
-
-
 def stored(number_format=FP16, shape=(8, 16), seed=0) -> ScaledTensor:
     generator = torch.Generator().manual_seed(seed)
     return ScaledTensor.of(torch.randn(shape, generator=generator), number_format)
@@ -99,14 +69,6 @@ def test_to_torch_it_is_float32_and_in_memory_it_is_short(number_format):
     assert number_format.name in repr(tensor)
 
 
-def test_reading_gives_plain_values():
-    tensor = stored()
-    total = tensor + 1
-    assert type(total) is torch.Tensor
-    assert torch.equal(total, tensor.dequantize() + 1)
-    assert torch.equal(tensor.to(torch.float64).float(), tensor.dequantize())
-
-
 def test_a_product_with_one_number_is_exact():
     tensor = stored(E4M3)
     before, payload = tensor.dequantize(), tensor.payload.clone()
@@ -115,15 +77,6 @@ def test_a_product_with_one_number_is_exact():
     tensor.div_(4)
     assert torch.equal(tensor.payload.view(torch.uint8), payload.view(torch.uint8))
     assert torch.allclose(tensor.dequantize(), before * 0.15, rtol=1e-6)
-
-
-def test_an_operation_in_place_stores_under_a_new_scale():
-    tensor = stored(E4M3)
-    returned = tensor.add_(1000.0)
-    assert returned is tensor
-    assert (tensor.dequantize() - 1000).abs().max() < 40
-    tensor.mul_(torch.full((8, 16), 2.0))
-    assert (tensor.dequantize() - 2000).abs().max() < 80
 
 
 def test_operations_on_many_tensors_write_to_each():
@@ -171,13 +124,3 @@ def test_it_trains_clips_and_steps_like_a_parameter():
     assert torch.allclose(weight.detach().dequantize(), expected, atol=2e-3)
     optimizer.zero_grad(set_to_none=False)
     assert weight.grad.dequantize().eq(0).all()
-
-
-def test_plain_tensors_take_its_values_and_it_takes_theirs():
-    tensor, plain = stored(), torch.zeros(8, 16)
-    plain.copy_(tensor)
-    assert torch.equal(plain, tensor.dequantize())
-    tensor.copy_(torch.full((8, 16), 3.0))
-    assert tensor.dequantize().eq(3).all()
-    with pytest.raises(RuntimeError):
-        tensor.add_(torch.zeros(3, 5))

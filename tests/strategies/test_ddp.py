@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # a forked worker's first optimizer would import it: seconds
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +17,7 @@ from nbaccel.config.handlers import DistributedDataParallelKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.strategies.ddp import DdpStrategy
 from nbaccel.strategies.single import SingleStrategy
-from tests.strategies.workers import Recipe, Training, place, train
+from tests.strategies.workers import Recipe, place, train
 
 CPU = torch.device("cpu")
 
@@ -62,26 +58,6 @@ def test_processes_train_the_same_model_without_a_prefix_in_its_names():
     assert one["norms"] == other["norms"]
     assert largest_difference(one["weights"], other["weights"]) == 0
     assert "blocks.0.up.weight" in one["weights"]
-
-
-def gradients_of_two_batches(quiet: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient after the first of two batches, and after both."""
-    training = Training(Recipe(), place())
-    weight = next(training.model.parameters())
-    found = []
-    for batch in range(2):
-        with training.strategy.no_sync(training.model) if quiet and not batch else nullcontext():
-            training.loss(training.model, batch, training.place.rank).backward()
-        found.append(weight.grad.clone())
-    return found[0], found[1]
-
-
-def test_gradients_that_stay_at_home_are_averaged_with_the_next():
-    loud, quiet = (debug_launcher(gradients_of_two_batches, (q,)) for q in (False, True))
-    assert torch.equal(loud[0][0], loud[1][0])
-    assert not torch.equal(quiet[0][0], quiet[1][0])
-    assert torch.allclose(loud[0][1], quiet[0][1])
-    assert torch.equal(quiet[0][1], quiet[1][1])
 
 
 def wrapped_cases() -> dict[str, Any]:
@@ -196,66 +172,3 @@ def test_settings_of_compression_that_contradict_each_other_are_listed_together(
     ) as e:
         ddp(comm_wrapper="power_sgd", comm_state_option={"start_powerSGD_iter": 2})
     assert len(e.value.mistakes) == 2
-
-
-def uneven(batches: tuple[int, ...]) -> tuple[int, float]:
-    here = place()
-    torch.manual_seed(0)
-    strategy = ddp(here)
-    (model,) = strategy.wrap(Bundle(models=(nn.Linear(2, 1),))).models
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    done = 0
-    with strategy.join([model], enable=True):
-        for _ in range(batches[here.rank]):
-            model(torch.ones(3, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            done += 1
-    return done, model.module.weight.sum().item()
-
-
-def test_processes_may_run_out_of_batches_at_different_times():
-    (short, weight), (long, other) = debug_launcher(uneven, ((2, 5),))
-    assert (short, long) == (2, 5)
-    assert weight == other
-
-
-def late_reduction() -> tuple[float, float]:
-    here = place()
-    strategy = ddp(here)
-    (model,) = strategy.wrap(Bundle(models=(nn.Linear(1, 1, bias=False),))).models
-    x = torch.full((1, 1), float(here.rank))
-    with strategy.no_sync(model):
-        first, second = model(x).sum(), model(x).sum()
-        first.backward()
-    alone = model.module.weight.grad.item()
-    with strategy.sync_in_backward(model):
-        second.backward()
-    assert model.require_backward_grad_sync
-    return alone, model.module.weight.grad.item()
-
-
-def test_a_backward_can_reduce_what_its_forward_kept_back():
-    found = debug_launcher(late_reduction)
-    assert [alone for alone, _ in found] == [0.0, 1.0]
-    assert [reduced for _, reduced in found] == [1.0, 1.0], "0 + 0 and 1 + 1, averaged"
-
-
-def state_goes_round(recipe: Recipe) -> bool:
-    training = Training(recipe, place())
-    training.run()
-    state = training.weights()
-    # A copy: torch's own load_state_dict takes over the tensors it is given.
-    kept = copy.deepcopy(training.strategy.optimizer_state(training.model, training.optimizer))
-    fresh = Training(replace(recipe, steps=1), training.place)
-    fresh.strategy.load_model_state(fresh.model, state)
-    fresh.strategy.load_optimizer_state(fresh.model, fresh.optimizer, kept)
-    training.recipe = fresh.recipe
-    training.run(first=7)
-    fresh.run(first=7)
-    dist.barrier()
-    return largest_difference(training.weights(), fresh.weights()) == 0
-
-
-def test_training_goes_on_from_a_state():
-    assert debug_launcher(state_goes_round, (Recipe(optimizer="AdamW"),)) == [True, True]

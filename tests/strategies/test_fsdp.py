@@ -124,34 +124,6 @@ def test_a_backward_can_reduce_what_was_kept_back_and_silence_returns_after_it()
     assert debug_launcher(late_reduction) == [[True, True, True]] * 2
 
 
-def norms(kinds: list[float]) -> list[tuple[float, float]]:
-    """Per kind of norm: that of sharded gradients, and that of a whole model's."""
-    here = place()
-    torch.manual_seed(0)
-    model, whole = nn.Linear(3, 3), nn.Linear(3, 3)
-    whole.load_state_dict(model.state_dict())
-    (model,) = fsdp(here).wrap(Bundle(models=(model,))).models
-    for one in (model, whole):
-        one(torch.ones(1, 3)).square().sum().backward()
-    return [
-        (
-            fsdp(here).clip_grad_norm(model.parameters(), 1e9, kind).item(),
-            nn.utils.clip_grad_norm_(whole.parameters(), 1e9, kind).item(),
-        )
-        for kind in kinds
-    ]
-
-
-def test_every_norm_is_that_of_the_whole():
-    for found in debug_launcher(norms, ([1.0, 2.0, 3.0, float("inf")],)):
-        for sharded, whole in found:
-            assert sharded == pytest.approx(whole, rel=1e-6)
-
-
-def test_without_gradients_the_norm_is_zero():
-    assert fsdp().clip_grad_norm([nn.Parameter(torch.ones(1))], 1.0).item() == 0
-
-
 def test_processes_that_built_different_models_start_from_that_of_process_0():
     sharded, whole = beside_ddp(replace(FSDP, seed_by_rank=True))
     assert sharded["losses"] == whole["losses"]
@@ -249,26 +221,6 @@ def test_ignored_modules_are_left_alone_and_still_trained():
     assert debug_launcher(partly_ignored) == [[True, True]] * 2
 
 
-def trained_at_home(model: nn.Module) -> dict[str, torch.Tensor]:
-    here = place()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = fsdp(here)
-    strategy.wrap(Bundle(models=(model,), optimizers=(optimizer,)))
-    model(torch.zeros(2, 3, dtype=torch.long)).square().mean().backward()
-    optimizer.step()
-    return {name: tensor.clone() for name, tensor in strategy.model_state(model).items()}
-
-
-def test_the_weights_of_a_model_that_was_passed_along_come_home():
-    model = Tower()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    gathered, _ = debug_launcher(trained_at_home, (model,))
-    assert not torch.equal(before["embed.weight"], model.embed.weight)
-    assert gathered.keys() == before.keys()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, gathered[name]), name
-
-
 def on_meta() -> None:
     with torch.device("meta"):
         model = Tower()
@@ -306,43 +258,7 @@ def test_a_gpu_that_workers_share_is_refused():
     assert fsdp(replace(shared, backend="nccl")).place.backend == "nccl"
 
 
-def test_nobody_can_leave_the_others_early():
-    assert fsdp().join([]) is None
-
-
 # ------------------------------------------------------------------------- checkpoints
-
-
-def kept_and_continued(recipe: Recipe, folder: str) -> list[dict[str, torch.Tensor]]:
-    """Train, keep, go on; and do the last part again from what was kept."""
-    here = place()
-    training = Training(recipe, here)
-    training.run()
-    if folder:
-        training.strategy.save_sharded(training.model, training.optimizer, folder)
-    else:
-        state = training.strategy.model_state(training.model)
-        kept = training.strategy.optimizer_state(training.model, training.optimizer)
-    training.run(first=10)
-    fresh = Training(replace(recipe, seed_by_rank=True), here)
-    if folder:
-        fresh.strategy.load_sharded(fresh.model, fresh.optimizer, folder)
-    else:
-        fresh.strategy.load_model_state(fresh.model, state, strict=True)
-        fresh.strategy.load_optimizer_state(fresh.model, fresh.optimizer, kept)
-    fresh.run(first=10)
-    return [training.weights(), fresh.weights()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_training_goes_on_from_a_checkpoint(optimizer, sharded, tmp_path):
-    folder = str(tmp_path / "checkpoint") if sharded else ""
-    first, again = debug_launcher(kept_and_continued, (replace(FSDP, optimizer=optimizer), folder))[
-        0
-    ]
-    assert largest_difference(first, again) == 0
 
 
 def saved(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -373,32 +289,6 @@ def test_shards_of_two_processes_are_read_by_three_and_by_torchs_tools(tmp_path)
     dcp_to_torch_save(recipe.folder, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)["model"]
     assert largest_difference(weights, whole) == 0
-
-
-def test_what_is_gathered_can_be_loaded_without_sharding_and_keeps_ties(tmp_path):
-    recipe = replace(FSDP, optimizer="AdamW", folder=str(tmp_path / "kept"))
-    weights, state = debug_launcher(saved, (recipe,))[0]
-    model = Tower()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    assert optimizer.state[model.embed.weight]["exp_avg"].shape == model.embed.weight.shape
-    assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
-
-
-def before_the_first_step(folder: str) -> int:
-    recipe = replace(FSDP, optimizer="AdamW", steps=1)
-    training = Training(recipe, place())
-    training.strategy.save_sharded(training.model, training.optimizer, folder)
-    kept = training.strategy.optimizer_state(training.model, training.optimizer)
-    training.strategy.load_optimizer_state(training.model, training.optimizer, kept)
-    training.strategy.load_sharded(training.model, training.optimizer, folder)
-    training.run()
-    return int(training.optimizer.state[training.model.embed.weight]["step"])
-
-
-def test_an_optimizer_that_never_stepped_is_kept_as_it_is(tmp_path):
-    assert debug_launcher(before_the_first_step, (str(tmp_path),)) == [1, 1]
 
 
 def without_optimizer(folder: str) -> None:

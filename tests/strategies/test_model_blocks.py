@@ -36,23 +36,12 @@ def test_blocks_are_found_by_their_class(settings):
     assert chosen(Tower(), **settings) == BLOCKS
 
 
-def test_inner_modules_come_before_outer_ones():
-    names = ["Block", "Linear"]
-    found = chosen(Tower(1), transformer_cls_names_to_wrap=names)
-    assert found == ["blocks.0.down", "blocks.0.up", "blocks.0"]
-
-
 def test_modules_are_chosen_by_size_and_counted_without_what_is_chosen_inside():
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2)))
     by_size = {"auto_wrap_policy": "size_based_wrap"}
     assert chosen(model, **by_size, min_num_params=110) == ["1.0", "0"]
     assert chosen(model, **by_size, min_num_params=111) == ["1"]
     assert chosen(model, **by_size) == [], "100 million"
-
-
-def test_a_list_of_modules_has_no_forward_and_is_not_chosen():
-    found = chosen(Tower(), auto_wrap_policy="size_based_wrap", min_num_params=300)
-    assert "blocks" not in found
 
 
 def test_a_module_that_shares_a_parameter_with_others_is_left_to_the_model():

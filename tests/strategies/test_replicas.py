@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -90,15 +89,6 @@ def twice_before_a_step() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def two_losses() -> list[torch.Tensor]:
-    rank, strategy, model, optimizer = begin()
-    for _ in range(2):
-        # Averaged after each: what is equal already stays what it is.
-        strategy.backward(model(rows(rank)).square().mean(), sync=True)
-    optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
 def clipped_after_a_backward_of_the_user() -> float:
     rank, strategy, model, _ = begin()
     model(rows(rank)).square().mean().backward()
@@ -113,7 +103,7 @@ def other_parts_of_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("train", "backwards"),
-    [(by_the_strategy, 1), (by_the_user, 1), (twice_before_a_step, 2), (two_losses, 2)],
+    [(by_the_strategy, 1), (by_the_user, 1), (twice_before_a_step, 2)],
 )
 def test_processes_step_as_one_that_has_all_rows(train, backwards):
     for weights in debug_launcher(train):
@@ -132,14 +122,6 @@ def test_a_norm_is_that_of_the_averaged_gradients():
 def test_gradients_of_different_parameters_are_refused_on_every_process():
     with pytest.raises(WorkerFailed, match=r"process 0: 2, process 1: 4 of them.*cannot be avera"):
         debug_launcher(other_parts_of_the_model)
-
-
-def test_a_prepared_model_stays_as_it_is():
-    strategy = ReplicasStrategy(Place(device=torch.device("cpu")))
-    model = make_model()
-    assert strategy.unwrap(model) is model
-    assert strategy.join([model]) is None, "every step needs every process"
-    assert strategy.model_state(copy.deepcopy(model)).keys() == model.state_dict().keys()
 
 
 def test_all_begin_with_the_weights_of_process_0_before_they_are_moved():

@@ -32,11 +32,11 @@ WORDS, WIDTH = 11, 6
 class Block(nn.Module):
     """A residual block with parts of odd sizes, which no two processes can halve."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
-        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x + self.down(torch.relu(self.up(x))))
@@ -47,11 +47,11 @@ class Tower(nn.Module):
 
     _no_split_modules = ["Block", "NotInThisOne"]  # noqa: RUF012 - as transformers has it
 
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, blocks: int = 3, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.embed = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))

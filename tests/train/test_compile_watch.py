@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from nbaccel import Accelerator
 from nbaccel.abc.device import CompileCounts, UnlistedDevice
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
@@ -69,14 +67,6 @@ def test_numbers_that_change_are_suspected_when_known_shapes_compile_again_and_a
     (line,) = capsys.readouterr().err.splitlines()
     assert "3 steps in a row compiled again" in line
     assert "as a tensor on the device" in line
-
-
-def test_a_device_that_compiles_nothing_is_not_watched():
-    assert CompileWatch.of(UnlistedDevice("cpu")) is None
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.zeros(4, 1)), batch_size=2))
-    for _ in accelerator.progress(loader):
-        assert accelerator.gradient_state.compile_phase == ""
 
 
 def test_the_dashboard_says_what_compiles_and_what_that_took():

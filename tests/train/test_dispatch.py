@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.train.gradient import GradientState
-from tests.train.data import Numbers, Stream, here, lists
+from tests.train.data import Numbers, here, lists
 
 
 def rows(length, size, settings):
@@ -48,15 +48,6 @@ def test_rows_are_shared_as_the_table_says():
         assert one[1] == other[1] == remainders, case
         assert one[2] == other[2] == len(remainders), case
         assert other[3] == 0, "only process 0 reads"
-
-
-def three(length):
-    return lists(here(DataLoader(Stream(length), batch_size=2)))
-
-
-def test_a_last_round_with_fewer_rows_than_processes_is_completed():
-    assert notebook_launcher(three, (7,), 3) == [[[0, 1], [6]], [[2, 3], [0]], [[4, 5], [1]]]
-    assert notebook_launcher(three, (1,), 3) == [[[0]], [[0]], [[0]]]
 
 
 class Texts(Numbers):

@@ -22,14 +22,6 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_process_that_is_alone_joins_nothing() -> None:
-    place = distributed.init_process(cpu=True)
-    assert (place.rank, place.world_size, place.is_alone, place.backend) == (0, 1, True, "")
-    assert place.device == torch.device("cpu")
-    assert not dist.is_initialized()
-    assert distributed.rank() == 0
-
-
 def test_processes_find_each_other_and_arriving_again_changes_nothing() -> None:
     def body() -> Any:
         before = dist.is_initialized()
@@ -50,15 +42,6 @@ def test_processes_find_each_other_and_arriving_again_changes_nothing() -> None:
             2,
         )
         assert "gloo" in place.backend
-
-
-def test_a_group_of_the_users_own_is_used() -> None:
-    def body() -> Any:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=50))
-        place = distributed.init_process(cpu=True)
-        return place.rank, place.world_size
-
-    assert list(notebook_launcher(body, num_processes=2)) == [(0, 2), (1, 2)]
 
 
 def test_processes_may_meet_at_a_place_of_the_users_own(tmp_path: Any) -> None:
@@ -93,12 +76,6 @@ def test_an_environment_that_contradicts_itself_is_refused(
     assert not dist.is_initialized()
 
 
-def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.setenv(name, "")
-    assert distributed.init_process(cpu=True).is_alone
-
-
 def test_the_cpu_can_be_asked_for_by_argument_or_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -108,9 +85,3 @@ def test_the_cpu_can_be_asked_for_by_argument_or_environment(
     monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
     assert distributed.wants_cpu()
     assert distributed.find_device(3) == torch.device("cpu")
-
-
-def test_processes_wait_as_long_as_they_are_told() -> None:
-    assert distributed.timeout_s(None) == distributed.timeout_s(InitProcessGroupKwargs()) == 600.0
-    assert distributed.timeout_s(InitProcessGroupKwargs(timeout=2.5)) == 2.5
-    assert distributed.timeout_s(InitProcessGroupKwargs(timeout=timedelta(minutes=1))) == 60.0

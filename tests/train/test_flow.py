@@ -60,13 +60,6 @@ def test_inputs_are_split_into_contiguous_parts() -> None:
     ]
 
 
-def test_parts_can_be_padded_to_equal_lengths_with_the_last_item() -> None:
-    assert split([0, 1, 2, 3, 4], 3, apply_padding=True) == [[0, 1], [2, 3], [4, 4]]
-    assert split([7], 3, apply_padding=True) == [[7], [7], [7]]
-    assert split((0, 1, 2), 2, apply_padding=True) == [(0, 1), (2, 2)]
-    assert split({"a": [1, 2, 3]}, 2, apply_padding=True) == [{"a": [1, 2]}, {"a": [3, 3]}]
-
-
 def test_tensors_are_split_and_padded_by_rows() -> None:
     rows = torch.arange(6).view(3, 2)
     first, second = split(rows, 2)
@@ -74,19 +67,6 @@ def test_tensors_are_split_and_padded_by_rows() -> None:
     first, second = split(rows, 2, apply_padding=True)
     assert second.tolist() == [[4, 5], [4, 5]]
     assert split(torch.arange(1), 2, apply_padding=True)[1].tolist() == [0]
-
-
-def test_datasets_are_split_by_their_own_selection() -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def body(state: PartialState) -> Any:
-        data = datasets.Dataset.from_dict({"x": [1, 2, 3]})
-        with state.split_between_processes(data) as part:
-            plain = part["x"][:]
-        with state.split_between_processes(data, apply_padding=True) as part:
-            return plain, part["x"][:]
-
-    assert each(body) == [([1, 2], [1, 2]), ([3], [3, 3])]
 
 
 def test_values_of_different_lengths_are_refused_and_one_process_gets_all() -> None:
@@ -135,13 +115,6 @@ def test_functions_run_on_the_processes_they_are_for() -> None:
     for _, names, wrong in found:
         assert names == {"here", "only_one"}
         assert "process_index=3 names no process: there are 3" in wrong
-
-
-def test_a_process_that_is_alone_runs_everything() -> None:
-    state = PartialState(cpu=True)
-    assert state.on_process(lambda: "ran", process_index=2)() == "ran"
-    assert state.on_local_process(lambda: "ran", local_process_index=2)() == "ran"
-    assert state.on_last_process(lambda: "ran")() == "ran"
 
 
 def test_the_main_process_goes_first_also_if_it_fails() -> None:

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from nbaccel import notebook_launcher
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
-from nbaccel.train.in_sync import find_differences, parameter_facts, tensor_fingerprint
+from nbaccel.train.in_sync import find_differences, tensor_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -43,17 +42,6 @@ def test_the_fingerprint_sees_order_and_signs_and_not_a_number() -> None:
     assert tensor_fingerprint(turned.t()) == tensor_fingerprint(turned.t().contiguous())
     assert tensor_fingerprint(torch.empty(0)) == 0
     assert tensor_fingerprint(torch.tensor(1.0)) != 0
-
-
-def test_models_are_told_apart_only_where_there_are_several() -> None:
-    model = nn.Linear(1, 1)
-    assert parameter_facts([model]).keys() == {"weight", "bias"}
-    assert parameter_facts([model, model]).keys() == {
-        "model 0: weight",
-        "model 0: bias",
-        "model 1: weight",
-        "model 1: bias",
-    }
 
 
 def test_differences_are_told_alike_everywhere_with_plain_values() -> None:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, SequentialSampler, SubsetRandomSampler
 
 from nbaccel import notebook_launcher
 from nbaccel.config.handlers import DataLoaderConfiguration
@@ -14,7 +14,7 @@ from nbaccel.data_loader import share_data_loader
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from nbaccel.train.gradient import GradientState
-from tests.train.data import Numbers, Stream, here, lists, prepare
+from tests.train.data import Numbers, Stream, lists, prepare
 
 
 @pytest.fixture
@@ -53,12 +53,6 @@ def test_the_last_batch_is_known_while_it_is_in_the_body(loader, state):
     assert (loader.iteration, loader.batches_seen) == (1, 0)
 
 
-def test_an_empty_loader_has_no_batches_and_ends_its_epoch(state):
-    loader = prepare(DataLoader(Numbers(0), batch_size=3), state)
-    assert lists(loader) == []
-    assert (loader.iteration, state.in_dataloader) == (1, False)
-
-
 def leave_by_break(loader):
     for _ in loader:
         break
@@ -95,15 +89,6 @@ def test_leaving_early_leaves_nothing_behind(loader, state, leave):
     assert lists(loader)[0] == [0, 1, 2]
 
 
-def test_the_innermost_loader_is_the_active_one(loader, state):
-    inner = prepare(DataLoader(Numbers(2), batch_size=2), state)
-    for _ in loader:
-        for _ in inner:
-            assert state.active_dataloader is inner
-            assert state.end_of_dataloader
-        assert state.active_dataloader is loader
-
-
 def test_a_loader_may_run_inside_itself(loader, state):
     ends = []
     for _ in loader:
@@ -129,31 +114,6 @@ def test_the_remainder_counts_samples_that_are_drawn(loader, remainder):
     assert found[-1] == remainder
 
 
-class Buckets(BatchSampler):
-    """The user's own batches: 2, 2, 2, 1 samples, of which the dataset has more."""
-
-    def __init__(self):
-        super().__init__(SequentialSampler(range(7)), 2, False)
-
-
-def remainders():
-    loaders = [
-        DataLoader(Numbers(10), batch_sampler=Buckets()),
-        DataLoader(Numbers(9), batch_size=2, sampler=SubsetRandomSampler(range(6))),
-        DataLoader(Numbers(8), batch_size=2),
-        DataLoader(Stream(10), batch_size=4),
-    ]
-    found = []
-    for loader in loaders:
-        prepared = here(loader, dispatch_batches=False)
-        found.append([prepared.remainder for _ in prepared][-1])
-    return found
-
-
-def test_the_remainder_is_that_of_all_processes():
-    assert notebook_launcher(remainders, (), 2) == [[3, 2, 0, 2]] * 2
-
-
 class Shuffled(Stream):
     epochs: tuple[int, ...] = ()
 
@@ -169,19 +129,6 @@ def test_the_epoch_is_told_to_whoever_wants_to_know(state):
     lists(loader)
     assert loader.dataset.epochs == (0, 1, 7, 7)
     assert loader.iteration == 8
-
-
-def own_orders():
-    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
-    plain = here(DataLoader(Numbers(), batch_size=5, shuffle=True))
-    torch.manual_seed(plain.settings.place.rank)
-    return [lists(plain), lists(plain)]
-
-
-def test_ranks_seeded_differently_draw_one_order():
-    first, second = notebook_launcher(own_orders, (), 2)
-    for mine, others in zip(first, second, strict=True):
-        assert sorted(sum(mine + others, [])) == list(range(10))  # noqa: RUF017 - two lists
 
 
 def drawn_after_sharing():
@@ -204,25 +151,6 @@ def test_other_generators_are_taken_from_process_0_too():
     assert (first[0], second[0]) == (0, 1)
     assert sorted(first[1][0] + second[1][0]) == list(range(10))
     assert first[2] == second[2]
-
-
-def test_batches_are_moved_where_the_place_is():
-    class Elsewhere(Numbers):
-        def __getitem__(self, index):
-            return torch.empty((), device="meta") if index is not None else index
-
-    meta = torch.device("meta")
-    moved = prepare(DataLoader(Numbers(4), batch_size=2), place=_place(meta))
-    assert [batch.device for batch in moved] == [meta] * 2
-    kept = prepare(DataLoader(Elsewhere(4), batch_size=2), put_on_device=False)
-    assert [batch.device for batch in kept] == [meta] * 2
-    assert kept.device is None
-
-
-def _place(device):
-    from nbaccel.abc.place import Place
-
-    return Place(device=device)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -11,7 +11,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
 )
 
@@ -24,11 +23,6 @@ from nbaccel.train.loader import PreparedLoader
 from tests.train.data import Numbers, Stream, here, lists, prepare
 
 FIRST_OF_TWO = Place(world_size=2, local_world_size=2, device=torch.device("cpu"))
-
-
-def test_a_prepared_loader_is_returned_as_it_is():
-    loader = prepare(DataLoader(Numbers(), batch_size=3))
-    assert prepare(loader) is loader
 
 
 def test_with_one_process_the_users_own_loader_reads():
@@ -47,14 +41,6 @@ def test_a_loader_that_reads_in_its_own_way_cannot_be_shared_out():
 
     with pytest.raises(ConfigError, match=r"Doubling reads its dataset in its own way.*2 proc"):
         prepare(Doubling(Numbers(4), batch_size=2), place=FIRST_OF_TWO)
-
-
-def test_the_users_loader_keeps_its_sampler():
-    own = DataLoader(Numbers(), batch_size=3, shuffle=True)
-    sampler = own.sampler
-    prepared = prepare(own, use_seedable_sampler=True)
-    assert own.batch_sampler.sampler is own.sampler is sampler
-    assert type(prepared.sampler).__name__ == "SeedableRandomSampler"
 
 
 @pytest.mark.parametrize(
@@ -166,13 +152,6 @@ def test_what_was_left_out_counts_as_seen_and_the_epoch_as_done():
     assert (loader.iteration, loader.batches_seen) == (1, 0)
 
 
-def test_skipping_twice_adds_up():
-    loader = prepare(DataLoader(Numbers(), batch_size=3))
-    skipping = skip_first_batches(skip_first_batches(loader, 1), 2)
-    assert lists(skipping) == [[9]]
-    assert len(skipping) == 1
-
-
 @pytest.mark.parametrize("number", [None, -1])
 def test_a_plain_loader_must_be_told_how_many(number):
     with pytest.raises(ConfigError, match=rf"DataLoader, num_batches={number}.*Give a number"):
@@ -195,16 +174,3 @@ def test_the_remainder_stays_known_after_skipping():
     """Accelerate forgets it, and metrics count copies twice."""
     expected = [(True, True, remainder) for remainder in (2, 2, 0, 2, 2, 2)]
     assert notebook_launcher(skipped_on_two, (), 2) == [expected] * 2
-
-
-def replacement_orders():
-    data = Numbers(10)
-    loader = DataLoader(data, batch_size=2, sampler=RandomSampler(data, True, 6))
-    prepared = here(loader, use_seedable_sampler=True, data_seed=3)
-    return [lists(prepared), len(prepared), prepared.total_batch_size]
-
-
-def test_a_seedable_sampler_keeps_what_it_was_asked_for():
-    first, second = notebook_launcher(replacement_orders, (), 2)
-    assert first[1:] == second[1:] == [2, 4]
-    assert len(first[0]) == len(second[0]) == 2

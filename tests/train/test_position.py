@@ -17,7 +17,7 @@ from nbaccel.data_loader import skip_first_batches
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import files
 from nbaccel.train.distributed import init_process
-from tests.train.data import ALONE, Numbers, lists, prepare
+from tests.train.data import ALONE, Numbers, prepare
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates, for every loader it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -177,30 +177,8 @@ def test_a_stateful_loader_saved_at_its_last_batch_begins_the_next_epoch(tmp_pat
     assert later.end == whole.end
 
 
-def test_a_state_saved_between_epochs_begins_the_next_one(tmp_path):
-    whole = Run("generator")
-    lists(whole.loader)
-    torch.save(whole.save(), tmp_path / "state")
-    rest = [lists(whole.loader), lists(whole.loader)]
-    later = Run("generator", seed=99)
-    later.load(files.read_torch_file(tmp_path / "state"))
-    assert (later.loader.iteration, later.loader.batches_seen) == (1, 0)
-    assert [lists(later.loader), lists(later.loader)] == rest
-
-
 def test_a_seeded_order_and_its_seed_come_back(tmp_path):
     goes_on(tmp_path / "state", "plain", 2, 2, use_seedable_sampler=True, data_seed=5)
-
-
-def test_a_state_can_be_saved_again_before_anything_was_read(tmp_path):
-    whole = Run("plain")
-    unbroken(whole, 2, tmp_path / "state")
-    between = Run("plain", seed=99)
-    between.load(files.read_torch_file(tmp_path / "state"))
-    torch.save(between.save(), tmp_path / "again")
-    later = Run("plain", seed=98)
-    resumed(later, tmp_path / "again", None)
-    assert later.end == whole.end
 
 
 def test_telling_the_epoch_again_keeps_what_was_restored_and_another_one_does_not(tmp_path):

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from nbaccel.train.progress import Progress
-from tests.train.data import ALONE, Stream
+from tests.train.data import ALONE
 
 
 def test_a_bar_counts_batches_and_samples_and_passes_them_on(
@@ -28,13 +27,6 @@ def test_a_bar_counts_batches_and_samples_and_passes_them_on(
     assert "processes" not in text
 
 
-def test_a_loader_without_a_length_has_a_bar_without_an_end() -> None:
-    shown = Progress(Stream(3), ALONE)
-    assert shown.bar.total is None
-    assert [int(x) for x in shown] == [0, 1, 2]
-    assert shown.bar.n == 3
-
-
 def test_a_bar_is_closed_when_the_loop_is_left_or_fails() -> None:
     shown = Progress(range(5), ALONE)
     for number in shown:
@@ -51,13 +43,3 @@ def test_a_bar_is_closed_when_the_loop_is_left_or_fails() -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         list(other)
     assert other.bar.disable
-
-
-def test_bars_may_be_nested() -> None:
-    pairs = [
-        (outer, inner)
-        for outer, inner in itertools.chain.from_iterable(
-            ((a, b) for b in Progress(range(2), ALONE)) for a in Progress(range(2), ALONE)
-        )
-    ]
-    assert pairs == [(0, 0), (0, 1), (1, 0), (1, 1)]

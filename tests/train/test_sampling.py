@@ -10,7 +10,6 @@ from nbaccel import ConfigError
 from nbaccel.train.sampling import (
     BatchSamplerShard,
     IterableDatasetShard,
-    SeedableRandomSampler,
 )
 from tests.train.data import Stream
 
@@ -18,34 +17,6 @@ from tests.train.data import Stream
 def shards(length, size, *, drop_last=False, **how):
     batches = BatchSampler(SequentialSampler(range(length)), size, drop_last)
     return [BatchSamplerShard(batches, 2, rank, **how) for rank in range(2)]
-
-
-TABLE = [
-    ((10, 3), {}, [[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 0, 1]], 4),
-    ((10, 3), {"drop_last": True}, [[0, 1, 2]], [[3, 4, 5]], 3),
-    ((10, 3), {"even_batches": False}, [[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9]], 4),
-    ((10, 4), {"split_batches": True}, [[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]], 2),
-    (
-        (10, 4),
-        {"split_batches": True, "even_batches": False},
-        [[0, 1], [4, 5], [8, 9]],
-        [[2, 3], [6, 7]],
-        2,
-    ),
-    ((1, 4), {}, [[0, 0, 0, 0]], [[0, 0, 0, 0]], 1),
-    ((3, 4), {}, [[0, 1, 2, 0]], [[1, 2, 0, 1]], 3),
-    ((12, 3), {}, [[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]], 0),
-    ((0, 3), {}, [], [], 0),
-]
-
-
-@pytest.mark.parametrize(("sizes", "how", "first", "second", "remainder"), TABLE)
-def test_batches_are_shared_as_the_table_says(sizes, how, first, second, remainder):
-    pair = shards(*sizes, **how)
-    assert [list(shard) for shard in pair] == [first, second]
-    assert [shard.remainder for shard in pair] == [remainder] * 2
-    again = [list(shard) for shard in pair]
-    assert again == [first, second]
 
 
 def test_a_short_batch_in_the_middle_is_not_lost():
@@ -105,13 +76,3 @@ def test_a_streams_generator_is_seeded_with_the_epoch():
         shard.set_epoch(epoch)
         orders.append([int(x) for x in shard])
     assert orders[0] == orders[1] != orders[2]
-
-
-def test_an_epochs_order_can_be_had_again():
-    sampler = SeedableRandomSampler(range(10), data_seed=3)
-    first, second = list(sampler), list(sampler)
-    assert first != second
-    assert sorted(first) == list(range(10))
-    torch.rand(3)  # what others draw does not matter
-    sampler.set_epoch(0)
-    assert [list(sampler), list(sampler)] == [first, second]

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
 import os
-from typing import ClassVar
 
 import pytest
 
 from nbaccel.errors import ConfigError
 from nbaccel.utils import (
-    are_libraries_initialized,
-    check_cuda_p2p_ib_support,
     clear_environment,
     convert_dict_to_env_variables,
     get_cpu_distributed_information,
-    get_current_device_type,
-    get_gpu_info,
     get_int_from_env,
     parse_choice_from_env,
     parse_flag_from_env,
@@ -62,29 +57,6 @@ def test_accelerates_variables_do_not_outlive_a_test(monkeypatch) -> None:
     assert os.environ["ACCELERATE_KEPT"] == "1"
 
 
-def test_methods_of_a_base_and_of_subclasses_leave_no_variables_either(monkeypatch) -> None:
-    class Base:
-        def test_inherited(self) -> None:
-            os.environ["ACCELERATE_MADE"] = "1"
-
-    @purge_accelerate_environment
-    class TestIt(Base):
-        made: ClassVar[list[str]] = []
-
-        def __init_subclass__(cls, **kwargs: object) -> None:
-            super().__init_subclass__(**kwargs)
-            TestIt.made.append(cls.__name__)
-
-    class TestMore(TestIt):
-        def test_own(self) -> None:
-            os.environ["ACCELERATE_MADE"] = "2"
-
-    for test in (TestIt().test_inherited, TestMore().test_own, TestMore().test_inherited):
-        test()
-        assert "ACCELERATE_MADE" not in os.environ
-    assert TestIt.made == ["TestMore"]
-
-
 def test_yes_no_and_numbers(monkeypatch) -> None:
     assert (str_to_bool("Yes"), str_to_bool("off", to_bool=True)) == (1, False)
     with pytest.raises(ConfigError, match=r"'maybe'\) is neither yes nor no"):
@@ -101,14 +73,6 @@ def test_yes_no_and_numbers(monkeypatch) -> None:
 def test_what_would_break_a_file_of_variables_is_left_out() -> None:
     lines = convert_dict_to_env_variables({"A": "1", "B": "x;rm", "C": "", "D": "two words"})
     assert lines == ["A=1\n"]
-
-
-def test_the_machine_is_asked_without_waking_anything() -> None:
-    names, count = get_gpu_info()
-    assert len(names) == count
-    assert check_cuda_p2p_ib_support() in (True, False)
-    assert get_current_device_type()[1].startswith("MULTI_")
-    assert are_libraries_initialized("pytest", "no_such_library") == ["pytest"]
 
 
 def test_the_place_of_this_process_as_launchers_tell_it(monkeypatch) -> None:

@@ -25,32 +25,12 @@ def test_the_answer_is_accelerates(name: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_heavy_is_imported_to_find_out() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys\nfrom nbaccel.utils import imports as i\n"
-            f"before = set(sys.modules)\n[getattr(i, name)() for name in {ASKED!r}]\n"
-            "new = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
-            "sys.exit(str(new & {'deepspeed', 'transformers', 'pandas', 'datasets', 'wandb'}) "
-            "if new & {'deepspeed', 'transformers', 'pandas', 'datasets', 'wandb'} else 0)",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    code = (
+        "import sys\nfrom nbaccel.utils import imports\n"
+        f"[getattr(imports, name)() for name in {ASKED!r}]\nprint(*sys.modules)"
     )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_folder_that_has_the_name_of_a_package_is_none(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "wandbox").mkdir()  # what trackers leave in the working folder
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert not _is_there("wandbox")
-    assert _is_there("wandbox", "pytest")
+    loaded = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert not {"deepspeed", "transformers", "pandas", "datasets", "wandb"} & {*loaded.split()}
 
 
 def test_a_version_that_will_not_do_counts_as_missing() -> None:

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from nbaccel import notebook_launcher
 from nbaccel.utils import (
@@ -21,29 +19,17 @@ from nbaccel.utils import (
     initialize_tensors,
     is_namedtuple,
     listify,
-    operations,
     pad_across_processes,
     pad_input_tensors,
     recursively_apply,
     send_to_device,
     slice_tensors,
 )
-from tests.isolation import isolated
 
 
 class Pair(NamedTuple):
     a: Any
     b: Any
-
-
-@isolated(timeout_s=60)
-def test_of_a_group_that_was_left_nothing_is_known_any_more() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    of_the_group = operations._together()
-    assert operations._together() is of_the_group
-    dist.destroy_process_group()
-    gc.collect()
-    assert operations._together() is not of_the_group
 
 
 def test_a_function_reaches_all_tensors_and_containers_keep_their_type() -> None:

@@ -9,10 +9,8 @@ import torch
 import yaml
 from torch import nn
 
-from nbaccel import Accelerator
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.utils import (
-    clean_state_dict_for_safetensors,
     compare_versions,
     compile_regions,
     convert_bytes,
@@ -53,15 +51,6 @@ def test_a_model_comes_out_of_its_wrappers() -> None:
     assert extract_model_from_parallel(inner, recursive=True)[0] is model
 
 
-def test_a_forward_gets_back_what_mixed_precision_put_around_it() -> None:
-    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(net())
-    x = torch.ones(2, 2)
-    assert "forward" in model.__dict__
-    plain = extract_model_from_parallel(model, keep_fp32_wrapper=False)
-    assert "forward" not in plain.__dict__
-    assert plain(x).dtype is torch.float32
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_repeated_blocks_are_compiled_one_by_one() -> None:
     class Stack(nn.Module):
@@ -92,14 +81,6 @@ def test_what_is_saved_is_read_and_runs_no_code(tmp_path: Path) -> None:
     torch.save(Path("evil"), tmp_path / "b.bin")
     with pytest.raises(CheckpointDamaged, match=r"b\.bin"):
         load(tmp_path / "b.bin")
-
-
-def test_tensors_that_share_memory_are_written_once() -> None:
-    shared = torch.ones(4)
-    state = {"a": shared, "b": shared, "c": torch.ones(2, 3).T, "d": torch.empty(0)}
-    clean = clean_state_dict_for_safetensors(state)
-    assert list(clean) == ["a", "c", "d"]
-    assert clean["c"].is_contiguous()
 
 
 def test_facts_about_modules() -> None:
@@ -139,14 +120,6 @@ def test_a_basic_configuration_is_written_once(tmp_path: Path, capsys) -> None:
     assert "stays as it is" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"'fp12'.*bf16"):
         write_basic_config("fp12", save_location=tmp_path / "other.yaml")
-
-
-def test_accelerates_launcher_reads_that_file(tmp_path: Path) -> None:
-    read = pytest.importorskip("accelerate.commands.config.config_args").load_config_from_file
-    path = tmp_path / "config.yaml"
-    write_basic_config("fp16", save_location=path)
-    found = read(str(path))
-    assert (found.mixed_precision, found.num_processes >= 1) == ("fp16", True)
 
 
 def test_an_old_kernel_is_told(caplog, monkeypatch) -> None:

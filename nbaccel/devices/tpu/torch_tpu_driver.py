@@ -119,7 +119,7 @@ class TorchTpuDriver(TpuDriver):
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
         if _goes_by_host():
             return False
-        from nbaccel.base.flat import average  # it imports torch
+        from nbaccel.base.trees import average  # it imports torch
 
         average(gradients, world_size)
         return True

@@ -279,7 +279,10 @@ class Fp8Linear(nn.Linear):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in autocast's dtype if it is on."""
         if not (self.training or self.fp8_recipe.in_evaluation):
-            return self._in_higher_precision(values)
+            weight: torch.Tensor = self.weight
+            if isinstance(weight, ScaledTensor):
+                weight = weight.dequantize()
+            return nn.functional.linear(values, weight, self.bias)
         device_type = values.device.type
         dtype = (
             torch.get_autocast_dtype(device_type)
@@ -293,12 +296,6 @@ class Fp8Linear(nn.Linear):
             if self.bias is not None:
                 output = output + self.bias.to(dtype)
         return output.view(*values.shape[:-1], output.shape[-1])
-
-    def _in_higher_precision(self, values: torch.Tensor) -> torch.Tensor:
-        weight: torch.Tensor = self.weight
-        if isinstance(weight, ScaledTensor):
-            weight = weight.dequantize()
-        return nn.functional.linear(values, weight, self.bias)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -52,12 +52,12 @@ from nbaccel.base.errors import (
     UserMistake,
 )
 from nbaccel.base.log import write_notice
+from nbaccel.base.trees import leaves, map_tensors
 from nbaccel.base.units import format_bytes, number_ranges
 from nbaccel.base.weight_files import Recorded, digest, is_archive
 from nbaccel.plan.contracts.training import Place, ShardedCheckpoints
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.trees import leaves, map_tensors
 
 
 def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) -> None:

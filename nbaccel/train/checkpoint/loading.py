@@ -511,7 +511,14 @@ class _CheckpointLoad:
         for number, model in enumerate(models):
             saved = self._find_model(number, model) if number in self._models else None
             if saved is None:
-                raise ConfigError(_missing_weights(self._folder, number))
+                bases = (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
+                safe_name, pickle_name = (layout.numbered_name(base, number) for base in bases)
+                raise ConfigError(
+                    f"The checkpoint {str(self._folder)!r} has neither {safe_name} nor "
+                    f"{pickle_name}, but model {number} is to be loaded, and no load hook took "
+                    "it. Prepare the models that were saved, or register the hook that loads this "
+                    "one."
+                )
             remaining[number] = saved
             if not saved.path.is_dir():
                 saved.check()
@@ -579,16 +586,6 @@ def _loader_problem(loader: Any, state: Any) -> str:
     elif not getattr(loader, "use_stateful_dataloader", False):
         return _state_problem(loader, state)
     return ""
-
-
-def _missing_weights(folder: Path, number: int) -> str:
-    bases = (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
-    safe_name, pickle_name = (layout.numbered_name(base, number) for base in bases)
-    return (
-        f"The checkpoint {str(folder)!r} has neither {safe_name} nor {pickle_name}, but model "
-        f"{number} is to be loaded, and no load hook took it. Prepare the models that were "
-        "saved, or register the hook that loads this one."
-    )
 
 
 # ------------------------------------------------------------------------- does it fit?

@@ -177,17 +177,6 @@ def test_a_file_of_another_kind_is_refused(saved, tmp_path, name):
     assert same(everything(training), before)
 
 
-def test_random_states_of_something_else_are_refused_and_nothing_is_drawn_anew(saved, tmp_path):
-    training = whole_training(1)
-    before = everything(training)
-    folder = damaged_copy(saved[True], tmp_path / "ckpt", "random_states_0.pkl", "missing")
-    (folder / layout.MANIFEST_FILE).unlink()
-    save({"step": 1, "torch_manual_seed": torch.ones(3)}, folder / "random_states_0.pkl")
-    with pytest.raises(CheckpointDamaged, match=r"random_states_0.pkl holds no states of random"):
-        load(training, folder)
-    assert same(everything(training), before)
-
-
 class Adapts(nn.Linear):
     """Reads its state in a way of its own, as models of libraries do with those of old versions."""
 
@@ -229,17 +218,6 @@ def test_if_an_object_refuses_its_state_nothing_is_loaded(tmp_path):
     before = everything(second)
     second.parts = replace(second.parts, custom=[second.counter, Picky(2)])
     with pytest.raises(ValueError, match="1 is not 2"):
-        load(second, folder)
-    assert same(everything(second), before)
-
-
-def test_a_registered_model_is_compared_before_anything_is_loaded(tmp_path):
-    first, second = whole_training(0), whole_training(1)
-    parts = replace(first.parts, custom=[first.counter, nn.Linear(2, 2)])
-    folder = save_state(tmp_path / "c", parts, ALONE, first.collectives, step=0)
-    second.parts = replace(second.parts, custom=[second.counter, nn.Linear(3, 3)])
-    before = everything(second)
-    with pytest.raises(ConfigError, match=r"custom_checkpoint_1.pkl is of another model"):
         load(second, folder)
     assert same(everything(second), before)
 

@@ -34,15 +34,6 @@ def four_layers(value: float = 1.0) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------------- one object
 
 
-def test_an_object_is_saved_and_read(tmp_path):
-    save({"a": torch.ones(2), "lr": np.float64(0.5), "k": np.arange(3)}, tmp_path / "x.pt")
-    state = read_torch_file(tmp_path / "x.pt")
-    assert state["a"].tolist() == [1, 1]
-    assert state["lr"] == 0.5
-    assert state["k"].tolist() == [0, 1, 2]
-    assert names(tmp_path) == ["x.pt"]
-
-
 def test_a_name_of_numpy_1_is_understood(tmp_path):
     torch.save(np.random.get_state(), tmp_path / "new.pt")
     content = (tmp_path / "new.pt").read_bytes()
@@ -109,14 +100,6 @@ def test_an_open_file_is_written_to():
 # ------------------------------------------------------------------------- a model
 
 
-def test_a_small_model_is_one_file(tmp_path):
-    model = Tied()
-    save_model(model.state_dict(), tmp_path / "new" / "folder")
-    assert names(tmp_path / "new" / "folder") == ["model.safetensors"]
-    state = load_file(tmp_path / "new" / "folder" / "model.safetensors")
-    assert len({"first.weight", "second.weight"} & state.keys()) == 1
-
-
 def test_a_large_model_is_cut_into_files_with_an_index(tmp_path):
     save_model(four_layers(), tmp_path, max_shard_size=2100)
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -136,12 +119,6 @@ def test_files_of_an_earlier_save_go_and_others_stay(tmp_path):
         save_model(four_layers(), tmp_path, max_shard_size=limit)
         assert len(names(tmp_path)) == count + len(others)
         assert set(others) < set(names(tmp_path))
-
-
-def test_a_model_can_be_a_pickle(tmp_path):
-    save_model(four_layers(), tmp_path, safe_serialization=False)
-    assert names(tmp_path) == ["pytorch_model.bin"]
-    assert read_torch_file(tmp_path / "pytorch_model.bin").keys() == four_layers().keys()
 
 
 def test_a_model_that_cannot_be_saved_leaves_the_old_one(tmp_path):

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from nbaccel import debug_launcher
-from nbaccel.errors import CheckpointFailed, ConfigError, WorkerFailed
+from nbaccel.errors import CheckpointFailed, ConfigError
 from nbaccel.train.checkpoint import load_state, save_state
 from nbaccel.train.checkpoint.folder_writing import (
-    discard_checkpoint,
     find_checkpoint,
     new_checkpoint,
 )
@@ -43,15 +42,6 @@ def names(folder: Path) -> list[str]:
 # ------------------------------------------------------------------------- one process
 
 
-def test_nothing_has_the_name_until_all_is_written(tmp_path):
-    with new_checkpoint(tmp_path / "a" / "ckpt", ALONE, COLLECTIVES) as (partial, made, _):
-        assert made == tmp_path / "a" / "ckpt"
-        assert not made.exists()
-        assert partial.parent == made.parent
-        assert partial.name.startswith(".ckpt.partial-")
-    assert names(tmp_path / "a") == ["ckpt"]
-
-
 def test_a_folder_of_that_name_is_replaced_and_a_users_files_stay(tmp_path):
     target = build(tmp_path / "ckpt", "old")
     (target / "optimizer_7.bin").touch()
@@ -72,13 +62,6 @@ def test_a_failure_leaves_the_old_and_nothing_of_the_new(tmp_path):
     assert isinstance(caught.value.__cause__, KeyError)
     assert names(tmp_path) == ["ckpt"]
     assert target.stat().st_ino == inode
-
-
-def test_an_interrupt_leaves_nothing_of_the_new(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        with new_checkpoint(tmp_path / "ckpt", ALONE, COLLECTIVES):
-            raise KeyboardInterrupt
-    assert not names(tmp_path)
 
 
 def test_between_the_two_renames_the_old_one_is_found_and_put_back(tmp_path):
@@ -126,13 +109,6 @@ def test_folders_that_cannot_be_replaced_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"mount point"):
         build(Path("/dev/shm"))
     assert not names(tmp_path / "work")
-
-
-def test_what_is_deleted_loses_its_name_first(tmp_path):
-    target = build(tmp_path / "ckpt")
-    discard_checkpoint(target)
-    discard_checkpoint(target)  # another process was quicker
-    assert not names(tmp_path)
 
 
 def test_a_full_disk_is_named_as_such(tmp_path):
@@ -205,21 +181,6 @@ def test_if_one_process_fails_all_raise_and_name_it(tmp_path, failing, what):
     assert (target / "optimizer.bin").read_text() == "old"
 
 
-def save_into_a_file(path: str) -> tuple[str, str]:
-    training = arrived()
-    return outcome(
-        lambda: save_state(path, training.parts, training.place, training.collectives, step=0)
-    )
-
-
-def test_what_only_process_0_can_see_is_told_to_all(tmp_path):
-    (tmp_path / "file").touch()
-    first, second = debug_launcher(save_into_a_file, args=(str(tmp_path / "file"),))
-    assert first[0] == "ConfigError"
-    assert second[0] == "CheckpointFailed"
-    assert "Process 0: ConfigError" in second[1]
-
-
 def load_where_one_fails(folder: str) -> tuple[str, str]:
     training = arrived()
     if training.place.rank == 1:
@@ -233,22 +194,6 @@ def test_if_one_process_cannot_load_none_goes_on(tmp_path):
     assert second == ("OSError", "[Errno 5] Input/output error")
     assert first[0] == "CheckpointFailed"
     assert "Process 1: OSError: [Errno 5]" in first[1]
-
-
-def save_and_lose_one(folder: str) -> None:
-    training = arrived()
-    if training.place.rank == 1:
-        os._exit(3)
-    save_state(folder, training.parts, training.place, training.collectives, step=0)
-
-
-def test_a_process_that_dies_leaves_the_old_checkpoint(tmp_path):
-    target = build(tmp_path / "ckpt", "old")
-    with pytest.raises(WorkerFailed):
-        debug_launcher(save_and_lose_one, args=(str(target),))
-    assert (target / "optimizer.bin").read_text() == "old"
-    build(target)
-    assert names(tmp_path) == ["ckpt"]
 
 
 # ------------------------------------------------------------------------- several nodes

@@ -80,12 +80,6 @@ def test_in_one_process(tmp_path: Path) -> None:
     assert load_file(tmp_path / "state" / "model.safetensors").keys() == TRAINED | {"seen"}
 
 
-def test_replicated(tmp_path: Path) -> None:
-    for expected, found in together(goes_on(tmp_path / "state")):
-        assert found == expected
-    assert load_file(tmp_path / "state" / "model.safetensors").keys() == TRAINED | {"seen"}
-
-
 @pytest.mark.slow
 @SHARDING
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
@@ -144,20 +138,6 @@ def test_nothing_is_left_out_unasked_and_nothing_of_a_trained_model(tmp_path: Pa
     folder = saved(tmp_path / "b", trained, exclude_frozen_parameters=True)
     assert load_file(folder / "model.safetensors").keys() == everything
     assert not (folder / "nbaccel_left_out.json").exists()
-
-
-def test_a_model_that_is_frozen_as_a_whole(tmp_path: Path) -> None:
-    for name, safe in (("safe", True), ("pickled", False)):
-        folder = saved(
-            tmp_path / name,
-            nn.Linear(2, 2).requires_grad_(False),
-            exclude_frozen_parameters=True,
-            safe_serialization=safe,
-        )
-        model = nn.Linear(2, 2).requires_grad_(False)
-        before = model.weight.clone()
-        load(folder, model)
-        assert torch.equal(model.weight, before)
 
 
 def test_the_names_are_checked_as_other_files_are(tmp_path: Path) -> None:

@@ -35,13 +35,6 @@ def numbers(project: Path) -> list[int]:
     return sorted(int(path.name.split("_")[1]) for path in (project / "checkpoints").iterdir())
 
 
-def test_checkpoints_are_numbered_in_the_projects_folder(tmp_path):
-    run = Run(tmp_path)
-    assert [run.save().name for _ in range(3)] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
-    assert run.configuration.iteration == 3
-    assert numbers(tmp_path) == [0, 1, 2]
-
-
 def test_the_oldest_by_number_go_beyond_the_limit(tmp_path):
     run = Run(tmp_path, total_limit=2, iteration=8)
     for _ in range(4):
@@ -78,14 +71,6 @@ def test_the_latest_is_the_highest_number_and_not_the_last_in_the_alphabet(tmp_p
     assert Run(tmp_path).load() == 10
 
 
-def test_an_older_one_can_be_loaded_and_is_not_written_over(tmp_path):
-    run = Run(tmp_path)
-    folders = [run.save(step=step) for step in range(3)]
-    resumed = Run(tmp_path)
-    assert resumed.load(folders[0]) == 0
-    assert resumed.save().name == "checkpoint_3"
-
-
 def test_where_there_is_none_it_is_said_where_one_would_be(tmp_path):
     with pytest.raises(ConfigError, match=r"no checkpoint_<number> in .*checkpoints"):
         Run(tmp_path).load()
@@ -108,13 +93,6 @@ def test_without_numbers_a_folder_is_needed(tmp_path):
     assert run.load(str(tmp_path / "mine")) == 6
 
 
-def test_a_folder_beside_numbers_is_not_used_and_that_is_said(tmp_path, caplog):
-    run = Run(tmp_path)
-    assert run.save(tmp_path / "mine").name == "checkpoint_0"
-    assert not (tmp_path / "mine").exists()
-    assert "not to" in caplog.text
-
-
 def save_three(project: str) -> list[str]:
     run = Run(project, arrived(), total_limit=2)
     names = [run.save(step=step).name for step in range(3)]
@@ -125,20 +103,6 @@ def test_processes_agree_on_numbers(tmp_path):
     found = debug_launcher(save_three, args=(str(tmp_path),))
     assert found == [["checkpoint_0", "checkpoint_1", "checkpoint_2", "2", "3"]] * 2
     assert numbers(tmp_path) == [1, 2]
-
-
-def load_none(project: str) -> str:
-    try:
-        Run(project, arrived()).load()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_that_there_is_none_is_said_on_all_processes(tmp_path):
-    first, second = debug_launcher(load_none, args=(str(tmp_path),))
-    assert "no checkpoint_<number>" in first
-    assert first == second
 
 
 def test_objects_that_cannot_be_saved_are_listed():

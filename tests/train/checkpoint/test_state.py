@@ -14,7 +14,6 @@ from nbaccel import debug_launcher
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import Checkpoints, layout, load_state, save_state
-from nbaccel.train.checkpoint.files import read_torch_file
 from tests.train.checkpoint.training import ALONE, Training, arrived
 
 
@@ -77,15 +76,6 @@ def test_the_files_are_named_as_accelerate_names_them(tmp_path):
     ]
 
 
-def test_random_states_can_be_read_without_running_code(tmp_path):
-    training = Training()
-    folder = save(training, tmp_path / "ckpt", step=5)
-    states = read_torch_file(folder / "random_states_0.pkl")  # as weights only
-    assert states["step"] == 5
-    assert states["random_state"] == random.getstate()
-    assert states["numpy_random_seed"][1].dtype == np.uint32
-
-
 def test_states_can_be_read_onto_the_device(tmp_path):
     first, second = Training(), Training(seed=1)
     first.step()
@@ -142,16 +132,6 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_pat
     assert "has 1 registered object (0), but 0 are to be loaded" in custom
     assert "has 0 scalers, but 1 is to be loaded" in scaler
     assert second.state() == before
-
-
-def test_a_script_that_evaluates_needs_the_model_alone(tmp_path):
-    first, second = Training(), Training(seed=1)
-    first.step()
-    first.parts = replace(first.parts, custom=[])
-    folder = save(first, tmp_path / "ckpt")
-    second.parts = replace(second.parts, optimizers=[], schedulers=[], loaders=[], custom=[])
-    load(second, folder)
-    assert second.state()[0] == first.state()[0]
 
 
 def test_a_folder_that_is_not_there_is_named_with_those_that_are(tmp_path):
@@ -253,10 +233,3 @@ def test_processes_save_together_and_each_gets_its_own_back(tmp_path):
         assert (step, numbers_again, at_again) == (7, numbers, at)
     assert saved[0][1] != saved[1][1], "the processes' random numbers differ"
     assert loaded[0][3] == loaded[1][3]
-
-
-def test_one_process_goes_on_from_what_two_saved(tmp_path):
-    saved = debug_launcher(save_together, args=(str(tmp_path / "ckpt"),))
-    training = Training(seed=3)
-    assert load(training, tmp_path / "ckpt") == 7
-    assert torch.rand(2).tolist() == saved[0][1]

@@ -1,14 +1,17 @@
 """Batches and outputs as trees: tensors nested in lists, tuples, named tuples and mappings.
 
-Containers keep their type, a `BatchEncoding` or a `ModelOutput` included.
+Containers keep their type, a `BatchEncoding` or a `ModelOutput` included. Many tensors can also be
+one, for a collective that takes them all at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, skip_keys: frozenset[str] = frozenset()) -> Any:
@@ -117,7 +120,30 @@ def sequence_like(example: Any, new_items: list[Any]) -> Any:
 def _mapping_like(example: Mapping[Any, Any], new_items: dict[Any, Any]) -> Any:
     if type(example) is dict:
         return new_items
-    try:
-        return type(example)(new_items)  # type: ignore[call-arg]
-    except TypeError:  # such as ModelOutput's dataclasses, whose fields are keywords
-        return type(example)(**new_items)
+    mapping_type: Callable[..., Any] = type(example)
+    if hasattr(example, "__dataclass_fields__"):  # outputs of transformers
+        return mapping_type(**new_items)
+    if not isinstance(example, MutableMapping):
+        return mapping_type(new_items)
+    # A copy keeps what a new one would lose, such as `default_factory`.
+    mapping_copy = copy.copy(example)
+    for key, value in new_items.items():
+        mapping_copy[key] = value
+    return mapping_copy
+
+
+def average(tensors: Sequence[torch.Tensor], world_size: int, *, by_host: bool = False) -> None:
+    """Average tensors over all processes in place, in one collective for each data type.
+
+    By way of host memory that is one copy down and one up, whatever their number; on a device that
+    compiles each collective, one program.
+    """
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        reduced = flat.cpu() if by_host else flat
+        dist.all_reduce(reduced)
+        means: Any = (reduced / world_size).to(flat.device)  # torch's `split` has no types
+        pieces = means.split([tensor.numel() for tensor in alike])
+        for tensor, piece in zip(alike, pieces, strict=True):
+            tensor.copy_(piece.view_as(tensor))

@@ -8,13 +8,10 @@ import pytest
 import torch
 from transformers.utils import ModelOutput
 
-from nbaccel.train.trees import (
-    concatenate,
+from nbaccel.base.trees import (
     find_batch_size,
-    leaves,
     map_tensors,
     send_to_device,
-    slice_rows,
 )
 
 Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - what users have
@@ -50,20 +47,10 @@ def test_containers_keep_their_type() -> None:
     assert tree["list"][0].tolist() == [1, 1]  # type: ignore[attr-defined]
 
 
-def test_leaves_come_in_order() -> None:
-    assert list(leaves({"a": [1, (2, 3)], "b": Pair(4, {"c": 5})})) == [1, 2, 3, 4, 5]
-
-
 def test_what_can_move_itself_does_so_as_a_whole() -> None:
     encoding = Encoding(ids=torch.ones(2))
     assert send_to_device(encoding, "cpu") is encoding
     assert encoding.moved_to == "cpu"
-
-
-def test_tensors_and_nested_movables_are_sent_and_the_rest_stays() -> None:
-    batch = send_to_device({"x": torch.ones(2), "name": "a", "kind": torch.Tensor}, "meta")
-    assert batch["x"].device.type == "meta"
-    assert (batch["name"], batch["kind"]) == ("a", torch.Tensor)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +63,3 @@ def test_tensors_and_nested_movables_are_sent_and_the_rest_stays() -> None:
 )
 def test_the_batch_size_is_that_of_the_first_tensor_with_rows(tree: Any, size: int | None) -> None:
     assert find_batch_size(tree) == size
-
-
-def test_rows_are_cut_and_joined_again() -> None:
-    tree = {"x": torch.arange(6), "pair": Pair(torch.arange(12).view(6, 2), "same")}
-    parts = [slice_rows(tree, slice(0, 4)), slice_rows(tree, slice(4, None))]
-    joined = concatenate(parts)
-    assert torch.equal(joined["x"], tree["x"])  # type: ignore[arg-type]
-    assert torch.equal(joined["pair"].left, tree["pair"].left)  # type: ignore[attr-defined]
-    assert joined["pair"].right == "same"
