@@ -38,34 +38,30 @@ print(list(results), model.weight.flatten().tolist())
 """
 
 
-def own_address() -> str:
-    """An address of this machine that is not loopback: nodes cannot meet on loopback."""
-    for addresses in psutil.net_if_addrs().values():
-        for found in addresses:
-            if found.family == socket.AF_INET and not found.address.startswith("127."):
-                return found.address
-    pytest.skip("this machine has no address besides loopback for two nodes to meet at")
-
-
-def free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def start_nodes(folder: Path, text: str, count: int) -> list[subprocess.Popen[str]]:
-    """Start a script as the first nodes of two."""
-    address = own_address()
+    """Start a script as the first nodes of two, which cannot meet on loopback."""
+    interface, address = next(
+        (
+            (name, found.address)
+            for name, addresses in psutil.net_if_addrs().items()
+            for found in addresses
+            if found.family == socket.AF_INET and not found.address.startswith("127.")
+        ),
+        ("", ""),
+    )
+    if not address:
+        pytest.skip("this machine has no address besides loopback for two nodes to meet at")
     script = folder / "node.py"
     script.write_text(text)
-    # A host name need not resolve in a sandbox; gloo is told the address's interface instead.
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": interface_of(address)}
-    port = str(free_port(address))
+    with socket.create_server((address, 0)) as server:
+        port = str(server.getsockname()[1])
     return [
         subprocess.Popen(
             [sys.executable, str(script), str(node), address, port],
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            # A host name need not resolve in a sandbox; gloo is told the address's interface.
+            env=os.environ | {"GLOO_SOCKET_IFNAME": interface},
         )
         for node in range(count)
     ]
@@ -121,13 +117,6 @@ def test_a_node_that_is_lost_is_named(comes: bool, tmp_path: Path) -> None:
     assert f"{told} that is lost: look at node 1 (ranks 1 to 1)." in output
 
 
-def interface_of(address: str) -> str:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address == address for found in addresses):
-            return name
-    raise AssertionError(address)
-
-
 def fail_until(path: str, times: int, model: nn.Module) -> str:
     with torch.no_grad():
         model.weight += 1
@@ -142,19 +131,14 @@ def fail_until(path: str, times: int, model: nn.Module) -> str:
 def test_failed_workers_are_started_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(2, 2)
     before = model.weight.clone()
-    marks = str(tmp_path / "attempts")
-    results = notebook_launcher(fail_until, (marks, 2, model), 2, max_restarts=3)
+    with pytest.raises(ValueError, match="attempt 2") as caught:
+        notebook_launcher(fail_until, (str(tmp_path / "a"), 9, model), 2, max_restarts=1)
+    assert isinstance(caught.value, WorkerFailed)
+    assert torch.equal(model.weight, before)
+    capfd.readouterr()
+    results = notebook_launcher(fail_until, (str(tmp_path / "b"), 2, model), 2, max_restarts=3)
     assert results == ["2", "2"]
     assert torch.equal(model.weight, before + 1)  # each attempt began with the notebook's weights
     said = capfd.readouterr().err
     assert "rank 1 of 2 raised ValueError: attempt 1. Restart 1 of 3." in said
     assert "attempt 2. Restart 2 of 3." in said
-
-
-def test_restarts_end(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    before = model.weight.clone()
-    with pytest.raises(ValueError, match="attempt 2") as caught:
-        notebook_launcher(fail_until, (str(tmp_path / "a"), 9, model), 2, max_restarts=1)
-    assert isinstance(caught.value, WorkerFailed)
-    assert torch.equal(model.weight, before)

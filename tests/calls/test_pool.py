@@ -32,36 +32,24 @@ def pids(pool: Pool) -> list[int]:
 # ------------------------------------------------------------------------- cells
 
 
-def test_names_live_on_from_cell_to_cell(pool: Pool) -> None:
+def test_cells_keep_names_show_values_once_where_equal_and_run_on_some_ranks(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TypeError, match=r"code as text.*pool\.call"):
+        pool.run(len)  # type: ignore[arg-type]
     pool.run("import os; rank = int(os.environ['RANK']); kept = [rank]")
     pool.run("kept.append(10 * rank + 5)")
     assert pool.pull("kept") == {"kept": [[0, 5], [1, 15]]}
-
-
-def test_a_function_in_place_of_code_is_refused_with_what_takes_one(pool: Pool) -> None:
-    with pytest.raises(TypeError, match=r"code as text.*pool\.call"):
-        pool.run(len)  # type: ignore[arg-type]
-
-
-def test_what_ranks_give_is_shown_once_where_equal(
-    pool: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
+    found = pool.run("import torch; total = torch.arange(3) * 2.0", out=["total"])
+    assert [t.tolist() for t in found.out["total"]] == [[0.0, 2.0, 4.0]] * 2
     pool.run("40 + 2")
     assert capsys.readouterr().out.split() == ["42"]
-    pool.run("import os; int(os.environ['RANK']) * 7")
+    pool.run("rank * 7")
     assert capsys.readouterr().out.splitlines() == ["[0] 0", "[1] 7"]
-
-
-def test_one_rank_can_run_a_cell_alone(pool: Pool) -> None:
     pool.run("mark = 0")
     pool.run("mark = 1", ranks=[1])
     assert pool.pull("mark") == {"mark": [0, 1]}
     assert pool.pull("mark", ranks=[1]) == {"mark": 1}
-
-
-def test_out_brings_values_back(pool: Pool) -> None:
-    found = pool.run("import torch; total = torch.arange(3) * 2.0", out=["total"])
-    assert [t.tolist() for t in found.out["total"]] == [[0.0, 2.0, 4.0]] * 2
 
 
 def test_a_cell_follows_the_notebook_into_another_folder(
@@ -76,19 +64,17 @@ def test_a_cell_follows_the_notebook_into_another_folder(
 # ------------------------------------------------------------------------- names
 
 
-def test_what_cannot_be_sent_is_named_before_anything_runs(pool: Pool, names: Names) -> None:
+def test_what_cannot_be_sent_is_named_before_anything_runs_and_unknown_names_are_guessed(
+    pool: Pool, names: Names
+) -> None:
     names["lock"] = threading.Lock()
     pool.run("ran = False")
     with pytest.raises(NotSendable, match="lock"):
         pool.run("ran = True\nlock.acquire()")
     assert pool.pull("ran") == {"ran": [False, False]}
-
-
-def test_an_unknown_name_says_what_was_meant(pool: Pool) -> None:
     pool.run("losses = [1]")
-    with pytest.raises(
-        NameError, match=r"'loses' is not defined in worker \d\. Did you mean losses"
-    ):
+    said = r"'loses' is not defined in worker \d\. Did you mean losses"
+    with pytest.raises(NameError, match=said):
         pool.pull("loses")
 
 
@@ -106,39 +92,27 @@ def test_weights_come_home_from_a_cell_that_fails(pool: Pool, names: Names) -> N
 
 
 def test_a_group_is_joined_by_the_first_collective_and_left_again_and_again(fresh: Pool) -> None:
+    """Connections of a destroyed group are closed by gloo itself, whose thread still uses them."""
     fresh.run("import torch, torch.distributed as dist\nbefore = dist.is_initialized()")
+    fresh.run("who = dist.get_rank()", ranks=[1])  # the rank without the cell joins, too
+    assert fresh.pull("who", ranks=[1]) == {"who": 1}
     fresh.run("x = torch.ones(1)\ndist.all_reduce(x)")
     assert fresh.pull("before", "x") == {"before": [False] * 2, "x": [torch.tensor([2.0])] * 2}
     fresh.run("dist.init_process_group('gloo'); dist.all_reduce(x)")  # a second time does no harm
     fresh.run("dist.init_process_group(backend='gloo')")  # by the name that torch gives it
     assert fresh.pull("x") == {"x": [torch.tensor([4.0])] * 2}
+    fresh.run(
+        "from tests.process import descriptors\n"
+        "def replaced(): return list(descriptors().values()).count('/dev/null')\n"
+        "dist.destroy_process_group()\nbefore = replaced()"
+    )
     for _ in range(8):  # one rank is through while the other is still leaving
         fresh.run("dist.all_reduce(x); dist.destroy_process_group()")
     assert fresh.pull("x") == {"x": [torch.tensor([4.0 * 256])] * 2}
-    fresh.run("joined = dist.is_initialized()")
-    assert fresh.pull("joined") == {"joined": [False, False]}
-
-
-def test_ranks_without_the_cell_join_too(fresh: Pool) -> None:
-    fresh.run("import torch.distributed as dist\nwho = dist.get_rank()", ranks=[1])
-    assert fresh.pull("who", ranks=[1]) == {"who": 1}
-    fresh.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
-    assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
-
-
-def test_connections_of_a_destroyed_group_are_closed_by_gloo_itself(fresh: Pool) -> None:
-    """A thread of gloo's that meets another file in their place takes the worker with it."""
-    fresh.run(
-        "import torch, torch.distributed as dist\n"
-        "from tests.process import descriptors\n"
-        "def replaced(): return list(descriptors().values()).count('/dev/null')\n"
-        "before = replaced()\n"
-        "for _ in range(5):\n"
-        "    dist.all_reduce(torch.ones(1)); dist.destroy_process_group()\n"
-        "more = replaced() - before"
-    )
     # What listened, once for each group. (Rank 0 serves the store over connections, besides.)
-    assert fresh.pull("more", ranks=[1]) == {"more": 5}
+    fresh.run("joined = dist.is_initialized(); more = replaced() - before")
+    assert fresh.pull("joined") == {"joined": [False, False]}
+    assert fresh.pull("more", ranks=[1]) == {"more": 8}
 
 
 def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh: Pool) -> None:
@@ -159,15 +133,9 @@ def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh: Pool) -> N
     assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
 
 
-def test_ranks_that_fail_together_keep_their_group(pool: Pool) -> None:
-    pool.run("import torch.distributed as dist\ngroup = (dist.get_rank(), dist.group.WORLD)[1]")
-    with pytest.raises(ZeroDivisionError):
-        pool.run("1 / 0")
-    pool.run("same = dist.group.WORLD is group")
-    assert pool.pull("same") == {"same": [True, True]}
-
-
-def test_groups_of_some_ranks_and_messages_between_two_keep_the_group(fresh: Pool) -> None:
+def test_what_keeps_a_group_and_uneven_collectives_that_are_told(
+    fresh: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
     fresh.run(
         "import torch, torch.distributed as dist\n"
         "rank, x = dist.get_rank(), torch.ones(1)\n"
@@ -175,18 +143,15 @@ def test_groups_of_some_ranks_and_messages_between_two_keep_the_group(fresh: Poo
         "if rank == 0: dist.all_reduce(x, group=alone)\n"
         "dist.send(x, 1) if rank == 0 else dist.recv(x, 0)"
     )
+    with pytest.raises(ZeroDivisionError):
+        fresh.run("1 / 0")  # on all ranks
     fresh.run("same = dist.group.WORLD is kept; dist.all_reduce(x)")
     assert fresh.pull("same", "x") == {"same": [True, True], "x": [torch.tensor([2.0])] * 2}
-
-
-def test_uneven_collectives_are_told_and_do_no_harm(
-    fresh: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fresh.run("import torch, torch.distributed as dist\nrank, x = dist.get_rank(), torch.ones(1)")
+    assert "different numbers" not in capsys.readouterr().err
     fresh.run("work = dist.all_reduce(x.clone(), async_op=True) if rank == 0 else None")
     assert "different numbers of collectives" in capsys.readouterr().err
     fresh.run("dist.all_reduce(x)")
-    assert fresh.pull("x") == {"x": [torch.tensor([2.0])] * 2}
+    assert fresh.pull("x") == {"x": [torch.tensor([4.0])] * 2}
 
 
 # ------------------------------------------------------------------------- failures
@@ -291,35 +256,25 @@ def test_a_launch_can_use_live_workers(pool: Pool) -> None:
     assert [f["head.weight"].equal(model.head.weight) for f in found] == [True, True]
     assert not torch.equal(first, model.head.weight)
     assert pids(pool) == before
-
-
-def test_a_launch_that_fails_in_live_workers_leaves_the_model_alone(pool: Pool) -> None:
-    model = nn.Linear(2, 2)
-    before = model.weight.detach().clone()
+    trained = model.head.weight.detach().clone()
 
     def spoil(model: nn.Module) -> None:
         with torch.no_grad():
-            model.weight.zero_()
+            model.head.weight.zero_()
         raise workers.CallersError(5, "spoilt")
 
     with pytest.raises(workers.CallersError, match="spoilt"):
         notebook_launcher(spoil, (model,), pool=pool)
-    assert torch.equal(model.weight, before)
-
-
-def test_a_launch_cannot_ask_for_other_settings_than_the_pool_has(pool: Pool) -> None:
+    assert torch.equal(model.head.weight, trained)
     with pytest.raises(ConfigError, match="num_processes=3"):
         notebook_launcher(workers.whoami, (), 3, pool=pool)
     assert len(notebook_launcher(workers.whoami, (), 2, pool=pool)) == 2
-
-
-# ------------------------------------------------------------------------- life
-
-
-def test_settings_that_no_pool_can_serve_are_all_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Pool(config=RunConfig(num_nodes=2, max_restarts=1))
     assert len(caught.value.mistakes) == 2
+
+
+# ------------------------------------------------------------------------- life
 
 
 def test_a_busy_pool_says_so(pool: Pool, tmp_path: Path) -> None:
@@ -341,12 +296,6 @@ def test_a_busy_pool_says_so(pool: Pool, tmp_path: Path) -> None:
         thread.join()
 
 
-def test_a_pool_of_one_has_a_worker_of_its_own() -> None:
-    with Pool(1, namespace={}) as pool:
-        assert pids(pool) != [os.getpid()]
-        pool.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
-
-
 @pytest.mark.forks
 def test_a_pool_can_be_forked_from_the_notebook() -> None:
     with Pool(2, namespace={"word": "here"}, start_method="fork") as pool:
@@ -355,23 +304,21 @@ def test_a_pool_can_be_forked_from_the_notebook() -> None:
         assert psutil.Process(pids(pool)[0]).ppid() == os.getpid()
 
 
-def test_ending_leaves_nothing() -> None:
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_pool_that_is_stopped_or_that_nobody_holds_ends_its_workers(is_stopped: bool) -> None:
     before = len(descriptors())
-    pool = Pool(2, namespace={})
+    pool = Pool(1, namespace={})
     pool.start()
     found = pids(pool)
-    pool.stop()
+    assert found != [os.getpid()], "one worker is a process, too"
+    pool.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
+    if is_stopped:
+        pool.stop()
+        assert pool.state is PoolState.STOPPED
+    else:
+        del pool
     assert not any(map(lives, found))
     assert len(descriptors()) <= before + 3  # the template's, if it was not there before
-    assert pool.state is PoolState.STOPPED
-
-
-def test_a_pool_that_nobody_holds_ends_its_workers() -> None:
-    pool = Pool(2, namespace={})
-    pool.start()
-    found = pids(pool)
-    del pool
-    assert not any(map(lives, found))
 
 
 def processor_time(pid: int) -> dict[str, str]:

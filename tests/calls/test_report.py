@@ -123,7 +123,7 @@ def timed(results: Results) -> list[RankTimes]:
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
-def test_a_rank_with_slow_steps_holds_the_others_up(slow_rank: int) -> None:
+def test_a_rank_with_slow_steps_holds_the_others_up(slow_rank: int, tmp_path: Path) -> None:
     results = notebook_launcher(train, (slow_rank,), num_processes=2)
     facts = results.report().facts
     assert facts.slowest is not None
@@ -136,6 +136,18 @@ def test_a_rank_with_slow_steps_holds_the_others_up(slow_rank: int) -> None:
     assert times[slow_rank].waiting_s < 0.2 * slept_s
     assert f"Rank {slow_rank} holds the others up" in str(results.report())
     assert "it computes longer than the other" in str(results.report())
+    document = results.report().to_dict()
+    assert [figures["steps"] for figures in document["ranks"]] == [BATCHES] * 2
+    assert [figures["samples"] for figures in document["ranks"]] == [BATCHES * 4] * 2
+    curves = {(curve["name"], curve["rank"]): curve for curve in document["curves"]}
+    assert set(curves) == {(name, rank) for name in ("loss", "rank") for rank in (0, 1)}
+    assert set(curves["rank", 1]["values"]) == {1.0}
+    assert curves["loss", 0]["steps"] == sorted(curves["loss", 0]["steps"])
+    assert {"text": "UserWarning: nearly done", "count": 1, "ranks": [0]} in document["warnings"]
+    assert document["plan"]["text"] == results.plan.explain()
+    assert document["nbaccel_version"] == nbaccel.__version__
+    saved = results.report().save(tmp_path / "run.json")
+    assert json.loads(saved.read_text()) == document
 
 
 @pytest.mark.parametrize("loop", [all_reduce_beside, gather_beside])
@@ -173,41 +185,25 @@ def test_waiting_for_data_is_a_share_and_the_start_in_a_first_step_is_none() -> 
     assert "Left out is the start in the first step, 3." in str(results.report())
 
 
-def test_a_report_tells_of_curves_samples_warnings_and_the_plan(tmp_path: Path) -> None:
-    results = notebook_launcher(train, (1,), num_processes=2)
-    document = results.report().to_dict()
-    assert [figures["steps"] for figures in document["ranks"]] == [BATCHES] * 2
-    assert [figures["samples"] for figures in document["ranks"]] == [BATCHES * 4] * 2
-    curves = {(curve["name"], curve["rank"]): curve for curve in document["curves"]}
-    assert set(curves) == {(name, rank) for name in ("loss", "rank") for rank in (0, 1)}
-    assert set(curves["rank", 1]["values"]) == {1.0}
-    assert curves["loss", 0]["steps"] == sorted(curves["loss", 0]["steps"])
-    assert {"text": "UserWarning: nearly done", "count": 1, "ranks": [0]} in document["warnings"]
-    assert document["plan"]["text"] == results.plan.explain()
-    assert document["nbaccel_version"] == nbaccel.__version__
-    saved = results.report().save(tmp_path / "run.json")
-    assert json.loads(saved.read_text()) == document
-
-
-def test_a_run_without_loops_has_a_report_that_says_so() -> None:
-    results = notebook_launcher(workers.nothing, num_processes=2)
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_without_loops_has_a_report_that_says_so(num_processes: int) -> None:
+    """In this process, it shares none with the run before."""
+    if num_processes == 1:
+        facts = notebook_launcher(train, (0,), num_processes=1).report().facts
+        (times,) = facts.timed_ranks.values()
+        assert times.computing_s > BATCHES * SLOW_STEP_S
+        assert times.waiting_s == 0
+        assert (facts.ranks[0].steps, facts.ranks[0].samples) == (BATCHES, BATCHES * 4)
+        assert (facts.ranks[0].peak_host_bytes or 0) > 1 << 20
+        assert set(facts.curves) == {"loss", "rank"}
+        assert "start_method" in facts.plan.text
+    results = notebook_launcher(workers.nothing, num_processes=num_processes)
     report = results.report()
     assert report.facts.timed_ranks == {}
+    assert report.facts.ranks[0].steps is None
     assert "No loop over batches was seen" in str(report)
     assert report.facts.plan.text == results.plan.explain()
     assert 0 < report.facts.seconds < 60
-
-
-def test_a_run_in_this_process_has_a_report() -> None:
-    results = notebook_launcher(train, (0,), num_processes=1)
-    facts = results.report().facts
-    (times,) = facts.timed_ranks.values()
-    assert times.computing_s > BATCHES * SLOW_STEP_S
-    assert times.waiting_s == 0
-    assert facts.ranks[0].samples == BATCHES * 4
-    assert (facts.ranks[0].peak_host_bytes or 0) > 1 << 20
-    assert set(facts.curves) == {"loss", "rank"}
-    assert "start_method" in facts.plan.text
 
 
 @pytest.mark.parametrize(("num_processes", "failing_rank"), [(2, 1), (1, 0)])
@@ -222,13 +218,6 @@ def test_a_run_that_failed_has_a_report(num_processes: int, failing_rank: int) -
     if num_processes > 1:
         assert isinstance(caught.value, nbaccel.WorkerFailed)
         assert caught.value.report().to_dict() == latest.to_dict()
-
-
-def test_two_runs_in_this_process_do_not_share_a_report() -> None:
-    first = notebook_launcher(train, num_processes=1)
-    second = notebook_launcher(workers.nothing, num_processes=1)
-    assert first.report().facts.ranks[0].steps == BATCHES
-    assert second.report().facts.ranks[0].steps is None
 
 
 # ------------------------------------------------------------------------- live workers
@@ -261,7 +250,7 @@ def test_cells_and_calls_have_reports_of_their_own() -> None:
         assert pool.report().facts.ending == "failed"
 
 
-def test_what_was_no_run_has_no_report() -> None:
+def test_what_was_no_run_has_no_report_and_is_not_compared() -> None:
     results = notebook_launcher(workers.nothing, num_processes=1)
     for nothing, says in (
         (nbaccel.WorkerFailed("made by hand"), "WorkerFailed has nothing to report"),
@@ -270,6 +259,15 @@ def test_what_was_no_run_has_no_report() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             nothing.report()
+    for runs, says in (
+        ([], r"got 0: two runs or more"),
+        ([3, 4], r"got 3, which has no report"),
+        (["missing.json", "x.json"], r"missing\.json.*cannot be read as a report"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            nbaccel.compare(*runs)
+    with pytest.raises(ConfigError, match="at least 10"):
+        RunConfig(compare=3)
 
 
 # ---------------------------------------- runs side by side, and whether more workers were worth it
@@ -326,21 +324,3 @@ def test_one_worker_is_measured_on_request(capfd: pytest.CaptureFixture[str]) ->
     (advice,) = results.report().facts.advice
     assert "an earlier run of slower_together" in advice
     assert results.report().to_dict()["title"] == "slower_together"
-
-
-@pytest.mark.parametrize(
-    ("runs", "words"),
-    [
-        ([], r"got 0: two runs or more"),
-        ([3, 4], r"got 3, which has no report"),
-        (["missing.json", "x.json"], r"missing\.json.*cannot be read as a report"),
-    ],
-)
-def test_what_is_no_run_is_refused(runs: list[object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        nbaccel.compare(*runs)
-
-
-def test_too_few_steps_say_nothing() -> None:
-    with pytest.raises(ConfigError, match="at least 10"):
-        RunConfig(compare=3)

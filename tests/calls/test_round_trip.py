@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,6 +55,9 @@ def test_a_cell_is_one_message_there_and_one_back_per_rank(
     assert counts == {"pack_message": 1, "send_packet": 2, "receive": 2}, (
         "pickled once for both; no thread, and no look at the workers' memory"
     )
+    with pytest.raises(ZeroDivisionError):
+        pool.run("1 / 0")
+    assert counts["process_use"] == 2, "for the summary"
 
 
 def test_a_long_cell_is_kept_in_one_file_for_all_ranks(
@@ -89,26 +91,10 @@ def test_what_a_rank_prints_after_it_has_finished_is_still_shown(
     assert "from a thread" in capsys.readouterr().out
 
 
-def test_a_cell_that_fails_looks_at_the_workers_for_its_summary(pool: Pool, counts: Counts) -> None:
-    with pytest.raises(ZeroDivisionError):
-        pool.run("1 / 0")
-    assert counts["process_use"] == 2
-
-
 # ------------------------------------------------------------------------- logging
 
 
-@pytest.fixture
-def loggers() -> Iterator[list[str]]:
-    """Names of loggers that are forgotten afterwards."""
-    made: list[str] = []
-    yield made
-    for name in made:
-        logging.root.manager.loggerDict.pop(name, None)
-
-
-def test_a_change_of_any_kind_is_seen_at_the_next_cell(loggers: list[str]) -> None:
-    loggers.append("users_own")
+def test_a_change_of_any_kind_is_seen_at_the_next_cell() -> None:
     logger = logging.getLogger("users_own")
     handler = logging.StreamHandler()
     seen = [library_settings.logging_only()]
@@ -129,6 +115,7 @@ def test_a_change_of_any_kind_is_seen_at_the_next_cell(loggers: list[str]) -> No
             seen.append(library_settings.logging_only())
     finally:
         logging.getLogger("torch.distributed").setLevel(level)
+        logging.root.manager.loggerDict.pop("users_own")
     assert len(set(seen)) == len(changes) + 1
     of_library = pickle.loads(pickle.loads(seen[-1])["logging"])[1]["torch.distributed"]
     assert of_library == (of_library[0], *library_settings._UNSET[1:]), "nothing else"
@@ -164,26 +151,20 @@ print(json.dumps(sorted(files)))
 """
 
 
-@pytest.fixture(scope="module", params=["template", "fork"])
-def entered(request: pytest.FixtureRequest) -> list[str]:
+@pytest.mark.parametrize("method", ["template", "fork"])
+def test_a_launch_on_cpus_enters_few_files_and_none_of_other_devices_or_hosts(method: str) -> None:
+    """The aim is 30: one who reads what a launch does has all of them to read."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, request.param],
+        [sys.executable, "-c", PROGRAM, method],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    found: Any = json.loads(done.stdout.splitlines()[-1])
     package = f"{ROOT / 'nbaccel'}/"
-    return [path.removeprefix(package) for path in found if path.startswith(package)]
-
-
-def test_a_launch_on_cpus_enters_nothing_of_other_devices_engines_or_hosts(entered):
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    entered = [path.removeprefix(package) for path in found if path.startswith(package)]
     assert "calls/launch.py" in entered
     others = ("deepspeed/", "devices/tpu/", "hosts/")
     assert [path for path in entered if path.startswith(others)] == []
-
-
-def test_a_launch_on_cpus_enters_no_more_files_than_it_did(entered):
-    """The aim is 30: one who reads what a launch does has all of them to read."""
     assert len(entered) <= 30, entered

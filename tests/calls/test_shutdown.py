@@ -63,27 +63,41 @@ def go_on(ladder: ShutdownLadder, clock: Clock, *, steps: int = 20) -> list[floa
     return waits
 
 
-def test_a_launchs_worker_that_does_nothing_is_ended_within_bounds(clock: Clock) -> None:
-    worker = Worker()
-    ladder = ShutdownLadder([worker], END_WORKERS.on_failure)
-    assert go_on(ladder, clock) == [0.25, 0.05, 0.2, 0.1, 5.0]
-    assert worker.done == ["ask", "interrupt", "terminate", "kill"]
-    assert ladder.due() is None
-    assert not ladder.has_cut
-
-
-def test_a_pools_worker_is_cut_off_before_it_is_killed(clock: Clock) -> None:
-    worker = Worker()
-    ladder = ShutdownLadder([worker], KEEP_WORKERS.on_stop)
-    assert go_on(ladder, clock) == [0.05, 0.2, 1.0, 5.0]
-    assert worker.done == ["ask", "interrupt", "tell", "interrupt", "kill"]
-    assert ladder.has_cut
-
-
-def test_after_a_failure_elsewhere_nobody_will_complete_the_collective(clock: Clock) -> None:
-    worker = Worker()
-    go_on(ShutdownLadder([worker], KEEP_WORKERS.on_failure), clock, steps=3)
-    assert worker.done == ["ask", "tell", "interrupt"]
+@pytest.mark.parametrize(
+    ("policy", "worker", "steps", "waits", "done"),
+    [
+        # A launch's worker that does nothing is ended within bounds.
+        (
+            END_WORKERS.on_failure,
+            None,
+            20,
+            [0.25, 0.05, 0.2, 0.1, 5],
+            "ask interrupt terminate kill",
+        ),
+        # A pool's is cut off before it is killed.
+        (KEEP_WORKERS.on_stop, None, 20, [0.05, 0.2, 1, 5], "ask interrupt tell interrupt kill"),
+        # After a failure elsewhere nobody will complete the collective.
+        (KEEP_WORKERS.on_failure, None, 3, None, "ask tell interrupt"),
+        (AFTER_LOSS, None, 20, [0.1, 5], "ask kill"),
+        # Who cannot say where it is is not waited for.
+        (END_WORKERS.on_stop, "silent", 1, None, "ask interrupt"),
+        # Who has not come to life is never interrupted.
+        (END_WORKERS.on_stop, "unborn", 1, None, "ask kill"),
+        (KEEP_WORKERS.on_stop, "unborn", 1, None, "ask kill"),
+    ],
+)
+def test_what_is_done_to_a_worker_in_which_order(
+    policy, worker, steps: int, waits, done: str, clock: Clock
+) -> None:
+    state = HandleState.FORKED if worker == "unborn" else HandleState.RUNNING
+    worker = Worker(answers=worker is None, state=state)
+    ladder = ShutdownLadder([worker], policy)
+    found = go_on(ladder, clock, steps=steps)
+    assert worker.done == done.split()
+    if waits is not None:
+        assert found == waits
+        assert ladder.due() is None
+        assert ladder.has_cut == ("tell" in done)
 
 
 def test_all_are_interrupted_at_once_when_all_have_said_where_they_are(clock: Clock) -> None:
@@ -95,19 +109,6 @@ def test_all_are_interrupted_at_once_when_all_have_said_where_they_are(clock: Cl
         ladder.answered(worker)
         ladder.advance()
     assert [w.done for w in workers] == [["ask", "interrupt"]] * 3
-
-
-def test_who_cannot_say_where_it_is_is_not_waited_for(clock: Clock) -> None:
-    worker = Worker(answers=False)
-    ShutdownLadder([worker], END_WORKERS.on_stop).advance()
-    assert worker.done == ["ask", "interrupt"]
-
-
-@pytest.mark.parametrize("policy", [END_WORKERS, KEEP_WORKERS])
-def test_who_has_not_come_to_life_is_killed_and_never_interrupted(policy, clock: Clock) -> None:
-    worker = Worker(answers=False, state=HandleState.FORKED)
-    ShutdownLadder([worker], policy.on_stop).advance()
-    assert worker.done == ["ask", "kill"]
 
 
 def test_who_unwinds_gets_time_for_it_once(clock: Clock) -> None:
@@ -145,12 +146,6 @@ def test_who_is_through_has_nothing_done_to_it(clock: Clock) -> None:
     assert ladder.is_over
     assert go_on(ladder, clock) == []
     assert worker.done == []
-
-
-def test_after_a_loss_the_others_are_asked_and_killed(clock: Clock) -> None:
-    worker = Worker()
-    assert go_on(ShutdownLadder([worker], AFTER_LOSS), clock) == [0.1, 5.0]
-    assert worker.done == ["ask", "kill"]
 
 
 # ------------------------------------------------------------------------- who is through

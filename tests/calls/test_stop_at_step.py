@@ -71,10 +71,6 @@ def train_ddp(model: nn.Module, seen: Path, has_loader: bool = True, pause_s: fl
             time.sleep(pause_s)
 
 
-def train_without_loader(model: nn.Module, seen: Path) -> None:
-    train_ddp(model, seen, has_loader=False)
-
-
 def train_prepared(model: nn.Module, seen: Path) -> None:
     accelerator = Accelerator()
     parallel, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
@@ -122,25 +118,26 @@ def assert_kept(error: LaunchInterrupted, model: nn.Module) -> None:
     assert str(error).startswith(f"stopped at step {steps}; its weights are in `args[0]`")
 
 
-@pytest.mark.parametrize("function", [train_ddp, train_without_loader, train_prepared])
-def test_weights_of_one_whole_step_come_home(function: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "num_processes"), [(train_ddp, 2), (train_prepared, 2), (train_prepared, 1)]
+)
+def test_weights_of_one_whole_step_come_home(
+    function: Callable[..., Any], num_processes: int, tmp_path: Path
+) -> None:
     model = Sum()
-    error = stopped(function, model, tmp_path)
+    error = stopped(function, model, tmp_path, num_processes=num_processes)
     assert_kept(error, model)
-    assert error.results == [None, None]
-    # The next launch goes on with them.
+    if num_processes == 1:
+        assert "loss" in str(error.report())
+    else:
+        assert error.results == [None, None]
+    # The next launch goes on with them; with torch's DDP, without a loader.
     again = tmp_path / "again"
     again.mkdir()
     before = steps_of(model)
-    stopped(function, model, again)
+    more = [False] if function is train_ddp else []
+    stopped(function, model, again, *more, num_processes=num_processes)
     assert steps_of(model) > before
-
-
-def test_one_process_stops_after_its_step(tmp_path: Path) -> None:
-    model = Sum()
-    error = stopped(train_prepared, model, tmp_path, num_processes=1)
-    assert_kept(error, model)
-    assert "loss" in str(error.report())
 
 
 def test_stop_can_be_set_to_discard(tmp_path: Path) -> None:
@@ -161,35 +158,28 @@ def test_a_second_press_discards(tmp_path: Path) -> None:
     assert time.monotonic() - began < 30, "it has waited for the step that takes a minute"
 
 
-def save_when_stopped(model: nn.Module, seen: Path) -> str:
+def save_when_stopped(model: nn.Module, seen: Path, fails: bool) -> str:
     try:
         train_ddp(model, seen)
     except KeyboardInterrupt:
         dist.barrier()  # ranks are in step, so they can go on together
+        if fails:
+            raise OSError("no space left to save") from None
         return f"saved {dist.get_rank()}"
     return "never"
 
 
-def test_a_function_may_tidy_up_together_and_return(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_function_may_tidy_up_together_and_return(fails: bool, tmp_path: Path) -> None:
     model = Sum()
-    error = stopped(save_when_stopped, model, tmp_path)
-    assert_kept(error, model)
-    assert error.results == ["saved 0", "saved 1"]
-
-
-def fail_when_stopped(model: nn.Module, seen: Path) -> None:
-    try:
-        train_ddp(model, seen)
-    finally:
-        raise OSError("no space left to save")
-
-
-def test_a_failure_on_the_way_out_discards(tmp_path: Path) -> None:
-    model = Sum()
-    error = stopped(fail_when_stopped, model, tmp_path)
-    assert "no space left to save" in str(error)
-    assert "the model is as it was" in str(error)
-    assert steps_of(model) == 0
+    error = stopped(save_when_stopped, model, tmp_path, fails)
+    if not fails:
+        assert_kept(error, model)
+        assert error.results == ["saved 0", "saved 1"]
+    else:
+        assert "no space left to save" in str(error)
+        assert "the model is as it was" in str(error)
+        assert steps_of(model) == 0
 
 
 def test_a_call_in_live_workers_keeps_them_and_the_weights(tmp_path: Path) -> None:

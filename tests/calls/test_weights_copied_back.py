@@ -57,8 +57,6 @@ def last(self, modules, **settings):
 WeightWriter.write = last
 """
 
-NUM_BYTES = 2 * (256 * 256 + 256) * 4
-"""Of the model."""
 
 NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, -1))\n"
 ROOM = "resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n"
@@ -227,28 +225,21 @@ def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
 
 
 def test_rank_0_trains_in_a_file_and_shares_the_arena_again_afterwards(
-    fresh: Pool, model: nn.Module
+    fresh: Pool, model: nn.Module, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    loss = model(torch.ones(1, 256, requires_grad=True)).sum()
     look = (
         "from pathlib import Path\n"
         "def maps(): return Path('/proc/self/maps').read_text().count('nbaccel-staging')\n"
     )
     fresh.run(look + TRAIN + "during = maps()")
-    fresh.run("after = maps()")
+    fresh.run("after = maps(); there = [p.detach() for p in model.parameters()]")
     assert fresh.pull("during", ranks=[0])["during"] > 0
     assert fresh.pull("during", ranks=[1])["during"] == 0
     assert fresh.pull("after") == {"after": [0, 0]}
-
-
-def test_a_graph_of_the_notebook_that_needs_the_old_weights_says_so(
-    fresh: Pool, model: nn.Module
-) -> None:
-    x = torch.ones(1, 256, requires_grad=True)
-    loss = model(x).sum()
-    fresh.run(TRAIN)
+    assert "the weights of model" not in capfd.readouterr().err
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    fresh.run("there = [p.detach() for p in model.parameters()]")
+        loss.backward()  # it needs the old weights
     assert all(equal(model, there) for there in fresh.pull("there")["there"])
 
 
@@ -276,63 +267,39 @@ def test_what_a_cell_changes_besides_values_is_told_of_each_model(
     assert re.search(CHANGES[change], " ".join(capfd.readouterr().err.split()))
 
 
-def test_what_a_cell_only_trains_is_not_told(
-    fresh: Pool, model: nn.Module, capfd: pytest.CaptureFixture[str]
-) -> None:
-    fresh.run(TRAIN)
-    assert "the weights of model" not in capfd.readouterr().err
-
-
 # --------------------------------------------- after a launch: weights changed without an optimizer
 
 
-def model_of_zeros() -> nn.Module:
-    model = nn.Linear(256, 256, bias=False)
-    nn.init.zeros_(model.weight)
-    return model
-
-
-def add_one(model: nn.Linear) -> int:
-    with torch.no_grad():
-        model.weight.add_(1)
-    return os.getpid()
-
-
-def test_a_rank_0_that_is_killed_after_its_return_has_left_its_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_rank_0_has_left_its_weights_at_its_return_unless_another_rank_fails(
+    fails: bool, tmp_path: Path
+) -> None:
     sign = tmp_path / "pid"
 
-    def killing(model: nn.Linear) -> None:
+    def waits(pid: int) -> bool:
+        """Whether rank 0 has returned and waits for a message."""
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+        except psutil.NoSuchProcess:
+            return False
+
+    def train(model: nn.Linear) -> None:
         if os.environ["RANK"] == "0":
-            add_one(model)
+            with torch.no_grad():
+                model.weight.add_(1)
             sign.write_text(str(os.getpid()))
             return
-        while not sign.exists() or not sign.read_text() or not _waits(int(sign.read_text())):
+        while not sign.exists() or not sign.read_text() or not waits(int(sign.read_text())):
             time.sleep(0.02)
+        if fails:
+            raise ValueError("too late")
         os.kill(int(sign.read_text()), signal.SIGKILL)
 
-    model = model_of_zeros()
-    notebook_launcher(killing, (model,), 2, start_method="template")
-    assert (model.weight == 1).all()
-
-
-def test_a_rank_that_fails_after_rank_0_has_returned_leaves_the_model_old() -> None:
-    def failing(model: nn.Linear) -> None:
-        add_one(model)
-        if os.environ["RANK"] == "1":
-            time.sleep(0.2)
-            raise ValueError("too late")
-
-    model = model_of_zeros()
-    with pytest.raises(WorkerFailed, match="too late"):
-        notebook_launcher(failing, (model,), 2)
-    assert (model.weight == 0).all()
-
-
-def _waits(pid: int) -> bool:
-    """Whether a worker has returned and waits for a message."""
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_SLEEPING
-    except psutil.NoSuchProcess:
-        return False
+    model = nn.Linear(256, 256, bias=False)
+    nn.init.zeros_(model.weight)
+    if fails:
+        with pytest.raises(WorkerFailed, match="too late"):
+            notebook_launcher(train, (model,), 2, start_method="template")
+    else:
+        notebook_launcher(train, (model,), 2, start_method="template")
+    assert (model.weight == 1 - fails).all()
