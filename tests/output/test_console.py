@@ -49,6 +49,7 @@ def test_what_is_shorter_covers_what_was_there_only_as_far_as_it_goes() -> None:
     assert lines.rewritten == "xBcdef"
     assert lines.finish() == ["xBcdef"]
     assert lines.finish() == []
+    assert fed(LineAssembler(), b"\r\x1b[2Ka long line\r\x1b[2Kshort\n") == ["short"]
 
 
 def test_pieces_make_the_same_lines_as_the_whole() -> None:
@@ -61,10 +62,6 @@ def test_pieces_make_the_same_lines_as_the_whole() -> None:
         found += lines.feed(text[at : at + size])[0]
         at += size
     assert found == whole
-
-
-def test_a_line_that_is_erased_before_it_is_written_anew_has_no_rest_of_the_old() -> None:
-    assert fed(LineAssembler(), b"\r\x1b[2Ka long line\r\x1b[2Kshort\n") == ["short"]
 
 
 class Screen:
@@ -144,16 +141,11 @@ def test_a_line_waits_for_its_twin_and_no_longer_than_that(
     screen.console.tick()
     assert screen._capfd.readouterr().out == "[0] only here\n"
     assert screen.console.due_in() is None
-
-
-def test_a_rank_that_has_ended_is_not_waited_for(
-    screen: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(console, "TICK_S", 0.0)
     screen.console.close(1)
+    at_once(monkeypatch, hold_s=100.0)
     screen.say(0, "alone\n")
     screen.console.tick()
-    assert screen._capfd.readouterr().out == "[0] alone\n"
+    assert screen._capfd.readouterr().out == "[0] alone\n", "who has ended is not waited for"
 
 
 def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(
@@ -171,59 +163,35 @@ def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(
     assert screen.console.due_in() is None
 
 
-def test_a_last_line_without_its_end_is_shown(screen: Screen) -> None:
-    screen.say(0, "unfinished")
-    assert screen.flush() == ""
-    assert screen.end() == "[0] unfinished\n"
-
-
-def test_bytes_that_are_no_text_do_no_harm(screen: Screen) -> None:
-    screen.console.feed(0, "stdout", b"\xff\xfe ok\n")
-    screen.console.feed(1, "stdout", b"cut \xe2\x82")
-    assert sorted(screen.end().splitlines()) == ["[0] \ufffd\ufffd ok", "[1] cut \ufffd"]
-
-
-def test_a_bar_is_drawn_in_place_and_kept_once(screen: Screen) -> None:
+def test_a_bar_of_all_is_drawn_in_place_below_whole_lines_and_kept_once(screen: Screen) -> None:
     for step in range(4):
-        screen.say(0, f"\r{step}/3", "stderr")
+        for rank in (0, 1):
+            screen.say(rank, f"\r{step}/3", "stderr")
     screen.flush()
     assert screen.err == "\r[0] 3/3"
-    screen.say(0, "\r3/3 done\n", "stderr")
+    screen.say(1, "hello\n")
+    assert screen.flush() == "[1] hello\n"
+    assert screen.err.startswith("\r")
+    assert screen.err.endswith("[0] 3/3")
+    for rank in (0, 1):
+        screen.say(rank, "\r3/3 done\n", "stderr")
     screen.end()
-    assert screen.err.endswith("[0] 3/3 done\n")
+    assert screen.err.endswith("[0-1] 3/3 done\n")
     assert screen.err.count("done") == 1
 
 
-def test_lines_printed_beside_a_bar_are_whole(screen: Screen) -> None:
-    screen.say(0, "\r50%", "stderr")
-    screen.flush()
-    screen.say(1, "hello\n")
-    out = screen.flush()
-    assert out == "[1] hello\n"
-    assert screen.err.startswith("\r")
-    assert screen.err.endswith("[0] 50%")
-
-
-def test_all_ranks_bars_are_one(screen: Screen) -> None:
-    for rank in (0, 1):
-        screen.say(rank, "\r10%", "stderr")
-    screen.flush()
-    assert "[0] 10%" in screen.err
-    assert "[1]" not in screen.err
-
-
-def test_a_notice_comes_after_what_was_printed_before_it(screen: Screen) -> None:
+def test_last_lines_notices_and_bytes_that_are_no_text(screen: Screen) -> None:
     screen.say(0, "before\n", "stderr")
     screen.console.notice("nbaccel: look")
+    screen.say(0, "".join(f"line {i}\n\n" for i in range(100)))
     screen.flush()
     assert screen.err == "[0] before\nnbaccel: look\n"
-
-
-def test_the_last_lines_are_remembered_without_blank_ones(screen: Screen) -> None:
-    screen.say(0, "".join(f"line {i}\n\n" for i in range(100)))
     assert screen.console.tails()[0][-2:] == ["line 98", "line 99"]
     assert screen.console.tails()[1] == []
-    screen.end()
+    screen.console.feed(0, "stdout", b"\xff\xfe ok\nunfinished")
+    screen.console.feed(1, "stdout", b"cut \xe2\x82")
+    assert screen.flush() == "[0] \ufffd\ufffd ok\n"
+    assert sorted(screen.end().splitlines()) == ["[0] unfinished", "[1] cut \ufffd"]
 
 
 def test_nothing_is_lost_or_turned_around_in_a_storm(capfd: pytest.CaptureFixture[str]) -> None:
@@ -288,27 +256,27 @@ def test_so_much_is_shown_at_once_and_no_more(
     assert shown + notebook.end() == "".join(f"[0] line {i}\n" for i in range(20_000))
 
 
-def test_after_a_stop_the_last_lines_are_shown_and_the_others_counted(notebook: Screen) -> None:
-    notebook.say(0, block(0, 10_000))
+@pytest.mark.parametrize("blocks", [0, 10])
+def test_after_a_stop_the_last_lines_are_shown_and_the_others_counted(
+    notebook: Screen, blocks: int
+) -> None:
+    number = 10_000 if blocks else 100  # a short backlog is shown whole
+    notebook.say(0, block(0, number))
     notebook.console.end_is_near()
-    for _ in range(10):
-        notebook.say(0, block(10_000, 10_000))
+    for _ in range(blocks):
+        notebook.say(0, block(number, number))
         assert not notebook.console.is_full(0)
     notebook.say(1, "few\n")
     shown = notebook.end().splitlines()
-    own = [line for line in shown if line.startswith("[0] ")]
-    assert own[-1] == "[0] line 19999"
     assert "[1] few" in shown
-    assert 100 <= len(own) <= 1000
-    assert f"{110_000 - len(own):,} lines of rank 0 not shown" in notebook.err
-
-
-def test_after_a_stop_a_short_backlog_is_shown_whole(notebook: Screen) -> None:
-    notebook.say(0, block(0, 100))
-    notebook.console.end_is_near()
-    notebook.say(0, "saved\n")
-    assert len(notebook.end().splitlines()) == 101
-    assert notebook.err == ""
+    own = [line for line in shown if line.startswith("[0] ")]
+    if blocks:
+        assert own[-1] == "[0] line 19999"
+        assert 100 <= len(own) <= 1000
+        assert f"{110_000 - len(own):,} lines of rank 0 not shown" in notebook.err
+    else:
+        assert len(own) == number
+        assert notebook.err == ""
 
 
 @pytest.mark.slow
@@ -434,7 +402,15 @@ def test_notices_of_a_worker_are_no_errors(panelled: Panelled, cell: NotebookCel
     assert cell.streams("stderr") == "[0] Traceback\n"
 
 
-def test_the_place_comes_before_everything(panelled: Panelled, cell: NotebookCell) -> None:
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_the_place_comes_before_everything_unless_the_call_is_over_before(
+    panelled: Panelled, cell: NotebookCell, is_quick: bool
+) -> None:
+    if is_quick:
+        panelled.console.feed(0, "stdout", b"quick\n")
+        panelled.end()
+        assert cell.events == ["stdout:[0] quick\n"]
+        return
     panelled.console.feed_display(0, Display({"data": {"text/plain": "figure"}, "metadata": {}}))
     panelled.console.tick()
     panelled.say(0, "line\n", "stdout")
@@ -442,14 +418,6 @@ def test_the_place_comes_before_everything(panelled: Panelled, cell: NotebookCel
     panelled.end()
     assert cell.events == ["display", "stdout:[0]\n", "display figure", "stdout:[0] line\n"]
     assert cell.updates == 1, "the panel replaces what is there"
-
-
-def test_a_call_that_is_over_before_it_has_shown_anything_has_no_place(
-    panelled: Panelled, cell: NotebookCell
-) -> None:
-    panelled.console.feed(0, "stdout", b"quick\n")
-    panelled.end()
-    assert cell.events == ["stdout:[0] quick\n"]
 
 
 def test_after_a_clear_the_panel_is_at_the_top_again(

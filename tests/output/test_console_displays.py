@@ -25,10 +25,20 @@ def screen(capfd: pytest.CaptureFixture[str]) -> Show:
     return Show(capfd)
 
 
-def test_a_display_that_all_send_is_shown_once_and_without_a_label(screen: Show) -> None:
+def test_a_display_that_all_send_is_shown_once_at_its_place_among_the_lines(screen: Show) -> None:
     for rank in (0, 1):
+        screen.say(rank, "before\nsee: ")
         screen.show(rank, "figure")
-    assert screen.flush() == "figure\n"
+        screen.say(rank, "after\n")
+    assert screen.flush() == "[0-1] before\n[0-1] see: \nfigure\n[0-1] after\n"
+    for rank in (0, 1):
+        screen.show(rank, f"figure {rank}")
+    assert screen.flush() == "[0]\nfigure 0\n[1]\nfigure 1\n"
+    screen.say(0, "\r50%", "stderr")
+    screen.flush()
+    screen.show(0, "figure")
+    assert screen.flush() == "[0]\nfigure\n"
+    assert screen.err.endswith("[0] 50%"), "a bar stands below"
 
 
 def test_after_a_stop_the_last_displays_are_shown_and_updates_are_kept(
@@ -46,34 +56,12 @@ def test_after_a_stop_the_last_displays_are_shown_and_updates_are_kept(
     assert f"{1001 - len(shown):,} lines not shown" in screen.err
 
 
-def test_displays_that_differ_have_their_rank_above(screen: Show) -> None:
-    for rank in (0, 1):
-        screen.show(rank, f"figure {rank}")
-    assert screen.flush() == "[0]\nfigure 0\n[1]\nfigure 1\n"
-
-
-def test_a_display_keeps_its_place_among_the_lines(screen: Show) -> None:
-    for rank in (0, 1):
-        screen.say(rank, "before\n")
-        screen.show(rank, "figure")
-        screen.say(rank, "after\n")
-    assert screen.flush() == "[0-1] before\nfigure\n[0-1] after\n"
-
-
-def test_the_start_of_a_line_comes_before_the_display(screen: Show) -> None:
-    for rank in (0, 1):
-        screen.say(rank, "see: ")
-        screen.show(rank, "figure")
-        screen.say(rank, "end\n")
-    assert screen.flush() == "[0-1] see: \nfigure\n[0-1] end\n"
-
-
-def test_a_display_waits_for_its_twin_and_no_longer_than_that(
+def test_a_display_waits_for_its_twin_and_an_update_for_nobody(
     screen: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "TICK_S", 0.0)
     monkeypatch.setattr(console, "HOLD_S", 1000.0)
-    screen.show(0, "figure")
+    screen.show(0, "figure", handle="a")
     screen.console.tick()
     assert screen._capfd.readouterr().out == ""
     assert screen.console.due_in() is not None
@@ -81,14 +69,11 @@ def test_a_display_waits_for_its_twin_and_no_longer_than_that(
     screen.console.tick()
     assert screen._capfd.readouterr().out == "[0]\nfigure\n"
     assert screen.console.due_in() is None
-
-
-def test_a_bar_stands_below_a_display(screen: Show) -> None:
-    screen.say(0, "\r50%", "stderr")
-    screen.flush()
-    screen.show(0, "figure")
-    assert screen.flush() == "[0]\nfigure\n"
-    assert screen.err.endswith("[0] 50%")
+    monkeypatch.setattr(console, "HOLD_S", 1000.0)
+    for step in range(100):
+        screen.show(0, f"step {step}", handle="a", update=True)
+    screen.console.tick()
+    assert screen._capfd.readouterr().out == "step 99\n"
 
 
 def test_with_a_template_every_display_has_its_prefix(capfd: pytest.CaptureFixture[str]) -> None:
@@ -101,61 +86,26 @@ def test_with_a_template_every_display_has_its_prefix(capfd: pytest.CaptureFixtu
     assert bare.flush() == "figure\n"
 
 
-def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(screen: Show) -> None:
+@pytest.mark.parametrize("handles", [("id0", "id1"), ("same", "same")])
+def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(
+    screen: Show, handles: tuple[str, str]
+) -> None:
     for rank in (1, 0):
-        screen.show(rank, f"start {rank}", handle=f"id{rank}")
+        screen.show(rank, f"start {rank}", handle=handles[rank])
     assert screen.flush() == "start 0\n"
-    for rank in (1, 0):
-        screen.show(rank, f"next {rank}", handle=f"id{rank}", update=True)
-    assert screen.flush() == "next 0\n"
-
-
-def test_one_name_for_the_outputs_of_all_is_the_lowest_rank_s(screen: Show) -> None:
-    screen.show(0, "start 0", handle="same")
-    assert screen.flush() == "[0]\nstart 0\n"
-    screen.show(1, "start 1", handle="same")
-    screen.show(1, "next 1", handle="same", update=True)
+    screen.show(1, "next 1", handle=handles[1], update=True)
     assert screen.flush() == ""
-    screen.show(0, "next 0", handle="same", update=True)
+    screen.show(0, "next 0", handle=handles[0], update=True)
     assert screen.flush() == "next 0\n"
-
-
-def test_of_many_updates_only_the_last_is_shown(screen: Show) -> None:
-    screen.show(0, "start", handle="a")
-    screen.flush()
-    for step in range(100):
-        screen.show(0, f"step {step}", handle="a", update=True)
-    assert screen.flush() == "step 99\n"
-
-
-def test_an_update_waits_for_nobody(screen: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "TICK_S", 0.0)
-    screen.show(0, "start", handle="a")
-    screen.flush()
-    monkeypatch.setattr(console, "HOLD_S", 1000.0)
-    screen.show(0, "next", handle="a", update=True)
-    screen.console.tick()
-    assert screen._capfd.readouterr().out == "next\n"
-
-
-@pytest.fixture
-def clears(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Each time the cell is cleared: whether at once."""
-    found: list[bool] = []
-    monkeypatch.setattr(publish, "clear", lambda wait_for_new: found.append(not wait_for_new))
-    return found
 
 
 def test_the_cell_is_cleared_once_for_all_and_by_the_lowest_rank(
-    screen: Show, clears: list[bool]
+    screen: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rank in (0, 1):
-        screen.console.feed_display(rank, ClearOutput(wait=True))
-    screen.flush()
-    assert clears == [False]
-    screen.console.feed_display(1, ClearOutput(wait=True))
-    screen.flush()
-    assert clears == [False], "rank 0 is the one that clears"
-    screen.console.feed_display(0, ClearOutput(wait=True))
-    screen.flush()
-    assert clears == [False, False]
+    waits: list[bool] = []
+    monkeypatch.setattr(publish, "clear", lambda wait_for_new: waits.append(bool(wait_for_new)))
+    for ranks, times in (((0, 1), 1), ((1,), 1), ((0,), 2)):
+        for rank in ranks:
+            screen.console.feed_display(rank, ClearOutput(wait=True))
+        screen.flush()
+        assert waits == [True] * times

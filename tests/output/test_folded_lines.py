@@ -38,74 +38,52 @@ def test_a_harmless_line_is_taken(line: str) -> None:
     assert (messages.count, messages.lines()) == (1, [f"[0] {line}"])
 
 
-@pytest.mark.parametrize("line", OTHERS)
-def test_any_other_line_stays(line: str) -> None:
+def test_equal_messages_are_one_line_and_counted_each_and_what_is_kept_is_bounded() -> None:
     messages = LibraryMessages()
-    assert list(messages.take_from(0, [line])) == [line]
+    assert list(messages.take_from(0, OTHERS)) == OTHERS
     assert (messages.count, messages.lines()) == (0, [])
-
-
-def test_equal_messages_of_ranks_are_one_line_and_counted_each() -> None:
-    messages = LibraryMessages()
     for rank in (2, 0, 1, 0):
         messages.take_from(rank, [HARMLESS[1]])
     assert messages.count == 4
     assert messages.lines() == [f"[0-2] {HARMLESS[1]}"]
-
-
-def test_what_is_kept_is_bounded() -> None:
-    messages = LibraryMessages()
     for number in range(10_000):
         messages.take_from(0, [f"{HARMLESS[1]}{number}{'x' * 100_000 if number < 3 else ''}"])
-    assert messages.count == 10_000
+    assert messages.count == 10_004
     assert sum(map(len, messages.lines())) < 200_000
 
 
-def print_and_fail() -> None:
-    print(HARMLESS[1], flush=True)
-    raise ValueError("diverged")
+def test_what_fails_tells_them_in_full_and_what_does_well_does_not(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def print_and_fail() -> None:
+        print(HARMLESS[1], flush=True)
+        raise ValueError("diverged")
 
-
-def test_what_fails_tells_them_in_full(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(WorkerFailed, match="diverged") as caught:
         notebook_launcher(print_and_fail, (), 2)
     lines = str(caught.value).splitlines()
     place = lines.index("Messages of libraries:")
     assert lines[place + 1].endswith(f"] {HARMLESS[1]}")
     assert "c10d" not in capfd.readouterr().out
-
-
-def test_what_does_well_does_not_show_them(capfd: pytest.CaptureFixture[str]) -> None:
     notebook_launcher(print, (f"{HARMLESS[1]}\nmine",), 2)
     assert capfd.readouterr().out == "[0-1] mine\n"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_a_warning_is_found_wherever_it_stands_and_in_little_time() -> None:
+    for line in (
         "/a/b.py:12: UserWarning: it is late",
         "UserWarning: it is late",
         "[W1125 reducer.cpp:1] UserWarning: it is late",
         "<ipython-input-3>:1: UserWarning: it is late",
-    ],
-)
-def test_a_warning_is_found_wherever_it_stands(line: str) -> None:
-    seen = SeenWarnings()
-    seen.take_in(1, ["before", line, "  warnings.warn('it is late')"])
-    assert list(seen.by_text) == ["UserWarning: it is late"]
-
-
-@pytest.mark.parametrize("line", ["Warning: x", "my_warning: 3", "UserWarning:", "no Warnings: 0"])
-def test_other_lines_are_none(line: str) -> None:
-    seen = SeenWarnings()
-    seen.take_in(0, [line])
-    assert not seen.by_text
-
-
-def test_many_lines_take_little_time() -> None:
+    ):
+        seen = SeenWarnings()
+        seen.take_in(1, ["before", line, "  warnings.warn('it is late')"])
+        assert list(seen.by_text) == ["UserWarning: it is late"], line
     seen = SeenWarnings()
     began = time.perf_counter()
+    seen.take_in(0, ["Warning: x", "my_warning: 3", "UserWarning:", "no Warnings: 0"])
     seen.take_in(0, ["epoch 3, loss 0.27, all is well"] * 1_000_000)
+    assert not seen.by_text
     assert time.perf_counter() - began < 2.0
 
 

@@ -36,30 +36,27 @@ def shown(results: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
     return found
 
 
-def test_equal_results_are_shown_once() -> None:
-    assert shown({0: plain("5"), 1: plain("5")}) == ["5"]
-    assert shown({1: rich("t", "<b>")}) == ["t <b>"]
+ONE_LINE = {0: plain("0.9"), 1: plain("0.8"), 2: plain("0.9"), 3: plain("0.9")}
+LONG = {0: rich("a", "<a>"), 1: plain("x"), 2: rich("b", "<b>"), 3: plain("y\nz")}
 
 
-def test_nothing_is_shown_for_no_results() -> None:
-    assert shown({}) == []
-    assert shown({0: None, 1: None}) == []
-
-
-def test_one_line_results_share_an_output() -> None:
-    results = {0: plain("0.9"), 1: plain("0.8"), 2: plain("0.9"), 3: plain("0.9")}
-    assert shown(results) == ["[0,2-3] 0.9\n[1] 0.8"]
-
-
-def test_rich_and_long_results_stand_below_their_label() -> None:
-    results = {0: rich("a", "<a>"), 1: plain("x"), 2: rich("b", "<b>"), 3: plain("y\nz")}
-    assert shown(results) == ["[0]", "a <a>", "[1] x\n[2]", "b <b>", "[3]", "y\nz"]
-
-
-def test_the_same_text_with_another_form_or_metadata_is_another_result() -> None:
-    assert len(shown({0: rich("t", "<a>"), 1: rich("t", "<b>")})) == 4
-    wide = plain("5") | {"metadata": {"width": 3}}
-    assert shown({0: plain("5"), 1: wide}) == ["[0] 5\n[1] 5"]
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        ({0: plain("5"), 1: plain("5")}, ["5"]),
+        ({1: rich("t", "<b>")}, ["t <b>"]),
+        ({}, []),
+        ({0: None, 1: None}, []),
+        # Results of one line share an output; others stand below their label.
+        (ONE_LINE, ["[0,2-3] 0.9\n[1] 0.8"]),
+        (LONG, ["[0]", "a <a>", "[1] x\n[2]", "b <b>", "[3]", "y\nz"]),
+        # The same text with another form or metadata is another result.
+        ({0: rich("t", "<a>"), 1: rich("t", "<b>")}, ["[0]", "t <a>", "[1]", "t <b>"]),
+        ({0: plain("5"), 1: plain("5") | {"metadata": {"width": 3}}}, ["[0] 5\n[1] 5"]),
+    ],
+)
+def test_equal_results_are_shown_once(results: dict[int, Any], expected: list[str]) -> None:
+    assert shown(results) == expected
 
 
 def test_in_a_terminal_the_text_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,47 +88,30 @@ class Clock:
         return self.seconds
 
 
-class Terminal(io.StringIO):
-    """A stream that is one."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """In the test itself: pytest puts its own stream back after the fixtures."""
-    found = Terminal()
-    monkeypatch.setattr(sys, "stderr", found)
-    return found
-
-
-def screen(terminal: Terminal) -> str:
+def screen(terminal: io.StringIO) -> str:
     """What a terminal shows of one line."""
     return terminal.getvalue().rpartition("\x1b[K")[2]
 
 
-def test_a_short_start_leaves_no_trace(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = open_terminal(monkeypatch)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_start_is_told_and_changes_and_goes_away(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    clock, terminal = Clock(), io.StringIO()
+    terminal.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
     line = WaitingLine(2, read_clock=clock)
-    assert line.due_in() == publish.SHOWN_AFTER_S
-    line.say("importing torch")
+    if is_terminal:
+        assert line.due_in() == publish.SHOWN_AFTER_S
     clock.seconds += publish.SHOWN_AFTER_S - 0.01
     line.say("importing torch")
-    line.close()
     assert terminal.getvalue() == ""
-
-
-def test_a_long_one_is_told_and_changes_and_goes_away(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = open_terminal(monkeypatch)
-    line = WaitingLine(2, read_clock=clock)
-    clock.seconds += 0.6
+    clock.seconds += 10.0
+    if not is_terminal:
+        line.say("importing torch")
+        line.close()
+        assert terminal.getvalue() == ""
+        return
     assert line.due_in() == 0.0
     line.say("importing torch")
     assert screen(terminal) == "nbaccel: starting 2 workers: importing torch …"
@@ -146,13 +126,3 @@ def test_a_long_one_is_told_and_changes_and_goes_away(
     line.say("importing torch")
     assert screen(terminal) == "", "it is over"
     assert "\n" not in terminal.getvalue()
-
-
-def test_a_file_gets_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", found)
-    line = WaitingLine(1, read_clock=clock)
-    clock.seconds += 10.0
-    line.say("importing torch")
-    line.close()
-    assert found.getvalue() == ""

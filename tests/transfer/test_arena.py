@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -63,6 +62,7 @@ class Odd(nn.Module):
 
 def test_every_tensor_moves_with_its_values_geometry_and_identity() -> None:
     module = Odd()
+    module.tied = module.plain
     values, tensors = snapshot(module), dict(arena.named_tensors(module))
     geometry = {name: (t.shape, t.stride()) for name, t in tensors.items()}
     sharing = share(module)
@@ -71,39 +71,14 @@ def test_every_tensor_moves_with_its_values_geometry_and_identity() -> None:
         assert tensor is tensors[name], "the same object, so that an optimizer still knows it"
         assert (tensor.shape, tensor.stride()) == geometry[name], name
         assert in_arena(tensor) or tensor.numel() == 0, name
-    assert len(sharing.arenas) == 1
-    assert {slot.name for slot in sharing.modules[0].slots} == values.keys() - {"empty"}
-
-
-def test_slots_describe_the_bytes_in_the_file() -> None:
-    module = Odd()
-    values = snapshot(module)
-    sharing = share(module)
-    for slot in sharing.modules[0].slots:
-        home = sharing.arenas[slot.arena]
-        reader = memfd.Mapping(home.fd, home.nbytes, is_private=True)
-        assert torch.equal(slot.view(reader), values[slot.name]), slot.name
-
-
-def test_tied_weights_stay_tied() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(10, 4)
-            self.head = nn.Linear(4, 10, bias=False)
-            self.head.weight = self.embed.weight
-
-    module = Tied()
-    sharing = share(module)
-    assert module.head.weight is module.embed.weight
-    starts = {slot.name: slot.start for slot in sharing.modules[0].slots}
-    assert starts["embed.weight"] == starts["head.weight"]
-    assert next(iter(sharing.arenas.values())).nbytes < 2 * 10 * 4 * 4, "one copy"
-
-
-def test_views_of_one_storage_stay_views_of_one_storage() -> None:
-    module = Odd()
-    share(module)
+    (home,) = sharing.arenas.values()
+    slots = {slot.name: slot for slot in sharing.modules[0].slots}
+    assert slots.keys() == values.keys() - {"empty"}
+    reader = memfd.Mapping(home.fd, home.nbytes, is_private=True)
+    for name, slot in slots.items():
+        assert torch.equal(slot.view(reader), values[name]), name
+    assert module.tied is module.plain
+    assert slots["tied"].start == slots["plain"].start
     assert module.low.untyped_storage().data_ptr() == module.high.untyped_storage().data_ptr()
     assert module.high.data_ptr() - module.low.data_ptr() == 8 * 4
     with torch.no_grad():
@@ -117,23 +92,19 @@ def test_only_the_used_part_of_a_large_storage_moves() -> None:
     assert next(iter(share(module).arenas.values())).nbytes <= 128
 
 
-def test_a_model_that_is_shared_already_is_not_copied_again() -> None:
-    module = nn.Linear(100, 100)
+def test_of_a_model_that_is_shared_already_only_what_was_replaced_moves() -> None:
+    module, before = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fds()
+    assert share(nn.ReLU()).arenas == {}
+    assert fds() == before
     first = share(module)
-    address, open_files = module.weight.data_ptr(), fds()
-    second = share(module)
-    assert second.arenas == first.arenas
-    assert module.weight.data_ptr() == address
-    assert fds() == open_files
-
-
-def test_a_part_that_was_replaced_goes_to_a_second_arena() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    first = next(iter(share(module).arenas.values()))
+    address, open_files = module[0].weight.data_ptr(), fds()
+    assert share(module).arenas == first.arenas
     module[1] = nn.Linear(4, 2)
     values = snapshot(module)
+    assert module[0].weight.data_ptr() == address
+    assert fds() == open_files
     sharing = share(module)
-    assert first in sharing.arenas.values()
+    assert next(iter(first.arenas.values())) in sharing.arenas.values()
     assert len(sharing.arenas) == 2
     assert_holds(module, values)
 
@@ -171,13 +142,6 @@ def test_an_optimizer_built_before_still_steps_the_right_parameters() -> None:
     assert_holds(module, snapshot(twin))
 
 
-def test_a_module_without_tensors_needs_no_arena() -> None:
-    before = fds()
-    sharing = share(nn.ReLU())
-    assert sharing.arenas == {}
-    assert fds() == before
-
-
 def test_a_forked_child_writes_to_memory_of_its_own() -> None:
     module = nn.Linear(3, 3)
     kept = share(module)
@@ -206,22 +170,6 @@ class Holding(nn.Module):
         self.held = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
 
-def meta() -> nn.Module:
-    return nn.Linear(3, 2, device="meta")
-
-
-def lazy() -> nn.Module:
-    return nn.LazyLinear(3)
-
-
-def empty() -> nn.Module:
-    return nn.ParameterDict({name: torch.zeros(0, 4) for name in ("a", "b", "c")})
-
-
-def sparse() -> nn.Module:
-    return Holding(torch.eye(3).to_sparse())
-
-
 def conjugated() -> nn.Module:
     module = nn.Module()
     module.register_buffer("held", torch.randn(3, dtype=torch.complex64).conj())
@@ -237,19 +185,26 @@ def subclass() -> nn.Module:
     return module
 
 
+META = nn.Linear(3, 2, device="meta")
+EMPTY = nn.ParameterDict({name: torch.zeros(0, 4) for name in ("a", "b", "c")})
+
+
 @pytest.mark.parametrize(
-    ("build", "says"),
+    ("bad", "says"),
     [
-        (meta, r"weight \(Linear\): is on the meta device: it has shape \(2, 3\).*to_empty"),
-        (lazy, r"weight \(LazyLinear\): a lazy parameter.*Run one batch"),
-        (empty, r"a \(ParameterDict\): is an empty parameter of shape \(0, 4\).*Gather it first"),
-        (sparse, r"held \(Holding\): has layout torch.sparse_coo.*inside the function"),
-        (conjugated, r"held \(Module\): is a lazily conjugated.*resolve_conj"),
-        (subclass, r"held \(Module\): is a Odd, .*inside the function"),
+        (META, r"weight \(Linear\): is on the meta device: it has shape \(2, 3\).*to_empty"),
+        (nn.LazyLinear(3), r"weight \(LazyLinear\): a lazy parameter.*Run one batch"),
+        (EMPTY, r"a \(ParameterDict\): is an empty parameter of shape \(0, 4\).*Gather it first"),
+        (
+            Holding(torch.eye(3).to_sparse()),
+            r"held \(Holding\): has layout torch.sparse_coo.*inside the function",
+        ),
+        (conjugated(), r"held \(Module\): is a lazily conjugated.*resolve_conj"),
+        (subclass(), r"held \(Module\): is a Odd, .*inside the function"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_and_nothing_moves(build: object, says: str) -> None:
-    good, bad = nn.Linear(4, 4), build()  # type: ignore[operator]
+def test_what_cannot_be_shared_is_refused_and_nothing_moves(bad: nn.Module, says: str) -> None:
+    good = nn.Linear(4, 4)
     before, open_files = good.weight.data_ptr(), fds()
     with pytest.raises(ModelNotShareable, match=r"(?s)args\[1\]\." + says):
         share(good, bad)
@@ -267,34 +222,21 @@ class Dummy(nn.Module):
         self.layer = nn.Linear(4, 4)
 
 
-def emptied(module: nn.Linear, weight: torch.Tensor) -> nn.Module:
-    module.weight = nn.Parameter(weight)  # nn.Linear(0, 4) warns of having nothing to initialise
-    return module
-
-
-def without_inputs() -> nn.Module:
-    return emptied(nn.Linear(4, 4), torch.empty(4, 0))
-
-
-def without_outputs() -> nn.Module:
-    return emptied(nn.Linear(4, 4), torch.empty(0, 4))
-
-
-@pytest.mark.parametrize("build", [Dummy, without_inputs, without_outputs])
-def test_an_empty_parameter_is_shared_as_it_is(build: Callable[[], nn.Module]) -> None:
-    module = build()
+@pytest.mark.parametrize("weight", [None, torch.empty(4, 0), torch.empty(0, 4)])
+def test_an_empty_parameter_is_shared_as_it_is(weight: torch.Tensor | None) -> None:
+    module: nn.Module = Dummy()
+    if weight is not None:  # nn.Linear(0, 4) warns of having nothing to initialise
+        module = nn.Linear(4, 4)
+        module.weight = nn.Parameter(weight)
     share(module)
     assert all(in_arena(p) for p in module.parameters() if p.numel())
 
 
-def test_a_placeholder_of_deepspeed_is_refused_even_alone() -> None:
+def test_a_placeholder_of_deepspeed_is_refused_even_alone_and_all_refusals_come_at_once() -> None:
     module = Dummy()
     module.dummy_param.ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(ModelNotShareable, match=r"dummy_param .* like a placeholder"):
         share(module)
-
-
-def test_all_refusals_come_at_once() -> None:
     with pytest.raises(ModelNotShareable) as caught:
-        share(meta(), empty())
+        share(META, EMPTY)
     assert all(name in str(caught.value) for name in ("args[0].weight", "args[0].bias", "args[1]"))

@@ -30,9 +30,6 @@ class Notebook:
         done = self.pool.run(text, out=asked)
         return done.out["answer"][0] if asked else None
 
-    def pull(self, *names: str) -> dict[str, Any]:
-        return {name: found for name, (found,) in self.pool.pull(*names).items()}
-
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
@@ -68,9 +65,9 @@ net = Net()
 """
 
 
-def test_nothing_is_sent_twice_and_a_changed_global_of_a_method_is(pool: Notebook) -> None:
+def test_nothing_is_sent_twice_and_what_a_method_uses_or_becomes_is(pool: Notebook) -> None:
     pool.notebook(NET)
-    pool.cell("net;")
+    pool.cell("kept = net")
     assert pool.sent is not None
     pool.cell("net;")
     assert pool.sent is None
@@ -79,11 +76,6 @@ def test_nothing_is_sent_twice_and_a_changed_global_of_a_method_is(pool: Noteboo
     there = pool.cell("import torch\nanswer = net(torch.ones(1, 512)).detach()")
     assert pool.sent == ("scale",)
     assert torch.allclose(there, pool.ns["net"](x), rtol=1e-4)
-
-
-def test_a_method_changed_in_the_notebook_changes_in_the_worker(pool: Notebook) -> None:
-    pool.notebook(NET)
-    pool.cell("kept = net")
     pool.notebook("def extra(self): return 'new'\nNet.extra = extra")
     assert pool.cell("answer = net is kept and net.extra()") == "new"
 
@@ -103,17 +95,12 @@ def test_a_class_of_a_cell_is_the_same_class_out_and_home(pool: Notebook) -> Non
     assert pool.ns["Point"].plus.__globals__ is pool.ns, "the notebook's class stays the notebook's"
     pool.notebook("step = 10")
     assert moved.plus().x == 13
-
-
-def test_a_class_and_a_function_of_the_worker_come_to_the_notebook(pool: Notebook) -> None:
+    # One that the worker has made.
     pool.cell("class Made:\n    def get(self): return word\nword = 'there'\nmade = Made()")
-    found = pool.pull("made", "Made")
+    found = {name: value for name, (value,) in pool.pool.pull("made", "Made").items()}
     assert type(found["made"]) is found["Made"]
     pool.ns["word"] = "here"
     assert found["made"].get() == "here"
-
-
-def test_what_the_worker_raises_while_unpacking_is_told(pool: Notebook) -> None:
     pool.notebook("class Bad:\n    def __reduce__(self): return int, ('x',)\nbad = Bad()")
     with pytest.raises(ValueError, match="invalid literal for int"):
         pool.cell("bad")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,26 +50,23 @@ def test_what_is_written_in_small_steps_is_read_in_small_steps(
     memfd.write_at(file, memoryview(data), 3)
     assert read(file, 256, 3) == data
     assert read(file, 3) == bytes(3)
-
-
-def test_reading_beyond_the_end_says_where_it_ended(file: int) -> None:
     with pytest.raises(EOFError, match=f"ended at byte {NBYTES}"):
         read(file, 10, NBYTES - 5)
 
 
-def test_a_shared_mapping_writes_to_the_file(file: int) -> None:
+def test_a_shared_mapping_writes_to_the_file_and_a_private_one_does_not(file: int) -> None:
+    one, other = Mapping(file, NBYTES, is_private=True), Mapping(file, NBYTES, is_private=True)
+    one.bytes()[:] = 1
+    assert other.bytes().max() == 0
+    assert read(file, NBYTES) == bytes(NBYTES)
+    one.replace(file, is_private=True)
+    assert one.bytes().max() == 0, "a private replacement forgets what was written"
+    assert one.written() == []
     one, other = Mapping(file, NBYTES, is_private=False), Mapping(file, NBYTES, is_private=False)
     one.bytes()[NBYTES - 1] = 7
     assert other.bytes()[NBYTES - 1] == 7
     assert read(file, 1, NBYTES - 1) == b"\x07"
     assert one.written() == [] or one.written() == [(0, NBYTES)]
-
-
-def test_a_private_mapping_keeps_its_writes_to_itself(file: int) -> None:
-    one, other = Mapping(file, NBYTES, is_private=True), Mapping(file, NBYTES, is_private=True)
-    one.bytes()[:] = 1
-    assert other.bytes().max() == 0
-    assert read(file, NBYTES) == bytes(NBYTES)
 
 
 def test_a_private_mapping_knows_which_pages_it_wrote(file: int) -> None:
@@ -78,19 +75,13 @@ def test_a_private_mapping_knows_which_pages_it_wrote(file: int) -> None:
     view = mapping.bytes()
     assert int(view.sum()) == 5 * NBYTES
     assert mapping.written() == [], "reading is not writing"
-    view[2 * PAGE_BYTES + 17] = 1
+    view[2 * PAGE_BYTES + 17] = 5  # what it held already
     view[3 * PAGE_BYTES] = 1
     view[NBYTES - 1] = 1
     assert mapping.written() == [
         (2 * PAGE_BYTES, 4 * PAGE_BYTES),
         ((PAGES - 1) * PAGE_BYTES, NBYTES),
     ]
-
-
-def test_a_page_written_with_what_it_held_already_counts_as_written(file: int) -> None:
-    mapping = Mapping(file, NBYTES, is_private=True)
-    mapping.bytes()[0] = 0
-    assert mapping.written() == [(0, PAGE_BYTES)]
 
 
 def test_another_file_takes_the_place_under_the_same_addresses(file: int) -> None:
@@ -104,14 +95,6 @@ def test_another_file_takes_the_place_under_the_same_addresses(file: int) -> Non
     assert tensor.data_ptr() == address
     assert bool((tensor == 9).all())
     assert read(file, NBYTES) == bytes(NBYTES), "the old file is as it was"
-
-
-def test_a_private_replacement_forgets_what_was_written(file: int) -> None:
-    mapping = Mapping(file, NBYTES, is_private=True)
-    mapping.bytes()[:] = 3
-    mapping.replace(file, is_private=True)
-    assert mapping.bytes().max() == 0
-    assert mapping.written() == []
 
 
 def test_a_mapping_lives_as_long_as_its_last_view(file: int) -> None:
@@ -158,58 +141,39 @@ def test_pages_that_are_given_back_show_the_file_again() -> None:
 # ------------------------------------------------------------------------- pages that have changed
 
 
-Files = Callable[[int], int]
-
-
-@pytest.fixture
-def file_of() -> Iterator[Files]:
-    """Makes memory files of ones."""
-    made = []
-
-    def make(num_bytes: int) -> int:
-        made.append(memfd.create_file("test", num_bytes))
-        memfd.write_at(made[-1], memoryview(bytes([1]) * num_bytes), 0)
-        return made[-1]
-
-    yield make
-    for fd in made:
-        os.close(fd)
-
-
-def test_a_page_that_was_written_with_equal_values_has_not_changed(file_of: Files) -> None:
-    num_bytes = 5 * PAGE_BYTES + 100  # the last page is not a whole one
-    fd = file_of(num_bytes)
+def filled(num_bytes: int, value: int) -> tuple[int, Mapping]:
+    """A memory file of ones, and a mapping in which each byte was written."""
+    fd = memfd.create_file("test", num_bytes)
+    memfd.write_at(fd, memoryview(bytes([1]) * num_bytes), 0)
     mapping = Mapping(fd, num_bytes, is_private=True)
-    mapping.bytes()[:] = 1
-    mapping.bytes()[PAGE_BYTES] = 2
-    mapping.bytes()[3 * PAGE_BYTES - 1] = 2
-    assert LocalArena(fd, mapping).changed([(0, num_bytes)]) == [(PAGE_BYTES, 3 * PAGE_BYTES)]
-    mapping.bytes()[-1] = 2
-    assert LocalArena(fd, mapping).changed([(2 * PAGE_BYTES, num_bytes)]) == [
-        (2 * PAGE_BYTES, 3 * PAGE_BYTES),
-        (5 * PAGE_BYTES, num_bytes),
-    ]
+    mapping.bytes()[:] = value
+    return fd, mapping
 
 
-def test_what_was_not_written_is_not_looked_at(file_of: Files) -> None:
-    fd = file_of(4 * PAGE_BYTES)
-    mapping = Mapping(fd, 4 * PAGE_BYTES, is_private=True)
-    mapping.bytes()[:] = 2
-    assert LocalArena(fd, mapping).changed([]) == []
-    assert LocalArena(fd, mapping).changed([(PAGE_BYTES, 2 * PAGE_BYTES)]) == [
-        (PAGE_BYTES, 2 * PAGE_BYTES)
-    ]
+def test_a_page_has_changed_that_was_written_with_other_values() -> None:
+    num_bytes = 5 * PAGE_BYTES + 100  # the last page is not a whole one
+    fd, mapping = filled(num_bytes, 1)
+    with memfd.closing_files(fd):
+        changed = LocalArena(fd, mapping).changed
+        mapping.bytes()[PAGE_BYTES] = 2
+        mapping.bytes()[3 * PAGE_BYTES - 1] = 2
+        assert changed([(0, num_bytes)]) == [(PAGE_BYTES, 3 * PAGE_BYTES)]
+        mapping.bytes()[-1] = 2
+        assert changed([(2 * PAGE_BYTES, num_bytes)]) == [
+            (2 * PAGE_BYTES, 3 * PAGE_BYTES),
+            (5 * PAGE_BYTES, num_bytes),
+        ]
+        assert changed([]) == [], "what was not written is not looked at"
 
 
-def test_of_much_a_block_whose_first_page_differs_counts_as_changed(file_of: Files) -> None:
+def test_of_much_a_block_whose_first_page_differs_counts_as_changed() -> None:
     num_bytes = memfd._CLOSELY_COMPARED_BYTES + 4 * memfd._COMPARED_BYTES
     block = memfd._COMPARED_BYTES
-    fd = file_of(num_bytes)
-    mapping = Mapping(fd, num_bytes, is_private=True)
-    mapping.bytes()[:] = 1
-    mapping.bytes()[block] = 2  # in the first page of a block
-    mapping.bytes()[3 * block + PAGE_BYTES] = 2  # in the second one
-    assert LocalArena(fd, mapping).changed([(0, num_bytes)]) == [
-        (block, 2 * block),
-        (3 * block + PAGE_BYTES, 3 * block + 2 * PAGE_BYTES),
-    ]
+    fd, mapping = filled(num_bytes, 1)
+    with memfd.closing_files(fd):
+        mapping.bytes()[block] = 2  # in the first page of a block
+        mapping.bytes()[3 * block + PAGE_BYTES] = 2  # in the second one
+        assert LocalArena(fd, mapping).changed([(0, num_bytes)]) == [
+            (block, 2 * block),
+            (3 * block + PAGE_BYTES, 3 * block + 2 * PAGE_BYTES),
+        ]

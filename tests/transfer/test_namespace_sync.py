@@ -5,6 +5,7 @@ import functools
 import gc
 import threading
 import types
+import weakref
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.no_memfd_growth
 @pytest.fixture
 def pair() -> Any:
     made = Pair(2)
-    made.ns |= {"torch": torch, "nn": nn, "np": np}
+    made.ns |= {"torch": torch, "nn": nn, "np": np, "types": types}
     yield made
     made.close()
 
@@ -84,16 +85,17 @@ def test_a_change_of_content_or_kind_is_sent(pair: Pair, value: str, change: str
         assert repr(found) == repr(own)
 
 
-def test_equal_content_in_another_object_is_not_sent(pair: Pair) -> None:
-    pair.notebook("rows = [1.5, 'a']; array = np.arange(9)")
-    pair.need("rows", "array")
-    pair.notebook("rows = [1.5, 'a']; array = np.arange(9)")
-    assert pair.need("rows", "array") == ()
-
-
-def test_names_of_python_and_names_the_notebook_lacks_are_not_sent(pair: Pair) -> None:
+def test_only_the_users_names_are_sent_and_equal_content_is_not(pair: Pair) -> None:
     pair.ns |= {"_": 1, "In": [], "get_ipython": 3, "_mine": 4}
     assert pair.need("_", "In", "get_ipython", "__name__", "print", "absent", "_mine") == ("_mine",)
+    pair.notebook("rows = [1.5, 'a']; array = np.arange(9)")
+    first = pair.flow.prepare(names_of("rows"), [0])
+    assert first is not None
+    first.close()
+    assert first.fds == []
+    assert pair.need("rows", "array") == ("rows", "array"), "what was not taken is sent again"
+    pair.notebook("rows = [1.5, 'a']; array = np.arange(9)")
+    assert pair.need("rows", "array") == ()
 
 
 def test_each_rank_gets_what_it_lacks(pair: Pair) -> None:
@@ -108,15 +110,6 @@ def test_each_rank_gets_what_it_lacks(pair: Pair) -> None:
     assert all(torch.equal(w.ns["model"].weight, pair.ns["model"].weight) for w in pair.workers)
 
 
-def test_what_was_not_taken_is_sent_again(pair: Pair) -> None:
-    pair.ns["a"] = [1]
-    first = pair.flow.prepare(names_of("a"), [0])
-    assert first is not None
-    first.close()
-    assert first.fds == []
-    assert pair.need("a") == ("a",)
-
-
 # ------------------------------------------------------------------------- whose a name is
 
 
@@ -129,22 +122,20 @@ def test_what_a_worker_bound_is_its_own_until_the_notebook_changes_it(pair: Pair
     pair.ns["lr"] = 0.2
     pair.cell("lr")
     assert [w.ns["lr"] for w in pair.workers] == [0.2, 0.2]
-
-
-def test_what_a_worker_bound_first_is_sent_when_the_notebook_gets_one(pair: Pair) -> None:
     pair.cell("made = 1")
     assert pair.cell("made") is None
     pair.ns["made"] = 2
     pair.cell("made")
     assert pair.worker["made"] == 2
-
-
-def test_a_pulled_value_is_not_sent_back(pair: Pair) -> None:
     pair.cell("rows = [1, {2: 3}]")
     pair.ns |= pair.workers[0].pull("rows", into=pair.ns)
     for rank in (0, 1):
         pair.flow.bound(rank, ["rows"])
-    assert pair.cell("rows") is None
+    assert pair.cell("rows") is None, "what was pulled"
+    pair.ns["lock"] = threading.Lock()
+    pair.cell("lock = 'mine'")
+    with pytest.raises(NotSendable):
+        pair.need("lock")
 
 
 def test_a_module_the_worker_replaced_stays_replaced(pair: Pair) -> None:
@@ -214,6 +205,9 @@ def test_functions_see_the_worker_s_names(pair: Pair) -> None:
     assert shipment is not None
     assert tuple(shipment.parts[0].tokens) == ("scale",)
     assert pair.worker["y"] == 301
+    pair.notebook("def double(x): return -x")
+    assert pair.need("use") == ("double",)
+    assert pair.worker["use"](3) == -2
 
 
 def test_functions_keep_what_they_are(pair: Pair) -> None:
@@ -238,15 +232,6 @@ def test_functions_keep_what_they_are(pair: Pair) -> None:
     assert worker["d"] == (12, "noted", 7, "decorated")
     assert worker["h"] == (9, [0, 2, 4])
     assert "unset" in worker["message"]
-
-
-def test_a_redefined_function_is_sent_alone(pair: Pair) -> None:
-    pair.notebook(FUNCTIONS)
-    pair.need("use")
-    pair.notebook("def double(x): return -x")
-    assert pair.need("use") == ("double",)
-    pair.worker["use"](3)
-    assert pair.worker["use"](3) == -2
 
 
 # ------------------------------------------------------------------------- modules
@@ -297,20 +282,17 @@ def test_an_optimizer_steps_the_worker_s_model(pair: Pair, order: str) -> None:
     optimizer = pair.worker["optimizer"]
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == expected
     assert optimizer.param_groups[0]["lr"] == 0.2
-
-
-def test_the_optimizer_of_an_object_that_holds_the_model_steps_that_model(pair: Pair) -> None:
-    pair.notebook("""
-    import types
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    trainer = types.SimpleNamespace(optimizer=optimizer, model=model)
-    del model, optimizer
-    """)
+    # Within an object that holds both; and neither is kept alive.
+    pair.notebook("trainer = types.SimpleNamespace(optimizer=optimizer, model=model)")
     assert pair.need("trainer") == ("trainer",)
     trainer = pair.worker["trainer"]
-    assert trainer.optimizer.param_groups[0]["params"][0] is trainer.model.weight
+    assert list(map(id, trainer.optimizer.param_groups[0]["params"])) == expected
+    assert trainer.model is model
     assert pair.need("trainer") == ()
+    known = weakref.ref(pair.ns["model"])
+    del pair.ns["model"], pair.ns["optimizer"], pair.ns["trainer"]
+    gc.collect()
+    assert known() is None
 
 
 def test_a_submodule_under_another_name_is_the_same_object(pair: Pair) -> None:
@@ -393,30 +375,15 @@ def test_a_module_that_died_is_forgotten_by_the_worker(pair: Pair) -> None:
     assert pair.workers[0].mappings()[0] is not old[0]
 
 
-def test_the_flow_keeps_no_module_alive(pair: Pair) -> None:
-    import weakref
-
-    pair.ns["model"] = Net()
-    pair.notebook("optimizer = torch.optim.SGD(model.parameters(), lr=1)")
-    pair.need("model", "optimizer")
-    known = weakref.ref(pair.ns["model"])
-    del pair.ns["model"], pair.ns["optimizer"]
-    gc.collect()
-    assert known() is None
-
-
 # ------------------------------------------------------------------------- what cannot be sent
 
 
-def test_a_needed_value_that_does_not_pickle_is_named(pair: Pair) -> None:
+def test_a_needed_value_that_does_not_pickle_is_named_and_an_attribute_stays(pair: Pair) -> None:
     pair.ns["settings"] = {"deep": [threading.Lock()]}
     with pytest.raises(NotSendable, match=r"settings\['deep'\]\[0\] \(a _thread.lock\)") as caught:
         pair.need("settings")
     assert caught.value.path.startswith("settings['deep']")
     assert "%%accelerate" in str(caught.value)
-
-
-def test_an_attribute_that_does_not_pickle_stays_in_the_notebook(pair: Pair) -> None:
     pair.ns["model"] = nn.Linear(2, 2)
     pair.need("model")
     pair.ns["model"].lock = threading.Lock()
@@ -444,10 +411,3 @@ def test_a_value_that_only_may_be_needed_is_left_out_with_a_reason(pair: Pair) -
     pair.notebook("lock = 2")
     pair.cell("lock")
     assert "lock" not in pair.flow.reasons
-
-
-def test_what_a_worker_bound_over_an_unsendable_name_is_its_own(pair: Pair) -> None:
-    pair.ns["lock"] = threading.Lock()
-    pair.cell("lock = 'mine'")
-    with pytest.raises(NotSendable):
-        pair.need("lock")

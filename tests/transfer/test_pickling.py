@@ -3,7 +3,6 @@ from __future__ import annotations
 import linecache
 import pickle
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,6 @@ def travel(obj: Any, sender: Sender | None = None, *, most_pickled: int = 100_00
         return pickling.unpack(packed, fd, table)
 
 
-@pytest.fixture
-def no_new_descriptors() -> Iterator[None]:
-    before = descriptors()
-    yield
-    assert descriptors() == before
-
-
 # ------------------------------------------------------------------------- data
 
 
@@ -63,14 +55,6 @@ def test_arrays_of_odd_order_and_type() -> None:
     for array, found in zip(arrays, travel(arrays), strict=True):
         assert found.dtype == array.dtype
         assert found.tolist() == array.tolist()
-
-
-def test_receivers_do_not_see_each_others_writes() -> None:
-    packed, fd = pickling.pack(torch.zeros(10), Sender())
-    with memfd.closing_files(fd):
-        one, other = (pickling.unpack(packed, fd, {}) for _ in range(2))
-    one.fill_(3)
-    assert not other.any()
 
 
 @pytest.mark.parametrize(
@@ -103,25 +87,23 @@ def test_tensors_of_every_kind(tensor: torch.Tensor) -> None:
         assert found.stride() == tensor.stride()
 
 
-def test_a_tensor_in_the_middle_of_a_graph_keeps_its_values_and_its_wish_for_gradients() -> None:
-    leaf = torch.ones(3, requires_grad=True)
-    found = travel(leaf * 2)
-    assert found.requires_grad
-    assert found.tolist() == [2, 2, 2]
-
-
-def test_views_of_one_storage_stay_views_of_one_storage() -> None:
+def test_what_is_one_stays_one_and_receivers_do_not_see_each_others_writes() -> None:
     base = torch.arange(10.0)
     one, other = travel((base[:6], base[4:]))
     one[4] = -1
     assert other[0] == -1
-
-
-def test_a_parameter_passed_beside_its_module_stays_its_parameter() -> None:
     module = nn.Linear(2, 2)
     found = travel({"a": module, "b": module.weight})
     assert found["a"].weight is found["b"]
     assert torch.equal(found["b"], module.weight)
+    found = travel(torch.ones(3, requires_grad=True) * 2)  # in the middle of a graph
+    assert found.requires_grad
+    assert found.tolist() == [2, 2, 2]
+    packed, fd = pickling.pack(torch.zeros(10), Sender())
+    with memfd.closing_files(fd):
+        one, other = (pickling.unpack(packed, fd, {}) for _ in range(2))
+    one.fill_(3)
+    assert not other.any()
 
 
 # ------------------------------------------------------------------------- functions
@@ -164,18 +146,12 @@ def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source() -> 
     assert sender.sources == {name: code.splitlines(keepends=True)}
 
 
-def test_the_source_of_a_file_does_not_travel() -> None:
-    sender = Sender()
-    travel(lambda: 1, sender)
-    assert sender.sources == {}
-
-
 # ------------------------------------------------------------------------- arenas
 
 
 def test_a_shared_model_travels_by_address_only() -> None:
     module = nn.Linear(512, 512)
-    arena.share_modules([("args[0]", module)])
+    sharing = arena.share_modules(find_modules((module,)))
     sender = Sender()
     packed, fd = pickling.pack((module, module.weight[3], [module.bias]), sender)
     with memfd.closing_files(fd):
@@ -189,20 +165,15 @@ def test_a_shared_model_travels_by_address_only() -> None:
         found.weight[3].fill_(9)
     assert bool((row == 9).all())
     assert not bool((module.weight[3] == 9).any())
-
-
-def test_a_shared_model_in_a_closure_travels_by_address_too() -> None:
-    module = nn.Linear(512, 512)
-    sharing = arena.share_modules(find_modules((module,)))
     sender = Sender(sharing.stand_ins)
-    assert torch.equal(travel(lambda: module.weight, sender)(), module.weight)
+    assert torch.equal(travel(lambda: module.weight, sender)(), module.weight)  # in a closure, too
     assert sender.arenas == sharing.arenas
+    assert sender.sources == {}, "the source of a file does not travel"
 
 
 # ------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.usefixtures("no_new_descriptors")
 class OwnState(nn.Linear):
     """Pickled in its own way."""
 
@@ -268,20 +239,15 @@ def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
     assert type(found.weight) is nn.Parameter
 
 
-def test_a_pickle_that_grows_too_long_is_given_up() -> None:
+def test_a_pickle_that_fails_or_grows_too_long_is_given_up_and_leaves_no_file() -> None:
+    before = descriptors()
     with pytest.raises(pickling.TooCostly):
         pickling.prepare([str(i) * 100 for i in range(10_000)], Sender(), limit_bytes=MIB)
-
-
-@pytest.mark.usefixtures("no_new_descriptors")
-def test_the_limit_does_not_count_what_travels_beside() -> None:
+    # The limit does not count what travels beside.
     pickling.prepare(np.zeros(MIB), Sender(), limit_bytes=MIB).drop()
-
-
-@pytest.mark.usefixtures("no_new_descriptors")
-def test_a_failed_pickle_leaves_no_file() -> None:
     with pytest.raises(TypeError, match="generator"):
         pickling.pack([np.zeros(MIB), (i for i in range(3))], Sender())
+    assert descriptors() == before
 
 
 class Local(Exception):
@@ -314,13 +280,9 @@ def files_of(code: types.CodeType) -> set[str]:
 
 
 def test_what_is_pickled_for_a_childs_process():
-    function = defined_in_a_cell()
+    function, twin = (defined_in_a_cell() for _ in range(2))
+    assert pickling.dumps_with_lines(function) == pickling.dumps_with_lines(twin)
     function.__module__ = "__main__"
     read = pickle.loads(pickling.dumps_with_lines(function))
     assert files_of(read.__code__) == {"<ipython-input-7>"}
     assert read()() == 1
-
-
-def test_equal_code_is_equal_bytes():
-    first, second = (pickling.dumps_with_lines(defined_in_a_cell()) for _ in range(2))
-    assert first == second

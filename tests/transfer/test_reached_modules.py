@@ -6,7 +6,7 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +15,6 @@ from torch import nn
 
 from nbaccel import Pool, notebook_launcher
 
-STARTS = ["template", "fork"]
-Cell = Callable[[str], dict[str, Any]]
 """Runs code, and gives the names that it has then."""
 
 
@@ -26,18 +24,6 @@ def strict() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield
-
-
-@pytest.fixture
-def cell() -> Cell:
-    """Runs code as a cell of a notebook: what it defines has the namespace as its globals."""
-
-    def run(text: str) -> dict[str, Any]:
-        namespace: dict[str, Any] = {"__name__": "__main__"}
-        exec(compile(text, "<cell>", "exec"), namespace)
-        return namespace
-
-    return run
 
 
 DEFINE = """
@@ -62,6 +48,13 @@ def by_class(): Owner.run()
 """
 
 
+def cell(text: str) -> dict[str, Any]:
+    """Run code as a cell of a notebook: what it defines has the namespace as its globals."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "<cell>", "exec"), namespace)
+    return namespace
+
+
 def fill(module: nn.Module, value: float) -> None:
     """Give every weight this value."""
     with torch.no_grad():
@@ -84,14 +77,14 @@ def means(*modules: nn.Module) -> list[float]:
         ("by_helper", "fork"),  # where nothing is pickled, one way stands for all
     ],
 )
-def test_a_global_model_comes_home(cell: Cell, name: str, start: str) -> None:
+def test_a_global_model_comes_home(name: str, start: str) -> None:
     found = cell(DEFINE)
     notebook_launcher(found[name], num_processes=2, start_method=start)
     assert means(found["model"]) == [3.0]
 
 
 def test_what_nothing_or_only_a_graph_of_an_earlier_loss_views_is_not_told_of(
-    cell: Cell, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     notebook_launcher(cell(DEFINE)["by_global"], num_processes=2)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -106,38 +99,31 @@ def test_what_nothing_or_only_a_graph_of_an_earlier_loss_views_is_not_told_of(
     assert view is not None
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_the_models_of_a_method_s_object_come_home(cell: Cell, start: str) -> None:
-    trainer = cell(DEFINE)["trainer"]
-    notebook_launcher(trainer.fit, (5.0,), num_processes=2, start_method=start)
-    assert means(trainer.model, trainer.parts["head"]) == [5.0, 5.0]
-
-
-def test_the_models_of_an_object_among_the_arguments_come_home(cell: Cell) -> None:
-    trainer = cell(DEFINE)["trainer"]
-    notebook_launcher(lambda t: t.fit(5.0), (trainer,), num_processes=2)
-    assert means(trainer.model, trainer.parts["head"]) == [5.0, 5.0]
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_closures_defaults_and_partials_come_home(start: str) -> None:
+@pytest.mark.parametrize("start", ["template", "fork"])
+def test_models_of_an_object_closures_defaults_and_partials_come_home(start: str) -> None:
+    found = cell(DEFINE)
+    method, trainer = found["trainer"].fit, found["Trainer"](nn.Linear(4, 4))
+    model, by_global = found["model"], found["by_global"]
     a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
 
-    def train(c: nn.Module, *, b: nn.Module = b) -> None:
+    def train(given: Any, c: nn.Module, m: nn.Module, *, b: nn.Module = b) -> None:
+        given.fit(5.0)
         for module in (a, b, c):
             fill(module, 2.0)
+        by_global()
+        assert m is by_global.__globals__["model"]
+        fill(m, 4.0)
 
-    notebook_launcher(functools.partial(train, c), num_processes=2, start_method=start)
+    work = functools.partial(train, trainer, c)
+    notebook_launcher(work, (model,), num_processes=2, start_method=start)
+    assert means(trainer.model, trainer.parts["head"]) == [5.0, 5.0]
     assert means(a, b, c) == [2.0, 2.0, 2.0]
+    assert means(model) == [4.0], "an argument and a global is one"
+    notebook_launcher(method, (5.0,), num_processes=2, start_method=start)
+    assert means(found["trainer"].model, found["trainer"].parts["head"]) == [5.0, 5.0]
 
 
-def test_a_model_that_is_an_argument_and_a_global_is_one(cell: Cell) -> None:
-    found = cell(DEFINE + "def both(m): fill(m, 1.0); assert m is model; fill(model, 4.0)")
-    notebook_launcher(found["both"], (found["model"],), num_processes=2)
-    assert means(found["model"]) == [4.0]
-
-
-def test_what_does_not_fit_is_told_by_its_name(cell: Cell) -> None:
+def test_what_does_not_fit_is_told_by_its_name() -> None:
     found = cell(DEFINE + "def grow(): model.weight = nn.Parameter(torch.ones(9, 4))")
     with pytest.warns(UserWarning, match=r"The trained weights of model do not fit"):
         results = notebook_launcher(found["grow"], num_processes=2)
@@ -145,7 +131,7 @@ def test_what_does_not_fit_is_told_by_its_name(cell: Cell) -> None:
 
 
 def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(
-    cell: Cell, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = cell(DEFINE + "meta = nn.Linear(2, 2, device='meta')\ndef look(): return str(meta)")
     assert notebook_launcher(found["look"], num_processes=2)[1].startswith("Linear")
@@ -154,7 +140,7 @@ def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(
     assert "meta device" in told
 
 
-def test_a_call_in_live_workers_brings_them_home(cell: Cell) -> None:
+def test_a_call_in_live_workers_brings_them_home() -> None:
     found = cell(DEFINE)
     with Pool(2, namespace={}) as pool:
         pool.call(found["by_global"])

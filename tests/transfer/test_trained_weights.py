@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -15,11 +16,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Pool, notebook_launcher
-
-
-def appears(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
 
 
 class Tied(nn.Module):
@@ -56,6 +52,8 @@ def test_ranks_that_trained_different_models_are_told_with_the_remedy() -> None:
     text = str(told[0].message)
     assert "args[0]" in text
     assert "DistributedDataParallel, or pass it through Accelerator.prepare" in text
+    with pytest.warns(UserWarning, match=r"rank 1 trained args\[0\] and rank 0 did not"):
+        notebook_launcher(lambda m: train(m, wrap=False, ranks=(1,)), (model,), num_processes=2)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +67,6 @@ def test_ddp_and_a_rank_0_that_trains_alone_are_not_told(how: dict[str, Any]) ->
         notebook_launcher(lambda m: train(m, **how), (model,), num_processes=2)
     assert model[1].num_batches_tracked.item() == 1
     assert not torch.equal(model[1].bias, torch.zeros(8))
-
-
-def test_what_rank_1_alone_trained_is_told_to_be_lost() -> None:
-    model = nn.Linear(8, 8)
-    with pytest.warns(UserWarning, match=r"rank 1 trained args\[0\] and rank 0 did not"):
-        notebook_launcher(lambda m: train(m, wrap=False, ranks=(1,)), (model,), num_processes=2)
 
 
 def test_tied_weights_that_came_apart_do_not_come_home_by_halves() -> None:
@@ -141,23 +133,26 @@ def test_a_model_with_an_empty_parameter_trains_and_comes_home() -> None:
     model = Dummy()
     before = model.layer.weight.detach().clone()
 
-    def work(m: nn.Module) -> None:
-        train(m, wrap=True, find_unused_parameters=True)
+    def work(m: nn.Module, **options: bool) -> None:
+        train(m, wrap=True, **options)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        notebook_launcher(work, (model,), num_processes=2)
+        found = functools.partial(work, find_unused_parameters=True)
+        notebook_launcher(found, (model,), num_processes=2)
     assert not torch.equal(model.layer.weight, before)
-
-
-def test_a_parameter_without_part_in_the_loss_that_keeps_ddp_from_averaging_is_told() -> None:
+    # One without part in the loss keeps DDP from averaging, otherwise.
     with pytest.warns(UserWarning, match="find_unused_parameters=True"):
-        notebook_launcher(lambda m: train(m, wrap=True), (Dummy(),), num_processes=2)
+        notebook_launcher(work, (Dummy(),), num_processes=2)
 
 
 def test_a_thread_that_writes_the_model_during_a_launch_is_told(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     began, written = tmp_path / "began", tmp_path / "written"
+
+    def appears(path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.01)
 
     def write() -> None:
         appears(began)

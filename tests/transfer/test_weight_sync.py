@@ -24,6 +24,7 @@ from nbaccel.transfer.object_walk import find_modules
 from nbaccel.transfer.received_modules import ReceivedModules
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.transfer.weight_writer import LocalArena, WeightReport
+from tests.process import descriptors
 
 
 class Worker:
@@ -69,12 +70,6 @@ class Trip:
 def close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def replace_tensor(module: nn.Module, name: str, tensor: Any) -> None:
-    """Set a parameter or buffer by its dotted name."""
-    owner, _, last = name.rpartition(".")
-    setattr(module.get_submodule(owner), last, tensor)
 
 
 Launch = Callable[..., Trip]
@@ -183,21 +178,7 @@ def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(launch: Launch
     assert_equal(module, values(worker.args[0]))
 
 
-def test_what_rank_1_alone_writes_stays_with_it(launch: Launch) -> None:
-    module = Net()
-    before, trip = values(module), launch(module)
-    workers = [trip.worker(0), trip.worker(1)]
-    with torch.no_grad():
-        workers[1].args[0].base.weight.zero_()
-    trip.come_home(*workers)
-    assert_equal(module, before)
-
-
 # ------------------------------------------------------------------------- tensors that moved
-
-
-def moved_by_to(module: nn.Module) -> None:
-    module.double()
 
 
 def replaced_parameter(module: nn.Module) -> None:
@@ -218,22 +199,24 @@ def loaded_with_assign(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [moved_by_to, replaced_parameter, other_memory_format, loaded_with_assign],
+    [nn.Module.double, replaced_parameter, other_memory_format, loaded_with_assign],
 )
 @pytest.mark.parametrize("whole", [True, False], ids=["in place", "by pages"])
 def test_tensors_that_left_the_arena_come_home(
-    launch: Launch, change: Callable[[nn.Module], None], whole: bool
+    launch: Launch, change: Callable[[nn.Module], Any], whole: bool
 ) -> None:
     module = Net()
-    dtypes = {name: tensor.dtype for name, tensor in named_tensors(module)}
+    before, dtypes = values(module), {name: t.dtype for name, t in named_tensors(module)}
     trip = launch(module)
-    worker = trip.worker()
+    worker, other = trip.worker(), trip.worker(1)
     if whole:
         step(worker.args[0], torch.optim.SGD)
     change(worker.args[0])
     with torch.no_grad():
         worker.args[0].head.bias.add_(1)
-    trip.come_home(worker)
+        other.args[0].base.weight.zero_()  # stays with rank 1
+    assert_equal(module, before)
+    trip.come_home(worker, other)
     trained = dict(named_tensors(worker.args[0]))
     for name, tensor in named_tensors(module):
         assert tensor.dtype == dtypes[name], name
@@ -260,16 +243,13 @@ def test_expanded_strided_and_overlapping_tensors_come_home_from_elsewhere(launc
     for name, tensor in list(named_tensors(copy)):
         new = tensor.detach().clone() + 1
         new = new[:1].expand(3, 4) if name == "expanded" else new
-        replace_tensor(copy, name, nn.Parameter(new) if name != "count" else new)
+        setattr(copy, name, nn.Parameter(new) if name != "count" else new)
     expected = values(copy)
     trip.come_home(worker)
     assert_equal(module, expected)
     assert module.expanded.stride() == (0, 1)
     assert module.low.untyped_storage().data_ptr() == module.high.untyped_storage().data_ptr()
-
-
-def test_one_of_two_views_that_moved_does_not_erase_the_other(launch: Launch) -> None:
-    module = Odd()
+    # One of two views that moved does not erase the other.
     trip = launch(module)
     worker = trip.worker()
     copy = worker.args[0]
@@ -289,20 +269,12 @@ def other_shape(module: nn.Module) -> None:
     module.tied = module.head.weight
 
 
-def one_layer_more(module: nn.Module) -> None:
-    module.extra = nn.Linear(2, 2)
-
-
-def one_layer_less(module: nn.Module) -> None:
-    del module.norm
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (other_shape, r"head.bias has shape \(5,\) instead of \(4,\)"),
-        (one_layer_more, "extra.bias is new"),
-        (one_layer_less, r"norm.\w+ is gone.* and 2 more"),
+        (lambda module: module.add_module("extra", nn.Linear(2, 2)), "extra.bias is new"),
+        (lambda module: delattr(module, "norm"), r"norm.\w+ is gone.* and 2 more"),
     ],
 )
 def test_a_module_with_another_structure_comes_as_a_state_dict(
@@ -326,14 +298,6 @@ def test_a_module_with_another_structure_comes_as_a_state_dict(
     assert all(torch.equal(state[k], v) for k, v in copy.state_dict().items())
 
 
-def is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
 def test_an_interrupt_in_the_midst_of_closing_costs_no_staging_file(launch):
     weight_receiver = launch(Net()).weight_receiver
     (fd,) = weight_receiver.staging.values()
@@ -344,7 +308,7 @@ def test_an_interrupt_in_the_midst_of_closing_costs_no_staging_file(launch):
 
     with pytest.raises(KeyboardInterrupt):
         weight_receiver.close(interrupted_before_it_closes)
-    assert not is_open(fd)
+    assert fd not in descriptors()
 
 
 def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkeypatch):
@@ -361,7 +325,7 @@ def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkey
     monkeypatch.setattr(receiver_module.memfd, "create_file", create)
     with pytest.raises(OSError, match="too many"):
         receiver_module.WeightReceiver(trip.sharing, {"a": arena, "b": arena})
-    assert not is_open(made[0])
+    assert made[0] not in descriptors()
 
 
 def test_an_interrupt_never_leaves_a_rank_between_its_own_file_and_the_arenas(
@@ -385,16 +349,11 @@ def test_an_interrupt_never_leaves_a_rank_between_its_own_file_and_the_arenas(
             rank_0.train_in_file(None, stepper)
         parameter.data.fill_(2.0)
         assert rank_0.own_file is not None
-        assert read_floats(rank_0.own_file, nbytes) == {2.0}
+        into = bytearray(nbytes)
+        memfd.read_at(rank_0.own_file, memoryview(into), 0)
+        assert torch.frombuffer(into, dtype=torch.float32).unique().tolist() == [2.0]
         with pytest.raises(KeyboardInterrupt):
             rank_0.leave_file()
         assert rank_0.own_file is None, "its number may be another file's by now"
         assert parameter.data.unique().tolist() == [2.0]
         assert memfd.merge_ranges(rank_0.written()) == [(0, nbytes)]
-
-
-def read_floats(fd: int, nbytes: int) -> set[float]:
-    """The values of a file of float32."""
-    into = bytearray(nbytes)
-    memfd.read_at(fd, memoryview(into), 0)
-    return set(torch.frombuffer(into, dtype=torch.float32).tolist())

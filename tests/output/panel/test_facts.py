@@ -61,29 +61,19 @@ def test_a_spike_of_one_step_stays(place: int, spike: float) -> None:
 
 
 def test_speed_is_of_the_last_seconds_and_of_all() -> None:
-    pace = StepPace()
+    pace, quick, slow, anew = StepPace(), StepPace(), StepPace(), StepPace()
     for second in range(101):
         pace.add(second, min(second, 50) * 2 + max(0, second - 50) * 8)
     assert pace.recent(100.0) == pytest.approx(8.0)
     assert pace.overall == pytest.approx((50 * 2 + 50 * 8) / 100)
-
-
-def test_a_loop_that_stands_still_has_no_speed_and_a_slow_one_has() -> None:
-    quick, slow = StepPace(), StepPace()
     for i in range(10):
         quick.add(i * 0.25, i)
         slow.add(i * 20.0, i)
-    assert quick.recent(60.0) == 0.0
+    assert quick.recent(60.0) == 0.0, "it stands still"
     assert slow.recent(180.0 + 25.0) == pytest.approx(1 / 20)
-
-
-def test_who_counts_anew_is_timed_anew() -> None:
-    pace = StepPace()
-    pace.add(0.0, 0)
-    pace.add(10.0, 100)
-    pace.add(20.0, 0)
-    pace.add(21.0, 5)
-    assert pace.overall == pytest.approx(5.0)
+    for seconds, count in ((0.0, 0), (10.0, 100), (20.0, 0), (21.0, 5)):
+        anew.add(seconds, count)
+    assert anew.overall == pytest.approx(5.0), "who counts anew is timed anew"
 
 
 @pytest.mark.parametrize(
@@ -100,14 +90,28 @@ def test_the_loss_is_what_is_called_so(names: list[str], chosen: str | None) -> 
     assert [*loss_first(names), None][0] == chosen
 
 
-def test_a_better_name_that_comes_later_begins_a_history_of_its_own() -> None:
+def test_all_metrics_have_histories_of_every_point_and_the_loss_is_named_first() -> None:
+    board = RunBoard([0, 1], began_at=0.0)
+    board.receive(0, metrics(1.0, 1, lr=0.1, acc=0.5))
+    board.receive(1, metrics(1.0, 1, lr=0.2, val_loss=3.0))
+    assert board.metric_names() == ["val_loss", "lr", "acc"]
+    assert board.ranks[1].histories["lr"].points() == [(1.0, 0.2)]
     board = RunBoard([0], began_at=0.0)
     board.receive(0, metrics(1.0, 1, lr=0.1))
     board.receive(0, metrics(2.0, 2, lr=0.1, loss=5.0))
     board.receive(0, metrics(3.0, 3, lr=0.1, loss=4.0))
     facts = board.ranks[0]
-    assert (facts.loss_name, facts.loss.values()) == ("loss", [5.0, 4.0])
+    assert (facts.loss_name, facts.loss.values()) == ("loss", [5.0, 4.0]), "a better name"
     assert facts.metrics == {"lr": 0.1, "loss": 4.0}
+    board = RunBoard([0], began_at=0.0)
+    board.receive(0, Metrics(time=1.0, steps=2, points=(("loss", ((1.0, 3.0), (2.0, 2.0))),)))
+    board.receive(0, Metrics(time=2.0, steps=2))
+    board.receive(0, Metrics(time=3.0, steps=3, points=(("loss", ((3.0, 1.0),)),)))
+    assert board.ranks[0].loss.points() == [(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]
+    # What was only seen gives way to what is logged.
+    logged = (("loss", ((10.0, 2.5),)),)
+    board.receive(0, Metrics(time=4.0, steps=10, points=logged, replaced=("loss",)))
+    assert board.ranks[0].loss.points() == [(10.0, 2.5)]
 
 
 def looping(time: float, batches: int, **more: object) -> Metrics:
@@ -150,36 +154,9 @@ def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readabl
     assert len(marks) <= 200
 
 
-def test_every_point_that_is_reported_counts() -> None:
-    board = RunBoard([0], began_at=0.0)
-    board.receive(0, Metrics(time=1.0, steps=2, points=(("loss", ((1.0, 3.0), (2.0, 2.0))),)))
-    board.receive(0, Metrics(time=2.0, steps=2))
-    board.receive(0, Metrics(time=3.0, steps=3, points=(("loss", ((3.0, 1.0),)),)))
-    assert board.ranks[0].loss.points() == [(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]
-
-
-def test_what_was_only_seen_gives_way_to_what_is_logged() -> None:
-    board = RunBoard([0], began_at=0.0)
-    board.receive(0, Metrics(time=1.0, steps=1, points=(("loss", ((1.0, 3.0),)),)))
-    logged = (("loss", ((10.0, 2.5),)),)
-    board.receive(0, Metrics(time=2.0, steps=10, points=logged, replaced=("loss",)))
-    assert board.ranks[0].loss.points() == [(10.0, 2.5)]
-
-
-def test_all_metrics_have_a_history_and_the_loss_is_named_first() -> None:
-    board = RunBoard([0, 1], began_at=0.0)
-    board.receive(0, metrics(1.0, 1, lr=0.1, acc=0.5))
-    board.receive(1, metrics(1.0, 1, lr=0.2, val_loss=3.0))
-    assert board.metric_names() == ["val_loss", "lr", "acc"]
-    assert board.ranks[1].histories["lr"].points() == [(1.0, 0.2)]
-
-
-def test_the_mean_of_ranks_that_report_together_is_theirs() -> None:
+def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number() -> None:
     points = [[(float(i), i * 2.0) for i in range(10)], [(float(i), 0.0) for i in range(10)]]
     assert mean_points(points) == [(float(i), float(i)) for i in range(10)]
-
-
-def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number() -> None:
     points = [[(float(i), math.nan if i % 3 else 5.0) for i in range(1000)]]
     found = mean_points(points)
     assert len(found) == 120
@@ -193,7 +170,7 @@ def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number() ->
     assert mean_points([[(0.0, 1e308)], [(0.0, 1e308)]])[0][1] == pytest.approx(1e308)
 
 
-def test_peaks_stay_and_a_rank_that_has_gone_keeps_its_last_weight() -> None:
+def test_peaks_and_the_last_weight_stay_and_a_state_is_as_old_as_it_was_seen() -> None:
     board = RunBoard([0], began_at=0.0)
     for held in (1, 4, 2):
         board.see([row(rss_bytes=held * GIB, device_bytes=held * GIB)])
@@ -201,26 +178,15 @@ def test_peaks_stay_and_a_rank_that_has_gone_keeps_its_last_weight() -> None:
     facts = board.ranks[0]
     assert (facts.memory.rss, facts.memory.peak_rss) == (2 * GIB, 4 * GIB)
     assert (facts.memory.device, facts.memory.peak_device) == (2 * GIB, 4 * GIB)
-
-
-def test_the_driver_knows_better_than_the_worker() -> None:
     board = RunBoard([0], began_at=0.0)
     board.receive(0, metrics(0.5, 1, device_bytes=GIB))
     assert board.ranks[0].memory.device == GIB
-    board.see([row(device_bytes=3 * GIB)])
-    board.receive(0, metrics(1.0, 2, device_bytes=GIB))
-    assert board.ranks[0].memory.device == 3 * GIB
-
-
-def test_a_state_is_as_old_as_when_it_was_first_seen() -> None:
-    board = RunBoard([0], began_at=0.0)
-    board.now = 3.0
-    board.see([row("starting", seconds=3.0)])
-    board.now = 5.0
-    board.see([row("running", seconds=5.0)])
-    board.now = 9.0
-    board.see([row("running", seconds=9.0)])
+    for state, now in (("starting", 3.0), ("running", 5.0), ("running", 9.0)):
+        board.now = now
+        board.see([row(state, seconds=now, device_bytes=3 * GIB)])
     assert board.ranks[0].since == 5.0
+    board.receive(0, metrics(1.0, 2, device_bytes=GIB))
+    assert board.ranks[0].memory.device == 3 * GIB, "the driver knows better than the worker"
 
 
 BATCH_S = 0.5

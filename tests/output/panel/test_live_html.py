@@ -108,30 +108,23 @@ def test_no_line_breaks_the_table(line: str) -> None:
     assert len(page.rows) == 3
 
 
-def test_a_long_line_is_cut_with_a_sign_of_it() -> None:
-    (found, _) = Page(both(board_of(2, doing="y" * 500))[0]).column("state")
-    assert found == "y" * (words.LINE_CHARS - 1) + "…"
-
-
-def test_a_table_for_screen_readers() -> None:
-    page = Page(both(board_of(2))[0])
-    assert page.scopes.count("col") == len(page.rows[0])
-    assert page.scopes.count("row") == 2
-
-
 def test_columns_that_nobody_fills_are_left_out() -> None:
     bare = Page(both(board_of(2))[0])
     assert bare.rows[0] == ["rank", "state", "memory"]
-    board = board_of(2, device_bytes=GIB, doing="waiting in all_reduce")
+    assert bare.scopes.count("col") == len(bare.rows[0]), "for screen readers"
+    assert bare.scopes.count("row") == 2
+    board = board_of(2, device_bytes=GIB, doing="waiting in all_reduce (Cell In[3], line 8)")
     told(board, 0, 1, 4.0, 2.0)
     full = Page(both(board)[0])
     assert full.rows[0] == [
         *("rank", "state", "step", "steps/s", "loss", "metrics", "memory", "on device"),
     ]
-    assert full.column("state")[0] == "waiting in all_reduce"
+    assert full.column("state")[0] == "waiting in all_reduceCell In[3], line 8"
     assert full.column("step") == ["2", "-"], "rank 1 has told nothing"
     assert full.column("loss")[0] == "2"
     assert full.column("metrics")[0] == "lr 0.5"
+    (found, _) = Page(both(board_of(2, doing="y" * 500))[0]).column("state")
+    assert found == "y" * (words.LINE_CHARS - 1) + "…"
 
 
 def test_how_long_in_a_state_is_told_where_it_is_not_the_whole_run() -> None:
@@ -177,6 +170,17 @@ def test_a_metric_of_another_name_gives_the_column_its_name() -> None:
     assert saved.column("accuracy") == ["3 → 2", "3 → 2"]
     told(board, 1, 3, 2.0, name="train_loss")
     assert Page(both(board)[0]).column("loss") == ["accuracy 2", "train_loss 2"]
+    # The mean is of ranks that mean the same.
+    board = board_of(3)
+    for rank, loss, name in ((0, 1.0, "loss"), (1, 3.0, "loss"), (2, 100.0, "eval_loss")):
+        told(board, rank, 1, loss, name=name)
+    assert "loss 2 " in final_line(board)
+    board = board_of(2)
+    told(board, 0, 1, 1.0, math.nan)
+    told(board, 1, 1, 1.0, math.inf)
+    page = Page(both(board)[0])
+    assert [cell.split()[-1] for cell in page.column("loss")] == ["nan", "inf"]
+    assert "loss nan" in page.text
 
 
 def test_metrics_beyond_those_that_are_reported_are_named() -> None:
@@ -192,15 +196,6 @@ def test_metrics_beyond_those_that_are_reported_are_named() -> None:
     said = "1,200 more metrics are not drawn (the first 1 are): a, </td><script>alert(1)</…, …"
     assert words.left_out_sentence(board) == said
     assert all(said in Page(page).text for page in both(board))
-
-
-def test_losses_that_are_no_numbers_are_said_to_be() -> None:
-    board = board_of(2)
-    told(board, 0, 1, 1.0, math.nan)
-    told(board, 1, 1, 1.0, math.inf)
-    page = Page(both(board)[0])
-    assert [cell.split()[-1] for cell in page.column("loss")] == ["nan", "inf"]
-    assert "loss nan" in page.text
 
 
 def test_progress_is_a_bar_with_words() -> None:
@@ -231,12 +226,9 @@ def test_bars_and_lines_drawn_in_place_are_below_the_loop_that_is_reported() -> 
     assert Page(both(board)[0]).column("progress") == [told]
     board.receive(0, loop_message(20, bars=bars))
     assert Page(both(board)[0]).column("progress") == [f"50 %epoch 3, 20 of 40{told}"]
-
-
-def test_a_loop_without_a_length_is_told_in_words() -> None:
     board = board_of(1)
     board.receive(0, loop_message(7, total_batches=None, loop_name="stream"))
-    assert Page(both(board)[0]).column("progress") == ["stream, 7"]
+    assert Page(both(board)[0]).column("progress") == ["stream, 7"], "a loop without a length"
 
 
 def test_memory_is_told_against_what_there_is() -> None:
@@ -258,11 +250,6 @@ def test_what_is_left_and_samples_per_second_are_in_the_first_line() -> None:
     )
     board.ending = "failed"
     assert final_line(board).startswith("2 ranks · failed after 12.0 s · step 10 (1/s)")
-
-
-def test_a_rank_that_waits_is_told_with_its_line_of_code() -> None:
-    board = board_of(1, doing="waiting in all_reduce (Cell In[3], line 8)")
-    assert Page(both(board)[0]).column("state") == ["waiting in all_reduceCell In[3], line 8"]
 
 
 def test_messages_of_libraries_are_folded_and_counted() -> None:
@@ -293,14 +280,6 @@ def test_any_metric_has_a_chart_and_epochs_are_marked() -> None:
     for text in ("epoch 2", "rank 0", "rank 1", "mean of ranks", "step"):
         assert text in chart
     assert curves.metric_chart(board.curves("unknown"), "unknown") == ""
-
-
-def test_the_mean_loss_is_of_ranks_that_mean_the_same() -> None:
-    board = board_of(3)
-    told(board, 0, 1, 1.0)
-    told(board, 1, 1, 3.0)
-    told(board, 2, 1, 100.0, name="eval_loss")
-    assert "loss 2 " in final_line(board)
 
 
 @pytest.mark.parametrize(
@@ -366,12 +345,6 @@ def trained_board(
 FALLING = [1 / step for step in range(1, 9)]
 
 
-def test_a_run_that_does_well_gets_no_advice() -> None:
-    assert advice_of(trained_board(*FALLING)) == []
-    assert advice_of(trained_board(*FALLING, had_group=False, ranks=1)) == []
-    assert advice_of(RunBoard([0], began_at=0.0)) == []
-
-
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_told_with_its_step(odd: float) -> None:
     (sentence,) = advice_of(trained_board(4.0, odd, 3.0, odd, odd, odd))
@@ -379,15 +352,15 @@ def test_a_loss_that_is_no_number_is_told_with_its_step(odd: float) -> None:
     assert advice_of(trained_board(4.0, odd, 3.0)) == [], "it has come back"
 
 
-def test_waiting_for_data_is_told_with_a_remedy() -> None:
+def test_waiting_for_data_and_ranks_that_exchange_nothing_are_told_with_a_remedy() -> None:
+    assert advice_of(trained_board(*FALLING)) == []
+    assert advice_of(trained_board(*FALLING, had_group=False, ranks=1)) == []
+    assert advice_of(RunBoard([0], began_at=0.0)) == []
     (sentence,) = advice_of(trained_board(*FALLING, data_s=0.4))
     assert sentence.startswith("40 % of the time goes into waiting for data.")
     assert "num_workers=2" in sentence
     assert advice_of(trained_board(1.0, 0.5, data_s=0.4))[:1] != []
     assert advice_of(trained_board(1.0, data_s=0.4)) == [], "too short to say"
-
-
-def test_ranks_that_exchange_nothing_are_told() -> None:
     (sentence,) = advice_of(trained_board(*FALLING, had_group=False))
     assert sentence.startswith("Ranks 0-1 have exchanged nothing")
 

@@ -40,6 +40,11 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 class Cell:
     """The notebook's end: what was published, and what stands in the cell by its handle."""
 
@@ -67,19 +72,18 @@ class Cell:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
     return Cell(monkeypatch)
 
 
-def test_a_short_cell_shows_nothing(cell: Cell, clock: Clock) -> None:
+@pytest.mark.parametrize(("seconds", "switch"), [(0.9, "1"), (5.0, "0")])
+def test_a_short_cell_shows_nothing_and_it_can_be_turned_off(
+    seconds: float, switch: str, cell: Cell, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBACCEL_DASHBOARD", switch)
     board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
-    clock.now += 0.9
-    assert board.due_in() == pytest.approx(0.1)
+    clock.now += seconds
+    assert switch == "0" or board.due_in() == pytest.approx(0.1)
     board.update([row(0), row(1)])
     board.finish()
     assert cell.taken == 0
@@ -98,7 +102,9 @@ def test_a_longer_one_is_told_in_place_once_a_second(cell: Cell, clock: Clock) -
     assert 0 < board.due_in() <= 1, "what was missed is not made up for"
 
 
-def test_ranks_that_do_the_same_are_one_line(cell: Cell, clock: Clock) -> None:
+def test_ranks_that_do_the_same_are_one_line_and_too_many_lines_are_cut(
+    cell: Cell, clock: Clock
+) -> None:
     board = Dashboard(range(4), plan=PLAN, read_clock=clock)
     clock.now += 12
     waiting = "waiting in all_reduce (Cell In[3], line 5)"
@@ -108,9 +114,7 @@ def test_ranks_that_do_the_same_are_one_line(cell: Cell, clock: Clock) -> None:
         "[0-2] waiting in all_reduce (Cell In[3], line 5) · 1.0 GiB\n"
         "[3] running · 2.0 GiB"
     )
-
-
-def test_many_that_do_different_things_are_cut(cell: Cell, clock: Clock) -> None:
+    cell.outputs.clear()
     board = Dashboard(range(64), plan=PLAN, read_clock=clock)
     clock.now += 2
     board.update([row(i, f"thing {i}") for i in range(64)])
@@ -118,35 +122,23 @@ def test_many_that_do_different_things_are_cut(cell: Cell, clock: Clock) -> None
     assert cell.text.endswith("… and 56 more")
 
 
-def test_afterwards_one_line_stays_with_the_peak(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0], plan=PLAN, read_clock=clock)
+@pytest.mark.parametrize("word", ["failed", "stopped", "timed out", ""])
+def test_afterwards_one_line_stays_with_the_peak_and_the_ending(
+    cell: Cell, clock: Clock, word: str
+) -> None:
+    place = CellPlace()
+    board = Dashboard([0], place=place, plan=PLAN, read_clock=clock)
     clock.now += 2
     board.update([row(0, rss_bytes=3 * GIB, device_bytes=5 * GIB)])
     clock.now += 2
     board.update([row(0, rss_bytes=GIB)])
     clock.now += 8.3
-    board.finish()
-    assert cell.text == "1 rank · 12.3 s · up to 3.0 GiB (on the device 5.0 GiB)"
-
-
-@pytest.mark.parametrize("word", ["failed", "stopped", "timed out"])
-def test_a_cell_that_did_not_end_well_says_so(cell: Cell, clock: Clock, word: str) -> None:
-    board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
-    clock.now += 3
-    board.update([row(0), row(1)])
+    if not word:  # after the cell was cleared it is shown anew
+        place.note_cleared()
+        cell.outputs.clear()
     board.finish(ending=word)
-    assert cell.text == f"2 ranks · {word} after 3.0 s · up to 1.0 GiB each"
-
-
-def test_after_the_cell_was_cleared_it_is_shown_anew(cell: Cell, clock: Clock) -> None:
-    place = CellPlace()
-    board = Dashboard([0], place=place, plan=PLAN, read_clock=clock)
-    clock.now += 1
-    board.update([row(0)])
-    place.note_cleared()
-    cell.outputs.clear()
-    board.finish()
-    assert cell.text.startswith("1 rank")
+    ending = f"{word} after " if word else ""
+    assert cell.text == f"1 rank · {ending}12.3 s · up to 3.0 GiB (on the device 5.0 GiB)"
 
 
 def test_a_terminal_gets_a_line_now_and_then(
@@ -164,15 +156,6 @@ def test_a_terminal_gets_a_line_now_and_then(
     assert capsys.readouterr().err == (
         "nbaccel: 2 ranks · failed after 11 min 40 s · up to 1.0 GiB each\n"
     )
-
-
-def test_it_can_be_turned_off(cell: Cell, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
-    board = Dashboard([0], plan=PLAN, read_clock=clock)
-    clock.now += 5
-    board.update([row(0)])
-    board.finish()
-    assert cell.taken == 0
 
 
 def metrics(time: float, steps: int, loss: float = 1.0) -> Metrics:
@@ -257,10 +240,6 @@ def test_the_memory_of_a_gpu_is_on_the_board_and_no_context_in_the_notebook(seen
     assert facts.memory.peak_device is not None
     assert facts.memory.peak_device >= 64 * MIB
     assert not torch.cuda.is_initialized()
-
-
-@pytest.mark.gpu
-def test_a_meter_reads_and_lets_go() -> None:
     meter = Meter.open()
     assert meter is not None
     assert all(held > 0 for held in meter.read().values())

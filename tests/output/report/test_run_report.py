@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def times(computing_s: float, waiting_s: float, data_s: float = 0.5) -> RankTime
 def facts(**changes: Any) -> RunFacts:
     steps = tuple(float(step) for step in range(0, 200, 2))
     values = tuple(math.exp(-step / 60) + 0.05 * ((step // 2) % 3) for step in steps)
+    speeds = {"steps": 200, "steps_per_s": 20.0, "samples": 3200, "samples_per_s": 320.0}
     whole: dict[str, Any] = {
         "nbaccel_version": "0.1.0",
         "began": "2026-11-25T20:00:00+00:00",
@@ -53,21 +54,10 @@ def facts(**changes: Any) -> RunFacts:
         "ending": "",
         "plan": PLAN,
         "ranks": (
-            RankFigures(
-                rank=0,
-                steps=200,
-                steps_per_s=20.0,
-                samples=3200,
-                samples_per_s=320.0,
-                peak_host_bytes=300 << 20,
-                times=times(3.0, 5.0),
-            ),
+            RankFigures(rank=0, **speeds, peak_host_bytes=300 << 20, times=times(3.0, 5.0)),
             RankFigures(
                 rank=1,
-                steps=200,
-                steps_per_s=20.0,
-                samples=3200,
-                samples_per_s=320.0,
+                **speeds,
                 peak_host_bytes=310 << 20,
                 peak_device_bytes=2 << 30,
                 times=times(8.0, 0.0),
@@ -90,11 +80,9 @@ def facts(**changes: Any) -> RunFacts:
 
 EMPTY = facts(
     ranks=(RankFigures(rank=0), RankFigures(rank=1)),
-    slowest=None,
     curves={},
-    marks=(),
-    warnings=(),
-    notes=(),
+    **dict.fromkeys(("marks", "warnings", "notes"), ()),
+    slowest=None,
 )
 
 
@@ -118,14 +106,6 @@ def test_the_json_form_is_the_documented_one() -> None:
     }
     assert document["curves"][2]["values"][-1] == "nan"
     assert document["marks"][0] == {"step": 0.0, "text": "epoch 1"}
-
-
-@pytest.mark.parametrize(
-    "document", [{}, {"format": "nbaccel.report", "version": 2}, {"format": "other", "version": 1}]
-)
-def test_what_is_no_report_is_refused(document: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="no report that can be read"):
-        RunReport.from_dict(document)
 
 
 HOSTILE = '</p><script>alert(1)</script>" onload="alert(2)'
@@ -171,26 +151,22 @@ def test_nothing_of_somebody_elses_report_runs_in_a_page() -> None:
     assert refused > len(PLACES) / 2
 
 
-def test_it_is_saved_as_html_and_as_json(tmp_path: Path) -> None:
+def test_it_is_saved_as_html_and_as_json_and_nothing_else_is_saved_or_read(tmp_path: Path) -> None:
     report = RunReport(facts())
+    for name in ("run", "run.txt", "run.html.gz"):
+        with pytest.raises(ConfigError, match=r"must end with \.html or \.json"):
+            report.save(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"missing.* does not exist"):
+        report.save(tmp_path / "missing" / "run.html")
     page = report.save(tmp_path / "run.html")
     assert page == tmp_path / "run.html"
     assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
     report.save(os.fspath(tmp_path / "run.JSON"))
     assert json.loads((tmp_path / "run.JSON").read_text("utf-8")) == report.to_dict()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.JSON", "run.html"]
-
-
-@pytest.mark.parametrize("name", ["run", "run.txt", "run.html.gz"])
-def test_another_ending_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"must end with \.html or \.json"):
-        RunReport(facts()).save(tmp_path / name)
-    assert not [*tmp_path.iterdir()]
-
-
-def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing.* does not exist"):
-        RunReport(facts()).save(tmp_path / "missing" / "run.html")
+    for form, version in (("nbaccel.report", 2), ("other", 1), ("", 1)):
+        with pytest.raises(ConfigError, match="no report that can be read"):
+            RunReport.from_dict({"format": form, "version": version} if form else {})
 
 
 @pytest.mark.parametrize("known", [facts(), EMPTY], ids=["whole", "empty"])
@@ -228,6 +204,11 @@ def test_who_holds_the_others_up_is_said_with_the_reason() -> None:
         )
     )
     assert f"{said}waits longer for data than the other." in str(RunReport(slow_data))
+    assert "No rank holds the others up." in str(RunReport(facts(slowest=None)))
+    text = str(RunReport(EMPTY))
+    assert "No loop over batches was seen." in text
+    assert "Curves" not in text
+    assert "No loop over batches was seen." in RunReport(EMPTY)._repr_html_()
 
 
 def test_a_start_is_left_out_of_shares_and_said() -> None:
@@ -248,24 +229,9 @@ def test_a_start_is_left_out_of_shares_and_said() -> None:
     assert "Left out" not in str(RunReport(facts()))
 
 
-def test_where_nobody_does_that_is_said() -> None:
-    assert "No rank holds the others up." in str(RunReport(facts(slowest=None)))
-
-
-def test_a_run_too_short_to_measure_says_so() -> None:
-    text = str(RunReport(EMPTY))
-    assert "No loop over batches was seen." in text
-    assert "Curves" not in text
-    assert "No loop over batches was seen." in RunReport(EMPTY)._repr_html_()
-
-
-def points(values: Sequence[float]) -> list[tuple[float, float]]:
-    return [(float(step), value) for step, value in enumerate(values)]
-
-
 def test_a_noisy_curve_is_smoothed_over_its_raw_values() -> None:
-    noisy = [1.0 + (-1) ** place * 0.3 for place in range(60)]
-    mean, raw = metric_lines({0: points(noisy)})
+    noisy = [(float(place), 1.0 + (-1) ** place * 0.3) for place in range(60)]
+    mean, raw = metric_lines({0: noisy})
     assert (raw.is_thick, mean.is_thick, mean.name) == (False, True, "rank 0, smoothed")
     late = [value for _, value in mean.points][30:]
     assert max(late) - min(late) < 0.3
