@@ -112,19 +112,18 @@ def idle(kernel: Kernel) -> Iterator[Kernel]:
     kernel.run("%accelerate stop").check()
 
 
-def test_a_comment_may_stand_above_the_magic(idle: Kernel) -> None:
+def test_comments_above_the_magic_names_of_workers_figures_and_whole_tracebacks(
+    idle: Kernel,
+) -> None:
     front_end = "from nbaccel.plan import inspect_machine; print(inspect_machine().front_end)"
     assert idle.run(front_end).check().stdout == "jupyter\n"
-    idle.run("# how many\n\n# two\n%%accelerate -n 2\nkept = 3").check()
+    idle.run("# how many\n\n# two\n%%accelerate -n 2\nkept = 3; losses = [0.5]").check()
     assert "4" in str(idle.run("# once more\n%%accelerate\nkept + 1").check().displays)
     cell = idle.run("# a comment\n%%accelerate\n\n1 / 0")
     assert cell.error.startswith("WorkerFailed")
     assert "line 4, in <module>" in said(cell.traceback)
     idle.run("# no magic of ours\nx = 1").check()
 
-
-def test_a_name_that_only_workers_have(idle: Kernel) -> None:
-    idle.run("%%accelerate -n 2\nlosses = [0.5]").check()
     cell = idle.run("print(losses)")
     assert cell.error == "NameError"
     assert "losses exists in the workers of %%accelerate" in cell.stdout
@@ -133,10 +132,16 @@ def test_a_name_that_only_workers_have(idle: Kernel) -> None:
     assert other.error == "NameError"
     assert "exists in the workers" not in other.stdout
 
+    cell = idle.run(
+        "%%accelerate\nimport os\nimport matplotlib.pyplot as plt\n"
+        "if os.environ['RANK'] == '0': plt.plot([1, 2])"
+    ).check()
+    assert any("image/png" in shown for shown in cell.displays)
+    again = idle.run("%%accelerate\nlines = plt.get_fignums()\nlines").check()
+    assert "[]" in str(again.displays)
 
-def test_the_whole_traceback_of_all_ranks(idle: Kernel) -> None:
     failing = (
-        "%%accelerate -n 2\n"
+        "%%accelerate\n"
         "import os, json\n"
         "def load(text):\n"
         "    return json.loads(text)\n"
@@ -163,13 +168,3 @@ def test_a_launch_of_one_worker_can_be_debugged_here(idle: Kernel) -> None:
         "print(tb.tb_frame.f_code.co_name, tb.tb_frame.f_locals)"
     )
     assert idle.run(code).check().stdout == "train {'x': 3}\n"
-
-
-def test_figures_of_a_live_cell_are_shown_at_its_end(idle: Kernel) -> None:
-    cell = idle.run(
-        "%%accelerate -n 2\nimport os\nimport matplotlib.pyplot as plt\n"
-        "if os.environ['RANK'] == '0': plt.plot([1, 2])"
-    ).check()
-    assert any("image/png" in shown for shown in cell.displays)
-    again = idle.run("%%accelerate\nlines = plt.get_fignums()\nlines").check()
-    assert "[]" in str(again.displays)

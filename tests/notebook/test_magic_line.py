@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,9 +77,6 @@ def test_the_cells_own_options():
 @pytest.mark.parametrize("text", ["-n $n", "-n {n}", "-n '{m + 1}'", "--num-processes={n}"])
 def test_values_of_the_notebook_are_put_in(text):
     assert line(text, n=2, m=1).wanted.num_processes == 2
-
-
-def test_what_cannot_be_put_in_is_named_as_written():
     (message,) = mistakes("-n {unknown}")
     assert "got '{unknown}'" in message
 
@@ -88,18 +85,11 @@ def test_a_config_of_the_notebook():
     config = RunConfig(num_processes=2, mixed_precision="bf16")
     plan = resolve(config)
     for name in ("config", "plan", "holder"):
-        found = line(f"--config {name}", config=config, plan=plan, holder=Holder(config))
+        holder = SimpleNamespace(config=config)
+        found = line(f"--config {name}", config=config, plan=plan, holder=holder)
         assert found.wanted == config
         assert found.given == tuple(RunConfig.model_fields)
     assert line("--config config -n 2", config=config).wanted == config
-
-
-@dataclasses.dataclass
-class Holder:
-    config: RunConfig
-
-
-def test_a_config_and_a_setting_that_contradict():
     (message,) = mistakes("--config mine -n 2", mine=BASE)
     assert "num_processes is 3 in mine and 2 on the line" in message
     assert "mine = mine.changed(num_processes=2)" in message
@@ -146,12 +136,7 @@ def test_a_mistake_is_named_with_its_remedy(text, subcommand, said):
         assert part in message
 
 
-def test_all_mistakes_come_at_once():
-    found = mistakes("-n 0 --precison bf16 --ranks x --out 1 foo --dist=3 --device gpuu")
-    assert len(found) == 7
-
-
-def test_ranks_beyond_the_last_are_refused():
+def test_ranks_beyond_the_last_and_names_that_the_notebook_lacks_are_refused():
     check_ranks((0, 3), 4)
     check_ranks(None, 1)
     with pytest.raises(ConfigError, match="ranks 4-5: there are 4 workers, ranks 0-3") as caught:
@@ -162,12 +147,11 @@ def test_ranks_beyond_the_last_are_refused():
     check_ranks(line("--ranks 1").ranks, 2)
     with pytest.raises(ConfigError, match="1000000000"):
         check_ranks(line("--ranks 0-1000000000").ranks, 2)
-
-
-def test_names_that_the_notebook_lacks_are_refused():
     missing_names(["mymodel"], {"mymodel": 1})
     with pytest.raises(ConfigError, match=r"'mymodl'.* Did you mean 'mymodel'"):
         missing_names(["mymodl"], {"mymodel": 1})
+    found = mistakes("-n 0 --precison bf16 --ranks x --out 1 foo --dist=3 --device gpuu")
+    assert len(found) == 7, "all mistakes come at once"
 
 
 def test_every_setting_is_an_option_with_its_description():
@@ -177,14 +161,7 @@ def test_every_setting_is_an_option_with_its_description():
         assert option.meaning == RunConfig.model_fields[option.name].description
 
 
-def test_no_flag_means_two_things():
-    for sub in ("", *(sub.name for sub in SUBCOMMANDS)):
-        flags = [flag for option in options_of(sub) for flag in (*option.flags, option.negative)]
-        flags = [flag for flag in flags if flag]
-        assert len(flags) == len(set(flags))
-
-
-def test_the_manual_tells_all_and_fits_a_notebook():
+def test_the_manual_tells_all_and_fits_a_notebook_and_no_flag_means_two_things():
     for option in options_of():
         assert all(flag in cell_manual() for flag in (*option.flags, option.negative))
     for sub in SUBCOMMANDS:
@@ -192,3 +169,7 @@ def test_the_manual_tells_all_and_fits_a_notebook():
         assert all(option.flag in subcommand_manual(sub.name) for option in options_of(sub.name))
     for text in (cell_manual(), line_manual()):
         assert max(map(len, text.splitlines())) <= 100
+    for name in ("", *(sub.name for sub in SUBCOMMANDS)):
+        flags = [flag for option in options_of(name) for flag in (*option.flags, option.negative)]
+        flags = [flag for flag in flags if flag]
+        assert len(flags) == len(set(flags))

@@ -139,58 +139,37 @@ def test_a_picker_is_taken_by_name_and_read_in_workers(kernel: Kernel) -> None:
     kernel.run("%accelerate config --config nothing_said").check()
 
 
-@pytest.fixture(scope="module")
-def prepared(kernel: Kernel) -> Kernel:
-    kernel.run(
-        """
-        import nbaccel
-        my_config = nbaccel.RunConfig()
-        my_plan = nbaccel.resolve(my_config)
-        my_number = 3
-        """
-    ).check()
-    return kernel
+PREPARE = """
+import nbaccel
+my_config = nbaccel.RunConfig()
+my_plan = nbaccel.resolve(my_config)
+my_number = 3
+"""
+CELL = "%%accelerate "
+OFFERED = {
+    CELL + "--num-p‸\nx = 1": [CELL + "--num-processes"],
+    CELL + "-n 2 --prec‸": [CELL + "-n 2 --precision"],
+    CELL + "--no-‸": [CELL + "--no-activation-checkpointing", CELL + "--no-share-back"],
+    CELL + "--precision ‸\nx": [CELL + f"--precision {w}" for w in ("no", "fp16", "bf16", "fp8")],
+    CELL + "--num-processes 2 --num‸": [CELL + "--num-processes 2 --num-nodes"],
+    CELL + "--precision=b‸": [CELL + "--precision=bf16"],
+    CELL + "--zero 2‸": [CELL + "--zero 2"],
+    CELL + "--autoreload ‸": [CELL + f"--autoreload {word}" for word in ("on", "off")],
+    CELL + "--config my_‸": [CELL + f"--config my_{word}" for word in ("config", "plan")],
+    "\n%%time\n%%accelerate --devi‸": [CELL + "--device"],
+    "%accelerate st‸": ["%accelerate status", "%accelerate stop"],
+    "x = 1\n%accelerate restart --start-m‸": ["%accelerate restart --start-method"],
+    "%accelerate push my_n‸": ["%accelerate push my_number"],
+    "%accelerate push my_plan,my_n‸": ["%accelerate push my_plan,my_number"],
+    "%accelerate pull --ra‸": ["%accelerate pull --ranks"],
+    # Other cells complete as ever.
+    "my_num‸": ["my_number"],
+    "%%accelerate\nmy_num‸": ["my_number"],
+    "print('%accelerate rest‸')": [],
+}
 
 
-@pytest.mark.parametrize(
-    ("code", "offered"),
-    [
-        ("%%accelerate --num-p‸\nx = 1", ["%%accelerate --num-processes"]),
-        ("%%accelerate -n 2 --prec‸", ["%%accelerate -n 2 --precision"]),
-        (
-            "%%accelerate --no-‸",
-            ["%%accelerate --no-activation-checkpointing", "%%accelerate --no-share-back"],
-        ),
-        (
-            "%%accelerate --precision ‸\nx",
-            [f"%%accelerate --precision {word}" for word in ("no", "fp16", "bf16", "fp8")],
-        ),
-        (
-            "%%accelerate --num-processes 2 --num‸",
-            ["%%accelerate --num-processes 2 --num-nodes"],
-        ),
-        ("%%accelerate --precision=b‸", ["%%accelerate --precision=bf16"]),
-        ("%%accelerate --zero 2‸", ["%%accelerate --zero 2"]),
-        ("%%accelerate --autoreload ‸", [f"%%accelerate --autoreload {w}" for w in ("on", "off")]),
-        (
-            "%%accelerate --config my_‸",
-            [f"%%accelerate --config my_{w}" for w in ("config", "plan")],
-        ),
-        ("\n%%time\n%%accelerate --devi‸", ["%%accelerate --device"]),
-        ("%accelerate st‸", ["%accelerate status", "%accelerate stop"]),
-        ("x = 1\n%accelerate restart --start-m‸", ["%accelerate restart --start-method"]),
-        ("%accelerate push my_n‸", ["%accelerate push my_number"]),
-        ("%accelerate push my_plan,my_n‸", ["%accelerate push my_plan,my_number"]),
-        ("%accelerate pull --ra‸", ["%accelerate pull --ranks"]),
-    ],
-)
-def test_what_can_stand_there_is_offered_and_nothing_else(
-    prepared: Kernel, code: str, offered: list[str]
-) -> None:
-    assert sorted(complete(prepared, code)) == sorted(offered)
-
-
-def test_other_cells_complete_as_ever(prepared: Kernel) -> None:
-    assert complete(prepared, "my_num‸") == ["my_number"]
-    assert complete(prepared, "%%accelerate\nmy_num‸") == ["my_number"]
-    assert complete(prepared, "print('%accelerate rest‸')") == []
+def test_what_can_stand_there_is_offered_and_nothing_else(kernel: Kernel) -> None:
+    kernel.run(PREPARE).check()
+    for code, offered in OFFERED.items():
+        assert sorted(complete(kernel, code)) == sorted(offered), code

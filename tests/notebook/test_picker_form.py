@@ -91,14 +91,6 @@ def test_precisions_are_compared_when_that_is_asked_for_and_one_click_takes_both
     assert [w.description for w in shown.candidates()] == in_bf16
 
 
-def test_a_way_that_cannot_be_taken_is_greyed_and_says_why(show):
-    shown = show(model=net(), inventory=WITHOUT_GPU)
-    fsdp = next(w for w in shown.candidates() if w.description == "FSDP")
-    assert fsdp.disabled
-    assert "two processes" in fsdp.tooltip
-    assert "two processes" in shown.one("nbaccel-bars").value
-
-
 def test_without_a_model_the_form_says_how_to_give_one(show):
     shown = show()
     assert not shown.candidates()
@@ -110,7 +102,9 @@ def test_without_a_model_the_form_says_how_to_give_one(show):
     assert "model" in button.tooltip
 
 
-def test_the_machine_is_drawn_with_what_is_used(show):
+def test_the_machine_is_drawn_with_what_is_used_and_what_cannot_be_taken_is_greyed(
+    show, monkeypatch
+):
     shown = show(model=net(), inventory=with_gpus(3))
     shown.field("num_processes").value = "2"
     drawn = shown.one("nbaccel-machine").value
@@ -118,6 +112,21 @@ def test_the_machine_is_drawn_with_what_is_used(show):
     assert "GPU 2" in drawn
     shown.field("num_processes").value = ""
     assert shown.field("num_processes").placeholder == "3 processes"
+
+    shown = show(model=net(), inventory=WITHOUT_GPU)
+    fsdp = next(w for w in shown.candidates() if w.description == "FSDP")
+    assert fsdp.disabled
+    assert "two processes" in fsdp.tooltip
+    assert "two processes" in shown.one("nbaccel-bars").value
+
+    def fail(name: str, precision: str) -> None:
+        raise ZeroDivisionError(name)
+
+    shown = show(model=net())
+    monkeypatch.setattr(shown.view._model, "take", fail)
+    shown.take("FSDP")
+    assert "ZeroDivisionError: FSDP" in shown.everything(), "what nobody expects, as well"
+    assert shown.picker.config == RunConfig()
 
 
 def test_open_fields_show_what_they_come_to(show):
@@ -264,18 +273,6 @@ def test_a_file_is_loaded_by_path_and_by_upload(files, tmp_path):
     upload.set_trait("value", uploaded(b"\xff\xfe\xff"))
     assert "cannot be read" in files.one("nbaccel-load-errors").value
     assert files.picker.config == RunConfig(num_processes=2)
-
-
-def test_what_nobody_expects_is_shown_as_well(show, monkeypatch):
-    shown = show(model=net())
-
-    def fail(name: str, precision: str) -> None:
-        raise ZeroDivisionError(name)
-
-    monkeypatch.setattr(shown.view._model, "take", fail)
-    shown.take("ZeRO-1")
-    assert "ZeroDivisionError: ZeRO-1" in shown.everything()
-    assert shown.picker.config == RunConfig()
 
 
 @DEEPSPEED

@@ -92,16 +92,6 @@ def test_what_cannot_be_chosen_is_greyed_and_says_why(show):
     assert "Not taken" in shown.text("device")
 
 
-@DEEPSPEED
-def test_a_whole_setting_is_greyed_until_what_it_needs_is_chosen(show):
-    shown = show()
-    assert shown.field(BUCKET).disabled
-    assert "Choose a ZeRO stage first" in shown.text(BUCKET)
-    shown.press("zero_stage", "2")
-    assert not shown.field(BUCKET).disabled
-    assert "Choose a ZeRO stage first" not in shown.text(BUCKET)
-
-
 @needs.DEEPSPEED_ROW
 def test_a_wrong_number_is_told_beside_its_field_and_stays_to_be_mended(show):
     shown = show(config=RunConfig(zero_stage=2))
@@ -119,9 +109,14 @@ def test_a_wrong_number_is_told_beside_its_field_and_stays_to_be_mended(show):
 
 
 @DEEPSPEED
-def test_yes_no_and_neither(show):
+def test_yes_no_and_neither_tables_as_json_and_what_needs_another_choice(show):
     overlap = "zero_optimization.overlap_comm"
-    shown = show(config=RunConfig(zero_stage=2))
+    shown = show()
+    assert shown.field(BUCKET).disabled
+    assert "Choose a ZeRO stage first" in shown.text(BUCKET)
+    shown.press("zero_stage", "2")
+    assert not shown.field(BUCKET).disabled
+    assert "Choose a ZeRO stage first" not in shown.text(BUCKET)
     for label, kept in (("no", False), ("yes", True)):
         shown.pick(overlap, label)
         assert shown.picker.config.deepspeed == {"zero_optimization": {"overlap_comm": kept}}
@@ -129,21 +124,15 @@ def test_yes_no_and_neither(show):
     assert shown.picker.config.deepspeed == {}
     shown.press("zero_stage", "3")
     assert shown.field(overlap).options[0] == "default (yes)"
+    shown = show(config=RunConfig(zero_stage=2, deepspeed={"optimizer": {"type": "AdamW"}}))
+    shown.field("optimizer.params").value = '{"lr": 0.1}'
+    assert shown.picker.config.deepspeed["optimizer"]["params"] == {"lr": 0.1}
+    shown.field("optimizer.params").value = "lr = 0.2"
+    assert "Not taken" in shown.text("optimizer.params")
+    assert shown.picker.config.deepspeed["optimizer"]["params"] == {"lr": 0.1}
 
 
-def test_every_section_of_all_settings_opens(show):
-    """All of the more than a hundred fields can be made."""
-    shown = show(config=RunConfig(zero_stage=3))
-    shown.one("nbaccel-opens-all").value = True
-    assert not shown.view._listed
-    for heading in shown.all("nbaccel-listed", "nbaccel-opens"):
-        heading.value = True
-    made = list(shown.view._listed)
-    every = [s.name for panel in shown.picker._panels for s in settings(panel)]
-    assert sorted(made) == sorted(every)
-
-
-def test_what_is_shown_first_is_little(show):
+def test_what_is_shown_first_is_little_and_every_section_of_all_settings_opens(show):
     """Every widget is a message to the page, and time until the form is seen."""
     shown = show(model=net(), config=RunConfig(zero_stage=3))
     first = [field.setting.name for field in shown.view._first]
@@ -152,6 +141,13 @@ def test_what_is_shown_first_is_little(show):
     assert not shown.view._listed
     assert len(list(below(shown.view.root))) < 100
     assert not shown.all("nbaccel-section")
+    shown.one("nbaccel-opens-all").value = True
+    assert not shown.view._listed
+    for heading in shown.all("nbaccel-listed", "nbaccel-opens"):
+        heading.value = True
+    made = list(shown.view._listed)
+    every = [s.name for panel in shown.picker._panels for s in settings(panel)]
+    assert sorted(made) == sorted(every)
 
 
 @needs.DEEPSPEED_ROW
@@ -201,16 +197,6 @@ def test_what_was_set_before_a_section_is_made_is_right_when_it_is_opened(show, 
     shown.picker.undo()
     assert shown.field(group).value == "1000000"
     assert section.description == "ZeRO (1 set)"
-
-
-@needs.DEEPSPEED_ROW
-def test_a_table_is_typed_as_json(show):
-    shown = show(config=RunConfig(zero_stage=2, deepspeed={"optimizer": {"type": "AdamW"}}))
-    shown.field("optimizer.params").value = '{"lr": 0.1}'
-    assert shown.picker.config.deepspeed["optimizer"]["params"] == {"lr": 0.1}
-    shown.field("optimizer.params").value = "lr = 0.2"
-    assert "Not taken" in shown.text("optimizer.params")
-    assert shown.picker.config.deepspeed["optimizer"]["params"] == {"lr": 0.1}
 
 
 def test_fp8_shows_its_backend_among_the_first_fields_and_opens_its_section(show):

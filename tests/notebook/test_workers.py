@@ -19,15 +19,12 @@ def live(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def test_names_go_to_the_workers_and_stay_there(live: Kernel) -> None:
+def test_names_go_to_the_workers_and_stay_there_unless_out_asks_for_them(live: Kernel) -> None:
     live.run("offset = 10").check()
     live.run("%%accelerate\nmine = rank + offset").check()
     assert shown(live.run("%%accelerate\nmine")) == ["[0] 10\n[1] 11"]
     assert shown(live.run("%%accelerate --ranks 1\nmine")) == ["11"]
     assert live.run("mine").error == "NameError", "a worker's name is not the notebook's"
-
-
-def test_out_binds_names_in_the_notebook(live: Kernel) -> None:
     live.run("%%accelerate --out a,b\na, b = rank, 'same'").check()
     assert shown(live.run("a, b")) == ["([0, 1], ['same', 'same'])"]
     live.run("%%accelerate --ranks 1 --out a\na = rank * 7").check()
@@ -106,13 +103,10 @@ def test_an_error_shows_the_lines_of_the_cell_as_written(
     assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"], "the workers live on"
 
 
-def test_a_syntax_error_shows_the_line(live: Kernel) -> None:
+def test_stop_ends_the_cell_and_the_workers_live_on(live: Kernel) -> None:
     text = told(live.run("%%accelerate\nx = 1\ny = = 2"))
     assert "SyntaxError: invalid syntax" in text
     assert "line 3" in text
-
-
-def test_stop_ends_the_cell_and_the_workers_live_on(live: Kernel) -> None:
     running = live.begin("%%accelerate\nimport time\nprint('begun')\ntime.sleep(600)")
     live.until(running, "begun")
     live.interrupt()
@@ -122,8 +116,7 @@ def test_stop_ends_the_cell_and_the_workers_live_on(live: Kernel) -> None:
     assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"]
 
 
-@pytest.fixture
-def furnished(live: Kernel) -> Kernel:
+def test_names_of_workers_are_offered_and_explained(live: Kernel) -> None:
     live.run(
         """%%accelerate
 class Net:
@@ -132,12 +125,7 @@ class Net:
 worker_net = Net()
 """
     ).check()
-    return live
-
-
-@pytest.mark.parametrize(
-    ("code", "offered"),
-    [
+    for code, offered in (
         ("%%accelerate\nworker_‸", "worker_net"),
         (
             "%%accelerate --ranks 0\nx = 1\nfor n in worker_net.d‸:\n    pass",
@@ -146,28 +134,18 @@ worker_net = Net()
         ("%%time\n%%accelerate\nworker_n‸", "worker_net"),
         ("%accelerate pull wor‸", "%accelerate pull worker_net"),
         ("%%accelerate --out x,wor‸\nx = 1", "%%accelerate --out x,worker_net"),
-    ],
-)
-def test_names_of_workers_are_offered(furnished: Kernel, code: str, offered: str) -> None:
-    assert complete(furnished, code) == [offered]
-
-
-def test_names_of_workers_are_offered_beside_the_notebooks(furnished: Kernel) -> None:
-    furnished.run("worker_of_notebook = 1").check()
-    assert set(complete(furnished, "%%accelerate\nworker_‸")) >= {
-        "worker_net",
-        "worker_of_notebook",
-    }
-    assert complete(furnished, "worker_‸") == ["worker_of_notebook"]
-
-
-def test_names_of_workers_are_explained(furnished: Kernel) -> None:
-    assert "A net of the workers." in inspect(furnished, "%%accelerate\nworker_net")["text/plain"]
-    assert "A net of the workers." in paged(furnished, "worker_net?")
-    assert inspect(furnished, "%%accelerate\nnobody_knows") == {}
-    furnished.run("def own():\n    'The notebook has this.'").check()
-    assert "The notebook has this." in inspect(furnished, "%%accelerate\nown")["text/plain"]
-    assert "The notebook has this." in paged(furnished, "own?")
+    ):
+        assert complete(live, code) == [offered]
+    assert "A net of the workers." in inspect(live, "%%accelerate\nworker_net")["text/plain"]
+    assert "A net of the workers." in paged(live, "worker_net?")
+    assert inspect(live, "%%accelerate\nnobody_knows") == {}
+    live.run("def own():\n    'The notebook has this.'").check()
+    assert "The notebook has this." in inspect(live, "%%accelerate\nown")["text/plain"]
+    assert "The notebook has this." in paged(live, "own?")
+    live.run("worker_of_notebook = 1").check()
+    offered = set(complete(live, "%%accelerate\nworker_‸"))
+    assert offered >= {"worker_net", "worker_of_notebook"}
+    assert complete(live, "worker_‸") == ["worker_of_notebook"]
 
 
 def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path) -> None:

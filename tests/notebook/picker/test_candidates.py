@@ -10,7 +10,7 @@ from torch import nn
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.memory.ways import Candidate, rank_of
+from nbaccel.memory.ways import rank_of
 from nbaccel.notebook.picker.choices import groups_of_ways
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.plan import Inventory
@@ -149,23 +149,9 @@ def test_what_does_not_fit_is_compared_as_it_was_asked_for():
     assert not any(way.config.activation_checkpointing for way in lacking)
 
 
-def seen(way: Candidate) -> tuple[object, ...]:
-    """What is shown of a way; not the room on a disk, which others use at the same time."""
-    return way.name, way.config, way.fits, way.need.bars[0]
-
-
-def compared(inventory=None, **sizes: int) -> PickerModel:
-    own = of_language(inventory, **sizes)
+def test_each_way_is_shown_in_each_precision_and_one_of_all_is_the_best():
+    own = of_language()
     own.compare_precisions(is_on=True)
-    return own
-
-
-def of_precision(picker: PickerModel, precision: str) -> list[object]:
-    return [way for way in picker.shown_candidates() if way.precision == precision]
-
-
-def test_each_way_is_shown_in_each_precision_and_one_of_all_is_the_best(picker):
-    own = compared()
     ways = own.shown_candidates()
     usable = [group for _, group in groups_of_ways(ways) if not group[0].refusal]
     assert [group[0].name for group in usable] == [
@@ -177,16 +163,28 @@ def test_each_way_is_shown_in_each_precision_and_one_of_all_is_the_best(picker):
     best = [way for way in ways if way.is_best]
     assert len(best) == 1
     assert best[0].precision == "bf16"
-    for way, alone in zip(of_precision(own, "no"), own.candidates(), strict=True):
-        assert seen(way) == seen(alone)
+    in_fp32 = [way for way in ways if way.precision == "no"]
+    for way, alone in zip(in_fp32, own.candidates(), strict=True):
+        # Not the room on a disk, which others use at the same time.
+        assert (way.name, way.config, way.fits) == (alone.name, alone.config, alone.fits)
+        assert way.need.bars[0] == alone.need.bars[0]
 
 
-def test_the_fastest_precision_that_needs_no_care_is_the_best():
-    ampere = compared(with_gpus(2, capability=(8, 0)), width=1024, layers=4)
-    assert [way.precision for way in ampere.shown_candidates() if way.is_best] == ["bf16"]
-    turing = compared(with_gpus(1, capability=(7, 5)), width=1024, layers=4)
-    best = next(way for way in turing.shown_candidates() if way.is_best)
-    assert best.precision == "fp16", "this card only imitates bfloat16"
+@pytest.mark.parametrize(
+    ("machine", "best"),
+    [
+        (with_gpus(2, capability=(8, 0)), "bf16"),
+        (with_gpus(1, capability=(7, 5)), "fp16"),  # it only imitates bfloat16
+    ],
+)
+def test_the_fastest_precision_that_needs_no_care_is_the_best_and_a_choice_is_kept(machine, best):
+    own = of_language(machine, width=1024, layers=4)
+    own.compare_precisions(is_on=True)
+    assert [way.precision for way in own.shown_candidates() if way.is_best] == [best]
+    assert own.proposals()[0].config.mixed_precision == best
+    config = RunConfig(mixed_precision="bf16", num_processes=1)
+    kept = of_language(machine, config, width=256, layers=2)
+    assert kept.proposals()[0].config.num_processes == 1
 
 
 def test_a_colleague_proposes_processes_precision_way_and_batch(picker):
@@ -226,15 +224,6 @@ def test_a_batch_that_does_not_fit_is_halved_and_accumulated():
     assert f"batch_size={proposal.batch_size}" in proposal.advice[0]
     own.take_proposal(proposal)
     assert proposal.advice[0] in own.remarks
-
-
-def test_an_older_gpu_gets_fp16_and_a_choice_is_kept():
-    turing = with_gpus(2, total=16, free=15, capability=(7, 5))
-    own = of_language(turing, width=256, layers=2)
-    assert own.proposals()[0].config.mixed_precision == "fp16"
-    config = RunConfig(mixed_precision="bf16", num_processes=1)
-    kept = of_language(with_gpus(2), config, width=256, layers=2)
-    assert kept.proposals()[0].config.num_processes == 1
 
 
 @needs.DEEPSPEED_ROW

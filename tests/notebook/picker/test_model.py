@@ -19,7 +19,6 @@ from tests import needs
 from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
 from tests.notebook.shown import BUCKET, OPTIMIZER_PLACE, big, net
 
-MODEL = "nbaccel.notebook.picker.model"
 PARAM_PLACE = "zero_optimization.offload_param.device"
 
 
@@ -45,18 +44,6 @@ def test_undo_walks_back_to_the_start():
 
 
 @needs.DEEPSPEED_ROW
-def test_numbers_are_read_as_people_type_them():
-    picker = PickerModel(RunConfig(zero_stage=2), inventory=WITHOUT_GPU)
-    for typed, kept in (("5e7", 50_000_000), ("500_000", 500_000), ("1,000", 1000), (" 7 ", 7)):
-        picker.choose(BUCKET, typed)
-        assert picker.value(BUCKET) == kept
-    picker.choose(BUCKET, "auto")
-    assert picker.value(BUCKET) == "auto"
-    picker.choose("gradient_clipping", "0.5")
-    assert picker.config.deepspeed["gradient_clipping"] == 0.5
-
-
-@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
@@ -79,10 +66,17 @@ def test_a_refused_choice_changes_nothing_and_says_why(name, value, told):
 
 
 @needs.DEEPSPEED_ROW
-def test_an_empty_field_is_the_default():
+def test_numbers_are_read_as_people_type_them_and_an_empty_field_is_the_default():
     picker = PickerModel(RunConfig(num_processes=2, zero_stage=2), inventory=WITHOUT_GPU)
-    picker.choose(BUCKET, 1000)
-    picker.choose(BUCKET, None)
+    for typed, kept in (("5e7", 50_000_000), ("500_000", 500_000), ("1,000", 1000), (" 7 ", 7)):
+        picker.choose(BUCKET, typed)
+        assert picker.value(BUCKET) == kept
+    picker.choose(BUCKET, "auto")
+    assert picker.value(BUCKET) == "auto"
+    picker.choose("gradient_clipping", "0.5")
+    assert picker.config.deepspeed["gradient_clipping"] == 0.5
+    for name in (BUCKET, "gradient_clipping"):
+        picker.choose(name, None)
     picker.choose("num_processes", "")
     picker.choose("master_addr", "")
     assert picker.config == RunConfig(zero_stage=2, deepspeed={})
@@ -165,7 +159,7 @@ def test_a_tpu_is_offered_with_its_driver_its_precisions_and_its_memory():
 
 @needs.DEEPSPEED_ROW
 def test_options_are_greyed_by_other_choices():
-    picker = PickerModel(RunConfig(num_processes=2), inventory=with_gpus(2))
+    picker = PickerModel(RunConfig(num_processes=2), model=net(), inventory=with_gpus(2))
     assert "cannot run num_processes=2" in reasons(picker, "start_method")["inline"]
     assert picker.refusal(BUCKET) == "choose a ZeRO stage first"
     picker.choose("zero_stage", 2)
@@ -179,18 +173,13 @@ def test_options_are_greyed_by_other_choices():
     assert picker.refusal("zero_optimization.stage3_prefetch_bucket_size") == (
         "for stage 3 only: the stage is 2"
     )
+    refusal = picker.refusal("activation_checkpointing")
+    assert "Sequential has no gradient_checkpointing_enable()" in refusal
     picker = PickerModel(RunConfig(mixed_precision="fp8", fp8="msamp"), inventory=with_gpus(2))
     assert "does not train in fp8 by the backend msamp" in reasons(picker, "zero_stage")["3"]
     picker.choose("fp8.backend", "native")
     assert reasons(picker, "zero_stage")["3"] == ""
-
-
-def test_activation_checkpointing_needs_a_switch():
-    picker = PickerModel(model=net(), inventory=WITHOUT_GPU)
-    assert "Sequential has no gradient_checkpointing_enable()" in picker.refusal(
-        "activation_checkpointing"
-    )
-    assert PickerModel(inventory=WITHOUT_GPU).refusal("activation_checkpointing") == ""
+    assert picker.refusal("activation_checkpointing") == ""
 
 
 @needs.DEEPSPEED_ROW
@@ -216,13 +205,20 @@ def test_every_option_that_is_offered_can_be_chosen_and_no_other():
 
 
 @needs.DEEPSPEED_ROW
-def test_bars_are_the_estimate_against_the_machine():
+def test_what_does_not_fit_says_how_much_and_what_would_and_bars_are_the_estimate():
     model = big()
     picker = PickerModel(RunConfig(num_processes=2), model=model, inventory=with_gpus(2))
+    verdict = picker.verdict
+    assert verdict.fits is False
+    assert verdict.text.endswith("GiB too little on each of cuda:0 to cuda:1.")
+    name, _, would = verdict.remedy.partition(" would ")
+    assert would == "fit."
+    picker.take(name)
+    assert picker.verdict.fits is True
+
     picker.choose("zero_stage", 3)
     picker.choose("mixed_precision", "bf16")
     picker.choose(OPTIMIZER_PLACE, "cpu")
-
     estimate = nbaccel.estimate_memory(
         model, engine_config(picker.config), num_processes=2, inventory=with_gpus(2)
     )
@@ -231,27 +227,12 @@ def test_bars_are_the_estimate_against_the_machine():
     assert second.needed == first.needed == estimate.device.peak
     assert host.needed == estimate.host.peak
     for bar in (first, second, host):
-        assert sum(part.bytes for part in bar.segments) == max(
-            bar.capacity, bar.capacity + bar.lacking
-        )
+        size = sum(part.bytes for part in bar.segments)
+        assert size == max(bar.capacity, bar.capacity + bar.lacking)
     sizes = {part.kind: part.bytes for part in first.segments}
     assert sizes["others"] == 2 * GIB
     assert sizes["parameters"] == estimate.device.parameters
     assert picker.verdict.fits is estimate.fits
-
-
-@needs.DEEPSPEED_ROW
-def test_what_does_not_fit_says_how_much_and_what_would():
-    picker = PickerModel(RunConfig(num_processes=2), model=big(), inventory=with_gpus(2))
-
-    verdict = picker.verdict
-
-    assert verdict.fits is False
-    assert verdict.text.endswith("GiB too little on each of cuda:0 to cuda:1.")
-    name, _, would = verdict.remedy.partition(" would ")
-    assert would == "fit."
-    picker.take(name)
-    assert picker.verdict.fits is True
 
 
 @needs.DEEPSPEED_ROW
@@ -293,15 +274,6 @@ def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monke
     assert len(told) == 2, "the second time there is nothing to tell"
 
 
-def test_what_this_machine_cannot_serve_is_told_and_can_be_left():
-    picker = PickerModel(RunConfig(device="cuda"), model=net(), inventory=WITHOUT_GPU)
-    assert picker.plan is None
-    assert "needs a GPU" in picker.problems[0]
-    assert picker.verdict.fits is None
-    picker.choose("device", "auto")
-    assert picker.verdict.fits is True
-
-
 @pytest.mark.parametrize(
     ("model", "told"),
     [
@@ -314,6 +286,25 @@ def test_what_this_machine_cannot_serve_is_told_and_can_be_left():
 def test_what_is_no_model_is_refused_with_what_to_do(model, told):
     with pytest.raises(ConfigError, match=told):
         PickerModel(model=model, sample_batch=torch.ones(2, 3))
+
+
+def test_what_no_machine_or_not_this_one_can_serve_is_told_and_can_be_left():
+    picker = PickerModel(RunConfig(device="cuda"), model=net(), inventory=WITHOUT_GPU)
+    assert picker.plan is None
+    assert "needs a GPU" in picker.problems[0]
+    assert picker.verdict.fits is None
+    picker.choose("device", "auto")
+    assert picker.verdict.fits is True
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(65536, 65536) for _ in range(40)))
+    picker = PickerModel(RunConfig(num_processes=1), model=model, inventory=WITHOUT_GPU)
+    before = picker.config
+    with pytest.raises(ConfigError, match="Nothing fits"):
+        picker.suggest()
+    assert picker.config == before
+    assert picker.verdict.remedy.startswith("Nothing fits")
+    with pytest.raises(ConfigError, match="give the model"):
+        PickerModel(inventory=WITHOUT_GPU).suggest()
 
 
 @needs.DEEPSPEED_ROW
@@ -348,19 +339,6 @@ def test_what_is_not_installed_is_shown_with_what_to_install_and_not_suggested(m
     picker.suggest()
     assert not picker.config.uses_deepspeed
     assert picker.verdict.fits is True
-
-
-def test_suggest_says_when_nothing_fits():
-    with torch.device("meta"):
-        model = torch.nn.Sequential(*(torch.nn.Linear(65536, 65536) for _ in range(40)))
-    picker = PickerModel(RunConfig(num_processes=1), model=model, inventory=WITHOUT_GPU)
-    before = picker.config
-    with pytest.raises(ConfigError, match="Nothing fits"):
-        picker.suggest()
-    assert picker.config == before
-    assert picker.verdict.remedy.startswith("Nothing fits")
-    with pytest.raises(ConfigError, match="give the model"):
-        PickerModel(inventory=WITHOUT_GPU).suggest()
 
 
 @needs.DEEPSPEED_ROW
@@ -441,16 +419,13 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_a_model_is_described_with_tied_weights_counted_once():
+def test_a_model_is_described_with_tied_weights_counted_once_and_a_batch_by_its_shapes():
     found = describe_model(Tied().to(torch.bfloat16))
     for fact in ("88 parameters in 4 tensors", "3 Linear", "bfloat16", "1 tied weight"):
         assert fact in found
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(10**4, 10**4), nn.Linear(2, 2).half())
     assert describe_model(model).endswith("float32, float16 · on meta: shapes only")
-
-
-def test_a_batch_is_described_by_its_shapes():
     nested = {"input_ids": torch.zeros(1, 5), "more": [torch.zeros(2), 7]}
     told = ((torch.zeros(8, 20), "(8, 20)"), (nested, "input_ids (1, 5), more (2,)"), (None, ""))
     for batch, shapes in told:

@@ -153,13 +153,10 @@ def test_compared_bars_are_grouped_by_way_with_one_scale():
     assert [text.partition(":")[0] for text in told] == ["ZeRO-2 in fp32", "ZeRO-2 in bf16"]
 
 
-def test_a_need_far_beyond_what_there_is_is_cut_so_that_others_can_be_read():
+def test_a_huge_need_is_cut_and_a_small_one_enlarged_without_what_others_use():
     huge = bar(parameters=1000 * GIB, lacking=991 * GIB)
     assert rendering.BarScale([huge]).full_width == 17 * GIB
     assert Html(table(candidate(need=need_of(huge)))).of("nbaccel-cut")
-
-
-def test_a_small_model_is_enlarged_without_what_others_use():
     small = bar(1000 * GIB, parameters=4 * GIB, free=595 * GIB)
     others = BarSegment("others", 400 * GIB)
     small = replace(small, segments=(others, *small.segments))
@@ -212,6 +209,12 @@ def test_before_the_estimate_and_without_a_model_it_says_so():
     assert "configure(model, batch)" in kept["text/html"]
     assert "configure(model, batch) shows what fits" in kept["text/plain"]
     assert "3. What fits" not in picker_text(PickerModel(inventory=WITHOUT_GPU))
+    if needs.HAS_DEEPSPEED_ROW:  # settings that are no way of the table
+        config = RunConfig(zero_stage=0, deepspeed={})
+        text = picker_text(PickerModel(config, model=big(), inventory=with_gpus(2)))
+        assert "What is chosen is none of these ways; its memory is below." in text
+        table = text.partition("3. What fits\n")[2].partition("What is chosen")[0]
+        assert "chosen" not in table
 
 
 IN_HALF = RunConfig(mixed_precision="bf16")
@@ -235,7 +238,7 @@ def test_no_line_is_wider_than_a_terminal(picker):
             assert max(map(len, section.splitlines())) <= 80, section
 
 
-def test_a_way_that_lacks_memory_elsewhere_says_where():
+def test_a_way_that_lacks_memory_elsewhere_or_is_refused_in_one_precision_says_so():
     on_host = replace(bar(parameters=GIB, lacking=2 * GIB), label="host memory · 2 processes")
     short = [
         candidate(name="ZeRO-3", need=need_of(ENOUGH, on_host)),
@@ -246,9 +249,6 @@ def test_a_way_that_lacks_memory_elsewhere_says_where():
     assert note in lines
     on_device = [candidate(name="ZeRO-3", need=need_of(LACKING_BAR))]
     assert not any("too little" in line for line in precision_table_lines(on_device))
-
-
-def test_what_one_precision_refuses_is_told_below_and_what_all_refuse_in_the_row():
     ways = [
         candidate(name="FSDP", need=need_of(ENOUGH)),
         candidate(name="FSDP", config=IN_HALF, refusal="this card cannot"),
@@ -260,16 +260,8 @@ def test_what_one_precision_refuses_is_told_below_and_what_all_refuse_in_the_row
     assert "ZeRO-3, all on disk  needs a folder" in text
 
 
-@needs.DEEPSPEED_ROW
-def test_settings_that_are_no_way_of_the_table_are_told():
-    picker = PickerModel(RunConfig(zero_stage=0, deepspeed={}), model=big(), inventory=with_gpus(2))
-    text = picker_text(picker)
-    assert "What is chosen is none of these ways; its memory is below." in text
-    assert "chosen" not in text.partition("3. What fits\n")[2].partition("What is chosen")[0]
-
-
-def measurements(picker: PickerModel, monkeypatch) -> list[str]:
-    """The precisions that are measured from now on."""
+def test_the_text_beside_a_form_measures_no_other_precision(monkeypatch):
+    picker = of_language(with_gpus(2), width=64, layers=1)
     memory_model, told = picker._memory_model, []
     measure = memory_model.activation_bytes
 
@@ -281,12 +273,6 @@ def measurements(picker: PickerModel, monkeypatch) -> list[str]:
         return found
 
     monkeypatch.setattr(memory_model, "activation_bytes", telling)
-    return told
-
-
-def test_the_text_beside_a_form_measures_no_other_precision(monkeypatch):
-    picker = of_language(with_gpus(2), width=64, layers=1)
-    told = measurements(picker, monkeypatch)
     text = picker_text(picker, measures=False)
     assert told == ["no"]
     assert "fp16" not in text.partition("Precision\n")[0]
