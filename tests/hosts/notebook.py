@@ -1,4 +1,7 @@
-"""What tests run in the place of a notebook: `notebook.py CELL PLACE ...` (hostfile or `slurm`)."""
+"""What tests run in the place of a notebook: `notebook.py CELL+CELL PLACE ...`.
+
+The place is a hostfile or `slurm`.
+"""
 
 from __future__ import annotations
 
@@ -101,23 +104,19 @@ def cell_sharded(hostfile):
     model, alone = make_model(width=30), make_model(width=30)
     results = notebook_launcher(train_sharded, (model, 3), hostfile=hostfile)
     notebook_launcher(train_sharded, (alone, 3), 4)
-    tell(
-        rows=list(results),
-        weights=weights_of(model),
-        local_weights=weights_of(alone),
-        start=weights_of(make_model(width=30)),
-    )
+    models = (model, alone, make_model(width=30))
+    tell(rows=list(results), sharded=[weights_of(one) for one in models])
 
 
-def print_a_lot(lines):
+def print_a_lot():
     rank = int(os.environ["RANK"])
-    for number in range(lines):
+    for number in range(8000):
         print(f"rank {rank} has line {number} of its many lines, each of some length")
     return rank
 
 
-def cell_print(hostfile, lines):
-    tell(results=list(notebook_launcher(print_a_lot, (int(lines),), hostfile=hostfile)))
+def cell_print(hostfile):
+    tell(printed=list(notebook_launcher(print_a_lot, (), hostfile=hostfile)))
 
 
 def fail(model):
@@ -310,4 +309,5 @@ def cell_refused(place):
 
 
 if __name__ == "__main__":
-    globals()[f"cell_{sys.argv[1]}"](*sys.argv[2:])
+    for name in sys.argv[1].split("+"):
+        globals()[f"cell_{name}"](*sys.argv[2:])

@@ -27,7 +27,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 def test_training_on_two_hosts_is_training_on_one(hosts: Hosts, tmp_path: Path) -> None:
-    notebook = Notebook(hosts, tmp_path, "train")
+    notebook = Notebook(hosts, tmp_path, "train+sharded+print+fail")
     told = notebook.told()
     assert told["places"] == [["0", "alpha"], ["1", "alpha"], ["0", "beta"], ["1", "beta"]]
     assert told["losses"] == told["local_losses"]
@@ -35,6 +35,20 @@ def test_training_on_two_hosts_is_training_on_one(hosts: Hosts, tmp_path: Path) 
     assert told["folders"] == [str(tmp_path)]
     for rank, host in enumerate(("alpha", "alpha", "beta", "beta")):
         assert f"[{rank}] rank {rank} trained on {host}" in notebook.lines
+
+    assert told["rows"] == [8, 8, 8, 6]
+    on_hosts, on_one, start = told["sharded"]
+    assert on_hosts == on_one != start
+
+    assert told["printed"] == [0, 1, 2, 3]
+    for rank in range(4):
+        lines = [line for line in notebook.lines if line.startswith(f"[{rank}] rank {rank} has")]
+        assert [line.split()[5] for line in lines] == [str(number) for number in range(8000)]
+
+    assert {"ValueError", "WorkerFailed"} <= set(told["kinds"])
+    assert "rank 3 of 4 raised ValueError: no luck on beta" in told["text"]
+    assert 'raise ValueError(f"no luck on {socket.gethostname()}")' in told["text"]
+    assert told["untouched"] is True
     assert [host.processes() for host in hosts] == [[], []]
 
 
@@ -43,28 +57,6 @@ def test_a_filter_leaves_hosts_and_slots_out(hosts: Hosts, tmp_path: Path) -> No
     told = Notebook(hosts, tmp_path, "filtered", "beta@alpha:2,0").told()
     assert told["launched"] == [["alpha", "0,2"], ["alpha", "0,2"], ["beta", "7"]]
     assert told["pool"] == ["0,2", "0,2", "7"]
-
-
-def test_a_sharded_model_comes_home_from_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    told = Notebook(hosts, tmp_path, "sharded").told()
-    assert told["rows"] == [8, 8, 8, 6]
-    assert told["weights"] == told["local_weights"] != told["start"]
-
-
-def test_every_line_of_every_host_arrives_in_order(hosts: Hosts, tmp_path: Path) -> None:
-    notebook = Notebook(hosts, tmp_path, "print", "8000")
-    assert notebook.told()["results"] == [0, 1, 2, 3]
-    for rank in range(4):
-        lines = [line for line in notebook.lines if line.startswith(f"[{rank}] rank")]
-        assert [line.split()[5] for line in lines] == [str(number) for number in range(8000)]
-
-
-def test_an_error_on_the_other_host_is_the_notebooks(hosts: Hosts, tmp_path: Path) -> None:
-    told = Notebook(hosts, tmp_path, "fail").told()
-    assert {"ValueError", "WorkerFailed"} <= set(told["kinds"])
-    assert "rank 3 of 4 raised ValueError: no luck on beta" in told["text"]
-    assert 'raise ValueError(f"no luck on {socket.gethostname()}")' in told["text"]
-    assert told["untouched"] is True
 
 
 def test_stop_reaches_all_hosts_and_the_notebook_goes_on(hosts: Hosts, tmp_path: Path) -> None:
@@ -185,17 +177,14 @@ def test_a_host_that_falls_silent_ends_the_launch_on_both_sides(tmp_path: Path) 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 
-def make_key(path: Path) -> Path:
-    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
-    subprocess.run(command, check=True)
-    return path
-
-
 @pytest.mark.skipif(
     not Path(SSHD).exists() or shutil.which("ssh") is None, reason="needs openssh-server"
 )
 def test_training_over_ssh(tmp_path: Path) -> None:
-    own_key, host_key = make_key(tmp_path / "own_key"), make_key(tmp_path / "host_key")
+    own_key, host_key = tmp_path / "own_key", tmp_path / "host_key"
+    for key in (own_key, host_key):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
+        subprocess.run(command, check=True)
     (tmp_path / "sshd_config").write_text(
         f"HostKey {host_key}\nAuthorizedKeysFile {own_key}.pub\nPidFile none\nUsePAM no\n"
         "StrictModes no\nPermitRootLogin prohibit-password\n"

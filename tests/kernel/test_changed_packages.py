@@ -66,68 +66,62 @@ def words(of):
 """
 
 
-@pytest.fixture
-def kernel(fresh_kernel: Kernel) -> Kernel:
+LOCKED = """
+import threading
+lock = threading.Lock()
+def locked(*_):
+    with lock:
+        return "f"
+"""
+
+
+def test_a_launch_has_the_settings_of_the_notebook_and_what_cannot_be_sent_is_told_once(
+    fresh_kernel: Kernel,
+) -> None:
     fresh_kernel.run(SETTINGS).check()
-    return fresh_kernel
+    fresh_kernel.run("notebook_launcher(lambda: 1, (), 2);").check()
+    fresh_kernel.run(
+        """
+        before = words(settings())
+        change()
+        here = words(settings())
+        assert [name for name in here if here[name] == before[name]] == ["locale"], (before, here)
+        for method in ("template", "fork"):
+            there = notebook_launcher(lambda: words(settings()), (), 2, start_method=method)
+            assert there[0] == there[1] == here, (here, there[0])
+        """
+    ).check()
+    fresh_kernel.run(LOCKED).check()
+    launch = "notebook_launcher(lambda: 1, (), 2, start_method='template');"
+    for change, told in (
+        ("np.set_printoptions(formatter={'float': locked})", "numpy.set_printoptions"),
+        ("torch.nn.Identity.forward = locked", "torch.nn.modules.linear.Identity.forward"),
+    ):
+        fresh_kernel.run(change).check()
+        said = fresh_kernel.run(launch).check().text
+        assert told in said
+        assert 'start_method="fork"' in said
+        assert fresh_kernel.run(launch).check().text == ""
 
 
-@pytest.mark.parametrize("start_method", ["template", "fork"])
-def test_a_launch_has_the_settings_of_the_notebook(kernel: Kernel, start_method: str) -> None:
-    launch = f"""
-    before = words(settings())
-    change()
-    here = words(settings())
-    assert [name for name in here if here[name] == before[name]] == ["locale"], (before, here)
-    there = notebook_launcher(lambda: words(settings()), (), 2, start_method={start_method!r})
-    assert there[0] == there[1] == here, [x for x in here.items() if x not in there[0].items()]
-    """
-    kernel.run("notebook_launcher(lambda: 1, (), 2);").check()
-    kernel.run(launch).check()
-
-
-def test_cells_follow_settings_and_keep_their_own(kernel: Kernel) -> None:
-    kernel.run("live = Pool(num_processes=2)\nlive.run('import numpy as np');").check()
+def test_cells_follow_settings_and_keep_their_own(fresh_kernel: Kernel) -> None:
+    fresh_kernel.run(SETTINGS).check()
+    fresh_kernel.run("live = Pool(num_processes=2)\nlive.run('import numpy as np');").check()
     same = """
     live.run('there = words(settings())')
     for there in live.pull("there")["there"]:
         assert there == words(settings()), (there, words(settings()))
     """
     try:
-        kernel.run("change()" + same.replace("\n    ", "\n")).check()
-        kernel.run("live.run('np.set_printoptions(precision=5)');").check()
+        fresh_kernel.run("change()" + same.replace("\n    ", "\n")).check()
+        fresh_kernel.run("live.run('np.set_printoptions(precision=5)');").check()
         shown = "live.run('print(np.array([1 / 3]))');"
-        kernel.run("torch.set_printoptions(precision=3)").check()
-        assert kernel.run(shown).check().stdout == "[0-1] [0.33333]\n"
-        kernel.run("np.set_printoptions(precision=3)").check()
-        assert kernel.run(shown).check().stdout == "[0-1] [0.333]\n"
+        fresh_kernel.run("torch.set_printoptions(precision=3)").check()
+        assert fresh_kernel.run(shown).check().stdout == "[0-1] [0.33333]\n"
+        fresh_kernel.run("np.set_printoptions(precision=3)").check()
+        assert fresh_kernel.run(shown).check().stdout == "[0-1] [0.333]\n"
     finally:
-        kernel.run("live.stop()").check()
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("np.set_printoptions(formatter={'float': locked})", "numpy.set_printoptions"),
-        ("torch.nn.Identity.forward = locked", "torch.nn.modules.linear.Identity.forward"),
-    ],
-    ids=["a setting", "a change"],
-)
-def test_what_cannot_be_sent_is_told_once(kernel: Kernel, change: str, told: str) -> None:
-    code = f"""
-    import threading
-    lock = threading.Lock()
-    def locked(*_):
-        with lock:
-            return "f"
-    {change}
-    """
-    kernel.run(code).check()
-    launch = "notebook_launcher(lambda: 1, (), 2, start_method='template');"
-    said = kernel.run(launch).check().text
-    assert told in said
-    assert 'start_method="fork"' in said
-    assert kernel.run(launch).check().text == ""
+        fresh_kernel.run("live.stop()").check()
 
 
 CHANGES = """
@@ -181,27 +175,18 @@ def change():
 """
 
 
-@pytest.mark.parametrize("start_method", ["template", "fork"])
-def test_a_launch_has_what_was_changed_of_packages(fresh_kernel: Kernel, start_method: str) -> None:
-    launch = f"""
-    notebook_launcher(lambda: 1, (), 2)
-    change()
-    here = changed()
-    there = notebook_launcher(changed, (), 2, start_method={start_method!r})
-    assert there[0] == there[1] == here, (here, there)
-    print(here["method"], here["wrapped"], here["registered"], here["callbacks"][-1])
-    """
-    fresh_kernel.run(CHANGES).check()
-    assert fresh_kernel.run(launch).check().stdout == "7 True True MyCallback\n"
-
-
-def test_live_workers_follow_what_is_changed(fresh_kernel: Kernel) -> None:
+def test_launches_and_live_workers_follow_what_is_changed(fresh_kernel: Kernel) -> None:
     fresh_kernel.run(CHANGES + "live = Pool(num_processes=2)\nlive.start()").check()
     try:
         fresh_kernel.run("change()").check()
         fresh_kernel.run("live.run('there = changed()')\nhere = changed()").check()
         fresh_kernel.run("assert live.pull('there')['there'] == [here, here]").check()
         fresh_kernel.run("assert live.call(changed) == [here, here]").check()
+        told = "print(here['method'], here['wrapped'], here['registered'], here['callbacks'][-1])"
+        assert fresh_kernel.run(told).check().stdout == "7 True True MyCallback\n"
+        for method in ("template", "fork"):
+            launched = f"notebook_launcher(changed, (), 2, start_method={method!r})"
+            fresh_kernel.run(f"assert list({launched}) == [here, here]").check()
         fresh_kernel.run("def seven(self, x):\n    return 8\nGPT2MLP.forward = seven").check()
         shown = fresh_kernel.run("live.run('print(GPT2MLP.forward(None, 1))');").check().stdout
         assert shown == "[0-1] 8\n"

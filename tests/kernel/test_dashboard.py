@@ -99,7 +99,7 @@ def live() -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("code", [LAUNCH, CELL], ids=["launch", "cell"])
-def test_stop_leaves_nothing_but_the_summary(live: Kernel, code: str) -> None:
+def test_stop_leaves_nothing_but_the_summary_and_a_report(live: Kernel, code: str) -> None:
     live.run("before = state(); import ipywidgets").check()
     processes = {p.pid for p in live.workers()}
     run = live.begin(code)
@@ -122,6 +122,11 @@ def test_stop_leaves_nothing_but_the_summary(live: Kernel, code: str) -> None:
     assert wait_for(lambda: {p.pid for p in live.workers()} == processes)
     found = live.run("after = state(); print(before == after, before, after)").check().stdout
     assert found.startswith("True"), found
+    live.run("report = %accelerate report").check()
+    told = live.run("print(report.facts.ending, *report.facts.curves)").check().stdout
+    assert told == "stopped loss\n"
+    told = live.run("print(sys.last_value.report().facts == report.facts)").check().stdout
+    assert told == "True\n"
 
 
 def test_a_page_that_comes_back_gets_the_summary_and_other_pages_are_told_once(
@@ -138,18 +143,6 @@ def test_a_page_that_comes_back_gets_the_summary_and_other_pages_are_told_once(
     assert run_on_other_page(live, "1 + 1").outputs == {}, "it is said once"
     unknown = ask_for_run(live, "of another kernel")
     assert (unknown.outputs, len(unknown.closed)) == ({}, 1)
-
-
-def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
-    run = live.begin(LAUNCH)
-    live.until(run, "running")
-    live.interrupt()
-    assert live.finish(run).error == "KeyboardInterrupt"
-    live.run("report = %accelerate report").check()
-    told = live.run("print(report.facts.ending, *report.facts.curves)").check().stdout
-    assert told == "stopped loss\n"
-    told = live.run("print(sys.last_value.report().facts == report.facts)").check().stdout
-    assert told == "True\n"
 
 
 def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
@@ -174,6 +167,22 @@ def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
     html = cell.displays[-1]["text/html"]
     for told in ("train, 20 of 20", "epochs, 3 of 3", "<img", "<details>"):
         assert told in html
+    # A short training keeps its summary at the top: its bars are nowhere else.
+    cell = live.run(
+        """
+        def quick():
+            from tqdm import tqdm
+            for _ in tqdm(range(3), desc="quick"): print("step")
+        notebook_launcher(quick, (), 2);
+        """
+    ).check()
+    assert (cell.stderr, cell.stdout) == ("", "[0-1] step\n" * 3)
+    assert "quick, 3 of 3" in cell.displays[-1]["text/html"]
+    # A bar in the notebook itself is no error.
+    alone = 'for _ in Accelerator().progress(list(range(5)), "alone"): time.sleep(0.01)'
+    cell = live.run(alone).check()
+    assert "alone: 100%" in cell.stdout
+    assert cell.stderr == ""
 
 
 def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> None:
@@ -191,30 +200,6 @@ def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> Non
     assert all(mark for _, mark, _ in charts), "none is lost"
     is_folded = ["</details>" in behind for _, _, behind in charts]
     assert is_folded == [True, True, False, False, False]
-
-
-def test_a_short_training_keeps_its_summary_at_the_top(live: Kernel) -> None:
-    """Its bars are nowhere else."""
-    cell = live.run(
-        """
-        def quick():
-            from tqdm import tqdm
-            for _ in tqdm(range(3), desc="quick"): print("step")
-        notebook_launcher(quick, (), 2);
-        """
-    ).check()
-    assert (cell.stderr, cell.stdout) == ("", "[0-1] step\n" * 3)
-    assert "quick, 3 of 3" in cell.displays[-1]["text/html"]
-
-
-def test_a_bar_in_the_notebook_itself_is_no_error(live: Kernel) -> None:
-    cell = live.run(
-        """
-        for _ in Accelerator().progress(list(range(5)), "alone"): time.sleep(0.01)
-        """
-    ).check()
-    assert "alone: 100%" in cell.stdout
-    assert cell.stderr == ""
 
 
 def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel: Kernel) -> None:

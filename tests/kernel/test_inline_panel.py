@@ -69,11 +69,6 @@ def test_a_loop_is_shown_above_what_it_prints_and_nothing_is_an_error(kernel: Ke
     assert "step 30" in summary["text/plain"]
 
 
-def test_a_function_without_a_loop_leaves_no_trace(kernel: Kernel) -> None:
-    cell = kernel.run("notebook_launcher(print, ('hello',), num_processes=1);")
-    assert (cell.stdout, cell.displays) == ("hello\n", [])
-
-
 def test_bars_of_tqdm_are_in_the_panel_and_leave_no_stderr(kernel: Kernel) -> None:
     cell = kernel.run(
         """
@@ -202,7 +197,11 @@ def test_processes_of_a_loader_write_to_the_cell(kernel: Kernel) -> None:
     assert "loop, 2 of 2" in cell.displays[-1]["text/html"]
 
 
-def test_without_a_panel_bars_are_drawn_as_ever(kernel: Kernel) -> None:
+def test_without_a_panel_bars_are_drawn_as_ever_and_captured_the_panel_has_them(
+    kernel: Kernel,
+) -> None:
+    cell = kernel.run("notebook_launcher(print, ('hello',), num_processes=1);")
+    assert (cell.stdout, cell.displays) == ("hello\n", [])
     cell = kernel.run(
         """
         os.environ["NBACCEL_DASHBOARD"] = "0"
@@ -216,9 +215,6 @@ def test_without_a_panel_bars_are_drawn_as_ever(kernel: Kernel) -> None:
     ).check()
     assert "plain: 100%" in cell.stderr
     assert cell.displays == []
-
-
-def test_captured_output_has_the_text_and_the_panel_has_the_bars(kernel: Kernel) -> None:
     kernel.run(
         """\
         %%capture captured

@@ -12,9 +12,6 @@ import pytest
 
 from tests.kernel.kernel import Cell, Kernel, wait_for
 
-SETUP = """
-%load_ext nbaccel
-"""
 START = """\
 %%accelerate -n 2 --out pids
 import os, signal, time
@@ -26,7 +23,7 @@ pids, kept, x = os.getpid(), 7, torch.ones(1)
 
 def live(kernel: Kernel) -> list[int]:
     """Start two workers; returns their process ids, by rank."""
-    kernel.run(SETUP).check()
+    kernel.run("%load_ext nbaccel").check()
     kernel.run(START).check()
     return workers_of(kernel)
 
@@ -78,20 +75,18 @@ def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
                 "%%accelerate\nwith torch.no_grad(): model.weight.mul_(1.0)\nlr * rank"
             ).check()
 
+    def held(process: psutil.Process) -> tuple[tuple[int, int], int, int]:
+        maps = len(process.memory_maps(grouped=False))
+        return (process.num_fds(), process.num_threads()), process.memory_info().rss, maps
+
     cells(20)
-    before = [(p.num_fds(), p.num_threads(), *memory_of(p)) for p in processes]
+    before = [held(process) for process in processes]
     cells(200)
-    for process, (fds, threads, rss, maps) in zip(processes, before, strict=True):
-        assert process.num_fds() == fds
-        assert process.num_threads() == threads
-        rss_now, maps_now = memory_of(process)
-        assert rss_now < rss + 12 * 2**20
-        assert maps_now < maps + 20
-
-
-def memory_of(process: psutil.Process) -> tuple[int, int]:
-    """Resident bytes, and the number of mappings."""
-    return process.memory_info().rss, len(process.memory_maps(grouped=False))
+    for process, (fds_and_threads, rss, maps) in zip(processes, before, strict=True):
+        now = held(process)
+        assert now[0] == fds_and_threads
+        assert now[1] < rss + 12 * 2**20
+        assert now[2] < maps + 20
 
 
 def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
@@ -100,9 +95,9 @@ def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
         pytest.skip("needs root, to become another user")
     pids = [alive.pid, alive.templates()[0].pid, *(p.pid for p in alive.workers())]
     assert len(pids) == 4  # kernel, template, two workers
-    named = [f"{pid} {c.laddr}" for pid in pids for c in unix_sockets(pid) if c.laddr]
+    sockets = [(pid, c) for pid in pids for c in psutil.Process(pid).net_connections("unix")]
     # ipykernel's own sockets for its clients have names; nbaccel's have none.
-    assert all(name.startswith(f"{alive.pid} ") for name in named)
+    assert all(pid == alive.pid for pid, connection in sockets if connection.laddr)
     probe = (
         "import os, sys\n"
         "os.setgid(65534); os.setuid(65534)\n"
@@ -115,10 +110,6 @@ def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
     command = [sys.executable, "-c", probe, *map(str, pids)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=800, check=True)
     assert answer.stdout.split() == ["refused"] * 8
-
-
-def unix_sockets(pid: int) -> list[object]:
-    return psutil.Process(pid).net_connections("unix")
 
 
 @pytest.mark.slow

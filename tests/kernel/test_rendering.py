@@ -53,9 +53,6 @@ def test_a_mistake_shows_the_cell_and_the_text(notebook):
     assert re.fullmatch(r"  Cell In\[\d+\], line 1", lines[0])
     assert lines[1] == "  ---->   1 notebook_launcher(print, model, num_processes=2)"
     assert lines[2].startswith("WrongArguments: args is a Linear, not a tuple")
-
-
-def test_what_cannot_be_sent_is_named_under_the_cell(notebook):
     name, lines = notebook.error(
         "import threading\n"
         "notebook_launcher(print, (threading.Lock(),), num_processes=2, start_method='template')"
@@ -63,6 +60,13 @@ def test_what_cannot_be_sent_is_named_under_the_cell(notebook):
     assert name == "NotSendable"
     assert lines[2].startswith("NotSendable: args[0] (a _thread.lock) cannot be sent")
     assert len(lines) <= 8
+    # In one process the error is the user's own.
+    name, lines = notebook.error(
+        "def look(batch):\n    return batch['pixel']\n"
+        "notebook_launcher(look, ({},), num_processes=1)"
+    )
+    assert name == "KeyError"
+    assert not [line for line in lines if "nbaccel" in line and "launcher(" not in line]
 
 
 def test_an_interrupt_tells_where_each_rank_was(notebook):
@@ -96,12 +100,3 @@ def test_a_group_is_shown_as_other_failures_are(notebook):
     assert found is not None, notebook.heard
     name, lines = found
     assert (name, lines[-1]) == ("ZeroDivisionError", "ZeroDivisionError: division by zero")
-
-
-def test_in_one_process_the_error_is_the_users_own(notebook):
-    name, lines = notebook.error(
-        "def look(batch):\n    return batch['pixel']\n"
-        "notebook_launcher(look, ({},), num_processes=1)"
-    )
-    assert name == "KeyError"
-    assert not [line for line in lines if "nbaccel" in line and "launcher(" not in line]

@@ -69,11 +69,10 @@ def stopped(kernel: Kernel, code: str, *, times: int = 1) -> float:
     return took
 
 
-def test_stop_before_the_workers_are_there(kernel: Kernel) -> None:
+def test_stop_before_workers_are_there_twice_and_while_the_template_is_stopped(
+    kernel: Kernel,
+) -> None:
     stopped(kernel, "print('stuck now'); time.sleep(600)")
-
-
-def test_stop_twice_is_stop(kernel: Kernel) -> None:
     code = """
         def slow_to_go():
             try:
@@ -84,9 +83,6 @@ def test_stop_twice_is_stop(kernel: Kernel) -> None:
         notebook_launcher(slow_to_go, (), 2)
         """
     stopped(kernel, code, times=2)
-
-
-def test_stop_reaches_workers_whose_template_is_stopped_by_a_signal(kernel: Kernel) -> None:
     code = """
         import signal
         def stuck():

@@ -126,18 +126,13 @@ def test_a_launch_in_the_cell_of_the_import_is_a_fork_and_later_ones_the_templat
 ) -> None:
     assert say(clean, "import calm_one" + LAUNCH.format(name="calm_one")) == "1 fork"
     assert imported_by(packages, "calm_one") == ["python"], "by the notebook alone"
-    said = say(clean, "print(results.plan.explain())")
-    assert "the template is not ready yet, and preflight found nothing against a fork" in " ".join(
-        said.split()
-    )
+    said = " ".join(say(clean, "print(results.plan.explain())").split())
+    assert "the template is not ready yet, and preflight found nothing against a fork" in said
     say(clean, "learn()")
     for _ in range(2):
         assert say(clean, LAUNCH.format(name="calm_one")) == "1 template"
     assert imported_by(packages, "calm_one") == ["python", "nbaccel-tmpl"]
-
-
-def test_what_workers_need_beside_is_imported_once_in_the_background(clean: Kernel) -> None:
-    say(clean, "learn()")
+    # What workers need beside is imported once, in the background.
     assert say(clean, "print(template.template_for().left_out)") == "{}"
     asks = "print(notebook_launcher(lambda: 'torch._dynamo' in sys.modules, (), 2))"
     assert say(clean, asks) == "[True, True]"
@@ -210,8 +205,10 @@ def test_a_launch_works_whatever_has_happened_to_the_template(
     assert say(used, "print(notebook_launcher(lambda: 5, (), 2))") == "[5, 5]"
 
 
-def test_live_workers_have_it_from_their_start(used: Kernel, packages: Path) -> None:
-    say(used, "import needs_calm\nlearn()")
+def test_workers_have_from_their_start_what_imports_did_in_the_template(
+    used: Kernel, packages: Path
+) -> None:
+    say(used, "import needs_calm, sets_context, keeps_local, round_first\nlearn()")
     said = say(
         used,
         """
@@ -222,10 +219,6 @@ def test_live_workers_have_it_from_their_start(used: Kernel, packages: Path) -> 
     )
     assert said == "[1, 1]"
     assert "nbaccel-worker" not in imported_by(packages, "needs_calm")
-
-
-def test_workers_main_thread_has_what_imports_did_in_the_template(used: Kernel) -> None:
-    say(used, "import sets_context, keeps_local, round_first\nlearn()")
     said = say(
         used,
         """

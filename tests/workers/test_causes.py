@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,20 +34,12 @@ def fail(request: pytest.FixtureRequest) -> Fail:
     return launch
 
 
-def test_ranks_that_ran_other_modules_under_zero_3_are_told_what_must_be_alike() -> None:
-    def disagree() -> None:  # the text of DeepSpeed 0.19
-        raise RuntimeError("Detected a disagreement on list contents between rank0 and rank1: ...")
-
-    with pytest.raises(
-        WorkerFailed, match="all ranks must run the same modules, in the same order"
-    ):
-        notebook_launcher(disagree, (), 2)
-
-
 # ------------------------------------------------------------------------- long messages
 
 
-def test_the_last_lines_of_a_long_message_are_shown(fail: Fail) -> None:
+def test_head_and_tail_of_a_long_message_are_shown_and_a_huge_one_does_not_travel(
+    fail: Fail,
+) -> None:
     def explain() -> None:
         lines = (f"line {i} {'x' * 300 * (i > 1)}" for i in range(500))
         raise ValueError("\n".join(lines) + "\nTHE ACTUAL CAUSE")
@@ -57,12 +50,10 @@ def test_the_last_lines_of_a_long_message_are_shown(fail: Fail) -> None:
     assert "more lines\n" in text
     assert "  THE ACTUAL CAUSE\n" in text
 
-
-def test_a_huge_message_does_not_travel(fail: Fail) -> None:
-    def explain() -> None:
+    def explain_at_length() -> None:
         raise ValueError("the start " + "x" * 30_000_000 + " the end")
 
-    error = fail(explain)
+    error = fail(explain_at_length)
     text = str(error)
     assert "the start xxx" in text
     assert "xxx the end\n" in text
@@ -87,16 +78,25 @@ class Labels(Dataset[int]):
         return index
 
 
-def load(error: Callable[[], BaseException]) -> Callable[[], None]:
-    def train() -> None:
-        for _ in DataLoader(Labels(error), batch_size=4, num_workers=1):
-            pass
-
-    return train
+def with_cause() -> BaseException:
+    error = OSError("cannot read row 7")
+    error.__cause__ = ValueError("seven")
+    return error
 
 
 def test_an_error_of_a_dataloader_worker_is_told_as_the_original(fail: Fail) -> None:
-    error = fail(load(lambda: KeyError("label column missing in row 7")))
+    errors = [
+        lambda: KeyError("label column missing in row 7"),
+        # Torch raises RuntimeError for a class that takes other arguments than a text.
+        lambda: CallersError(17, "seventeen\nis too many"),
+        with_cause,
+    ]
+
+    def train(number: int) -> None:
+        for _ in DataLoader(Labels(errors[number]), batch_size=4, num_workers=1):
+            pass
+
+    error, callers, caused = (fail(partial(train, number)) for number in range(3))
     text = str(error)
     assert isinstance(error, KeyError)
     assert "raised KeyError: 'label column missing in row 7'\n" in text
@@ -105,34 +105,10 @@ def test_an_error_of_a_dataloader_worker_is_told_as_the_original(fail: Fail) -> 
     assert "in DataLoader worker process 0" in text
     assert "Original Traceback" not in text
     assert "_worker_loop" in str(error.__cause__), "the whole stack"
-
-
-def test_an_error_of_a_dataloader_worker_keeps_its_class(fail: Fail) -> None:
-    """Torch raises RuntimeError for a class that takes other arguments than a text."""
-    error = fail(load(lambda: CallersError(17, "seventeen\nis too many")))
-    assert isinstance(error, CallersError)
-    assert "CallersError: 17: seventeen\n  is too many\n" in str(error)
-
-
-def test_a_cause_of_an_error_in_a_dataloader_worker_does_not_hide_it(fail: Fail) -> None:
-    def make() -> BaseException:
-        try:
-            return int("seven")  # type: ignore[return-value]
-        except ValueError as cause:
-            error = OSError("cannot read row 7")
-            error.__cause__ = cause
-            return error
-
-    error = fail(load(make))
-    assert isinstance(error, OSError)
-    assert "raised OSError: cannot read row 7\n" in str(error)
-
-
-def test_an_error_that_only_looks_like_torchs_is_left_alone(fail: Fail) -> None:
-    def train() -> None:
-        raise RuntimeError("Caught ValueError in replica 0.\nOriginal Traceback (most recent)\n x")
-
-    assert "raised RuntimeError: Caught ValueError in replica 0." in str(fail(train))
+    assert isinstance(callers, CallersError)
+    assert "CallersError: 17: seventeen\n  is too many\n" in str(callers)
+    assert isinstance(caused, OSError)
+    assert "raised OSError: cannot read row 7\n" in str(caused)
 
 
 def test_classes_of_the_notebook_come_out_of_dataloader_workers() -> None:
@@ -166,23 +142,24 @@ def test_classes_of_the_notebook_come_out_of_dataloader_workers() -> None:
 # ------------------------------------------------------------------------- classes
 
 
-def lack_numpys() -> None:
-    """The class calls itself MemoryError, and so cannot be found by its name."""
-    np.zeros((1 << 20, 1 << 20, 1 << 10))
+def test_lack_of_memory_and_texts_of_libraries_are_told_as_what_they_are(fail: Fail) -> None:
+    def raise_error(error: Exception | None) -> None:
+        if error is None:
+            # Its class calls itself MemoryError, and so cannot be found by its name.
+            np.zeros((1 << 20, 1 << 20, 1 << 10))
+        raise error
 
-
-def lack() -> None:
-    raise MemoryError("nothing is left")
-
-
-@pytest.mark.parametrize(
-    ("work", "says"),
-    [(lack, "raised MemoryError: nothing is left"), (lack_numpys, "Unable to allocate 8.00 PiB")],
-)
-def test_lack_of_memory_is_caught_as_such(fail: Fail, work: Callable[[], None], says: str) -> None:
-    error = fail(work)
-    assert isinstance(error, MemoryError)
-    assert says in str(error)
+    only_like_torchs = "Caught ValueError in replica 0.\nOriginal Traceback (most recent)\n x"
+    of_deepspeed = "Detected a disagreement on list contents between rank0 and rank1: ..."
+    for error, kind, says in (
+        (MemoryError("nothing is left"), MemoryError, "raised MemoryError: nothing is left"),
+        (None, MemoryError, "Unable to allocate 8.00 PiB"),
+        (RuntimeError(only_like_torchs), WorkerFailed, "RuntimeError: Caught ValueError in rep"),
+        (RuntimeError(of_deepspeed), WorkerFailed, "all ranks must run the same modules, in the"),
+    ):
+        found = fail(partial(raise_error, error))
+        assert isinstance(found, kind)
+        assert says in str(found)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,8 +13,9 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,67 +29,28 @@ from tests.kernel.kernel import wait_for
 STARTS = pytest.mark.parametrize("start_method", ["template", "fork"])
 
 
-def note_at_exit(folder: str) -> str:
-    """As trackers do: rows in memory, written when the process ends, and a service of their own."""
-    rank = os.environ["RANK"]
-    service = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    rows = [f"row {i}" for i in range(200)]
-
-    def write() -> None:
-        time.sleep(0.5)
-        Path(folder, f"rows_{rank}").write_text("\n".join(rows))
-        service.terminate()
-        service.wait()
-
-    atexit.register(write)
-    return rank
-
-
 @STARTS
-def test_rows_that_are_written_at_exit_are_there(
+def test_what_is_done_at_exit_by_python_and_its_libraries_is_done(
     start_method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = notebook_launcher(note_at_exit, (str(tmp_path),), 2, start_method=start_method)
-    assert list(ranks) == ["0", "1"]
-    for rank in ranks:
-        assert len((tmp_path / f"rows_{rank}").read_text().splitlines()) == 200
-    # The service was ended by who had started it.
-    assert "left running" not in "".join(capfd.readouterr())
+    import logging.handlers
 
-
-def test_a_function_that_fails_has_its_rows_too(tmp_path: Path) -> None:
-    def fail() -> None:
-        atexit.register(Path(tmp_path, f"rank_{os.environ['RANK']}").touch)
-        raise ValueError("after the rows")
-
-    with pytest.raises(ValueError, match="after the rows"):
-        notebook_launcher(fail, (), 1, start_method="template")
-    with pytest.raises(ValueError, match="after the rows"):
-        notebook_launcher(fail, (), 2)
-    assert list(tmp_path.iterdir())
-
-
-def test_live_workers_have_theirs_when_they_are_stopped(tmp_path: Path) -> None:
-    code = (
-        "import atexit, os, pathlib\n"
-        f"_ = atexit.register(pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch)"
-    )
-    with Pool(2) as pool:
-        pool.run(code)
-        assert not list(tmp_path.iterdir())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-
-
-@STARTS
-def test_threads_files_and_folders_are_ended_as_by_python(
-    start_method: str, tmp_path: Path
-) -> None:
-    def use() -> str:
+    def use(fails: bool) -> str:
         rank = os.environ["RANK"]
-        handler = logging.handlers.MemoryHandler(
-            1000, target=logging.FileHandler(tmp_path / f"log_{rank}")
-        )
-        logging.getLogger("mine").addHandler(handler)
+        # As trackers do: rows in memory, written at the end, and a service of their own.
+        service = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+        def write() -> None:
+            time.sleep(0.5)
+            Path(tmp_path, f"rows_{rank}").write_text("row\n" * 200)
+            service.terminate()
+            service.wait()
+
+        atexit.register(write)
+        if fails:
+            raise ValueError("after the rows")
+        file = logging.FileHandler(tmp_path / f"log_{rank}")
+        logging.getLogger("mine").addHandler(logging.handlers.MemoryHandler(1000, target=file))
         logging.getLogger("mine").warning("kept in memory")
         use.folder = tempfile.TemporaryDirectory()  # type: ignore[attr-defined]
         pool = ThreadPoolExecutor(1)
@@ -96,14 +59,19 @@ def test_threads_files_and_folders_are_ended_as_by_python(
         threading.Thread(target=late).start()
         return str(use.folder.name)  # type: ignore[attr-defined]
 
-    import logging.handlers
-
-    folders = notebook_launcher(use, (), 2, start_method=start_method)
+    folders = notebook_launcher(use, (False,), 2, start_method=start_method)
     assert not [folder for folder in folders if Path(folder).exists()]
     for rank in range(2):
+        assert len((tmp_path / f"rows_{rank}").read_text().splitlines()) == 200
         assert "kept in memory" in (tmp_path / f"log_{rank}").read_text()
         assert (tmp_path / f"pool_{rank}").exists()
         assert (tmp_path / f"thread_{rank}").exists()
+    # The service was ended by who had started it.
+    assert "left running" not in "".join(capfd.readouterr())
+    (tmp_path / "rows_0").unlink()
+    with pytest.raises(ValueError, match="after the rows"):
+        notebook_launcher(use, (True,), 1, start_method=start_method)
+    assert (tmp_path / "rows_0").exists()
 
 
 @pytest.mark.forks
@@ -154,26 +122,12 @@ def token() -> Iterator[str]:
 
 
 def sleeping(token: str) -> list[psutil.Process]:
-    return [
-        p
-        for p in psutil.process_iter()
-        if _command(p)[-1:] == [token] and p.status() != psutil.STATUS_ZOMBIE
-    ]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def in_a_group(token: str) -> None:
-    subprocess.Popen(["sleep", token], process_group=0)
-
-
-def in_a_session(token: str) -> None:
-    subprocess.Popen(["sleep", token], start_new_session=True)
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline()[-1:] == [token] and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def as_a_daemon(token: str) -> None:
@@ -184,12 +138,13 @@ def as_a_daemon(token: str) -> None:
     subprocess.run([sys.executable, "-c", code, token], check=True)
 
 
-WAYS = [in_a_group, in_a_session, as_a_daemon]
-
-
-def start_and(end: str, way: Callable[[str], None], token: str) -> None:
+def start_and(end: str, way: str, token: str) -> None:
     """What a rank does: start a process, then end in some way."""
-    way(token)
+    if way == "daemon":
+        as_a_daemon(token)
+    else:
+        options: dict[str, Any] = {"group": {"process_group": 0}}
+        subprocess.Popen(["sleep", token], **options.get(way, {"start_new_session": True}))
     while not sleeping(token):
         time.sleep(0.01)
     if end == "raise":
@@ -199,34 +154,34 @@ def start_and(end: str, way: Callable[[str], None], token: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("end", ["return", "raise", "die"])
+@pytest.mark.parametrize("way", ["group", "session", "daemon"])
+@pytest.mark.parametrize("end", ["return", "raise", "die", "fork"])
 def test_what_left_its_group_ends_with_the_launch(
-    token: str, way: Callable[[str], None], end: str, capfd: pytest.CaptureFixture[str]
+    token: str, way: str, end: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if end == "return":
-        notebook_launcher(start_and, (end, way, token), num_processes=2)
-        told = capfd.readouterr()
-        assert f"sleep {token} (process" in told.out + told.err
-        assert "ended what this rank had started and left running" in told.out + told.err
+    method = "fork" if end == "fork" else "template"
+    launch = partial(notebook_launcher, start_and, (end, way, token), 2, start_method=method)
+    if end in ("return", "fork"):
+        launch()
+        told = "".join(capfd.readouterr())
+        assert f"sleep {token} (process" in told
+        assert "ended what this rank had started and left running" in told
     else:
         with pytest.raises(ValueError if end == "raise" else WorkerDied):
-            notebook_launcher(start_and, (end, way, token), num_processes=2)
+            launch()
     assert not sleeping(token)
 
 
-@pytest.mark.forks
-def test_a_fork_of_the_notebook_ends_its_own(token: str) -> None:
-    notebook_launcher(
-        start_and, ("return", as_a_daemon, token), num_processes=2, start_method="fork"
+def test_live_workers_keep_what_they_started_until_they_end(token: str, tmp_path: Path) -> None:
+    code = (
+        "import atexit, os, pathlib\n"
+        f"_ = atexit.register(pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch)"
     )
-    assert not sleeping(token)
-
-
-def test_live_workers_keep_what_they_started_until_they_end(token: str) -> None:
     with Pool(1, namespace={}) as pool:
         pool.call(as_a_daemon, token)
         assert wait_for(lambda: sleeping(token))
-        pool.run("still = 1")
+        pool.run(code)
         assert sleeping(token)
+        assert not list(tmp_path.iterdir())
     assert not sleeping(token)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"], "done when they are stopped"

@@ -55,17 +55,13 @@ def test_other_errors_are_causes(kind: str, text: str) -> None:
     assert not raised(0, 1.0, kind, text).is_consequence
 
 
-def test_the_first_by_time_is_the_cause_whatever_its_rank() -> None:
-    records = [raised(0, 3.0), raised(1, 2.0), raised(2, 2.5)]
-    assert first_cause(records).rank == 1
-
-
-def test_a_death_counts_like_an_exception() -> None:
+def test_the_first_by_time_is_the_cause_whatever_its_rank_and_deaths_count() -> None:
+    assert first_cause([raised(0, 3.0), raised(1, 2.0), raised(2, 2.5)]).rank == 1
+    # If all lost their connections, the first is told.
+    assert first_cause([raised(0, 2.0, *LOST[0]), raised(1, 1.0, *LOST[1])]).rank == 1
     dead = FailureRecord(rank=1, time=5.0, exit_status=-signal.SIGKILL)
     assert first_cause([raised(0, 1.0, *LOST[0]), dead]) is dead
-
-
-def test_a_missing_process_is_a_consequence_only_where_the_connection_broke() -> None:
+    # A missing process is a consequence only where the connection broke.
     lost = RaisedError(
         type_name="torch.distributed.DistNetworkError",
         message="Connection reset by peer",
@@ -75,14 +71,8 @@ def test_a_missing_process_is_a_consequence_only_where_the_connection_broke() ->
         type_name="CollectiveTimeout", message="process 0 has left", frames=(), cause=lost
     )
     never = RaisedError(type_name="CollectiveTimeout", message="did not come", frames=())
-    dead = FailureRecord(rank=0, time=5.0, exit_status=-signal.SIGKILL)
-    assert first_cause([FailureRecord(rank=1, time=1.0, raised=left), dead]) is dead
+    assert first_cause([FailureRecord(rank=0, time=1.0, raised=left), dead]) is dead
     assert not FailureRecord(rank=1, time=1.0, raised=never).is_consequence
-
-
-def test_if_all_lost_their_connections_the_first_is_told() -> None:
-    records = [raised(0, 2.0, *LOST[0]), raised(1, 1.0, *LOST[1])]
-    assert first_cause(records).rank == 1
 
 
 def caught_from(function: Callable[[], object]) -> BaseException:
@@ -110,12 +100,19 @@ def test_an_exception_is_taken_down_with_causes_notes_and_frames() -> None:
     assert [f.function for f in found.cause.frames][-1] == "inner"
 
 
-def test_a_circle_of_causes_ends() -> None:
+def test_a_circle_of_causes_ends_and_the_name_that_a_name_error_misses_is_kept() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     found = describe_error(one)
     assert found.cause is not None
     assert found.cause.cause is None
+
+    def use() -> None:
+        unknown_name  # noqa: B018, F821
+
+    assert describe_error(caught_from(use)).missing_name == "unknown_name"
+    assert describe_error(NameError("name 'x' is not defined")).missing_name == ""
+    assert describe_error(KeyError("x")).missing_name == ""
 
 
 DUMP = """\
@@ -143,6 +140,7 @@ def test_the_main_threads_stack_is_read_from_a_dump() -> None:
         ("22.py", 7, "crash"),
         ("train (old), v2.py", 0, "<module>"),
     ]
+    assert parse_stack(DUMP + DUMP.replace("line 7", "line 8"))[1].line == 8, "the latest counts"
 
 
 def test_what_ran_where_a_worker_was_forked_is_no_part_of_its_stack() -> None:
@@ -189,44 +187,26 @@ def test_what_a_rank_does_is_known_without_reading_its_text(
     assert bool(found.collective) == waits
 
 
-def test_the_name_that_a_name_error_misses_is_kept() -> None:
-    def use() -> None:
-        unknown_name  # noqa: B018, F821
-
-    assert describe_error(caught_from(use)).missing_name == "unknown_name"
-    assert describe_error(NameError("name 'x' is not defined")).missing_name == ""
-    assert describe_error(KeyError("x")).missing_name == ""
-
-
-def test_of_several_dumps_the_latest_counts() -> None:
-    assert parse_stack(DUMP + DUMP.replace("line 7", "line 8"))[1].line == 8
-
-
 @pytest.mark.parametrize(
-    ("status", "text"),
+    ("status", "name", "says"),
     [
-        (0, "left with exit code 0 before the function returned"),
-        (-9, "was killed by SIGKILL (signal 9)"),
-        (-signal.SIGRTMIN, "was killed by SIGRTMIN"),
-        (-45, "was killed by signal 45"),
+        (0, "left with exit code 0 before the function returned", ""),
+        (1, "left with exit code 1 before the function returned", ""),
+        (-45, "was killed by signal 45", ""),
+        (-signal.SIGRTMIN, "was killed by SIGRTMIN", ""),
+        (-signal.SIGILL, "was killed by SIGILL", ""),
+        (-signal.SIGFPE, "was killed by SIGFPE", ""),
+        (-signal.SIGKILL, "was killed by SIGKILL (signal 9)", "ran out of memory"),
+        (-signal.SIGSEGV, "was killed by SIGSEGV", "memory that is not its own"),
+        (-signal.SIGABRT, "was killed by SIGABRT", "gave up on purpose"),
+        (-signal.SIGTERM, "was killed by SIGTERM", "asked it to end"),
+        (-signal.SIGBUS, "was killed by SIGBUS", "/dev/shm is full"),
     ],
 )
-def test_exits_are_named(status: int, text: str) -> None:
-    assert failure.name_exit(status).startswith(text)
-
-
-@pytest.mark.parametrize(
-    ("status", "says"),
-    [
-        *((status, "") for status in (0, 1, -45, -signal.SIGILL, -signal.SIGFPE)),
-        (-signal.SIGKILL, "ran out of memory"),
-        (-signal.SIGSEGV, "memory that is not its own"),
-        (-signal.SIGABRT, "gave up on purpose"),
-        (-signal.SIGTERM, "asked it to end"),
-        (-signal.SIGBUS, "/dev/shm is full"),
-    ],
-)
-def test_every_exit_is_explained_in_a_few_lines(status: int, says: str) -> None:
+def test_every_exit_is_named_and_explained_in_a_few_lines(
+    status: int, name: str, says: str
+) -> None:
+    assert failure.name_exit(status).startswith(name)
     record = FailureRecord(rank=0, time=0.0, exit_status=status, max_rss_bytes=3 * 2**30)
     lines = failure.explain_exit(record)
     assert len(lines) <= 3

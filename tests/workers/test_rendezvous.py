@@ -58,18 +58,12 @@ def in_a_worker():
 """
 
 
-def tutorial() -> dict[str, Any]:
-    """The tutorial's names, as a notebook has them that ran its code."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(TUTORIAL, "<tutorial>", "exec"), names)
-    return names
-
-
 @pytest.mark.parametrize("start_method", ["template", "fork"])
 def test_the_tutorial_on_ddp_trains_again_and_again(
     start_method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    names = tutorial()
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(TUTORIAL, "<tutorial>", "exec"), names)
 
     def twice() -> list[float]:
         return [names["in_a_worker"]() for _ in range(2)]
@@ -78,20 +72,6 @@ def test_the_tutorial_on_ddp_trains_again_and_again(
     assert found[0] == found[1]
     told = capfd.readouterr().err
     assert told.count("was told to meet at localhost:12355; the ranks meet at 127.0.0.1:") == 1
-
-
-def test_groups_of_some_ranks_meet_by_their_urls() -> None:
-    def meet() -> list[float]:
-        rank = int(os.environ["RANK"])
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://localhost:{12000 + rank // 2}", rank=rank % 2, world_size=2
-        )
-        total = torch.tensor([float(rank)])
-        dist.all_reduce(total)
-        return [total.item()]
-
-    found = notebook_launcher(meet, (), 4, timeout=TIMEOUT_S)
-    assert list(found) == [[1.0], [1.0], [5.0], [5.0]]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +90,18 @@ def test_ranks_that_nobody_has_are_refused(rank: int, world_size: int, told: str
     assert isinstance(caught.value, WorkerFailed)
 
 
-def test_code_that_serves_a_store_of_its_own_does() -> None:
+def test_groups_of_some_ranks_meet_by_their_urls_and_stores_of_their_own_serve() -> None:
+    def meet_in_pairs() -> float:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://localhost:{12000 + rank // 2}", rank=rank % 2, world_size=2
+        )
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+        return total.item()
+
+    assert list(notebook_launcher(meet_in_pairs, (), 4, timeout=TIMEOUT_S)) == [1.0, 1.0, 5.0, 5.0]
+
     def meet(port: int) -> float:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
         os.environ["MASTER_PORT"] = str(port)
