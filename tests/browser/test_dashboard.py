@@ -69,12 +69,8 @@ def page(request: pytest.FixtureRequest, open_notebook: Open) -> Iterator[Notebo
 
 def workers(page: NotebookPage) -> set[int]:
     """The kernel's living descendants but templates, of which each cell may bring another."""
-    return children_of(psutil.Process(int(page.text(0).split()[-1])))
-
-
-def children_of(kernel: psutil.Process) -> set[int]:
     found = set()
-    for process in kernel.children(recursive=True):
+    for process in psutil.Process(int(page.text(0).split()[-1])).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE and process.name() != TEMPLATE_NAME:
                 found.add(process.pid)

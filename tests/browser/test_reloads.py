@@ -61,11 +61,14 @@ def moves(panel: Locator) -> None:
     expect(panel).not_to_contain_text(seen[0])
 
 
-def test_a_reloaded_page_shows_the_run_again_and_can_stop_it(page: NotebookPage) -> None:
+def test_a_reloaded_page_shows_the_run_again_and_can_stop_it(
+    page: NotebookPage, open_notebook: Open
+) -> None:
     page.run_cell(LONG, wait=False)
     panel = panel_of(page, LONG)
     expect(panel).to_contain_text("step")
     page.save()
+    sent = nbformat.read(page.path, as_version=4)
     page.reload()
     expect(panel).to_contain_text("step")
     moves(panel)
@@ -73,9 +76,28 @@ def test_a_reloaded_page_shows_the_run_again_and_can_stop_it(page: NotebookPage)
     panel.get_by_role("button", name="Stop").click()
     expect(page.cell(LONG)).to_contain_text("2 ranks · stopped after")
     expect(panel).to_have_count(0)
+    page.wait_idle()
+
+    # One process has the same panel, with its Stop button.
+    page.run_cell(ALONE, wait=False)
+    panel = panel_of(page, ALONE)
+    moves(panel)
+    panel.get_by_role("button", name="Stop").click()
+    page.wait_idle()
+    expect(page.cell(ALONE)).to_contain_text("1 rank · stopped after")
+
+    # A colleague who does not trust it sees it, too.
+    colleague = open_notebook(f"{page.name}_sent", sent.cells)
+    seen = colleague.cell(LONG)
+    expect(seen).to_contain_text("2 ranks · ")
+    expect(seen).to_contain_text("Stop: interrupt the cell (■)")
+    expect(seen.get_by_role("button", name="Stop")).to_have_count(0)
+    colleague.close()
 
 
-def test_after_a_restart_of_the_kernel_it_says_so(page: NotebookPage) -> None:
+def test_a_restart_is_told_and_the_file_draws_without_a_kernel_and_holds_no_widget(
+    page: NotebookPage,
+) -> None:
     page.run_cell(LONG, wait=False)
     panel = panel_of(page, LONG)
     expect(panel).to_contain_text("step")
@@ -83,10 +105,8 @@ def test_after_a_restart_of_the_kernel_it_says_so(page: NotebookPage) -> None:
     expect(panel).to_contain_text("The kernel has been restarted since this run.")
     expect(panel.get_by_role("button", name="Stop")).to_have_count(0)
 
-
-def test_the_file_draws_without_a_kernel_and_holds_no_widget(page: NotebookPage) -> None:
+    page.run_cell(0)
     page.run_cell(LONG, wait=False)
-    panel = panel_of(page, LONG)
     expect(panel).to_contain_text("step")
     page.save()
     saved = nbformat.read(page.path, as_version=4)
@@ -100,29 +120,3 @@ def test_the_file_draws_without_a_kernel_and_holds_no_widget(page: NotebookPage)
     expect(panel).to_contain_text(re.compile(r"known of it on \d\d \w+, \d\d:\d\d:\d\d"))
     expect(panel.locator("svg").first).to_be_visible()
     expect(panel.get_by_role("button", name="Stop")).to_have_count(0)
-
-
-def test_a_colleague_who_does_not_trust_it_sees_it_too(
-    page: NotebookPage, open_notebook: Open
-) -> None:
-    page.run_cell(LONG, wait=False)
-    expect(panel_of(page, LONG)).to_contain_text("step")
-    page.save()
-    sent = nbformat.read(page.path, as_version=4)
-    panel_of(page, LONG).get_by_role("button", name="Stop").click()
-    page.wait_idle()
-    colleague = open_notebook(f"{page.name}_sent", sent.cells)
-    seen = colleague.cell(LONG)
-    expect(seen).to_contain_text("2 ranks · ")
-    expect(seen).to_contain_text("Stop: interrupt the cell (■)")
-    expect(seen.get_by_role("button", name="Stop")).to_have_count(0)
-    colleague.close()
-
-
-def test_one_process_has_the_same_panel_with_its_stop_button(page: NotebookPage) -> None:
-    page.run_cell(ALONE, wait=False)
-    panel = panel_of(page, ALONE)
-    moves(panel)
-    panel.get_by_role("button", name="Stop").click()
-    page.wait_idle()
-    expect(page.cell(ALONE)).to_contain_text("1 rank · stopped after")

@@ -93,13 +93,12 @@ def test_parts_of_the_time_keep_their_colours_and_numbers(page: NotebookPage, nu
     expect(output).to_contain_text(re.compile(r"[1-9]\d? %"))
 
 
-def test_the_charts_of_a_report_are_drawn(page: NotebookPage) -> None:
+def test_the_charts_of_a_report_are_drawn_and_the_board_of_workers_is_a_table(
+    page: NotebookPage,
+) -> None:
     charts = output_of(page, REPORT).locator("img")
     expect(charts).to_have_count(2)
     assert all(chart.evaluate(DRAWN) for chart in charts.all())
-
-
-def test_the_board_of_workers_is_a_table(page: NotebookPage) -> None:
     board = output_of(page, BOARD)
     expect(board.locator("tbody tr")).to_have_count(2)
     expect(board.locator("thead")).to_contain_text("memory")

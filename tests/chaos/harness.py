@@ -33,8 +33,6 @@ from nbaccel.workers import reaping, template_server
 from tests.chaos.scenes import SCENES, SETUP, Scene
 from tests.kernel.kernel import Cell, Kernel, wait_for
 
-__all__ = ["BLOWS", "Chaos", "Moment", "chaos", "faults", "figures", "run_notebooks"]
-
 BLOWS = {
     "KILL": ("kernel", "template", "rank 0", "rank 1"),
     "TERM": ("template", "rank 0", "rank 1"),

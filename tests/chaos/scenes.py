@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SCENES", "SETUP", "Scene"]
-
 SETUP = """
 import json, os, warnings
 from pathlib import Path

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BEGIN", "END", "put_into", "render"]
-
 BEGIN = "<!-- chaos:begin (made by `python -m tests.chaos --render`) -->"
 END = "<!-- chaos:end -->"
 

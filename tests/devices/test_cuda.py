@@ -33,18 +33,6 @@ H100 = Gpu(
 LIBRARY = "7f00-7f01 r-xp 00000000 08:01 123 /usr/lib/x86_64-linux-gnu/libcuda.so.550.54.15\n"
 
 
-@pytest.fixture
-def process(tmp_path):
-    def build(maps, files):
-        (tmp_path / "maps").write_text(maps)
-        (tmp_path / "fd").mkdir()
-        for number, target in enumerate(files):
-            (tmp_path / "fd" / str(number)).symlink_to(target)
-        return tmp_path
-
-    return build
-
-
 @pytest.mark.parametrize(
     ("maps", "files", "in_use"),
     [
@@ -56,12 +44,13 @@ def process(tmp_path):
         (LIBRARY, ["/dev/dxg"], True),
     ],
 )
-def test_the_drivers_traces(process, maps, files, in_use):
-    assert driver_in_use(process(maps, files)) is in_use
-
-
-def test_a_process_without_proc_is_taken_as_untouched(tmp_path):
-    assert driver_in_use(tmp_path / "none") is False
+def test_the_drivers_traces(tmp_path, maps, files, in_use):
+    (tmp_path / "maps").write_text(maps)
+    (tmp_path / "fd").mkdir()
+    for number, target in enumerate(files):
+        (tmp_path / "fd" / str(number)).symlink_to(target)
+    assert driver_in_use(tmp_path) is in_use
+    assert driver_in_use(tmp_path / "none") is False, "a process without /proc"
 
 
 def test_units_and_backend(monkeypatch):
@@ -107,14 +96,7 @@ def test_a_woken_gpu_is_a_hazard(waking, said):
 
 
 def gpu(uuid, index=0):
-    return Gpu(
-        index=index,
-        name="GPU",
-        total_bytes=16 * 2**30,
-        free_bytes=15 * 2**30,
-        compute_capability=(9, 0),
-        uuid=uuid,
-    )
+    return dataclasses.replace(H100, uuid=uuid, index=index)
 
 
 CARDS = tuple(Card(gpu=gpu(f"GPU-{tail}", index)) for index, tail in enumerate(["aa1", "aa2", "b"]))
@@ -164,32 +146,27 @@ def test_cuda_visible_devices(setting, expected):
     assert uuids(CARDS, setting) == expected
 
 
+ALL_IN_PARTS = (Card(gpu=gpu("GPU-s"), partitioned=True),)
+
+
 @pytest.mark.parametrize(
-    ("setting", "expected"),
+    ("cards", "setting", "expected"),
     [
-        (None, ["w"]),
-        ("MIG-2", ["2"]),
-        ("MIG-2,MIG-1", ["2"]),
-        ("0", ["1"]),
-        ("0,1", ["1"]),
-        ("1,0", ["w"]),
-        ("GPU-s", []),
-        ("GPU-w", ["w"]),
+        (SPLIT, None, ["w"]),
+        (SPLIT, "MIG-2", ["2"]),
+        (SPLIT, "MIG-2,MIG-1", ["2"]),
+        (SPLIT, "0", ["1"]),
+        (SPLIT, "0,1", ["1"]),
+        (SPLIT, "1,0", ["w"]),
+        (SPLIT, "GPU-s", []),
+        (SPLIT, "GPU-w", ["w"]),
+        (SPLIT[:1], None, ["1"]),  # only partitioned cards give their first part
+        (ALL_IN_PARTS, None, []),
+        (ALL_IN_PARTS, "0", []),
     ],
 )
-def test_partitioned_cards(setting, expected):
-    assert uuids(SPLIT, setting) == expected
-
-
-def test_only_partitioned_cards_give_their_first_part():
-    assert uuids(SPLIT[:1], None) == ["1"]
-    assert uuids((Card(gpu=gpu("GPU-s"), partitioned=True),), None) == []
-    assert uuids((Card(gpu=gpu("GPU-s"), partitioned=True),), "0") == []
-
-
-def test_no_cards_have_a_reason():
-    cards, note = find_cards()
-    assert bool(cards) != bool(note)
+def test_partitioned_cards(cards, setting, expected):
+    assert uuids(cards, setting) == expected
 
 
 @pytest.mark.gpu
@@ -229,18 +206,17 @@ def test_torch_counts_the_same(setting):
 # -------------------- nvml probe
 
 
-def test_it_is_asked_only_where_a_driver_has_made_nodes(tmp_path):
+@pytest.mark.slow
+def test_torch_answers_in_another_process_where_a_driver_has_made_nodes(tmp_path):
+    cards, note = find_cards()
+    assert bool(cards) != bool(note)
+    gpus, note = probe_gpus()
+    assert len(gpus) == torch.cuda.device_count()
+    assert bool(note) == (not gpus)
     assert not is_worth_it(tmp_path, "2.13.0")
     (tmp_path / "nvidia0").touch()
     assert is_worth_it(tmp_path, "2.13.0")
     assert not is_worth_it(tmp_path, "2.13.0+cpu")
-
-
-@pytest.mark.slow
-def test_torch_itself_answers_in_another_process():
-    gpus, note = probe_gpus()
-    assert len(gpus) == torch.cuda.device_count()
-    assert bool(note) == (not gpus)
 
 
 def test_its_answer_becomes_gpus_and_its_failure_a_note(tmp_path):

@@ -17,12 +17,6 @@ from nbaccel.devices.never_run import MpsDevice, XpuDevice
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory, inspect_machine, registry
 
-# Only what wakes the hardware needs it; the rest must hold on any machine.
-NEEDING_HARDWARE = [
-    pytest.param(row, id=row.name, marks=() if row.name == "cpu" else pytest.mark.gpu)
-    for row in DEVICES
-]
-
 
 def run(code):
     return subprocess.run(
@@ -30,24 +24,14 @@ def run(code):
     )
 
 
-def require_hardware(row):
-    found = inspect_machine()
-    if row is not DEVICES[0] and registry.device(row.name).refusal(found):
-        pytest.skip(f"no {row.name} here: {found.gpu_note}")
-
-
-def test_the_contract_stays_narrow():
+@pytest.mark.parametrize("row", DEVICES, ids=lambda row: row.name)
+def test_what_holds_without_the_hardware(row):
     for part in (Device, DeviceRuntime, LaunchHooks, StepHooks):
         methods = [name for name, value in vars(part).items() if callable(value) and name[0] != "_"]
         assert len(methods) <= 12, f"{part.__name__}: {methods}"
     assert not Device.__abstractmethods__, "a device writes what differs, and nothing else"
-
-
-@pytest.mark.parametrize("row", DEVICES, ids=lambda row: row.name)
-def test_what_holds_without_the_hardware(row):
     device = registry.device(row.name)
     found = inspect_machine()
-
     assert device.name == row.name
     assert device.row == row
     assert vars(device) == {}
@@ -77,9 +61,18 @@ def test_looking_for_hazards_wakes_nothing(row):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("row", NEEDING_HARDWARE)
+@pytest.mark.parametrize(
+    "row",
+    [
+        # Only what wakes the hardware needs it; the rest must hold on any machine.
+        pytest.param(row, id=row.name, marks=() if row.name == "cpu" else pytest.mark.gpu)
+        for row in DEVICES
+    ],
+)
 def test_a_worker_computes_on_its_device(row):
-    require_hardware(row)
+    found = inspect_machine()
+    if row is not DEVICES[0] and registry.device(row.name).refusal(found):
+        pytest.skip(f"no {row.name} here: {found.gpu_note}")
     done = run(
         "import torch\n"
         "from nbaccel.plan import registry\n"
@@ -115,7 +108,9 @@ def with_one(kind):
     return dataclasses.replace(NOTHING, accelerators=(Gpu(index=0, name="new", kind=kind),))
 
 
-def test_intels_cards_are_found_by_their_vendor(tmp_path, monkeypatch):
+def test_intels_cards_are_found_by_their_vendor_and_that_of_a_mac_by_its_processor(
+    tmp_path, monkeypatch
+):
     for number, vendor in enumerate(("0x8086", "0x10de", "0x8086")):
         folder = tmp_path / f"renderD{128 + number}" / "device"  # codespell:ignore
         folder.mkdir(parents=True)
@@ -125,9 +120,6 @@ def test_intels_cards_are_found_by_their_vendor(tmp_path, monkeypatch):
     assert [(unit.kind, unit.index) for unit in found] == [("xpu", 0), ("xpu", 1)]
     monkeypatch.setattr(never_run, "_CARDS", tmp_path / "none")
     assert XpuDevice().detect({}) == {"accelerators": ()}
-
-
-def test_a_mac_has_one(monkeypatch):
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     (unit,) = MpsDevice().detect({})["accelerators"]
@@ -137,24 +129,18 @@ def test_a_mac_has_one(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NEVER_RUN)
-def test_auto_passes_over_it_and_says_how_to_try(name):
+def test_auto_passes_over_it_and_who_asks_for_it_is_told(name):
     plan = resolve(RunConfig(), with_one(name))
     assert plan.device == "cpu"
     (warning,) = plan.warnings
     assert "found and not used: nbaccel has never been run on it" in warning
     assert f'device="{name}" tries it' in warning
-
-
-@pytest.mark.parametrize("name", NEVER_RUN)
-def test_who_asks_for_it_is_told(name):
     plan = resolve(RunConfig(device=name), with_one(name))
     assert (plan.device, plan.num_processes) == (name, 1)
     (warning,) = plan.warnings
     assert "has never been run with nbaccel" in warning
     with pytest.raises(ConfigError, match=f'device="{name}" needs .* none was found'):
         resolve(RunConfig(device=name), NOTHING)
-
-
-def test_a_device_that_only_this_process_can_use_takes_no_second_one():
-    with pytest.raises(ConfigError, match='start_method="template" is not supported on mps'):
-        resolve(RunConfig(device="mps", num_processes=2), with_one("mps"))
+    if name == "mps":  # only this process can use it
+        with pytest.raises(ConfigError, match='start_method="template" is not supported on mps'):
+            resolve(RunConfig(device="mps", num_processes=2), with_one("mps"))

@@ -69,7 +69,7 @@ def test_elsewhere_a_measured_pass_stands_for_those_around_it(read_each: int) ->
         assert 10 * 0.5 + 0.9 * 990 * 0.002 < read_s < 40 * 0.5
 
 
-def test_a_model_that_is_gone_keeps_its_last_reading() -> None:
+def test_a_model_that_is_gone_keeps_its_last_reading_and_a_torch_without_the_log_tells_none():
     model: Any = Logged("cpu")
     delay = ExchangeDelay(model)
     model.take(0.25)
@@ -77,11 +77,5 @@ def test_a_model_that_is_gone_keeps_its_last_reading() -> None:
     del model
     gc.collect()
     assert delay.read() == pytest.approx(0.25)
-
-
-def test_a_torch_without_the_log_does_not_tell() -> None:
-    class Silent:
-        device_type = "cpu"
-
-    model: Any = Silent()
-    assert ExchangeDelay(model).read() is None
+    silent: Any = type("Silent", (), {"device_type": "cpu"})()
+    assert ExchangeDelay(silent).read() is None

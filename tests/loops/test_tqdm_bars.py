@@ -157,18 +157,12 @@ def test_an_interrupt_in_a_bar_leaves_no_lock_to_other_threads(
         bar = tqdm(total=2, mininterval=0, miniters=1)
         monkeypatch.setattr(metrics_reporter.ProgressBars, "note", interrupt)
         bar.update()
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
         for lock in tqdm.get_lock().locks:  # type: ignore[attr-defined]
-            assert pool.submit(_can_take, lock).result()
+            assert pool.submit(lock.acquire, True, 5).result()
+            pool.submit(lock.release).result()
     monkeypatch.undo()
     bar.disable = True
-
-
-def _can_take(lock: Any) -> bool:
-    is_taken = lock.acquire(True, 5)
-    if is_taken:
-        lock.release()
-    return bool(is_taken)
 
 
 def test_a_bar_around_the_loop_over_batches_tells_of_the_whole(screen: io.StringIO) -> None:

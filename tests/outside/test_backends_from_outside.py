@@ -28,39 +28,29 @@ ENTRY_POINTS = {
 Run = Callable[..., str]
 
 
-def install(folder: Path, entry_points: dict[str, dict[str, str]]) -> None:
-    """Put the package there with its metadata."""
-    shutil.copytree(HERE / "added_backends", folder / "added_backends")
-    metadata = folder / "added_backends-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: added-backends\nVersion: 1.0\n"
-    )
-    lines = []
-    for group, points in entry_points.items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
-    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Runs code in a process of its own that has the package; gives what it prints."""
 
-    def run(
-        code: str,
-        *,
-        entry_points: dict[str, dict[str, str]] | None = None,
-        **environment: str,
-    ) -> str:
+    def run(code: str, *, groups: dict[str, dict[str, str]] | None = None, **more: str) -> str:
         site = tmp_path / "site"
+        metadata = site / "added_backends-1.0.dist-info"
         if not site.exists():
-            install(site, ENTRY_POINTS if entry_points is None else entry_points)
+            shutil.copytree(HERE / "added_backends", site / "added_backends")
+            metadata.mkdir()
+            (metadata / "METADATA").write_text(
+                "Metadata-Version: 2.1\nName: added-backends\nVersion: 1.0\n"
+            )
+        lines = []
+        for group, points in (ENTRY_POINTS | (groups or {})).items():
+            lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+        (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(code))
         path = os.pathsep.join([str(site), str(ROOT)])
         done = subprocess.run(
             [sys.executable, str(script)],
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**os.environ, "PYTHONPATH": path, **more},
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -253,16 +243,21 @@ def test_what_cannot_be_had_is_refused_with_its_reason(run: Run) -> None:
         assert "is not supported with one process" in told, told
         """
     )
+    device = "added_backends.rows:DEVICE"
     run(
         """
         from nbaccel import RunConfig, resolve
+        from nbaccel.config.capabilities import ENTRY_POINT_PROBLEMS, device_row
         try:
             resolve(RunConfig(device="abacus"))
         except ValueError as error:
             assert 'device="abacus" needs an abacus: none was found' in str(error)
         else:
             raise AssertionError("no abacus is there")
+        (problem,) = ENTRY_POINT_PROBLEMS
+        assert "'abacus'" in problem and "already" in problem, problem
         """,
+        groups={"nbaccel.devices": {"abacus": device, "other": "added_backends.other_rows:DEVICE"}},
         NO_ABACUS="1",
     )
 
@@ -280,7 +275,6 @@ def test_what_cannot_be_had_is_refused_with_its_reason(run: Run) -> None:
 def test_a_broken_entry_point_is_named_and_costs_only_its_row(
     run: Run, point: str, said: str
 ) -> None:
-    groups = ENTRY_POINTS | {"nbaccel.devices": {"abacus": point}}
     run(
         f"""
         from nbaccel import RunConfig, resolve
@@ -297,22 +291,5 @@ def test_a_broken_entry_point_is_named_and_costs_only_its_row(
         else:
             raise AssertionError("there is no such device")
         """,
-        entry_points=groups,
-    )
-
-
-def test_a_name_that_is_taken_is_not_taken_over(run: Run) -> None:
-    run(
-        """
-        from nbaccel.config.capabilities import ENTRY_POINT_PROBLEMS, device_row
-        (problem,) = ENTRY_POINT_PROBLEMS
-        assert "'abacus'" in problem and "already" in problem, problem
-        """,
-        entry_points=ENTRY_POINTS
-        | {
-            "nbaccel.devices": {
-                "abacus": "added_backends.rows:DEVICE",
-                "other": "added_backends.other_rows:DEVICE",
-            }
-        },
+        groups={"nbaccel.devices": {"abacus": point}},
     )

@@ -8,15 +8,9 @@ from pathlib import Path
 from tests.devices.tpu import hosts
 from tests.tpu.pretended import CHIPS
 
-__all__ = ["write_host"]
-
 
 def write_host(root: Path) -> None:
-    """Write device files and the PCI bus of a host of v5p chips below a folder.
-
-    Args:
-        root: The folder.
-    """
+    """Write device files and the PCI bus of a host of v5p chips below a folder."""
     recorded = hosts.RecordedHost(
         nodes=hosts.vfio(0, CHIPS), bus=hosts.chips_on_bus("v5p", 0, CHIPS), packages=()
     )

@@ -47,19 +47,19 @@ def weights_of(net: TiedNet) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in net.named_parameters()}
 
 
-def test_workers_are_forked_from_the_template_and_have_a_chip_each(
+def test_workers_of_the_template_train_the_notebooks_model_as_one_replica_would(
     trained: Trained, driver: str
 ) -> None:
     assert trained.plan.start_method == "template"
-    assert [seen.device for seen in trained.seen] == [TYPES[driver]] * bodies.RANKS
-
-
-def test_losses_are_those_of_one_replica_on_the_whole_batches(trained: Trained) -> None:
+    _, targets = bodies.make_data(bodies.JUDGED_ROWS)
+    assert len(trained.seen) == bodies.RANKS
     for seen in trained.seen:
+        assert seen.device == TYPES[driver]
         assert seen.losses == CLOSE(trained.expected, abs=1e-5)
-
-
-def test_the_notebooks_model_is_the_trained_one(trained: Trained) -> None:
+        assert seen.again == CLOSE(seen.losses[-len(seen.again) :], abs=1e-6), "a saved state"
+        assert seen.judged == targets.tolist(), "without what padded the last batch"
+        assert seen.is_tied
+    assert trained.net.head.weight is trained.net.embedding.weight
     assert all(
         parameter is kept
         for parameter, kept in zip(trained.net.parameters(), trained.parameters, strict=True)
@@ -68,22 +68,6 @@ def test_the_notebooks_model_is_the_trained_one(trained: Trained) -> None:
     for name, weight in weights_of(trained.net).items():
         assert weight.device.type == "cpu"
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-4)
-
-
-def test_tied_weights_stay_tied(trained: Trained) -> None:
-    assert all(seen.is_tied for seen in trained.seen)
-    assert trained.net.head.weight is trained.net.embedding.weight
-
-
-def test_a_state_that_was_saved_goes_on_as_before(trained: Trained) -> None:
-    for seen in trained.seen:
-        assert seen.again == CLOSE(seen.losses[-len(seen.again) :], abs=1e-6)
-
-
-def test_gather_for_metrics_drops_what_padded_the_last_batch(trained: Trained) -> None:
-    _, targets = bodies.make_data(bodies.JUDGED_ROWS)
-    for seen in trained.seen:
-        assert seen.judged == targets.tolist()
 
 
 def test_bf16_computes_in_bf16_and_stays_close(trained: Trained, config: RunConfig) -> None:
@@ -95,8 +79,8 @@ def test_bf16_computes_in_bf16_and_stays_close(trained: Trained, config: RunConf
         assert (computed_in, kept_in) == ("torch.bfloat16", "torch.float32")
 
 
-def test_an_error_names_its_rank_and_line_and_the_model_is_as_it_was(
-    driver: str, config: RunConfig
+def test_after_an_error_or_stop_the_model_is_as_it_was(
+    driver: str, config: RunConfig, tmp_path: Path
 ) -> None:
     net = bodies.make_net()
     before = weights_of(net)
@@ -107,13 +91,6 @@ def test_an_error_names_its_rank_and_line_and_the_model_is_as_it_was(
     assert "rank 1" in text.lower()
     assert 'raise LookupError("no page 7 in this book")' in text
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(net).items())
-
-
-def test_stop_ends_a_launch_and_the_model_is_as_it_was(
-    driver: str, config: RunConfig, tmp_path: Path
-) -> None:
-    net = bodies.make_net()
-    before = weights_of(net)
     with pytest.raises(KeyboardInterrupt, match="workers have been stopped"):
         with stop_pressed_when(lambda: len(list(tmp_path.iterdir())) == bodies.RANKS):
             notebook_launcher(bodies.wait_to_be_stopped, (net, str(tmp_path)), config=config)

@@ -48,11 +48,8 @@ NEEDS_TORCH_TPU = pytest.mark.skipif(not INSTALLED.torch_tpu, reason="torch_tpu 
 )
 def test_legal_counts(generation, chips, counts):
     assert legal_counts(generation, chips) == counts
-
-
-def test_only_the_oldest_have_two_threads():
-    assert {g for g in GENERATIONS if threads_per_process(g) == 2} == {"v2", "v3"}
-    assert threads_per_process("") == 1
+    # Only the oldest have two threads.
+    assert threads_per_process(generation) == (2 if generation in ("v2", "v3") else 1)
 
 
 @pytest.mark.parametrize(
@@ -86,23 +83,20 @@ def test_shapes(generation, num_workers, shape):
     }
 
 
-def test_one_worker_meets_nobody():
-    assert all(torch_tpu_variables(generation, 1, ()) == {} for generation in GENERATIONS)
+@pytest.mark.parametrize("generation", [*GENERATIONS, ""])
+def test_what_is_legal_has_a_shape_and_nothing_else_has(generation):
+    # torch_tpu has no table for v2 and v3, where one worker needs none.
+    legal = (1,) if generation in ("v2", "v3") else legal_counts(generation, 8)
+    for count in range(1, 9):
+        if count in legal:
+            assert bool(torch_tpu_variables(generation, count, PORTS[:count])) is (count > 1)
+            continue
+        said = rf"^num_processes={count} .*torch_tpu.* Give num_proc"
+        with pytest.raises(ConfigError, match=said):
+            torch_tpu_variables(generation, count, PORTS[:count])
     variables = torch_xla_variables("v5e", 1, 0, ())
     assert variables["TPU_PROCESS_BOUNDS"] == "1,1,1"
     assert not {"TPU_PROCESS_ADDRESSES", "TPU_PROCESS_PORT"} & variables.keys()
-
-
-@pytest.mark.parametrize("generation", [*GENERATIONS, ""])
-@pytest.mark.parametrize("count", range(1, 9))
-def test_what_is_legal_has_a_shape_and_nothing_else_has(generation, count):
-    # torch_tpu has no table for v2 and v3, where one worker needs none.
-    legal = (1,) if generation in ("v2", "v3") else legal_counts(generation, 8)
-    if count in legal:
-        assert bool(torch_tpu_variables(generation, count, PORTS[:count])) is (count > 1)
-        return
-    with pytest.raises(ConfigError, match=rf"^num_processes={count} .*torch_tpu.* Give num_proc"):
-        torch_tpu_variables(generation, count, PORTS[:count])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +203,10 @@ def torch_tpu_says(tmp_path_factory):
         name: build_host(host, tmp_path_factory.mktemp("host")) for name, host in HOSTS.items()
     }
     said = drivers_own(TORCH_TPU_SAYS, json.dumps(TORCH_TPU_IDS), *map(str, roots.values()))
-    said["counts"] = {name: said["counts"][str(root)] for name, root in roots.items()}
+    counts = {name: said["counts"][str(root)] for name, root in roots.items()}
+    assert counts == {name: host.expected.torch_tpu_chips for name, host in HOSTS.items()}
+    assert said["known"] == sorted(TORCH_TPU_IDS.values())
+    assert said["bytes"] == {name: BYTES_PER_CHIP[name] for name in TORCH_TPU_IDS}
     return said
 
 
@@ -225,15 +222,3 @@ def test_torch_tpu_would_set_the_same(torch_tpu_says, generation):
         addresses = of_counts[count]["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")
         ports = [int(address.rpartition(":")[2]) for address in addresses]
         assert torch_tpu_variables(generation, count, ports) == of_counts[count]
-
-
-@NEEDS_TORCH_TPU
-def test_torch_tpu_knows_the_same_chips(torch_tpu_says):
-    assert torch_tpu_says["known"] == sorted(TORCH_TPU_IDS.values())
-    assert torch_tpu_says["bytes"] == {name: BYTES_PER_CHIP[name] for name in TORCH_TPU_IDS}
-
-
-@NEEDS_TORCH_TPU
-@pytest.mark.parametrize("name", HOSTS)
-def test_torch_tpu_counts_what_we_say_it_counts(torch_tpu_says, name):
-    assert torch_tpu_says["counts"][name] == HOSTS[name].expected.torch_tpu_chips

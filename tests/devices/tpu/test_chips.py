@@ -16,7 +16,6 @@ from nbaccel.devices.tpu.chips import (
     inspect_host,
 )
 from tests.devices.tpu.hosts import (
-    DRIVERS,
     HOSTS,
     PCI_ID,
     XLA_DRIVERS,
@@ -24,7 +23,6 @@ from tests.devices.tpu.hosts import (
     add_pci_device,
     build_host,
     install_package,
-    vfio,
 )
 
 CHIP = ("0x0063", "")
@@ -74,49 +72,27 @@ def test_chips(tmp_path, nodes, bus, environ, chips):
     assert count_chips(environ, tmp_path) == chips
 
 
-def test_another_maker_with_a_number_of_googles_is_no_chip(tmp_path):
-    add_pci_device(tmp_path, 0, "0x0063", "0", vendor="0x10de")
-    assert inspect_host({}, tmp_path) is None
-
-
 @pytest.mark.parametrize(
-    "environ",
+    ("environ", "is_host"),
     [
-        {},
-        {"TPU_NAME": ""},
-        {"COLAB_RELEASE_TAG": "release-colab"},
-        {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"},
-        {"JOB_COMPLETION_INDEX": "0"},
+        ({}, False),
+        ({"TPU_NAME": ""}, False),
+        ({"COLAB_RELEASE_TAG": "release-colab"}, False),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, False),
+        ({"JOB_COMPLETION_INDEX": "0"}, False),
+        ({"TPU_NAME": "mine"}, True),
+        ({"PJRT_DEVICE": "CPU"}, True),
+        ({"COLAB_TPU_ADDR": "10.0.0.2:8470"}, True),
     ],
 )
-def test_no_sign_of_a_tpu(tmp_path, environ):
-    assert inspect_host(environ, tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [{"TPU_NAME": "mine"}, {"PJRT_DEVICE": "CPU"}, {"COLAB_TPU_ADDR": "10.0.0.2:8470"}],
-)
-def test_a_variable_alone_is_a_host_without_chips(tmp_path, environ):
+def test_a_variable_alone_is_a_host_without_chips(tmp_path, environ, is_host):
+    # Another maker, with a number of Google's.
+    add_pci_device(tmp_path, 0, "0x0063", "0", vendor="0x10de")
     found = inspect_host(environ, tmp_path, search_path=[])
-    assert (found.chips, found.process_counts, found.device_files) == (0, (), ())
-    assert found.notes == ()
-
-
-def test_device_files_are_in_the_order_of_their_numbers(tmp_path):
-    groups = ("10", "9", "11")
-    host = RecordedHost(
-        nodes=tuple(f"vfio/{group}" for group in groups),
-        bus=tuple((PCI_ID["v4"], group) for group in groups),
-    )
-    assert inspect(host, tmp_path).device_files == ("/dev/vfio/9", "/dev/vfio/10", "/dev/vfio/11")
-
-
-def test_the_bus_knows_better_than_the_name(tmp_path):
-    host = RecordedHost(
-        nodes=vfio(0, 1), bus=((PCI_ID["v6e"], "0"),), environ={"TPU_ACCELERATOR_TYPE": "v4-8"}
-    )
-    assert inspect(host, tmp_path).generation == "v6e"
+    assert (found is not None) is is_host
+    if found is not None:
+        assert (found.chips, found.process_counts, found.device_files) == (0, (), ())
+        assert found.notes == ()
 
 
 @pytest.mark.parametrize(("accelerator_type", "generation"), [("v3-8", "v3"), ("", "v2")])
@@ -131,6 +107,18 @@ def test_v2_and_v3_are_told_apart_by_their_name_alone(tmp_path, accelerator_type
     assert (found.generation, found.threads_per_process) == (generation, 2)
 
 
+def test_the_bus_knows_better_than_the_name_and_files_are_in_the_order_of_their_numbers(tmp_path):
+    groups = ("10", "9", "11")
+    host = RecordedHost(
+        nodes=tuple(f"vfio/{group}" for group in groups),
+        bus=tuple((PCI_ID["v6e"], group) for group in groups),
+        environ={"TPU_ACCELERATOR_TYPE": "v4-8"},
+    )
+    found = inspect(host, tmp_path)
+    assert found.generation == "v6e"
+    assert found.device_files == ("/dev/vfio/9", "/dev/vfio/10", "/dev/vfio/11")
+
+
 @pytest.mark.parametrize(
     ("environ", "installed", "libtpu"),
     [
@@ -141,25 +129,21 @@ def test_v2_and_v3_are_told_apart_by_their_name_alone(tmp_path, accelerator_type
         ({"PTXLA_TPU_LIBRARY_PATH": "/lib/libtpu.so"}, (), "/lib/libtpu.so"),
         # As the drivers leave it behind when they are imported.
         ({"TPU_LIBRARY_PATH": "{packages}/libtpu/libtpu.so"}, ("libtpu",), "1.0"),
+        ({}, ("torch_xla",), ""),
+        ({}, ("torch_xla", "torch_xla/lib/libtpu.so"), "{packages}/torch_xla/lib/libtpu.so"),
     ],
 )
 def test_libtpu(tmp_path, environ, installed, libtpu):
     packages = tmp_path / "packages"
     for name in installed:
-        install_package(packages, name, "1.0")
+        if name.endswith(".so"):
+            (packages / name).parent.mkdir(parents=True)
+            (packages / name).touch()
+        else:
+            install_package(packages, name, "1.0")
     filled = {name: value.format(packages=packages) for name, value in environ.items()}
     found = inspect_host(filled | HINT, tmp_path, search_path=[str(packages)])
-    assert found.libtpu == libtpu
-
-
-def test_the_libtpu_inside_of_torch_xla(tmp_path):
-    packages = tmp_path / "packages"
-    install_package(packages, "torch_xla", "2.9.0")
-    assert inspect_host(HINT, tmp_path, search_path=[str(packages)]).libtpu == ""
-    library = packages / "torch_xla/lib/libtpu.so"
-    library.parent.mkdir(parents=True)
-    library.touch()
-    assert inspect_host(HINT, tmp_path, search_path=[str(packages)]).libtpu == str(library)
+    assert found.libtpu == libtpu.format(packages=packages)
 
 
 # ------------------------------------------------------------------------ who holds the chips
@@ -167,44 +151,23 @@ def test_the_libtpu_inside_of_torch_xla(tmp_path):
 HOLD = "import sys; held = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
 
 
-@pytest.fixture
-def holder():
-    processes = []
-
-    def start(path):
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
+def test_processes_that_hold_a_chip_are_found_and_this_one_counts_too(tmp_path):
+    build_host(HOSTS["tpu vm v6e-4"], tmp_path)
+    files = [str(tmp_path / f"dev/vfio/{group}") for group in range(4)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, files[2]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
         assert process.stdout.readline() == "open\n"
-        return process
-
-    yield start
-    for process in processes:
+        assert holders_of(files) == (process.pid,)
+        with Path(files[3]).open():
+            assert holders_of(files) == tuple(sorted((os.getpid(), process.pid)))
+    finally:
         process.communicate(timeout=60)
-
-
-def chip_files(root):
-    build_host(HOSTS["tpu vm v6e-4"], root)
-    return [str(root / f"dev/vfio/{group}") for group in range(4)]
-
-
-def test_another_process_that_holds_a_chip_is_found(tmp_path, holder):
-    files = chip_files(tmp_path)
-    process = holder(files[2])
-    assert holders_of(files) == (process.pid,)
-    process.communicate(timeout=60)
     assert holders_of(files) == ()
-
-
-def test_this_process_counts_too(tmp_path, holder):
-    files = chip_files(tmp_path)
-    process = holder(files[0])
-    with Path(files[3]).open():
-        assert holders_of(files) == tuple(sorted((os.getpid(), process.pid)))
 
 
 # ------------------------------------------------------------------------ what looking costs
@@ -241,12 +204,6 @@ def test_looking_imports_nothing_and_searches_no_processes(tmp_path, has_chips):
 
 EIGHT = dataclasses.replace(HOSTS["kaggle v5e-8"], environ={})
 SOPHGO = "[console_scripts]\ntorch_tpu_info = torch_tpu.tools:main"
-
-
-def notes_of(root, environ=None, host=EIGHT):
-    build_host(host, root)
-    environ = host.environ if environ is None else environ
-    return inspect_host(environ, root, search_path=[str(root / "packages")]).notes
 
 
 @pytest.mark.parametrize(
@@ -299,25 +256,26 @@ def test_a_package_of_the_same_name_is_not_googles(tmp_path):
     assert "Uninstall it" in note
 
 
+OF_TPU, OF_XLA = ("torch_tpu", "0.2.0"), ("torch_xla", "2.9.0")
+LIBTPU = ("libtpu", "0.0.52")
+
+
 @pytest.mark.parametrize(
-    ("torch", "driver", "said"),
+    ("torch", "others", "said"),
     [
-        ("2.10.1", ("torch_tpu", "0.2.0"), "torch_tpu 0.2.0 takes torch 2.11 to 2.15, got 2.10.1"),
-        ("2.16.0", ("torch_tpu", "0.2.0"), "torch_tpu 0.2.0 takes torch 2.11 to 2.15, got 2.16.0"),
-        ("2.11.0", ("torch_tpu", "0.2.0"), ""),
-        ("2.15.1+cpu", ("torch_tpu", "0.2.0"), ""),
-        ("2.13.0", ("torch_xla", "2.9.0"), "torch_xla 2.9.0 takes torch 2.9, got 2.13.0"),
-        ("2.9.1", ("torch_xla", "2.9.0"), ""),
+        ("2.10.1", (OF_TPU, LIBTPU), "torch_tpu 0.2.0 takes torch 2.11 to 2.15, got 2.10.1"),
+        ("2.16.0", (OF_TPU, LIBTPU), "torch_tpu 0.2.0 takes torch 2.11 to 2.15, got 2.16.0"),
+        ("2.11.0", (OF_TPU, LIBTPU), ""),
+        ("2.15.1+cpu", (OF_TPU, LIBTPU), ""),
+        ("2.13.0", (OF_XLA, LIBTPU), "torch_xla 2.9.0 takes torch 2.9, got 2.13.0"),
+        ("2.9.1", (OF_XLA, LIBTPU), ""),
+        ("2.13.0", (OF_TPU,), "No libtpu is installed"),
     ],
 )
-def test_a_torch_that_a_driver_does_not_take(tmp_path, torch, driver, said):
-    packages = (("torch", torch), driver, ("libtpu", "0.0.52"))
-    notes = notes_of(tmp_path, host=dataclasses.replace(EIGHT, packages=packages))
+def test_a_torch_that_a_driver_does_not_take_and_a_driver_without_libtpu(
+    tmp_path, torch, others, said
+):
+    host = dataclasses.replace(EIGHT, packages=(("torch", torch), *others))
+    notes = inspect(host, tmp_path).notes
     assert len(notes) == bool(said)
     assert all(note.startswith(said) for note in notes)
-
-
-@pytest.mark.parametrize(("packages", "told"), [(DRIVERS[:2], True), (DRIVERS, False), ((), False)])
-def test_a_driver_without_libtpu(tmp_path, packages, told):
-    notes = notes_of(tmp_path, host=dataclasses.replace(EIGHT, packages=packages))
-    assert any(note.startswith("No libtpu is installed") for note in notes) is told

@@ -16,6 +16,7 @@ from nbaccel.devices.tpu import chips
 from nbaccel.errors import UnsafeMoment
 from nbaccel.plan import Inventory, TpuHost, registry, resolve
 from nbaccel.workers.worker_processes import check_requirements
+from tests.devices.tpu.hosts import install_package
 
 GIB = 2**30
 V5E = TpuHost(
@@ -51,14 +52,11 @@ def variables_of(plan):
     return registry.device("tpu").launch_variables(plan)
 
 
-def test_chips_are_units_with_their_memory():
+def test_chips_are_units_with_their_memory_and_each_launch_has_addresses_of_its_own():
     units = registry.device("tpu").units(MACHINE)
     assert [unit.name for unit in units] == ["TPU v5e"] * 4
     assert registry.usable_units(MACHINE) == units
     assert all(unit.total_bytes == unit.free_bytes == 16 * GIB for unit in units)
-
-
-def test_each_launch_has_addresses_of_its_own():
     first, second = variables_of(plan_of()), variables_of(plan_of())
     assert len(first) == 4
     assert first[0]["TORCH_TPU_TOPOLOGY"] == "2,2,1"
@@ -80,7 +78,7 @@ def test_what_another_launch_has_left_is_removed_and_settings_of_the_user_stay()
     assert not own.keys() & worker.keys()
 
 
-def test_workers_of_torch_xla_have_a_chip_each():
+def test_workers_of_torch_xla_have_a_chip_each_and_no_fully_sharded_training():
     host = dataclasses.replace(V5E, torch_tpu="", torch_xla="2.9.0")
     machine = dataclasses.replace(MACHINE, tpu=host, torch_version="2.9.0")
     workers = variables_of(plan_of(machine))
@@ -89,6 +87,9 @@ def test_workers_of_torch_xla_have_a_chip_each():
     (all_chips,) = variables_of(plan_of(machine, strategy="spmd"))
     assert all_chips["XLA_USE_SPMD"] == "1"
     assert "TPU_VISIBLE_CHIPS" not in all_chips
+    assert plan_of(strategy="fsdp", num_processes=4).strategy == "fsdp"
+    with pytest.raises(ValueError, match=r'strategy="fsdp" needs a process group.*"spmd"'):
+        plan_of(machine, strategy="fsdp")
 
 
 def test_a_dry_run_takes_any_number_of_workers_and_says_that_it_is_one():
@@ -102,33 +103,13 @@ def test_a_dry_run_takes_any_number_of_workers_and_says_that_it_is_one():
     assert plan_of(DRY_RUN).device == "cpu"
 
 
-def test_fully_sharded_training_needs_torch_tpu():
-    assert plan_of(strategy="fsdp", num_processes=4).strategy == "fsdp"
-    host = dataclasses.replace(V5E, torch_tpu="", torch_xla="2.9.0")
-    machine = dataclasses.replace(MACHINE, tpu=host, torch_version="2.9.0")
-    with pytest.raises(ValueError, match=r'strategy="fsdp" needs a process group.*"spmd"'):
-        plan_of(machine, strategy="fsdp")
-
-
-@pytest.fixture
-def held_host(tmp_path, monkeypatch):
-    """A plan for chips whose device files lie in a folder of the test."""
-    folder = tmp_path / "dev/vfio"
-    folder.mkdir(parents=True)
-    files = tuple(str(folder / str(number)) for number in range(4))
+def test_who_holds_the_chips_is_told_with_the_way_out(tmp_path):
+    files = tuple(str(tmp_path / str(number)) for number in range(4))
     for file in files:
         Path(file).touch()
     host = dataclasses.replace(V5E, device_files=files)
-    return plan_of(dataclasses.replace(MACHINE, tpu=host)), files
-
-
-def test_chips_that_nobody_holds_are_free(held_host):
-    plan, _ = held_host
+    plan = plan_of(dataclasses.replace(MACHINE, tpu=host))
     assert registry.device("tpu").busy_reason(plan) == ""
-
-
-def test_a_kernel_that_holds_the_chips_is_told_so_with_the_way_out(held_host):
-    plan, files = held_host
     with (
         Path(files[0]).open(),
         pytest.raises(UnsafeMoment, match=r"held by this notebook's kernel") as e,
@@ -136,10 +117,6 @@ def test_a_kernel_that_holds_the_chips_is_told_so_with_the_way_out(held_host):
         check_requirements(plan)
     assert "torch.manual_seed" in str(e.value)
     assert "%load_ext nbaccel before torch" in str(e.value)
-
-
-def test_another_process_that_holds_the_chips_is_named(held_host):
-    plan, files = held_host
     code = "import sys; kept = open(sys.argv[1]); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code, files[2]], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -151,12 +128,7 @@ def test_another_process_that_holds_the_chips_is_named(held_host):
 
 
 def test_a_kernel_is_kept_asleep_where_torch_tpu_is_installed_and_torch_not_imported(tmp_path):
-    package = tmp_path / "torch_tpu-0.2.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Name: torch_tpu\nVersion: 0.2.0\n")
-    (package / "entry_points.txt").write_text(
-        "[torch.backends]\ntorch_tpu = torch_tpu._loader:load\n"
-    )
+    install_package(tmp_path, "torch_tpu", "0.2.0")
     code = (
         "import sys, os\n"
         f"sys.path.append({str(tmp_path)!r})\n"
@@ -167,10 +139,11 @@ def test_a_kernel_is_kept_asleep_where_torch_tpu_is_installed_and_torch_not_impo
         "print(os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))\n"
         "print(registry.device('tpu').idle_variables())\n"
     )
+    unset = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     for given, expected in (((), "0"), (("1",), "1")):
         done = subprocess.run(
             [sys.executable, "-c", code, *given],
-            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": ""} if given else _without(),
+            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": ""} if given else unset,
             capture_output=True,
             text=True,
             timeout=120,
@@ -179,15 +152,8 @@ def test_a_kernel_is_kept_asleep_where_torch_tpu_is_installed_and_torch_not_impo
         set_to, idle = done.stdout.split("\n")[:2]
         assert set_to == expected
         assert idle == "{'TORCH_DEVICE_BACKEND_AUTOLOAD': '0'}"
-
-
-def _without():
-    return {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-
-
-def test_without_torch_tpu_nothing_is_set():
-    if chips.inspect_host({}) is not None or registry.device("tpu").idle_variables():
-        pytest.skip("this machine has chips or torch_tpu")
-    with env.applied({"TORCH_DEVICE_BACKEND_AUTOLOAD": None}):
-        assert registry.prepare_notebook() == ""
-        assert env.read("TORCH_DEVICE_BACKEND_AUTOLOAD") is None
+    # Without torch_tpu nothing is set.
+    if chips.inspect_host({}) is None and not registry.device("tpu").idle_variables():
+        with env.applied({"TORCH_DEVICE_BACKEND_AUTOLOAD": None}):
+            assert registry.prepare_notebook() == ""
+            assert env.read("TORCH_DEVICE_BACKEND_AUTOLOAD") is None

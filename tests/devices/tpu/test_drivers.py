@@ -18,11 +18,6 @@ DRY = TpuHost(pjrt_device="CPU", torch_xla="2.9.0")
 ASKED = ("auto", "torch_tpu", "torch_xla")
 
 
-def test_what_can_be_asked_for_is_what_the_settings_allow():
-    annotation = RunConfig.model_fields["tpu_driver"].annotation
-    assert typing.get_args(annotation) == ASKED
-
-
 @pytest.mark.parametrize(
     ("asked", "host", "torch_version", "name", "reason"),
     [
@@ -108,19 +103,18 @@ def test_a_refusal_says_the_value_the_cause_and_the_remedy(asked, host, torch_ve
     assert ".." not in choice.refusal
 
 
-def test_what_cannot_help_is_not_advised():
-    """On a host whose chips torch_tpu does not count, installing it would change nothing."""
+def test_a_slice_of_several_hosts_is_refused_and_what_cannot_help_is_not_advised():
+    annotation = RunConfig.model_fields["tpu_driver"].annotation
+    assert typing.get_args(annotation) == ASKED
+    for asked in ASKED:
+        refusal = choose_driver(asked, dataclasses.replace(BOTH, num_hosts=4), "2.13.0").refusal
+        assert "number 0 of 4" in refusal
+        assert "one launch per host" in refusal
+    # On a host whose chips torch_tpu does not count, installing it would change nothing.
     bare = dataclasses.replace(OLD, torch_tpu="", torch_xla="")
     refusal = choose_driver("auto", bare, "2.13.0").refusal
     assert "pip install 'torch_xla[tpu]'" in refusal
     assert "pip install torch_tpu" not in refusal
-
-
-@pytest.mark.parametrize("asked", ASKED)
-def test_a_slice_of_several_hosts_is_refused(asked):
-    refusal = choose_driver(asked, dataclasses.replace(BOTH, num_hosts=4), "2.13.0").refusal
-    assert "number 0 of 4" in refusal
-    assert "one launch per host" in refusal
 
 
 @pytest.mark.parametrize(
