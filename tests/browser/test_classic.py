@@ -94,7 +94,7 @@ def classic(browser: BrowserContext) -> Iterator[Classic]:
         server.close()
 
 
-def test_the_form_is_a_form_and_what_is_pressed_is_what_python_holds(classic: Classic) -> None:
+def test_the_form_is_a_form_and_what_is_pressed_is_what_python_holds(classic):
     from playwright.sync_api import expect
 
     classic.run(FORM)
@@ -125,7 +125,7 @@ def test_the_form_is_a_form_and_what_is_pressed_is_what_python_holds(classic: Cl
     expect(classic.run(PRINT)).to_contain_text("RunConfig(num_processes=2, mixed_precision='bf16')")
 
 
-def test_a_training_has_its_panel_at_the_top_and_nothing_of_an_error(classic: Classic) -> None:
+def test_a_training_has_its_panel_at_the_top_and_nothing_of_an_error(classic):
     from playwright.sync_api import expect
 
     classic.page.evaluate(_RUN, STEPS)

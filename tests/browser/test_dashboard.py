@@ -78,7 +78,7 @@ def workers(page: NotebookPage) -> set[int]:
 
 
 @pytest.mark.parametrize("number", [LAUNCH, CELL], ids=["launch", "cell"])
-def test_it_moves_and_stop_stops(page: NotebookPage, number: int) -> None:
+def test_it_moves_and_stop_stops(page, number):
     before = workers(page)
     page.run_cell(number, wait=False)
     cell, stop = page.cell(number), page.find("nbaccel-stop")
@@ -114,7 +114,7 @@ def test_it_moves_and_stop_stops(page: NotebookPage, number: int) -> None:
     assert wait_for(lambda: workers(page) == before)
 
 
-def test_its_summary_stays_as_plain_output_and_unfolds(page: NotebookPage) -> None:
+def test_its_summary_stays_as_plain_output_and_unfolds(page):
     for number in (LAUNCH, CELL):
         shown = [o["data"] for o in page.outputs(number) if o["output_type"] == "display_data"]
         assert [VIEW in data for data in shown] == [False]
@@ -129,7 +129,7 @@ def test_its_summary_stays_as_plain_output_and_unfolds(page: NotebookPage) -> No
         expect(ranks).to_contain_text("most host memory")
 
 
-def test_the_button_is_reached_and_pressed_by_keys(page: NotebookPage) -> None:
+def test_the_button_is_reached_and_pressed_by_keys(page):
     page.run_cell(CELL, wait=False)
     stop = page.find("nbaccel-stop")
     expect(stop).to_be_visible()
@@ -141,7 +141,7 @@ def test_the_button_is_reached_and_pressed_by_keys(page: NotebookPage) -> None:
     assert page.text(WIDGETS) == "0 widgets\n"
 
 
-def test_stop_is_in_reach_with_ten_thousand_lines(page: NotebookPage) -> None:
+def test_stop_is_in_reach_with_ten_thousand_lines(page):
     page.run_cell(TALK, wait=False)
     stop, cell = page.find("nbaccel-stop"), page.cell(TALK)
     expect(cell).to_contain_text("rank 1 line 9999")

@@ -61,9 +61,7 @@ def moves(panel: Locator) -> None:
     expect(panel).not_to_contain_text(seen[0])
 
 
-def test_a_reloaded_page_shows_the_run_again_and_can_stop_it(
-    page: NotebookPage, open_notebook: Open
-) -> None:
+def test_a_reloaded_page_shows_the_run_again_and_can_stop_it(page, open_notebook):
     page.run_cell(LONG, wait=False)
     panel = panel_of(page, LONG)
     expect(panel).to_contain_text("step")
@@ -95,9 +93,7 @@ def test_a_reloaded_page_shows_the_run_again_and_can_stop_it(
     colleague.close()
 
 
-def test_a_restart_is_told_and_the_file_draws_without_a_kernel_and_holds_no_widget(
-    page: NotebookPage,
-) -> None:
+def test_a_restart_is_told_and_the_file_draws_without_a_kernel_and_holds_no_widget(page):
     page.run_cell(LONG, wait=False)
     panel = panel_of(page, LONG)
     expect(panel).to_contain_text("step")

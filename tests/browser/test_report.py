@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,15 +10,10 @@ from nbaccel.output.report.run_report import RunReport
 from tests.browser.page import CONTRAST
 from tests.output.report.test_run_report import facts
 
-if TYPE_CHECKING:
-    from playwright.sync_api import BrowserContext
-
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
-def test_a_saved_report_is_readable_in_both_themes_and_windows_of_any_width(
-    browser: BrowserContext, tmp_path: Path
-) -> None:
+def test_a_saved_report_is_readable_in_both_themes_and_windows_of_any_width(browser, tmp_path):
     saved = RunReport(facts()).save(tmp_path / "run.html")
     page = browser.new_page()
     complaints: list[str] = []

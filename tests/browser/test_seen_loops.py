@@ -75,7 +75,7 @@ def page(open_notebook: Open) -> Iterator[NotebookPage]:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3], ids=["course", "trainer", "one process"])
-def test_it_is_seen_without_a_line_of_code(page: NotebookPage, number: int) -> None:
+def test_it_is_seen_without_a_line_of_code(page, number):
     page.run_cell(number, wait=False)
     page.wait_idle()
     cell = page.cell(number)
@@ -91,7 +91,7 @@ def test_it_is_seen_without_a_line_of_code(page: NotebookPage, number: int) -> N
     assert [line for line in lines if line.startswith("[0")] == []
 
 
-def test_what_the_browser_complains_of_fails_a_test(page: NotebookPage) -> None:
+def test_what_the_browser_complains_of_fails_a_test(page):
     page.page.evaluate("console.error('a complaint')")
     page.page.evaluate("fetch('https://example.org/x').catch(() => 0)")
     with pytest.raises(AssertionError, match="a complaint"):

@@ -36,7 +36,7 @@ def page(browser: BrowserContext, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.parametrize("words", FIRST)
-def test_a_search_from_the_disk_leads_to_what_explains(words: str, page: Page) -> None:
+def test_a_search_from_the_disk_leads_to_what_explains(words, page):
     outside = []
     page.on("request", lambda one: outside.append(one.url))
     field = page.locator(".md-search__input")

@@ -64,7 +64,7 @@ def output_of(page: NotebookPage, number: int) -> Locator:
     return page.cell(number).locator(".jp-OutputArea").first
 
 
-def test_the_chart_of_a_summary_is_drawn_and_no_text_runs_together(page: NotebookPage) -> None:
+def test_the_chart_of_a_summary_is_drawn_and_no_text_runs_together(page):
     summary = output_of(page, SUMMARY)
     expect(summary.locator("summary").first).to_contain_text("2 ranks · ")
     chart = summary.get_by_alt_text(re.compile("^loss: from .+ at step"))
@@ -81,7 +81,7 @@ def test_the_chart_of_a_summary_is_drawn_and_no_text_runs_together(page: Noteboo
 
 
 @pytest.mark.parametrize("number", [SUMMARY, REPORT], ids=["summary", "report"])
-def test_parts_of_the_time_keep_their_colours_and_numbers(page: NotebookPage, number: int) -> None:
+def test_parts_of_the_time_keep_their_colours_and_numbers(page, number):
     output = output_of(page, number)
     for closed in output.locator("details").all():
         closed.evaluate("(details) => { details.open = true; }")
@@ -93,9 +93,7 @@ def test_parts_of_the_time_keep_their_colours_and_numbers(page: NotebookPage, nu
     expect(output).to_contain_text(re.compile(r"[1-9]\d? %"))
 
 
-def test_the_charts_of_a_report_are_drawn_and_the_board_of_workers_is_a_table(
-    page: NotebookPage,
-) -> None:
+def test_the_charts_of_a_report_are_drawn_and_the_board_of_workers_is_a_table(page):
     charts = output_of(page, REPORT).locator("img")
     expect(charts).to_have_count(2)
     assert all(chart.evaluate(DRAWN) for chart in charts.all())

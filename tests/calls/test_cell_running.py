@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import IPython
@@ -27,7 +26,7 @@ def cells() -> Iterator[Cells]:
 # ------------------------------------------------------------------------- values
 
 
-def test_the_last_expression_is_the_value_in_all_its_forms(cells: Cells) -> None:
+def test_the_last_expression_is_the_value_in_all_its_forms(cells):
     done = cells.run("x = 20\nx + 22").check()
     assert done.value == {"data": {"text/plain": "42"}, "metadata": {}}
     assert (done.out, done.err, done.sent) == ("", "", [])
@@ -41,11 +40,11 @@ def test_the_last_expression_is_the_value_in_all_its_forms(cells: Cells) -> None
 
 
 @pytest.mark.parametrize("text", ["x = 1", "None", "42;", "42;  # said", "", "  \n\n", "# nothing"])
-def test_a_cell_without_a_value_has_none(cells: Cells, text: str) -> None:
+def test_a_cell_without_a_value_has_none(cells, text):
     assert cells.run(text).check().value is None
 
 
-def test_the_last_three_values_are_kept_and_no_more(cells: Cells) -> None:
+def test_the_last_three_values_are_kept_and_no_more(cells):
     for value in ("first", "second", "third"):
         cells.run(f"{value!r}").check()
     assert cells.run("_, __, ___").check().plain == "('third', 'second', 'first')"
@@ -64,7 +63,7 @@ def test_the_last_three_values_are_kept_and_no_more(cells: Cells) -> None:
 # ------------------------------------------------------------------------- IPython's language
 
 
-def test_magics_and_the_shell_s_commands_work(cells: Cells) -> None:
+def test_magics_and_the_shell_s_commands_work(cells):
     assert cells.run("!echo hello").check().out.split() == ["hello"]
     assert cells.run("said = !echo one; echo two\nsaid[1]").check().plain == "'two'"
     assert cells.run("!exit 3\n_exit_code").check().plain == "3"
@@ -79,7 +78,7 @@ def test_magics_and_the_shell_s_commands_work(cells: Cells) -> None:
     assert cells.run("%%bash\necho from bash").check().out == "from bash\n"
 
 
-def test_what_is_captured_is_not_shown(cells: Cells) -> None:
+def test_what_is_captured_is_not_shown(cells):
     done = cells.run("%%capture caught\nprint('text')\ndisplay(5)\n7").check()
     assert (done.out, done.sent, done.value) == ("", [], None)
     done = cells.run("caught.stdout, [o.data['text/plain'] for o in caught.outputs]").check()
@@ -87,20 +86,20 @@ def test_what_is_captured_is_not_shown(cells: Cells) -> None:
 
 
 @pytest.mark.parametrize("ask", ["len?", "?len", "%pinfo len"])
-def test_help_is_shown_without_a_pager(cells: Cells, ask: str) -> None:
+def test_help_is_shown_without_a_pager(cells, ask):
     done = cells.run(ask).check()
     (message,) = done.sent
     assert "number of items in a container" in message["content"]["data"]["text/plain"]
 
 
 @pytest.mark.parametrize("text", ["%debug", "%%debug\n1", "%pdb on"])
-def test_a_debugger_is_refused(cells: Cells, text: str) -> None:
+def test_a_debugger_is_refused(cells, text):
     done = cells.run(text)
     assert done.error == "InputRefused"
     assert "worker 3 has no keyboard" in done.text
 
 
-def test_await_works_at_the_top_and_in_loops(cells: Cells) -> None:
+def test_await_works_at_the_top_and_in_loops(cells):
     done = cells.run(
         "import asyncio\n"
         "async def twice(x):\n"
@@ -120,7 +119,7 @@ def test_await_works_at_the_top_and_in_loops(cells: Cells) -> None:
 # ------------------------------------------------------------------------- the namespace
 
 
-def test_names_live_in_the_main_module(cells: Cells) -> None:
+def test_names_live_in_the_main_module(cells):
     done = cells.run(
         "import sys, pickle\n"
         "class Mine: pass\n"
@@ -131,7 +130,7 @@ def test_names_live_in_the_main_module(cells: Cells) -> None:
 
 
 @pytest.mark.skipif(IPython.version_info < (9,), reason="IPython 8 makes its folders")
-def test_no_thread_and_no_file_is_made(tmp_path: Path) -> None:
+def test_no_thread_and_no_file_is_made(tmp_path):
     fresh = Cells(IPYTHONDIR=str(tmp_path / "none"))
     try:
         assert fresh.run("1").check().plain == "1"
@@ -145,7 +144,7 @@ def test_no_thread_and_no_file_is_made(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- errors
 
 
-def test_an_error_is_raised_from_the_line_that_the_user_sees(cells: Cells) -> None:
+def test_an_error_is_raised_from_the_line_that_the_user_sees(cells):
     cells.run("def divide():\n    return 1 / 0").check()
     inside = filename(cells.number)
     done = cells.run("\n\nx = 1\ndivide()")
@@ -158,7 +157,7 @@ def test_an_error_is_raised_from_the_line_that_the_user_sees(cells: Cells) -> No
 @pytest.mark.parametrize(
     "text", ["%%time\nx = 1\n1 / 0", "%%capture\nx = 1\n1 / 0", "!echo \\\n hi\n1 / 0"]
 )
-def test_magics_do_not_shift_lines(cells: Cells, text: str) -> None:
+def test_magics_do_not_shift_lines(cells, text):
     done = cells.run(text)
     assert done.error == "ZeroDivisionError"
     assert done.frames[-1] == [filename(cells.number), 4]
@@ -173,7 +172,7 @@ def test_magics_do_not_shift_lines(cells: Cells, text: str) -> None:
         ("\n\nx ==== 1", 4, "x ==== 1"),
     ],
 )
-def test_a_syntax_error_names_its_line(cells: Cells, text: str, line: int, code: str) -> None:
+def test_a_syntax_error_names_its_line(cells, text, line, code):
     done = cells.run(text)
     assert done.error in {"SyntaxError", "IndentationError"}
     assert (done.line, done.code.strip(), done.frames) == (line, code, [])
@@ -191,7 +190,7 @@ def test_a_syntax_error_names_its_line(cells: Cells, text: str, line: int, code:
         ("raise ExceptionGroup('two', [ValueError(1)])", "ExceptionGroup"),
     ],
 )
-def test_what_a_cell_raises_is_raised_as_it_is(cells: Cells, text: str, error: str) -> None:
+def test_what_a_cell_raises_is_raised_as_it_is(cells, text, error):
     if error == "ExceptionGroup" and sys.version_info < (3, 11):
         pytest.skip("Python 3.10 has no exception groups")
     done = cells.run(text)
@@ -207,14 +206,14 @@ def test_what_a_cell_raises_is_raised_as_it_is(cells: Cells, text: str, error: s
         "import asyncio\nawait asyncio.gather(asyncio.sleep(30), asyncio.sleep(30))",
     ],
 )
-def test_an_interrupt_ends_the_cell(cells: Cells, text: str) -> None:
+def test_an_interrupt_ends_the_cell(cells, text):
     cells.number += 1
     done = cells.ask("interrupted", after=0.3, text=text, count=cells.number, header="")
     assert (done.error, done.out, done.err) == ("KeyboardInterrupt", "", "")
     assert cells.run("import asyncio\nawait asyncio.sleep(0, 'alive')").check().plain == "'alive'"
 
 
-def test_a_failed_cell_keeps_nothing_alive(cells: Cells) -> None:
+def test_a_failed_cell_keeps_nothing_alive(cells):
     cells.run(
         "import gc, weakref\n"
         "class Big: pass\n"
@@ -235,7 +234,7 @@ def test_a_failed_cell_keeps_nothing_alive(cells: Cells) -> None:
 # ------------------------------------------------------------------------- output
 
 
-def test_warnings_name_the_cell_and_come_once_per_place_and_cell(cells: Cells) -> None:
+def test_warnings_name_the_cell_and_come_once_per_place_and_cell(cells):
     text = "import warnings\nfor _ in range(3):\n    warnings.warn('careful')"
     for _ in range(2):
         done = cells.run(text).check()
@@ -244,7 +243,7 @@ def test_warnings_name_the_cell_and_come_once_per_place_and_cell(cells: Cells) -
         )
 
 
-def test_displays_are_sent(cells: Cells) -> None:
+def test_displays_are_sent(cells):
     done = cells.run(
         "from IPython.display import display, clear_output\n"
         "h = display('a', display_id='one')\nh.update('b')\nclear_output(wait=True)"
@@ -255,7 +254,7 @@ def test_displays_are_sent(cells: Cells) -> None:
     assert third == {"kind": "ClearOutput", "wait": True}
 
 
-def test_figures_are_shown_at_the_end_of_the_cell(cells: Cells) -> None:
+def test_figures_are_shown_at_the_end_of_the_cell(cells):
     assert cells.run("import sys\n'matplotlib' in sys.modules").check().plain == "False"
     done = cells.run("import matplotlib.pyplot as plt\nplt.plot([1, 2]);").check()
     (message,) = done.sent
@@ -263,7 +262,7 @@ def test_figures_are_shown_at_the_end_of_the_cell(cells: Cells) -> None:
     assert cells.run("1").check().sent == []
 
 
-def test_widgets_and_bars_are_text(cells: Cells) -> None:
+def test_widgets_and_bars_are_text(cells):
     done = cells.run("import ipywidgets\ndisplay(ipywidgets.IntSlider(7))\nipywidgets.IntText(8)")
     (message,) = done.check().sent
     assert list(message["content"]["data"]) == ["text/plain"]
@@ -282,7 +281,7 @@ def test_widgets_and_bars_are_text(cells: Cells) -> None:
 # ------------------------------------------------------------------------- completion
 
 
-def test_names_attributes_keys_and_magics_are_completed(cells: Cells) -> None:
+def test_names_attributes_keys_and_magics_are_completed(cells):
     cells.run(
         "from torch import nn\nmodel = nn.Sequential(nn.Linear(2, 2))\nkeys = {'alpha': 1}"
     ).check()
@@ -297,7 +296,7 @@ def test_names_attributes_keys_and_magics_are_completed(cells: Cells) -> None:
     assert cells.ask("complete", code="nothing_of_this_na").value == [[], 18, 18, []]
 
 
-def test_completing_runs_no_code_of_the_user(cells: Cells) -> None:
+def test_completing_runs_no_code_of_the_user(cells):
     cells.run(
         "class Loud:\n"
         "    def __getattr__(self, name):\n"
@@ -310,7 +309,7 @@ def test_completing_runs_no_code_of_the_user(cells: Cells) -> None:
         assert cells.ask("complete", code=code).out == ""
 
 
-def test_names_are_explained(cells: Cells) -> None:
+def test_names_are_explained(cells):
     cells.run("def explained():\n    '''Says what it is.'''\n    return 'source'").check()
     found = cells.ask("inspect", name="explained", detail=0).value
     assert "Says what it is." in found["text/plain"]
@@ -322,7 +321,7 @@ def test_names_are_explained(cells: Cells) -> None:
 # ------------------------------------------------------------------------- other beginnings
 
 
-def test_without_ipython_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ipython_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", None)
     with pytest.raises(MissingBackend, match="needs IPython"):
         make_shell(print, rank=0)
@@ -346,7 +345,7 @@ def in_a_child(act: Callable[[], str]) -> str:
     return told
 
 
-def test_a_kernel_s_shell_that_came_by_fork_is_replaced() -> None:
+def test_a_kernel_s_shell_that_came_by_fork_is_replaced():
     def act() -> str:
         from ipykernel.zmqshell import ZMQInteractiveShell
         from IPython.core.interactiveshell import InteractiveShell
@@ -363,7 +362,7 @@ def test_a_kernel_s_shell_that_came_by_fork_is_replaced() -> None:
     assert "WorkerShell" in in_a_child(act)
 
 
-def test_figures_go_on_in_a_fork_of_a_process_that_has_drawn() -> None:
+def test_figures_go_on_in_a_fork_of_a_process_that_has_drawn():
     def act() -> str:
         import matplotlib as mpl
 

@@ -33,9 +33,7 @@ def edit(module: ModuleType) -> None:
     Path(str(module.__file__)).write_text("def version():\n    return 'version 2'\n")
 
 
-def test_an_edited_module_is_told_once_with_the_remedy(
-    helper: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_edited_module_is_told_once_with_the_remedy(helper, capsys):
     for number in range(3):
         if number == 1:
             edit(helper)
@@ -47,12 +45,7 @@ def test_an_edited_module_is_told_once_with_the_remedy(
 
 
 @pytest.mark.parametrize("writes_bytecode", [True, False])
-def test_a_reload_is_the_end_of_it(
-    helper: ModuleType,
-    writes_bytecode: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_reload_is_the_end_of_it(helper, writes_bytecode, monkeypatch, capsys):
     """Images of containers have bytecode files, and PYTHONDONTWRITEBYTECODE."""
     monkeypatch.setattr(sys, "dont_write_bytecode", not writes_bytecode)
     edit(helper)
@@ -61,9 +54,7 @@ def test_a_reload_is_the_end_of_it(
     assert EDITED not in capsys.readouterr().err
 
 
-def test_a_cell_that_gets_something_of_it_tells_it_too(
-    helper: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_that_gets_something_of_it_tells_it_too(helper, capsys):
     with Pool(1, namespace={"version": helper.version}) as pool:
         edit(helper)
         pool.run("found = version()")

@@ -23,7 +23,6 @@ from torch import nn
 from nbaccel import (
     ConfigError,
     LaunchTimeout,
-    Pool,
     PrecisionMismatch,
     RunConfig,
     WorkerDied,
@@ -89,7 +88,7 @@ def fail(launch: Launch, function: Callable[..., Any], *args: Any, **settings: A
 # ------------------------------------------------------------------------- results
 
 
-def test_results_come_by_rank_from_processes_of_their_own(launch: Launch) -> None:
+def test_results_come_by_rank_from_processes_of_their_own(launch):
     results = launch(workers.whoami, "x", 2)
     assert [r[0] for r in results] == [0, 1]
     assert [r[2:] for r in results] == [("x", 2)] * 2
@@ -99,7 +98,7 @@ def test_results_come_by_rank_from_processes_of_their_own(launch: Launch) -> Non
     assert isinstance(results, list)
 
 
-def test_a_worker_may_return_its_model(launch: Launch) -> None:
+def test_a_worker_may_return_its_model(launch):
     model = Net()
 
     def give(net: Net) -> Any:
@@ -117,7 +116,7 @@ def test_a_worker_may_return_its_model(launch: Launch) -> None:
 
 
 @pytest.mark.forks
-def test_one_worker_runs_here_and_more_than_two_run_too() -> None:
+def test_one_worker_runs_here_and_more_than_two_run_too():
     assert notebook_launcher(os.getpid, (), num_processes=1) == [os.getpid()]
     assert debug_launcher(workers.rank, (), 4) == [0, 1, 2, 3]
     for method in ("template", "fork"):
@@ -125,16 +124,14 @@ def test_one_worker_runs_here_and_more_than_two_run_too() -> None:
         assert pid != os.getpid(), "one worker in a process of its own, if that is asked for"
 
 
-def test_sys_exit_is_a_normal_end(launch: Launch) -> None:
+def test_sys_exit_is_a_normal_end(launch):
     def leave() -> None:
         sys.exit(0 if workers.rank() else None)
 
     assert launch(leave) == [None, None]
 
 
-def test_a_result_that_cannot_be_sent_loses_neither_the_others_nor_the_weights(
-    launch: Launch,
-) -> None:
+def test_a_result_that_cannot_be_sent_loses_neither_the_others_nor_the_weights(launch):
     model = Net()
 
     def train(net: Net) -> Any:
@@ -150,7 +147,7 @@ def test_a_result_that_cannot_be_sent_loses_neither_the_others_nor_the_weights(
 # ------------------------------------------------------------------------- weights are copied back
 
 
-def test_the_notebooks_model_is_the_trained_model(launch: Launch) -> None:
+def test_the_notebooks_model_is_the_trained_model(launch):
     model, memory_before = Net(), memory_files()
     before, address = values(model), None
     for _ in range(3):
@@ -167,7 +164,7 @@ def test_the_notebooks_model_is_the_trained_model(launch: Launch) -> None:
     assert memory_files() <= memory_before + 1 + (launch.method == "template")
 
 
-def test_share_back_false_leaves_the_model_alone(launch: Launch) -> None:
+def test_share_back_false_leaves_the_model_alone(launch):
     model = Net()
     before = values(model)
     first, _ = launch(workers.train, model, share_back=False)
@@ -176,7 +173,7 @@ def test_share_back_false_leaves_the_model_alone(launch: Launch) -> None:
 
 
 @SHARDING
-def test_every_rank_writes_its_own_shard_home(launch: Launch) -> None:
+def test_every_rank_writes_its_own_shard_home(launch):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     before = values(model)
 
@@ -197,7 +194,7 @@ def test_every_rank_writes_its_own_shard_home(launch: Launch) -> None:
     assert not torch.equal(model[2].bias, before["2.bias"])
 
 
-def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch: Launch) -> None:
+def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch):
     model = nn.Linear(3, 2, bias=False)
     before = values(model)
 
@@ -221,7 +218,7 @@ def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch: Lau
 # ------------------------------------------------------------------------- failures
 
 
-def test_the_rank_that_raised_is_named_not_the_one_that_lost_it(launch: Launch) -> None:
+def test_the_rank_that_raised_is_named_not_the_one_that_lost_it(launch):
     model = Net()
     before = values(model)
 
@@ -256,9 +253,7 @@ def test_the_rank_that_raised_is_named_not_the_one_that_lost_it(launch: Launch) 
         (workers.abort, WorkerDied, "was killed by SIGABRT", "os.abort()"),
     ],
 )
-def test_a_worker_that_leaves_or_crashes_is_told_with_the_line(
-    launch: Launch, leave: Callable[[], Any], kind: type[WorkerFailed], says: str, line: str
-) -> None:
+def test_a_worker_that_leaves_or_crashes_is_told_with_the_line(launch, leave, kind, says, line):
     def work() -> None:
         if workers.rank() == 1:
             leave()
@@ -274,7 +269,7 @@ def test_a_worker_that_leaves_or_crashes_is_told_with_the_line(
 @pytest.mark.parametrize(
     "hang", [workers.sleep_for_ever, workers.lock_up_in_c, workers.ignore_everything]
 )
-def test_a_launch_that_hangs_ends_in_time(launch: Launch, hang: Callable[[], None]) -> None:
+def test_a_launch_that_hangs_ends_in_time(launch, hang):
     model = Net()
     before = values(model)
 
@@ -296,7 +291,7 @@ def test_a_launch_that_hangs_ends_in_time(launch: Launch, hang: Callable[[], Non
 
 
 @pytest.mark.slow
-def test_a_rank_that_returned_early_is_named(launch: Launch) -> None:
+def test_a_rank_that_returned_early_is_named(launch):
     def train() -> None:
         workers.join()
         if workers.rank() == 0:
@@ -308,7 +303,7 @@ def test_a_rank_that_returned_early_is_named(launch: Launch) -> None:
     assert "needs every rank" in text
 
 
-def test_classes_made_in_functions(launch: Launch) -> None:
+def test_classes_made_in_functions(launch):
     """Those of the notebook are the same; one made in the worker comes as a copy."""
 
     class Mine(Exception):
@@ -348,9 +343,7 @@ def test_classes_made_in_functions(launch: Launch) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_built_in_exceptions_and_their_children_keep_their_types(
-    pool: Pool, error: Exception, kind: type[Exception], says: str
-) -> None:
+def test_built_in_exceptions_and_their_children_keep_their_types(pool, error, kind, says):
     def train() -> None:
         raise error
 
@@ -363,9 +356,7 @@ def test_built_in_exceptions_and_their_children_keep_their_types(
     repr(caught.value)
 
 
-def test_an_exception_without_a_pickle_or_a_text_is_told_and_frees_who_waits(
-    launch: Launch,
-) -> None:
+def test_an_exception_without_a_pickle_or_a_text_is_told_and_frees_who_waits(launch):
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -382,7 +373,7 @@ def test_an_exception_without_a_pickle_or_a_text_is_told_and_frees_who_waits(
     assert "__str__ raised RuntimeError" in report_of(fail(launch, train, Mute))
 
 
-def test_questions_are_refused(launch: Launch) -> None:
+def test_questions_are_refused(launch):
     def ask() -> None:
         input("learning rate? ")
 
@@ -396,9 +387,7 @@ def test_questions_are_refused(launch: Launch) -> None:
         launch(debug)
 
 
-def test_a_killed_worker_is_told_and_leaves_no_data_loader_behind(
-    launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_worker_is_told_and_leaves_no_data_loader_behind(launch, tmp_path, capfd):
     model = Net()
     before = values(model)
 
@@ -434,9 +423,7 @@ def test_a_killed_worker_is_told_and_leaves_no_data_loader_behind(
 # ------------------------------------------------------------------------- interrupts
 
 
-def test_stop_while_a_failure_is_wound_up_hurries_and_tells_the_failure(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_stop_while_a_failure_is_wound_up_hurries_and_tells_the_failure(launch, tmp_path):
     failing = tmp_path / "failing"
 
     def train() -> None:
@@ -452,7 +439,7 @@ def test_stop_while_a_failure_is_wound_up_hurries_and_tells_the_failure(
             launch(train)
 
 
-def test_an_interrupted_worker_may_tidy_up(launch: Launch, tmp_path: Path) -> None:
+def test_an_interrupted_worker_may_tidy_up(launch, tmp_path):
     ready, tidied = tmp_path / "ready", tmp_path / "tidied"
     ready.mkdir()
     tidied.mkdir()
@@ -474,12 +461,12 @@ def test_an_interrupted_worker_may_tidy_up(launch: Launch, tmp_path: Path) -> No
 # ------------------------------------------------------------------------- precision
 
 
-def test_a_precision_that_nobody_reads_is_an_error(launch: Launch) -> None:
+def test_a_precision_that_nobody_reads_is_an_error(launch):
     with pytest.raises(PrecisionMismatch, match=r"mixed_precision='bf16' was asked.*runs in fp32"):
         launch(workers.train, Net(), mixed_precision="bf16")
 
 
-def test_autocast_and_a_model_in_bf16_fulfil_the_request(launch: Launch) -> None:
+def test_autocast_and_a_model_in_bf16_fulfil_the_request(launch):
     def train(net: Net) -> str:
         workers.join()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -499,8 +486,8 @@ def test_autocast_and_a_model_in_bf16_fulfil_the_request(launch: Launch) -> None
 
 
 def test_a_worker_sees_variables_folder_modules_and_random_numbers_of_now(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    launch, monkeypatch, tmp_path
+):
     launch(workers.nothing)
     (tmp_path / "written_after_the_start.py").write_text("VALUE = 42\n")
     monkeypatch.chdir(tmp_path)
@@ -545,7 +532,7 @@ def test_a_worker_sees_variables_folder_modules_and_random_numbers_of_now(
 # ------------------------------------------------------------------------- ports
 
 
-def test_a_taken_port_names_its_holder_and_a_free_one_is_used_again(launch: Launch) -> None:
+def test_a_taken_port_names_its_holder_and_a_free_one_is_used_again(launch):
     def look() -> Any:
         import psutil
 
@@ -589,16 +576,14 @@ def taken_and_freed() -> int:
         ),
     ],
 )
-def test_all_mistakes_are_told_before_any_process(
-    args: Any, settings: Any, words: list[str]
-) -> None:
+def test_all_mistakes_are_told_before_any_process(args, settings, words):
     with pytest.raises(ConfigError) as caught:
         notebook_launcher(*args, **settings)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
 @pytest.mark.forks
-def test_what_cannot_be_sent_is_named_for_the_template() -> None:
+def test_what_cannot_be_sent_is_named_for_the_template():
     args = ({"lock": threading.Lock()},)
     with pytest.raises(NotSendable, match=r"args\[0\]\['lock'\] \(a _thread.lock\)") as caught:
         notebook_launcher(workers.whoami, args, 2, start_method="template")
@@ -607,7 +592,7 @@ def test_what_cannot_be_sent_is_named_for_the_template() -> None:
 
 
 @pytest.mark.forks
-def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd):
     generator = (i for i in range(3))
     results = notebook_launcher(list, (generator,), 2)
     assert results == [[0, 1, 2]] * 2
@@ -619,7 +604,7 @@ def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd: pytest.CaptureFix
 
 @pytest.mark.slow
 @isolated(timeout_s=100)
-def test_a_worker_that_hangs_at_its_birth_is_ended_and_shown_with_its_stack() -> None:
+def test_a_worker_that_hangs_at_its_birth_is_ended_and_shown_with_its_stack():
     from nbaccel.errors import StartupFailed
     from nbaccel.workers import time_limits
 
@@ -638,7 +623,7 @@ def test_a_worker_that_hangs_at_its_birth_is_ended_and_shown_with_its_stack() ->
 
 @pytest.mark.slow
 @isolated(timeout_s=100)
-def test_a_live_process_group_forbids_the_fork() -> None:
+def test_a_live_process_group_forbids_the_fork():
     port = taken_and_freed()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     with pytest.raises(UnsafeFork, match=r"(?s)process group is alive.*destroy_process_group"):
@@ -651,7 +636,7 @@ def test_a_live_process_group_forbids_the_fork() -> None:
 
 
 @pytest.mark.forks
-def test_foreign_threads_keep_auto_from_forking_and_do_not_stop_the_template() -> None:
+def test_foreign_threads_keep_auto_from_forking_and_do_not_stop_the_template():
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait, name=f"mine-{i}") for i in range(20)]
     for thread in threads:
@@ -669,7 +654,7 @@ def test_foreign_threads_keep_auto_from_forking_and_do_not_stop_the_template() -
 
 @pytest.mark.slow
 @isolated(timeout_s=100)
-def test_a_fork_after_openmp_and_backward_does_not_hang() -> None:
+def test_a_fork_after_openmp_and_backward_does_not_hang():
     from nbaccel.workers import fork_safety
 
     torch.set_num_threads(2)
@@ -690,9 +675,7 @@ def test_a_fork_after_openmp_and_backward_does_not_hang() -> None:
     work()
 
 
-def test_a_launch_that_waits_for_another_threads_launch_says_so(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_launch_that_waits_for_another_threads_launch_says_so(capfd, tmp_path):
     def wait_for_file() -> None:
         (tmp_path / str(workers.rank())).touch()
         while not (tmp_path / "go").exists():
@@ -722,7 +705,7 @@ def test_a_launch_that_waits_for_another_threads_launch_says_so(
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_leave_after_its_return_is_ended() -> None:
+def test_a_worker_that_does_not_leave_after_its_return_is_ended():
     """Its value is there; what keeps it (here: somebody has stopped it) keeps nobody else."""
 
     def stop_at_the_end() -> int:

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
-from pathlib import Path
 
 import pytest
 
@@ -54,11 +53,8 @@ def stderr_handler(text: str) -> logging.Handler:
     ],
 )
 def test_levels_handlers_and_formats_hold_and_all_ranks_append_to_a_file(
-    start_method: str,
-    kind: type[logging.FileHandler],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    start_method, kind, tmp_path, capfd
+):
     file = tmp_path / "train.log"
     handler = kind(file, "w")
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -78,7 +74,7 @@ def test_levels_handlers_and_formats_hold_and_all_ranks_append_to_a_file(
     assert "hardly" not in told
 
 
-def test_what_is_changed_later_holds_in_the_next_cell(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_changed_later_holds_in_the_next_cell(capfd):
     with Pool(2, namespace={"work": work}) as pool:
         pool.run("work()")
         assert "loss is low" not in capfd.readouterr().err
@@ -98,9 +94,7 @@ def test_what_is_changed_later_holds_in_the_next_cell(capfd: pytest.CaptureFixtu
         assert "loss is low" not in capfd.readouterr().err
 
 
-def test_a_library_that_configures_its_own_logger_says_everything_once(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_library_that_configures_its_own_logger_says_everything_once(capfd):
     def in_a_worker() -> None:
         from transformers.utils import logging as theirs
 

@@ -68,7 +68,7 @@ def start_nodes(folder: Path, text: str, count: int) -> list[subprocess.Popen[st
 
 
 @pytest.mark.slow
-def test_two_nodes_train_together_and_each_gets_the_weights(tmp_path: Path) -> None:
+def test_two_nodes_train_together_and_each_gets_the_weights(tmp_path):
     nodes = start_nodes(tmp_path, NODE, 2)
     outputs = [node.communicate(timeout=100)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
@@ -103,7 +103,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("comes", [False, True])
-def test_a_node_that_is_lost_is_named(comes: bool, tmp_path: Path) -> None:
+def test_a_node_that_is_lost_is_named(comes, tmp_path):
     """One that never comes, and one that is killed with its workers."""
     nodes = start_nodes(tmp_path, MISSED, 1 + comes)
     if comes:
@@ -128,7 +128,7 @@ def fail_until(path: str, times: int, model: nn.Module) -> str:
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
-def test_failed_workers_are_started_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_workers_are_started_anew(tmp_path, capfd):
     model = nn.Linear(2, 2)
     before = model.weight.clone()
     with pytest.raises(ValueError, match="attempt 2") as caught:

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,8 +21,6 @@ from nbaccel.workers import template
 from tests import worker_functions as workers
 from tests.process import descriptors, lives, stop_pressed_when
 
-Names = dict[str, Any]
-
 
 def pids(pool: Pool) -> list[int]:
     return pool.call(os.getpid)
@@ -32,9 +29,7 @@ def pids(pool: Pool) -> list[int]:
 # ------------------------------------------------------------------------- cells
 
 
-def test_cells_keep_names_show_values_once_where_equal_and_run_on_some_ranks(
-    pool: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cells_keep_names_show_values_once_where_equal_and_run_on_some_ranks(pool, capsys):
     with pytest.raises(TypeError, match=r"code as text.*pool\.call"):
         pool.run(len)  # type: ignore[arg-type]
     pool.run("import os; rank = int(os.environ['RANK']); kept = [rank]")
@@ -52,9 +47,7 @@ def test_cells_keep_names_show_values_once_where_equal_and_run_on_some_ranks(
     assert pool.pull("mark", ranks=[1]) == {"mark": 1}
 
 
-def test_a_cell_follows_the_notebook_into_another_folder(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_follows_the_notebook_into_another_folder(pool, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NBACCEL_PROBE", "changed")
     pool.run("import os; here, probe = os.getcwd(), os.environ['NBACCEL_PROBE']")
@@ -65,8 +58,8 @@ def test_a_cell_follows_the_notebook_into_another_folder(
 
 
 def test_what_cannot_be_sent_is_named_before_anything_runs_and_unknown_names_are_guessed(
-    pool: Pool, names: Names
-) -> None:
+    pool, names
+):
     names["lock"] = threading.Lock()
     pool.run("ran = False")
     with pytest.raises(NotSendable, match="lock"):
@@ -81,7 +74,7 @@ def test_what_cannot_be_sent_is_named_before_anything_runs_and_unknown_names_are
 # ------------------------------------------------------------------------- models
 
 
-def test_weights_come_home_from_a_cell_that_fails(pool: Pool, names: Names) -> None:
+def test_weights_come_home_from_a_cell_that_fails(pool, names):
     names["model"] = model = nn.Linear(4, 2)
     with pytest.raises(ZeroDivisionError):
         pool.run("import torch\nwith torch.no_grad(): model.weight.fill_(5.0)\n1 / 0")
@@ -91,7 +84,7 @@ def test_weights_come_home_from_a_cell_that_fails(pool: Pool, names: Names) -> N
 # ------------------------------------------------------------------------- process groups
 
 
-def test_a_group_is_joined_by_the_first_collective_and_left_again_and_again(fresh: Pool) -> None:
+def test_a_group_is_joined_by_the_first_collective_and_left_again_and_again(fresh):
     """Connections of a destroyed group are closed by gloo itself, whose thread still uses them."""
     fresh.run("import torch, torch.distributed as dist\nbefore = dist.is_initialized()")
     fresh.run("who = dist.get_rank()", ranks=[1])  # the rank without the cell joins, too
@@ -115,7 +108,7 @@ def test_a_group_is_joined_by_the_first_collective_and_left_again_and_again(fres
     assert fresh.pull("more", ranks=[1]) == {"more": 8}
 
 
-def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh: Pool) -> None:
+def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh):
     fresh.run(
         "import os, torch, torch.distributed as dist\nx, rank = torch.ones(1), dist.get_rank()"
     )
@@ -133,9 +126,7 @@ def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh: Pool) -> N
     assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
 
 
-def test_what_keeps_a_group_and_uneven_collectives_that_are_told(
-    fresh: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_keeps_a_group_and_uneven_collectives_that_are_told(fresh, capsys):
     fresh.run(
         "import torch, torch.distributed as dist\n"
         "rank, x = dist.get_rank(), torch.ones(1)\n"
@@ -157,7 +148,7 @@ def test_what_keeps_a_group_and_uneven_collectives_that_are_told(
 # ------------------------------------------------------------------------- failures
 
 
-def test_leaving_does_not_end_a_worker(pool: Pool) -> None:
+def test_leaving_does_not_end_a_worker(pool):
     before = pids(pool)
     pool.run("import sys; sys.exit()")
     with pytest.raises(WorkerFailed, match="SystemExit: 3"):
@@ -165,9 +156,7 @@ def test_leaving_does_not_end_a_worker(pool: Pool) -> None:
     assert pids(pool) == before
 
 
-def test_a_killed_worker_breaks_the_pool_and_the_next_cell_starts_anew(
-    fresh: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_worker_breaks_the_pool_and_the_next_cell_starts_anew(fresh, capsys):
     fresh.run("import os, signal, time, torch.distributed as dist\nrank = dist.get_rank()")
     before = pids(fresh)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
@@ -182,7 +171,7 @@ def test_a_killed_worker_breaks_the_pool_and_the_next_cell_starts_anew(
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGSEGV"])  # the latter leaves its stack unread
-def test_a_worker_that_dies_between_cells_is_noticed_by_the_next(fresh: Pool, end: str) -> None:
+def test_a_worker_that_dies_between_cells_is_noticed_by_the_next(fresh, end):
     victim = pids(fresh)[1]
     os.kill(victim, signal.Signals[end])
     psutil.wait_procs([psutil.Process(victim)] if lives(victim) else [], timeout=100)
@@ -196,7 +185,7 @@ def test_a_worker_that_dies_between_cells_is_noticed_by_the_next(fresh: Pool, en
     ["while True: time.sleep(0.01)", "dist.barrier() if rank else time.sleep(600)"],
     ids=["python", "collective"],
 )
-def test_stop_keeps_the_workers(fresh: Pool, tmp_path: Path, stuck: str) -> None:
+def test_stop_keeps_the_workers(fresh, tmp_path, stuck):
     fresh.run(
         "import time, pathlib, torch, torch.distributed as dist\nrank = dist.get_rank(); kept = 7"
     )
@@ -209,9 +198,7 @@ def test_stop_keeps_the_workers(fresh: Pool, tmp_path: Path, stuck: str) -> None
     assert fresh.pull("kept", "x") == {"kept": [7, 7], "x": [torch.tensor([2.0])] * 2}
 
 
-def test_a_rank_that_dies_after_a_stopped_cell_is_not_taken_for_stopped(
-    fresh: Pool, tmp_path: Path
-) -> None:
+def test_a_rank_that_dies_after_a_stopped_cell_is_not_taken_for_stopped(fresh, tmp_path):
     victim = pids(fresh)[1]
     mark = tmp_path / "running"
     with pytest.raises(KeyboardInterrupt, match="live on"), stop_pressed_when(mark.exists):
@@ -221,7 +208,7 @@ def test_a_rank_that_dies_after_a_stopped_cell_is_not_taken_for_stopped(
         fresh.run(kill_1, ranks=[0])
 
 
-def test_a_worker_deaf_to_stop_is_ended_and_that_is_said(fresh: Pool, tmp_path: Path) -> None:
+def test_a_worker_deaf_to_stop_is_ended_and_that_is_said(fresh, tmp_path):
     mark = tmp_path / "running"
     deaf = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])"
     with (
@@ -236,7 +223,7 @@ def test_a_worker_deaf_to_stop_is_ended_and_that_is_said(fresh: Pool, tmp_path: 
     assert "did not answer" in fresh.reason
 
 
-def test_a_timeout_ends_a_cell_and_keeps_the_workers() -> None:
+def test_a_timeout_ends_a_cell_and_keeps_the_workers():
     with Pool(2, namespace={}, timeout=3) as pool:
         before = pids(pool)
         with pytest.raises(TimeoutError, match="rank 0"):
@@ -247,7 +234,7 @@ def test_a_timeout_ends_a_cell_and_keeps_the_workers() -> None:
 # ------------------------------------------------------------------------- calls
 
 
-def test_a_launch_can_use_live_workers(pool: Pool) -> None:
+def test_a_launch_can_use_live_workers(pool):
     before = pids(pool)
     model = workers.Net()
     first = model.head.weight.detach().clone()
@@ -277,7 +264,7 @@ def test_a_launch_can_use_live_workers(pool: Pool) -> None:
 # ------------------------------------------------------------------------- life
 
 
-def test_a_busy_pool_says_so(pool: Pool, tmp_path: Path) -> None:
+def test_a_busy_pool_says_so(pool, tmp_path):
     mark, go = tmp_path / "running", tmp_path / "go"
     code = (
         f"import pathlib, time\npathlib.Path({str(mark)!r}).touch()\n"
@@ -297,7 +284,7 @@ def test_a_busy_pool_says_so(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.forks
-def test_a_pool_can_be_forked_from_the_notebook() -> None:
+def test_a_pool_can_be_forked_from_the_notebook():
     with Pool(2, namespace={"word": "here"}, start_method="fork") as pool:
         pool.run("said = word")
         assert pool.pull("said") == {"said": ["here", "here"]}
@@ -305,7 +292,7 @@ def test_a_pool_can_be_forked_from_the_notebook() -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_pool_that_is_stopped_or_that_nobody_holds_ends_its_workers(is_stopped: bool) -> None:
+def test_a_pool_that_is_stopped_or_that_nobody_holds_ends_its_workers(is_stopped):
     before = len(descriptors())
     pool = Pool(1, namespace={})
     pool.start()
@@ -327,7 +314,7 @@ def processor_time(pid: int) -> dict[str, str]:
     return {task.name: (task / "schedstat").read_text() for task in tasks}
 
 
-def test_idle_workers_use_no_processor_time(fresh: Pool) -> None:
+def test_idle_workers_use_no_processor_time(fresh):
     """In a process group it is more: gloo's own thread wakes up all the time."""
     fresh.run("1 + 1")
     found = pids(fresh)
@@ -337,7 +324,7 @@ def test_idle_workers_use_no_processor_time(fresh: Pool) -> None:
     assert [processor_time(pid) for pid in found] == before
 
 
-def test_two_pools_do_not_disturb_each_other(pool: Pool) -> None:
+def test_two_pools_do_not_disturb_each_other(pool):
     pool.run("mine = 'first'")
     with Pool(2, namespace={}) as other:
         other.run("mine = 'second'")
@@ -352,9 +339,7 @@ def test_two_pools_do_not_disturb_each_other(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
-    fresh: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(fresh, capsys):
     before = [psutil.Process(pid) for pid in pids(fresh)]
     nbaccel.shutdown()
     with pytest.raises(WorkerDied, match="are forked from was ended on request"):
@@ -365,9 +350,7 @@ def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
 
 
 @pytest.mark.slow
-def test_a_template_that_is_killed_is_told_as_what_it_was(
-    fresh: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_template_that_is_killed_is_told_as_what_it_was(fresh, capsys):
     before = [psutil.Process(pid) for pid in pids(fresh)]
     os.kill(template.running()[0].process.pid, signal.SIGSEGV)
     assert not psutil.wait_procs(before, timeout=10)[1]
@@ -382,7 +365,7 @@ def test_a_template_that_is_killed_is_told_as_what_it_was(
 
 
 @pytest.mark.slow
-def test_a_launch_whose_template_is_killed_says_so() -> None:
+def test_a_launch_whose_template_is_killed_says_so():
     def kill() -> None:
         if workers.rank() == 1:
             os.kill(os.getppid(), signal.SIGKILL)

@@ -62,9 +62,7 @@ def facts(pool: Pool) -> dict[str, Any]:
 
 @pytest.mark.slow
 @MIXED
-def test_training_goes_on_as_if_nothing_had_happened(
-    made: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_goes_on_as_if_nothing_had_happened(made, capfd):
     expected = {}
     for fails in (False, True):
         model = net()
@@ -90,9 +88,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
 
 
 @MIXED
-def test_a_rank_that_was_a_step_ahead_gets_what_rank_0_has(
-    made: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_was_a_step_ahead_gets_what_rank_0_has(made, capfd):
     with Pool(2, namespace={"model": net()}, timeout=TIMEOUT_S) as pool:
         pool.run(made)
         pool.run("step(0)")
@@ -109,7 +105,7 @@ def test_a_rank_that_was_a_step_ahead_gets_what_rank_0_has(
 
 
 @pytest.mark.parametrize("call", ["wait_for_everyone()", "gather(torch.ones(1))"])
-def test_ranks_that_made_different_numbers_of_calls_meet_again(call: str) -> None:
+def test_ranks_that_made_different_numbers_of_calls_meet_again(call):
     """What is compared before a collective is none of torch's, whose numbers stay equal."""
     with Pool(2, namespace={}, timeout=TIMEOUT_S) as pool:
         pool.run(
@@ -133,7 +129,7 @@ def test_ranks_that_made_different_numbers_of_calls_meet_again(call: str) -> Non
         assert pool.pull("found") == {"found": [[1, 2]] * 2}
 
 
-def test_it_goes_on_a_second_time_and_keeps_what_hangs_on_the_wrapper() -> None:
+def test_it_goes_on_a_second_time_and_keeps_what_hangs_on_the_wrapper():
     with Pool(2, namespace={"model": net()}, timeout=TIMEOUT_S) as pool:
         pool.run(PLAIN)
         pool.run(
@@ -153,7 +149,7 @@ def test_it_goes_on_a_second_time_and_keeps_what_hangs_on_the_wrapper() -> None:
         assert facts(pool)["steps"] == [2] * 6
 
 
-def test_a_with_block_is_left_wherever_it_waits_and_an_old_group_is_told_as_such() -> None:
+def test_a_with_block_is_left_wherever_it_waits_and_an_old_group_is_told_as_such():
     """Python handles the interrupt right after the collective: at the first line of `__exit__`."""
     with Pool(2, namespace={}, timeout=TIMEOUT_S) as pool:
         pool.run(

@@ -28,9 +28,7 @@ def shown(capfd: pytest.CaptureFixture[str]) -> str:
     return texts.out + texts.err
 
 
-def test_a_launch_says_who_waits_and_where_the_others_are(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_launch_says_who_waits_and_where_the_others_are(capfd):
     def train(meets: bool) -> None:
         dist.init_process_group("gloo")
         dist.barrier()
@@ -51,7 +49,7 @@ def test_a_launch_says_who_waits_and_where_the_others_are(
     assert "not all ranks have come" not in shown(capfd), "nobody waits"
 
 
-def test_a_cell_says_it_of_a_rank_that_compares_a_call(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_says_it_of_a_rank_that_compares_a_call(capfd):
     """Its shapes are new, and the other ones are in the collective already."""
     with Pool(2, namespace={}, timeout=10 * LOOK_S) as pool:
         pool.run(
@@ -80,7 +78,7 @@ def row(rank: int, doing: str = "", **more: Any) -> RankStatus:
     return RankStatus(rank=rank, doing=doing, **settled)
 
 
-def test_the_table_is_read_as_text() -> None:
+def test_the_table_is_read_as_text():
     rows = [
         row(0, "waiting in all_reduce"),
         row(10, state="idle", seconds=75, rss_bytes=GIB // 2),
@@ -93,7 +91,7 @@ def test_the_table_is_read_as_text() -> None:
     assert repr(StatusTable(rows)) == str(StatusTable(rows))
 
 
-def test_what_waits_is_told_in_minutes_and_of_what_is_gone_nothing() -> None:
+def test_what_waits_is_told_in_minutes_and_of_what_is_gone_nothing():
     """A board of workers that do nothing must not change every second."""
     seconds = (0.3, 59.9, 60, 3599, 3600, 9000)
     table = StatusTable([row(0, state="idle", seconds=spent) for spent in seconds])
@@ -103,7 +101,7 @@ def test_what_waits_is_told_in_minutes_and_of_what_is_gone_nothing() -> None:
     assert str(gone).splitlines()[1].split() == ["1", "gone", "-", "-"]
 
 
-def test_the_html_names_no_colour_runs_nothing_and_quotes_text() -> None:
+def test_the_html_names_no_colour_runs_nothing_and_quotes_text():
     nasty = "in <lambda> & <script>"
     html = StatusTable([row(0, nasty)])._repr_html_()
     assert "in &lt;lambda&gt; &amp; &lt;script&gt;" in html

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,7 +122,7 @@ def timed(results: Results) -> list[RankTimes]:
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
-def test_a_rank_with_slow_steps_holds_the_others_up(slow_rank: int, tmp_path: Path) -> None:
+def test_a_rank_with_slow_steps_holds_the_others_up(slow_rank, tmp_path):
     results = notebook_launcher(train, (slow_rank,), num_processes=2)
     facts = results.report().facts
     assert facts.slowest is not None
@@ -151,7 +150,7 @@ def test_a_rank_with_slow_steps_holds_the_others_up(slow_rank: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("loop", [all_reduce_beside, gather_beside])
-def test_collectives_of_torch_and_of_the_accelerator_are_counted(loop: Any) -> None:
+def test_collectives_of_torch_and_of_the_accelerator_are_counted(loop):
     results = notebook_launcher(loop, (1,), num_processes=2)
     first, second = timed(results)
     slept_s = 10 * SLOW_STEP_S
@@ -162,7 +161,7 @@ def test_collectives_of_torch_and_of_the_accelerator_are_counted(loop: Any) -> N
     assert slowest.rank == 1
 
 
-def test_waiting_at_the_first_call_of_all_is_waiting() -> None:
+def test_waiting_at_the_first_call_of_all_is_waiting():
     results = notebook_launcher(come_late_to_first_call, (3,), num_processes=4)
     slept_s = BATCHES * SLOW_STEP_S
     for times in timed(results)[:3]:
@@ -173,7 +172,7 @@ def test_waiting_at_the_first_call_of_all_is_waiting() -> None:
     assert slowest.waited_s > 0.7 * slept_s
 
 
-def test_waiting_for_data_is_a_share_and_the_start_in_a_first_step_is_none() -> None:
+def test_waiting_for_data_is_a_share_and_the_start_in_a_first_step_is_none():
     results = notebook_launcher(train, (None, SlowDataset, WarmsUp), num_processes=2)
     for times in timed(results):
         assert times.starting_s > 0.9 * START_S
@@ -186,7 +185,7 @@ def test_waiting_for_data_is_a_share_and_the_start_in_a_first_step_is_none() -> 
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_run_without_loops_has_a_report_that_says_so(num_processes: int) -> None:
+def test_a_run_without_loops_has_a_report_that_says_so(num_processes):
     """In this process, it shares none with the run before."""
     if num_processes == 1:
         facts = notebook_launcher(train, (0,), num_processes=1).report().facts
@@ -207,7 +206,7 @@ def test_a_run_without_loops_has_a_report_that_says_so(num_processes: int) -> No
 
 
 @pytest.mark.parametrize(("num_processes", "failing_rank"), [(2, 1), (1, 0)])
-def test_a_run_that_failed_has_a_report(num_processes: int, failing_rank: int) -> None:
+def test_a_run_that_failed_has_a_report(num_processes, failing_rank):
     with pytest.raises(ValueError, match="as asked") as caught:
         notebook_launcher(fail_after_loop, (failing_rank,), num_processes)
     latest = report_of(ENDED_RUNS[-1], "the latest")
@@ -223,7 +222,7 @@ def test_a_run_that_failed_has_a_report(num_processes: int, failing_rank: int) -
 # ------------------------------------------------------------------------- live workers
 
 
-def test_cells_and_calls_have_reports_of_their_own() -> None:
+def test_cells_and_calls_have_reports_of_their_own():
     with Pool(2) as pool:
         cell = pool.run("import warnings; warnings.simplefilter('always'); warnings.warn('late')")
         assert [seen.text for seen in cell.report().facts.warnings] == ["UserWarning: late"]
@@ -250,7 +249,7 @@ def test_cells_and_calls_have_reports_of_their_own() -> None:
         assert pool.report().facts.ending == "failed"
 
 
-def test_what_was_no_run_has_no_report_and_is_not_compared() -> None:
+def test_what_was_no_run_has_no_report_and_is_not_compared():
     results = notebook_launcher(workers.nothing, num_processes=1)
     for nothing, says in (
         (nbaccel.WorkerFailed("made by hand"), "WorkerFailed has nothing to report"),
@@ -292,7 +291,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {cells[0]: [cell.strip() for cell in cells[1:] if cell.strip()] for cells in lines}
 
 
-def test_two_runs_are_laid_side_by_side(tmp_path: Path) -> None:
+def test_two_runs_are_laid_side_by_side(tmp_path):
     one = notebook_launcher(go_through, (nn.Linear(4, 2), 0.03), 1)
     two = notebook_launcher(go_through, (nn.Linear(4, 2), 0.03), 2)
     compared = nbaccel.compare(one, two)
@@ -313,7 +312,7 @@ def test_two_runs_are_laid_side_by_side(tmp_path: Path) -> None:
     assert not one.report().facts.advice
 
 
-def test_one_worker_is_measured_on_request(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_worker_is_measured_on_request(capfd):
     model = nn.Linear(4, 2)
 
     def slower_together(model: nn.Module) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from nbaccel import Pool
 from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.transfer import library_settings
 from nbaccel.workers import messaging, worker_processes
@@ -46,9 +45,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 @pytest.mark.parametrize("code", ["_ = 1 + 1", "1 + 1"], ids=["nothing to show", "results"])
-def test_a_cell_is_one_message_there_and_one_back_per_rank(
-    pool: Pool, counts: Counts, code: str
-) -> None:
+def test_a_cell_is_one_message_there_and_one_back_per_rank(pool, counts, code):
     pool.run(code)
     counts.clear()
     pool.run(code)
@@ -60,9 +57,7 @@ def test_a_cell_is_one_message_there_and_one_back_per_rank(
     assert counts["process_use"] == 2, "for the summary"
 
 
-def test_a_long_cell_is_kept_in_one_file_for_all_ranks(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_cell_is_kept_in_one_file_for_all_ranks(pool, monkeypatch):
     sent: list[tuple[bytes, list[int]]] = []
     send = messaging.Channel.send_packet
 
@@ -77,9 +72,7 @@ def test_a_long_cell_is_kept_in_one_file_for_all_ranks(
     assert sent[0][1] == sent[1][1]
 
 
-def test_what_a_rank_prints_after_it_has_finished_is_still_shown(
-    pool: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_rank_prints_after_it_has_finished_is_still_shown(pool, capsys):
     late = (
         "import os, threading, time\n"
         "if os.environ['RANK'] == '0':\n"
@@ -94,7 +87,7 @@ def test_what_a_rank_prints_after_it_has_finished_is_still_shown(
 # ------------------------------------------------------------------------- logging
 
 
-def test_a_change_of_any_kind_is_seen_at_the_next_cell() -> None:
+def test_a_change_of_any_kind_is_seen_at_the_next_cell():
     logger = logging.getLogger("users_own")
     handler = logging.StreamHandler()
     seen = [library_settings.logging_only()]
@@ -152,7 +145,7 @@ print(json.dumps(sorted(files)))
 
 
 @pytest.mark.parametrize("method", ["template", "fork"])
-def test_a_launch_on_cpus_enters_few_files_and_none_of_other_devices_or_hosts(method: str) -> None:
+def test_a_launch_on_cpus_enters_few_files_and_none_of_other_devices_or_hosts(method):
     """The aim is 30: one who reads what a launch does has all of them to read."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, method],

@@ -86,9 +86,7 @@ def go_on(ladder: ShutdownLadder, clock: Clock, *, steps: int = 20) -> list[floa
         (KEEP_WORKERS.on_stop, "unborn", 1, None, "ask kill"),
     ],
 )
-def test_what_is_done_to_a_worker_in_which_order(
-    policy, worker, steps: int, waits, done: str, clock: Clock
-) -> None:
+def test_what_is_done_to_a_worker_in_which_order(policy, worker, steps, waits, done, clock):
     state = HandleState.FORKED if worker == "unborn" else HandleState.RUNNING
     worker = Worker(answers=worker is None, state=state)
     ladder = ShutdownLadder([worker], policy)
@@ -100,7 +98,7 @@ def test_what_is_done_to_a_worker_in_which_order(
         assert ladder.has_cut == ("tell" in done)
 
 
-def test_all_are_interrupted_at_once_when_all_have_said_where_they_are(clock: Clock) -> None:
+def test_all_are_interrupted_at_once_when_all_have_said_where_they_are(clock):
     workers = [Worker(rank) for rank in range(3)]
     ladder = ShutdownLadder(workers, KEEP_WORKERS.on_stop)
     ladder.advance()
@@ -111,7 +109,7 @@ def test_all_are_interrupted_at_once_when_all_have_said_where_they_are(clock: Cl
     assert [w.done for w in workers] == [["ask", "interrupt"]] * 3
 
 
-def test_who_unwinds_gets_time_for_it_once(clock: Clock) -> None:
+def test_who_unwinds_gets_time_for_it_once(clock):
     worker = Worker()
     ladder = ShutdownLadder([worker], END_WORKERS.on_stop)
     ladder.unwinds(worker)  # nobody has interrupted it yet
@@ -125,7 +123,7 @@ def test_who_unwinds_gets_time_for_it_once(clock: Clock) -> None:
     assert ladder.due() == clock.now + 2.0
 
 
-def test_a_second_stop_kills(clock: Clock) -> None:
+def test_a_second_stop_kills(clock):
     worker = Worker()
     ladder = ShutdownLadder([worker], END_WORKERS.on_failure)
     ladder.advance()
@@ -137,7 +135,7 @@ def test_a_second_stop_kills(clock: Clock) -> None:
     assert worker.done == ["kill"]
 
 
-def test_who_is_through_has_nothing_done_to_it(clock: Clock) -> None:
+def test_who_is_through_has_nothing_done_to_it(clock):
     worker, other = Worker(0), Worker(1)
     ladder = ShutdownLadder([worker, other], KEEP_WORKERS.on_stop)
     ladder.finished(worker)
@@ -151,7 +149,7 @@ def test_who_is_through_has_nothing_done_to_it(clock: Clock) -> None:
 # ------------------------------------------------------------------------- who is through
 
 
-def test_those_that_are_through_exit_when_nobody_is_at_work(clock: Clock) -> None:
+def test_those_that_are_through_exit_when_nobody_is_at_work(clock):
     states = (HandleState.RUNNING, HandleState.RETURNED, HandleState.FAILED)
     busy, *through = (Worker(rank, state=state) for rank, state in enumerate(states))
     watch = supervisor.RankWatch([busy, *through], lets_exit=True)
@@ -167,7 +165,7 @@ def test_those_that_are_through_exit_when_nobody_is_at_work(clock: Clock) -> Non
     assert watch.is_overdue()
 
 
-def test_one_that_returns_long_after_another_has_its_own_time_to_exit(clock: Clock) -> None:
+def test_one_that_returns_long_after_another_has_its_own_time_to_exit(clock):
     early, late = Worker(0, state=HandleState.RETURNED), Worker(1, state=HandleState.GONE)
     watch = supervisor.RankWatch([early, late], lets_exit=True)
     watch.advance()

@@ -121,9 +121,7 @@ def assert_kept(error: LaunchInterrupted, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("function", "num_processes"), [(train_ddp, 2), (train_prepared, 2), (train_prepared, 1)]
 )
-def test_weights_of_one_whole_step_come_home(
-    function: Callable[..., Any], num_processes: int, tmp_path: Path
-) -> None:
+def test_weights_of_one_whole_step_come_home(function, num_processes, tmp_path):
     model = Sum()
     error = stopped(function, model, tmp_path, num_processes=num_processes)
     assert_kept(error, model)
@@ -140,7 +138,7 @@ def test_weights_of_one_whole_step_come_home(
     assert steps_of(model) > before
 
 
-def test_stop_can_be_set_to_discard(tmp_path: Path) -> None:
+def test_stop_can_be_set_to_discard(tmp_path):
     model = Sum()
     error = stopped(train_ddp, model, tmp_path, on_stop="discard")
     assert "the model is as it was" in str(error)
@@ -148,7 +146,7 @@ def test_stop_can_be_set_to_discard(tmp_path: Path) -> None:
     assert steps_of(model) == 0
 
 
-def test_a_second_press_discards(tmp_path: Path) -> None:
+def test_a_second_press_discards(tmp_path):
     model = Sum()
     began = time.monotonic()
     with pressing_stop(tmp_path, times=2), pytest.raises(LaunchInterrupted) as caught:
@@ -170,7 +168,7 @@ def save_when_stopped(model: nn.Module, seen: Path, fails: bool) -> str:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_function_may_tidy_up_together_and_return(fails: bool, tmp_path: Path) -> None:
+def test_a_function_may_tidy_up_together_and_return(fails, tmp_path):
     model = Sum()
     error = stopped(save_when_stopped, model, tmp_path, fails)
     if not fails:
@@ -182,7 +180,7 @@ def test_a_function_may_tidy_up_together_and_return(fails: bool, tmp_path: Path)
         assert steps_of(model) == 0
 
 
-def test_a_call_in_live_workers_keeps_them_and_the_weights(tmp_path: Path) -> None:
+def test_a_call_in_live_workers_keeps_them_and_the_weights(tmp_path):
     model = Sum()
     with Pool(2, namespace={}) as pool:
         with pressing_stop(tmp_path), pytest.raises(LaunchInterrupted) as caught:
@@ -199,7 +197,7 @@ def test_a_call_in_live_workers_keeps_them_and_the_weights(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=SHARDING), "zero", "alone"])
-def test_fifty_random_moments(strategy: str, tmp_path: Path) -> None:
+def test_fifty_random_moments(strategy, tmp_path):
     settings: dict[str, Any] = {"num_processes": 1 if strategy == "alone" else 2, "device": "cpu"}
     if strategy == "fsdp":
         settings["strategy"] = "fsdp"
@@ -254,9 +252,9 @@ def boundaries_of(*events: str) -> list[int]:
         (["read", "a", "a", "a", "a"], [3, 4]),  # what was read are not the steps' batches
     ],
 )
-def test_boundaries_lie_between_steps(events: list[str], expected: list[int]) -> None:
+def test_boundaries_lie_between_steps(events, expected):
     assert boundaries_of(*events) == expected
 
 
-def test_an_optimizer_of_an_earlier_phase_does_not_count() -> None:
+def test_an_optimizer_of_an_earlier_phase_does_not_count():
     assert boundaries_of(*"aa", *"b" * 30)[-1] == 31

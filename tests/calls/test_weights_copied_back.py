@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -91,12 +90,8 @@ def equal(module: nn.Module, expected: list[torch.Tensor]) -> bool:
     ids=["optimizer", "by hand", "half way", "a value is asked for"],
 )
 def test_a_worker_that_dies_on_the_way_leaves_the_model_old_and_is_told(
-    fresh: Pool,
-    model: nn.Module,
-    train: str,
-    end: str,
-    asked: list[str],
-) -> None:
+    fresh, model, train, end, asked
+):
     old = values(model)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         fresh.run(train + end.format(signal="SIGKILL"), ranks=[0], out=asked)
@@ -110,9 +105,7 @@ def test_a_worker_that_dies_on_the_way_leaves_the_model_old_and_is_told(
 
 
 @pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
-def test_a_worker_without_room_tells_and_the_next_cell_brings_the_weights(
-    fresh: Pool, model: nn.Module, train: str
-) -> None:
+def test_a_worker_without_room_tells_and_the_next_cell_brings_the_weights(fresh, model, train):
     old = values(model)
     with pytest.raises(OSError, match="File too large") as caught:
         fresh.run(NO_ROOM + train)
@@ -124,9 +117,7 @@ def test_a_worker_without_room_tells_and_the_next_cell_brings_the_weights(
     assert equal(model, [v - 0.5 for v in old])
 
 
-def test_a_cell_that_fails_tells_that_its_weights_did_not_come_home(
-    fresh: Pool, model: nn.Module, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_that_fails_tells_that_its_weights_did_not_come_home(fresh, model, capsys):
     old = values(model)
     with pytest.raises(ZeroDivisionError):
         fresh.run(TRAIN + DIE_AT_THE_END.format(signal="SIGKILL") + "1 / 0")
@@ -135,7 +126,7 @@ def test_a_cell_that_fails_tells_that_its_weights_did_not_come_home(
 
 
 @pytest.mark.timeout(120)
-def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh: Pool, model: nn.Module) -> None:
+def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh, model):
     old = values(model)
     rank_0 = fresh.call(os.getpid)[0]
     began = time.monotonic()
@@ -149,7 +140,7 @@ def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh: Pool, model: nn
     assert equal(model, [v - 0.5 for v in old]), "the weights come home with the next cell"
 
 
-def test_stop_between_the_cell_and_what_follows_it_is_not_lost(fresh: Pool) -> None:
+def test_stop_between_the_cell_and_what_follows_it_is_not_lost(fresh):
     rank_0 = fresh.call(os.getpid)[0]
     group = fresh._workers
     assert group is not None
@@ -162,9 +153,7 @@ def test_stop_between_the_cell_and_what_follows_it_is_not_lost(fresh: Pool) -> N
     assert fresh.call(os.getpid)[0] == rank_0
 
 
-def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(
-    fresh: Pool, model: nn.Module, tmp_path: Path
-) -> None:
+def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(fresh, model, tmp_path):
     old = values(model)
     sign = tmp_path / "writes"
     slow = (
@@ -183,9 +172,7 @@ def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(
     assert equal(model, [v - 0.5 for v in old])
 
 
-def test_a_death_after_the_weights_have_come_takes_nothing_away(
-    fresh: Pool, model: nn.Module
-) -> None:
+def test_a_death_after_the_weights_have_come_takes_nothing_away(fresh, model):
     old = values(model)
     end = (
         "import os\nfrom nbaccel.transfer.received_modules import ReceivedModules\n"
@@ -199,8 +186,8 @@ def test_a_death_after_the_weights_have_come_takes_nothing_away(
 
 
 def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
-    fresh: Pool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fresh, model, monkeypatch
+):
     old = values(model)
     fresh.run("model")
     took = fresh._namespace_sync.records
@@ -224,9 +211,7 @@ def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
 # ------------------------------------------------------------------------- training in a file
 
 
-def test_rank_0_trains_in_a_file_and_shares_the_arena_again_afterwards(
-    fresh: Pool, model: nn.Module, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_0_trains_in_a_file_and_shares_the_arena_again_afterwards(fresh, model, capfd):
     loss = model(torch.ones(1, 256, requires_grad=True)).sum()
     look = (
         "from pathlib import Path\n"
@@ -254,9 +239,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_cell_changes_besides_values_is_told_of_each_model(
-    fresh: Pool, model: nn.Module, change: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_cell_changes_besides_values_is_told_of_each_model(fresh, model, change, capfd):
     fresh.run(f"import torch\n{change}\nNone")
     assert re.search(CHANGES[change], " ".join(capfd.readouterr().err.split()))
     fresh.run("None")
@@ -271,9 +254,7 @@ def test_what_a_cell_changes_besides_values_is_told_of_each_model(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_rank_0_has_left_its_weights_at_its_return_unless_another_rank_fails(
-    fails: bool, tmp_path: Path
-) -> None:
+def test_rank_0_has_left_its_weights_at_its_return_unless_another_rank_fails(fails, tmp_path):
     sign = tmp_path / "pid"
 
     def waits(pid: int) -> bool:

@@ -9,7 +9,7 @@ PAGE = ROOT / "docs" / "pages" / "reliability.md"
 RECORD = ROOT / "benchmarks" / "results" / "chaos.json"
 
 
-def test_the_page_has_the_figures_that_were_measured() -> None:
+def test_the_page_has_the_figures_that_were_measured():
     record, page = json.loads(RECORD.read_text()), PAGE.read_text()
     assert table.put_into(page, table.render(record)) == page
     scenes = record["scenes"].values()

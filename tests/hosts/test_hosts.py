@@ -26,7 +26,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield made
 
 
-def test_training_on_two_hosts_is_training_on_one(hosts: Hosts, tmp_path: Path) -> None:
+def test_training_on_two_hosts_is_training_on_one(hosts, tmp_path):
     notebook = Notebook(hosts, tmp_path, "train+sharded+print+fail")
     told = notebook.told()
     assert told["places"] == [["0", "alpha"], ["1", "alpha"], ["0", "beta"], ["1", "beta"]]
@@ -52,14 +52,14 @@ def test_training_on_two_hosts_is_training_on_one(hosts: Hosts, tmp_path: Path) 
     assert [host.processes() for host in hosts] == [[], []]
 
 
-def test_a_filter_leaves_hosts_and_slots_out(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_filter_leaves_hosts_and_slots_out(hosts, tmp_path):
     (tmp_path / "hostfile").write_text("gamma slots=2\nalpha slots=3\nbeta slots=1\n")
     told = Notebook(hosts, tmp_path, "filtered", "beta@alpha:2,0").told()
     assert told["launched"] == [["alpha", "0,2"], ["alpha", "0,2"], ["beta", "7"]]
     assert told["pool"] == ["0,2", "0,2", "7"]
 
 
-def test_stop_reaches_all_hosts_and_the_notebook_goes_on(hosts: Hosts, tmp_path: Path) -> None:
+def test_stop_reaches_all_hosts_and_the_notebook_goes_on(hosts, tmp_path):
     notebook = Notebook(hosts, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     pressed_at = time.time()
@@ -72,7 +72,7 @@ def test_stop_reaches_all_hosts_and_the_notebook_goes_on(hosts: Hosts, tmp_path:
     assert told["again"] == ["alpha", "alpha", "beta", "beta"]
 
 
-def test_a_host_that_is_killed_is_named_and_nothing_is_left(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_host_that_is_killed_is_named_and_nothing_is_left(hosts, tmp_path):
     notebook = Notebook(hosts, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     killed_at = time.time()
@@ -85,7 +85,7 @@ def test_a_host_that_is_killed_is_named_and_nothing_is_left(hosts: Hosts, tmp_pa
     assert [host.processes() for host in hosts] == [[], []]
 
 
-def test_a_restart_goes_on_with_the_hosts_that_are_left(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_restart_goes_on_with_the_hosts_that_are_left(hosts, tmp_path):
     notebook = Notebook(hosts, tmp_path, "survive", str(tmp_path))
     notebook.wait_for("hangs", times=4)
     hosts[1].kill()
@@ -94,7 +94,7 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(hosts: Hosts, tmp_path: 
     assert any("Restart 1 of 1, without beta" in line for line in notebook.errors)
 
 
-def test_live_workers_on_two_hosts_follow_the_notebook(hosts: Hosts, tmp_path: Path) -> None:
+def test_live_workers_on_two_hosts_follow_the_notebook(hosts, tmp_path):
     notebook = Notebook(hosts, tmp_path, "live")
     told = notebook.told()
     assert told["hosts"] == ["alpha", "alpha", "beta", "beta"]
@@ -105,9 +105,7 @@ def test_live_workers_on_two_hosts_follow_the_notebook(hosts: Hosts, tmp_path: P
     assert [host.processes() for host in hosts] == [[], []]
 
 
-def test_the_dashboard_knows_memory_and_idleness_of_ranks_on_hosts(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_the_dashboard_knows_memory_and_idleness_of_ranks_on_hosts(hosts, tmp_path):
     told = Notebook(hosts, tmp_path, "weighed", str(tmp_path)).told()
     # Its own bytes, and a process with torch in it: less than a hundred MiB differ between ranks.
     for rank, num_bytes in enumerate(told["bytes"]):
@@ -118,7 +116,7 @@ def test_the_dashboard_knows_memory_and_idleness_of_ranks_on_hosts(
     assert told["doings"] == [""]
 
 
-def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(hosts, tmp_path):
     notebook = Notebook(hosts, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     notebook.process.kill()
@@ -139,16 +137,14 @@ def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(hosts: Hosts, tmp_
         ("", "ConfigError", "names no host"),
     ],
 )
-def test_a_wrong_hostfile_is_refused_at_once(
-    hosts: Hosts, tmp_path: Path, hostfile: str, kind: str, said: str
-) -> None:
+def test_a_wrong_hostfile_is_refused_at_once(hosts, tmp_path, hostfile, kind, said):
     (tmp_path / "hostfile").write_text(hostfile)
     told = Notebook(hosts, tmp_path, "refused").told()
     assert (told["kind"], said in told["text"]) == (kind, True), told
     assert told["seconds"] < 10
 
 
-def test_a_host_that_falls_silent_ends_the_launch_on_both_sides(tmp_path: Path) -> None:
+def test_a_host_that_falls_silent_ends_the_launch_on_both_sides(tmp_path):
     with netns.make_hosts(tmp_path) as hosts:
         notebook = Notebook(hosts, tmp_path, "train_on")
         notebook.wait_for("is pid", times=4)
@@ -180,7 +176,7 @@ SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 @pytest.mark.skipif(
     not Path(SSHD).exists() or shutil.which("ssh") is None, reason="needs openssh-server"
 )
-def test_training_over_ssh(tmp_path: Path) -> None:
+def test_training_over_ssh(tmp_path):
     own_key, host_key = tmp_path / "own_key", tmp_path / "host_key"
     for key in (own_key, host_key):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]

@@ -60,7 +60,7 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     return Resumed(tmp_path_factory.mktemp("fsdp"), "sharded", "full", "ddp")
 
 
-def test_shards_of_fsdp_serve_the_hosts_that_wrote_them(fsdp: Resumed) -> None:
+def test_shards_of_fsdp_serve_the_hosts_that_wrote_them(fsdp):
     fsdp.check_serves_its_hosts_alone("sharded")
     assert fsdp.names_in_file("sharded") == [TENSORS, []]
     warning = fsdp.warnings[0]
@@ -69,7 +69,7 @@ def test_shards_of_fsdp_serve_the_hosts_that_wrote_them(fsdp: Resumed) -> None:
     assert "FULL_STATE_DICT" in warning
 
 
-def test_a_full_state_dict_serves_any_of_the_hosts(fsdp: Resumed) -> None:
+def test_a_full_state_dict_serves_any_of_the_hosts(fsdp):
     fsdp.check_goes_on("full")
     alone = [rank["full"] for rank in fsdp.fewer]
     # The first step sees the weights of the checkpoint; later ones average over fewer.
@@ -82,14 +82,14 @@ def test_a_full_state_dict_serves_any_of_the_hosts(fsdp: Resumed) -> None:
     assert "shards" not in fsdp.warnings[1]
 
 
-def test_a_whole_checkpoint_is_on_each_host(fsdp: Resumed) -> None:
+def test_a_whole_checkpoint_is_on_each_host(fsdp):
     for before, after in zip(fsdp.saved, fsdp.loaded, strict=True):
         # A new DDP model adds gradients up in other buckets for a step.
         assert after["ddp"]["losses"] == pytest.approx(before["ddp"]["losses"], rel=1e-5)
     assert all("model.safetensors" in rank["ddp"]["files"] for rank in fsdp.saved)
 
 
-def test_zero_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+def test_zero_goes_on_where_it_was_saved(tmp_path):
     pytest.importorskip("deepspeed", reason="it is not installed")
     resumed = Resumed(tmp_path, "zero1", "zero3")
     for kind in ("zero1", "zero3"):
@@ -99,7 +99,7 @@ def test_zero_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     assert '"use_node_local_storage": true' in resumed.warnings[0]
 
 
-def test_node_local_storage_is_not_warned_of(tmp_path: Path) -> None:
+def test_node_local_storage_is_not_warned_of(tmp_path):
     pytest.importorskip("deepspeed", reason="it is not installed")
     resumed = Resumed(tmp_path, "zero2-local", "zero3-local")
     for kind in ("zero2-local", "zero3-local"):

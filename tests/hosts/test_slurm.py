@@ -73,16 +73,14 @@ def left_in(cluster: SlurmCluster) -> list[str]:
 
 
 @pytest.mark.parametrize("inside", [(), ("srun", "--ntasks=1", "--nodes=1")])
-def test_a_notebook_in_an_allocation_trains_on_all_its_nodes(
-    cluster: SlurmCluster, tmp_path: Path, inside: tuple[str, ...]
-) -> None:
+def test_a_notebook_in_an_allocation_trains_on_all_its_nodes(cluster, tmp_path, inside):
     told = Allocated(cluster, tmp_path, "train", *inside).told()
     assert told["places"] == [["0", "n1"], ["1", "n1"], ["0", "n2"], ["1", "n2"]]
     assert told["weights"] == told["local_weights"] != told["start"]
     assert left_in(cluster) == []
 
 
-def test_a_killed_task_is_told_with_its_host(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_killed_task_is_told_with_its_host(cluster, tmp_path):
     notebook = Allocated(cluster, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     (actor,) = [
@@ -98,7 +96,7 @@ def test_a_killed_task_is_told_with_its_host(cluster: SlurmCluster, tmp_path: Pa
     assert left_in(cluster) == []
 
 
-def test_stop_ends_the_workers_on_all_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_stop_ends_the_workers_on_all_nodes(cluster, tmp_path):
     notebook = Allocated(cluster, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     pressed_at = time.time()
@@ -114,9 +112,7 @@ def test_stop_ends_the_workers_on_all_nodes(cluster: SlurmCluster, tmp_path: Pat
     assert left_in(cluster) == []
 
 
-def test_the_exported_sbatch_file_trains_on_all_nodes(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_the_exported_sbatch_file_trains_on_all_nodes(cluster, tmp_path):
     folder = tmp_path / "job"
     export_project(folder, "slurm", num_nodes=2)
     variables = {**job_variables(folder), "PATH": path_with_tools()}
@@ -131,7 +127,7 @@ def test_the_exported_sbatch_file_trains_on_all_nodes(
     assert left_in(cluster) == []
 
 
-def test_a_script_is_launched_by_srun_on_all_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_script_is_launched_by_srun_on_all_nodes(cluster, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import os, torch, torch.distributed as dist\n"
@@ -156,9 +152,7 @@ def test_a_script_is_launched_by_srun_on_all_nodes(cluster: SlurmCluster, tmp_pa
     assert left_in(cluster) == []
 
 
-def test_without_an_allocation_it_says_how_to_get_one(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_without_an_allocation_it_says_how_to_get_one(cluster, tmp_path):
     told = RunningScript(
         cluster.host,
         tmp_path,

@@ -57,7 +57,7 @@ def train(more: str = "") -> str:
     importlib.metadata.version("torch").startswith("2.6."),
     reason="threads of its libgomp forbid a fork",
 )
-def test_a_fork_after_matmul_and_backward_and_beside_threads(kernel: Kernel) -> None:
+def test_a_fork_after_matmul_and_backward_and_beside_threads(kernel):
     kernel.run(
         """
         torch.set_num_threads(2)
@@ -85,7 +85,7 @@ def test_a_fork_after_matmul_and_backward_and_beside_threads(kernel: Kernel) -> 
         kernel.run("stop.set(); [t.join() for t in threads];").check()
 
 
-def test_lambdas_closures_redefinitions_and_what_cannot_be_pickled(kernel: Kernel) -> None:
+def test_lambdas_closures_redefinitions_and_what_cannot_be_pickled(kernel):
     cell = kernel.run(
         """
         def outer():
@@ -118,8 +118,8 @@ def test_lambdas_closures_redefinitions_and_what_cannot_be_pickled(kernel: Kerne
 
 @pytest.mark.parametrize("method", ["template", "fork"])
 def test_displays_and_figures_arrive_as_such_and_at_the_end_those_that_nobody_showed(
-    kernel: Kernel, method: str
-) -> None:
+    kernel, method
+):
     cell = kernel.run(
         f"""
         %matplotlib inline
@@ -160,7 +160,7 @@ def without_waiting_line(displays: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 @pytest.mark.parametrize("method", ["template", "fork"])
 @pytest.mark.parametrize("flavour", ["auto", "notebook"])
-def test_progress_bars_show_text(kernel: Kernel, flavour: str, method: str) -> None:
+def test_progress_bars_show_text(kernel, flavour, method):
     cell = kernel.run(
         f"""
         from tqdm.{flavour} import tqdm, trange
@@ -180,7 +180,7 @@ def test_progress_bars_show_text(kernel: Kernel, flavour: str, method: str) -> N
     assert cell.stderr == ""
 
 
-def test_a_crash_shows_the_cells_line(kernel: Kernel) -> None:
+def test_a_crash_shows_the_cells_line(kernel):
     cell = kernel.run(
         """
         def crash():
@@ -199,7 +199,7 @@ def test_a_crash_shows_the_cells_line(kernel: Kernel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["template", "fork"])
-def test_nothing_survives_the_kernel(fresh_kernel: Kernel, method: str) -> None:
+def test_nothing_survives_the_kernel(fresh_kernel, method):
     fresh_kernel.run(SETUP).check()
     running = fresh_kernel.begin(
         f"""
@@ -222,7 +222,7 @@ def test_nothing_survives_the_kernel(fresh_kernel: Kernel, method: str) -> None:
 PROMPTS = "[name for name in ('ps1', 'ps2', 'ps3') if hasattr(sys, name)]"
 
 
-def test_workers_of_a_kernel_have_no_prompts(kernel: Kernel) -> None:
+def test_workers_of_a_kernel_have_no_prompts(kernel):
     """Nobody types there, and libraries that look for a person find none."""
     said = kernel.run(
         f"""

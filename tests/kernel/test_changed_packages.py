@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 
 import pytest
-
-from tests.kernel.kernel import Kernel
 
 pytestmark = pytest.mark.slow
 
@@ -76,8 +73,8 @@ def locked(*_):
 
 
 def test_a_launch_has_the_settings_of_the_notebook_and_what_cannot_be_sent_is_told_once(
-    fresh_kernel: Kernel,
-) -> None:
+    fresh_kernel,
+):
     fresh_kernel.run(SETTINGS).check()
     fresh_kernel.run("notebook_launcher(lambda: 1, (), 2);").check()
     fresh_kernel.run(
@@ -104,7 +101,7 @@ def test_a_launch_has_the_settings_of_the_notebook_and_what_cannot_be_sent_is_to
         assert fresh_kernel.run(launch).check().text == ""
 
 
-def test_cells_follow_settings_and_keep_their_own(fresh_kernel: Kernel) -> None:
+def test_cells_follow_settings_and_keep_their_own(fresh_kernel):
     fresh_kernel.run(SETTINGS).check()
     fresh_kernel.run("live = Pool(num_processes=2)\nlive.run('import numpy as np');").check()
     same = """
@@ -175,7 +172,7 @@ def change():
 """
 
 
-def test_launches_and_live_workers_follow_what_is_changed(fresh_kernel: Kernel) -> None:
+def test_launches_and_live_workers_follow_what_is_changed(fresh_kernel):
     fresh_kernel.run(CHANGES + "live = Pool(num_processes=2)\nlive.start()").check()
     try:
         fresh_kernel.run("change()").check()
@@ -200,8 +197,8 @@ def test_launches_and_live_workers_follow_what_is_changed(fresh_kernel: Kernel) 
 
 
 def test_a_class_of_the_users_own_module_is_registered_when_a_worker_imports_that(
-    fresh_kernel: Kernel, tmp_path: Path
-) -> None:
+    fresh_kernel, tmp_path
+):
     module = """
     from dataclasses import dataclass
     import torch

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -99,7 +98,7 @@ def live() -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("code", [LAUNCH, CELL], ids=["launch", "cell"])
-def test_stop_leaves_nothing_but_the_summary_and_a_report(live: Kernel, code: str) -> None:
+def test_stop_leaves_nothing_but_the_summary_and_a_report(live, code):
     live.run("before = state(); import ipywidgets").check()
     processes = {p.pid for p in live.workers()}
     run = live.begin(code)
@@ -129,9 +128,7 @@ def test_stop_leaves_nothing_but_the_summary_and_a_report(live: Kernel, code: st
     assert told == "True\n"
 
 
-def test_a_page_that_comes_back_gets_the_summary_and_other_pages_are_told_once(
-    live: Kernel,
-) -> None:
+def test_a_page_that_comes_back_gets_the_summary_and_other_pages_are_told_once(live):
     cell = live.run("notebook_launcher(train, (1.5,), 2)").check()
     (place,) = cell.outputs
     asked = ask_for_run(live, place)
@@ -145,7 +142,7 @@ def test_a_page_that_comes_back_gets_the_summary_and_other_pages_are_told_once(
     assert (unknown.outputs, len(unknown.closed)) == ({}, 1)
 
 
-def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
+def test_a_training_with_bars_and_logs_leaves_no_stderr(live):
     cell = live.run(
         """
         def bars():
@@ -185,7 +182,7 @@ def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
     assert cell.stderr == ""
 
 
-def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> None:
+def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live):
     cell = live.run(
         """
         def steps():
@@ -202,7 +199,7 @@ def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> Non
     assert is_folded == [True, True, False, False, False]
 
 
-def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel: Kernel) -> None:
+def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel):
     """An `Output` ignores updates of displays: the panel would say "running" for ever."""
     fresh_kernel.run(TRAIN).check()
     run = fresh_kernel.begin(
@@ -218,7 +215,7 @@ def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel
     assert "Stop: interrupt" not in in_widgets(run[1])
 
 
-def test_an_executed_notebook_keeps_the_summary_and_no_widget(tmp_path: Path) -> None:
+def test_an_executed_notebook_keeps_the_summary_and_no_widget(tmp_path):
     launch = "notebook_launcher(train, (2.5,), 2)"
     cells = [TRAIN, launch, LIVE, START, "%%accelerate\ntrain(2.5)", BAR]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])

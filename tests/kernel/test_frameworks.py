@@ -81,7 +81,7 @@ FUNCTIONS = {
     ("library", "is_imported"),
     [*((library, True) for library in FUNCTIONS), ("lightning.fabric", False)],
 )
-def test_a_library_trains_in_workers_of_a_kernel(library: str, is_imported: bool) -> None:
+def test_a_library_trains_in_workers_of_a_kernel(library, is_imported):
     pytest.importorskip(library.partition(".")[0])
     function, *others = FUNCTIONS[library]
     model = "tiny_llama()" if others else "nn.Linear(8, 4)"

@@ -58,7 +58,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 @pytest.mark.slow
-def test_a_loop_is_shown_above_what_it_prints_and_nothing_is_an_error(kernel: Kernel) -> None:
+def test_a_loop_is_shown_above_what_it_prints_and_nothing_is_an_error(kernel):
     cell = kernel.run("results = notebook_launcher(train, (3,), num_processes=1)").check()
     assert cell.stderr == ""
     assert cell.stdout == "epoch 1\nepoch 2\nepoch 3\n"
@@ -69,7 +69,7 @@ def test_a_loop_is_shown_above_what_it_prints_and_nothing_is_an_error(kernel: Ke
     assert "step 30" in summary["text/plain"]
 
 
-def test_bars_of_tqdm_are_in_the_panel_and_leave_no_stderr(kernel: Kernel) -> None:
+def test_bars_of_tqdm_are_in_the_panel_and_leave_no_stderr(kernel):
     cell = kernel.run(
         """
         before = stream_state()
@@ -88,7 +88,7 @@ def test_bars_of_tqdm_are_in_the_panel_and_leave_no_stderr(kernel: Kernel) -> No
     assert "1 rank" in summary
 
 
-def test_other_text_on_stderr_comes_through_in_order(kernel: Kernel) -> None:
+def test_other_text_on_stderr_comes_through_in_order(kernel):
     kernel.run(
         """
         logger = logging.Logger("mine")
@@ -120,7 +120,7 @@ def test_other_text_on_stderr_comes_through_in_order(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("ending", ["failed", "stopped"])
-def test_a_launch_that_ends_early_restores_the_stream(kernel: Kernel, ending: str) -> None:
+def test_a_launch_that_ends_early_restores_the_stream(kernel, ending):
     arguments = "(1, True)" if ending == "failed" else "(1, False, 60)"
     running = kernel.begin(
         f"""
@@ -147,7 +147,7 @@ def test_a_launch_that_ends_early_restores_the_stream(kernel: Kernel, ending: st
     assert kernel.run("gc.collect()").check().stderr == ""
 
 
-def test_widgets_stay_the_users_own_and_tell_what_is_left(kernel: Kernel) -> None:
+def test_widgets_stay_the_users_own_and_tell_what_is_left(kernel):
     cell = kernel.run(
         """
         def train_with_widgets():
@@ -171,7 +171,7 @@ def test_widgets_stay_the_users_own_and_tell_what_is_left(kernel: Kernel) -> Non
     assert not any("epochs" in display["text/html"] for display in panels), "a bar is drawn once"
 
 
-def test_processes_of_a_loader_write_to_the_cell(kernel: Kernel) -> None:
+def test_processes_of_a_loader_write_to_the_cell(kernel):
     """They are forked, and have the stream, but not the panel."""
     kernel.run(
         """
@@ -197,9 +197,7 @@ def test_processes_of_a_loader_write_to_the_cell(kernel: Kernel) -> None:
     assert "loop, 2 of 2" in cell.displays[-1]["text/html"]
 
 
-def test_without_a_panel_bars_are_drawn_as_ever_and_captured_the_panel_has_them(
-    kernel: Kernel,
-) -> None:
+def test_without_a_panel_bars_are_drawn_as_ever_and_captured_the_panel_has_them(kernel):
     cell = kernel.run("notebook_launcher(print, ('hello',), num_processes=1);")
     assert (cell.stdout, cell.displays) == ("hello\n", [])
     cell = kernel.run(

@@ -45,7 +45,7 @@ def told(cell: Cell) -> str:
 
 
 @pytest.mark.slow
-def test_an_error_while_another_rank_waits_ends_the_cell_and_names_both(alive: Kernel) -> None:
+def test_an_error_while_another_rank_waits_ends_the_cell_and_names_both(alive):
     alive.run("%%accelerate\ndist.all_reduce(x)").check()
     code = "%%accelerate\nif rank == 1:\n    raise ValueError('no data')\ndist.all_reduce(x)"
     cell = alive.run(code, timeout_s=60.0)  # gloo would wait for half an hour
@@ -62,7 +62,7 @@ def test_an_error_while_another_rank_waits_ends_the_cell_and_names_both(alive: K
 
 
 @pytest.mark.slow
-def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
+def test_two_hundred_cells_do_not_grow(alive):
     # A thread of IPython's writes each cell to the history: a journal is open now and then.
     alive.run("get_ipython().history_manager.enabled = False").check()
     alive.run("import torch; model, lr = torch.nn.Linear(64, 64), 0.1").check()
@@ -89,7 +89,7 @@ def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
         assert now[2] < maps + 20
 
 
-def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
+def test_nobody_else_can_reach_a_worker(alive):
     """Another user sees no socket to connect to, and cannot open the ones there are."""
     if os.getuid() != 0:
         pytest.skip("needs root, to become another user")
@@ -114,7 +114,7 @@ def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "restart"])
-def test_workers_end_with_their_kernel(fresh_kernel: Kernel, end: str) -> None:
+def test_workers_end_with_their_kernel(fresh_kernel, end):
     live(fresh_kernel)
     running = fresh_kernel.begin("%%accelerate\nprint('in', flush=True)\ntime.sleep(600)")
     fresh_kernel.until(running, "[0-1] in")

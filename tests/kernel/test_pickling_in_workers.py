@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernel.kernel import Kernel
-
 CLASSES = """
 import dataclasses, enum, functools, io, multiprocessing, pickle, tempfile
 import torch.utils.data
@@ -102,7 +100,7 @@ print(results.plan.start_method)
 
 # Nothing has run in the kernel that a fork could not live with.
 @pytest.mark.parametrize("method", [pytest.param("template", marks=pytest.mark.slow), "fork"])
-def test_what_cells_define_is_pickled_by_name_in_workers(kernel: Kernel, method: str) -> None:
+def test_what_cells_define_is_pickled_by_name_in_workers(kernel, method):
     kernel.run(CLASSES).check()
     kernel.run(PICKLERS).check()
     code = f"(pickle_all, (model, folder), 2, start_method={method!r})"
@@ -110,7 +108,7 @@ def test_what_cells_define_is_pickled_by_name_in_workers(kernel: Kernel, method:
     assert kernel.run(LOADED).check().stdout == f"{method}\n"
 
 
-def test_live_workers_do_the_same(kernel: Kernel) -> None:
+def test_live_workers_do_the_same(kernel):
     kernel.run(CLASSES).check()
     kernel.run(PICKLERS).check()
     kernel.run("model = Net()\nlive = Pool(num_processes=2)").check()
@@ -127,7 +125,7 @@ def test_live_workers_do_the_same(kernel: Kernel) -> None:
         kernel.run("live.stop()").check()
 
 
-def test_of_two_classes_of_one_name_the_notebooks_is_known(kernel: Kernel) -> None:
+def test_of_two_classes_of_one_name_the_notebooks_is_known(kernel):
     kernel.run("class Part(nn.Linear):\n    pass\nmodel = nn.Sequential(Part(2, 2))").check()
     code = "lambda model: torch.save(model, io.BytesIO())"  # only the model brings the class
     kernel.run(f"import io\nnotebook_launcher({code}, (model,), 2);").check()

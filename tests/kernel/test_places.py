@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -34,9 +33,7 @@ net = torch.nn.Linear(2, 2)
 """
 
 
-def test_files_beside_the_notebook_hide_nothing_from_workers(
-    fresh_kernel: Kernel, tmp_path: Path
-) -> None:
+def test_files_beside_the_notebook_hide_nothing_from_workers(fresh_kernel, tmp_path):
     for name in HIDING:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('this is no {name}')\n")
     (tmp_path / "helper.py").write_text("VALUE = 7\n")
@@ -52,7 +49,7 @@ def test_files_beside_the_notebook_hide_nothing_from_workers(
     fresh_kernel.run(live).check()
 
 
-def test_stop_works_in_a_kernel_whose_parent_ignores_interrupts() -> None:
+def test_stop_works_in_a_kernel_whose_parent_ignores_interrupts():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         kernel = Kernel()

@@ -37,7 +37,7 @@ notebook_launcher(stuck, (net,), 2, start_method={method!r})
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["template", "fork"])
 @pytest.mark.parametrize("what", STUCK)
-def test_stop_ends_the_cell(kernel: Kernel, what: str, method: str) -> None:
+def test_stop_ends_the_cell(kernel, what, method):
     before = {p.pid for p in kernel.workers()}
     running = kernel.begin(CELL.format(what=STUCK[what], method=method))
     kernel.until(running, "[0-1] stuck now")
@@ -69,9 +69,7 @@ def stopped(kernel: Kernel, code: str, *, times: int = 1) -> float:
     return took
 
 
-def test_stop_before_workers_are_there_twice_and_while_the_template_is_stopped(
-    kernel: Kernel,
-) -> None:
+def test_stop_before_workers_are_there_twice_and_while_the_template_is_stopped(kernel):
     stopped(kernel, "print('stuck now'); time.sleep(600)")
     code = """
         def slow_to_go():
@@ -124,9 +122,7 @@ def live_kernel(kernel: Kernel) -> Kernel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["launch", "cell"])
-def test_stop_in_a_storm_of_lines_does_not_wait_until_all_are_shown(
-    live_kernel: Kernel, way: str
-) -> None:
+def test_stop_in_a_storm_of_lines_does_not_wait_until_all_are_shown(live_kernel, way):
     running = live_kernel.begin(program(way, STORM.format(what="")))
     live_kernel.until(running, " 5000 line of")
     time.sleep(2.0)
@@ -153,7 +149,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("way", ["launch", "cell"])
-def test_stop_reaches_a_worker_that_is_stopped_by_a_signal(live_kernel: Kernel, way: str) -> None:
+def test_stop_reaches_a_worker_that_is_stopped_by_a_signal(live_kernel, way):
     running = live_kernel.begin(program(way, STOPPED))
     live_kernel.until(running, "[0-1] stopped now")
     live_kernel.interrupt()
@@ -175,7 +171,7 @@ notebook_launcher(train, (), 2)
 
 
 @pytest.mark.slow
-def test_the_dashboard_and_stop_name_the_lines(kernel: Kernel) -> None:
+def test_the_dashboard_and_stop_name_the_lines(kernel):
     running = kernel.begin(WAITING)
     kernel.until(running, "here we go")
     deadline = time.monotonic() + 2 * BOUND_S
@@ -195,9 +191,7 @@ def test_the_dashboard_and_stop_name_the_lines(kernel: Kernel) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_computes_is_not_asked_and_a_death_after_a_question_is_told(
-    kernel: Kernel,
-) -> None:
+def test_a_rank_that_computes_is_not_asked_and_a_death_after_a_question_is_told(kernel):
     cell = kernel.run(
         """
         def train():

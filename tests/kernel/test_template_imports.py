@@ -121,9 +121,7 @@ def say(kernel: Kernel, code: str) -> str:
     return kernel.run(textwrap.dedent(code)).check().stdout.strip()
 
 
-def test_a_launch_in_the_cell_of_the_import_is_a_fork_and_later_ones_the_templates(
-    clean: Kernel, packages: Path
-) -> None:
+def test_a_launch_in_the_cell_of_the_import_is_a_fork_and_later_ones_the_templates(clean, packages):
     assert say(clean, "import calm_one" + LAUNCH.format(name="calm_one")) == "1 fork"
     assert imported_by(packages, "calm_one") == ["python"], "by the notebook alone"
     said = " ".join(say(clean, "print(results.plan.explain())").split())
@@ -138,9 +136,7 @@ def test_a_launch_in_the_cell_of_the_import_is_a_fork_and_later_ones_the_templat
     assert say(clean, asks) == "[True, True]"
 
 
-def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(
-    clean: Kernel, tmp_path: Path
-) -> None:
+def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(clean, tmp_path):
     (tmp_path / "beside.py").write_text(NOTE)
     say(clean, f"sys.path.insert(0, {str(tmp_path)!r}); import beside")
     say(clean, "learn()")
@@ -153,7 +149,7 @@ def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(
     say(clean, f"del sys.modules['beside']; sys.path.remove({str(tmp_path)!r})")
 
 
-def test_packages_that_cannot_be_forked_are_left_out_and_told(packages: Path) -> None:
+def test_packages_that_cannot_be_forked_are_left_out_and_told(packages):
     with start(packages, SETUP + THREAD) as kernel:
         say(kernel, f"import {', '.join(BAD)}\nlearn()")
         left_out = ast.literal_eval(say(kernel, "print(template.template_for().left_out)"))
@@ -177,7 +173,7 @@ def test_packages_that_cannot_be_forked_are_left_out_and_told(packages: Path) ->
         assert not kernel.workers(), "what they had started has ended"
 
 
-def test_a_launch_waits_for_what_it_uses_and_says_so(used: Kernel, packages: Path) -> None:
+def test_a_launch_waits_for_what_it_uses_and_says_so(used, packages):
     cell = used.run("import takes_its_time" + LAUNCH.format(name="takes_its_time")).check()
     assert cell.stdout.strip() == "1 template"
     assert imported_by(packages, "takes_its_time") == ["python", "nbaccel-tmpl"]
@@ -195,9 +191,7 @@ def test_a_launch_waits_for_what_it_uses_and_says_so(used: Kernel, packages: Pat
         ("importing", "SIGSTOP"),
     ],
 )
-def test_a_launch_works_whatever_has_happened_to_the_template(
-    used: Kernel, moment: str, blow: str
-) -> None:
+def test_a_launch_works_whatever_has_happened_to_the_template(used, moment, blow):
     say(used, "template.stop()\ntemplate.template_for().start()")
     if moment == "ready":
         say(used, "learn()")
@@ -205,9 +199,7 @@ def test_a_launch_works_whatever_has_happened_to_the_template(
     assert say(used, "print(notebook_launcher(lambda: 5, (), 2))") == "[5, 5]"
 
 
-def test_workers_have_from_their_start_what_imports_did_in_the_template(
-    used: Kernel, packages: Path
-) -> None:
+def test_workers_have_from_their_start_what_imports_did_in_the_template(used, packages):
     say(used, "import needs_calm, sets_context, keeps_local, round_first\nlearn()")
     said = say(
         used,
@@ -232,7 +224,7 @@ def test_workers_have_from_their_start_what_imports_did_in_the_template(
     assert say(used, "print('round_second' in template.template_for().left_out)") == "False"
 
 
-def test_no_package_is_imported_where_that_is_switched_off(packages: Path) -> None:
+def test_no_package_is_imported_where_that_is_switched_off(packages):
     with start(packages, SETUP + THREAD, NBACCEL_TEMPLATE_IMPORTS="0") as kernel:
         before = imported_by(packages, "calm_three")
         say(kernel, "import calm_three\nlearn()")
@@ -244,7 +236,7 @@ def test_no_package_is_imported_where_that_is_switched_off(packages: Path) -> No
         ]
 
 
-def test_a_template_that_imports_ends_with_its_kernel(packages: Path) -> None:
+def test_a_template_that_imports_ends_with_its_kernel(packages):
     with start(packages, SETUP + THREAD) as kernel:
         before = imported_by(packages, "takes_long").count("nbaccel-tmpl")
         say(kernel, "import takes_long")

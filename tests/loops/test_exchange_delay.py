@@ -40,7 +40,7 @@ class Logged:
         }
 
 
-def test_on_a_cpu_each_pass_counts() -> None:
+def test_on_a_cpu_each_pass_counts():
     model: Any = Logged("cpu")
     delay = ExchangeDelay(model)
     assert delay.read() == 0.0
@@ -52,7 +52,7 @@ def test_on_a_cpu_each_pass_counts() -> None:
 
 
 @pytest.mark.parametrize("read_each", [1, 37, 1000])
-def test_elsewhere_a_measured_pass_stands_for_those_around_it(read_each: int) -> None:
+def test_elsewhere_a_measured_pass_stands_for_those_around_it(read_each):
     model: Any = Logged("cuda")
     delay = ExchangeDelay(model)
     for number in range(1, 1001):

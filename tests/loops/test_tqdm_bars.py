@@ -54,7 +54,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return io.StringIO()
 
 
-def test_bars_are_told_and_all_other_text_comes_in_order(screen: io.StringIO) -> None:
+def test_bars_are_told_and_all_other_text_comes_in_order(screen):
     logger = logging.Logger("a")  # noqa: LOG001 - no other test has it
     logger.addHandler(logging.StreamHandler(screen))
     with watched(screen) as told:
@@ -79,9 +79,7 @@ def test_bars_are_told_and_all_other_text_comes_in_order(screen: io.StringIO) ->
         (12, None, {"desc": "rows"}, ("rows", "12", "", None)),
     ],
 )
-def test_the_numbers_are_the_bar_s_own(
-    screen: io.StringIO, count: int, total: int | None, settings: dict[str, Any], words: Any
-) -> None:
+def test_the_numbers_are_the_bar_s_own(screen, count, total, settings, words):
     with watched(screen) as told, tqdm(total=total, mininterval=0, **settings) as bar:
         bar.start_t -= 10
         bar.update(count)
@@ -92,9 +90,7 @@ def test_the_numbers_are_the_bar_s_own(
     assert found.left_s == (None if left_s is None else pytest.approx(left_s, rel=0.1, abs=0.1))
 
 
-def test_a_loop_that_is_through_makes_room_and_three_levels_are_the_outer_two(
-    screen: io.StringIO,
-) -> None:
+def test_a_loop_that_is_through_makes_room_and_three_levels_are_the_outer_two(screen):
     with watched(screen) as told:
         list(tqdm(range(2), desc="download"))
         for _ in tqdm(range(1), desc="a"):
@@ -105,7 +101,7 @@ def test_a_loop_that_is_through_makes_room_and_three_levels_are_the_outer_two(
     assert [name for name, *_ in told.bars] == ["a", "c"]
 
 
-def test_a_stream_that_is_the_user_s_own_has_its_bars(screen: io.StringIO) -> None:
+def test_a_stream_that_is_the_user_s_own_has_its_bars(screen):
     mine = io.StringIO()
     with watched(screen) as told:
         list(tqdm(range(3), file=mine))
@@ -118,7 +114,7 @@ def test_a_stream_that_is_the_user_s_own_has_its_bars(screen: io.StringIO) -> No
     assert told.messages == []
 
 
-def test_bars_of_other_threads_and_without_a_panel_are_drawn_as_ever(screen: io.StringIO) -> None:
+def test_bars_of_other_threads_and_without_a_panel_are_drawn_as_ever(screen):
     with watched(screen) as told, concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(list, tqdm(range(2), desc="made here")).result()
         pool.submit(lambda: list(tqdm(range(2), desc="made beside"))).result()
@@ -131,9 +127,7 @@ def test_bars_of_other_threads_and_without_a_panel_are_drawn_as_ever(screen: io.
     assert told.messages == []
 
 
-def test_a_bar_that_outlives_the_function_draws_nothing_and_nothing_stays_changed(
-    screen: io.StringIO,
-) -> None:
+def test_a_bar_that_outlives_the_function_draws_nothing_and_nothing_stays_changed(screen):
     before = dict(vars(tqdm))
     with watched(screen):
         bar = tqdm(total=3)
@@ -147,9 +141,7 @@ def test_a_bar_that_outlives_the_function_draws_nothing_and_nothing_stays_change
     assert "of another cell: 100%" in screen.getvalue()
 
 
-def test_an_interrupt_in_a_bar_leaves_no_lock_to_other_threads(
-    screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_in_a_bar_leaves_no_lock_to_other_threads(screen, monkeypatch):
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -165,7 +157,7 @@ def test_an_interrupt_in_a_bar_leaves_no_lock_to_other_threads(
     bar.disable = True
 
 
-def test_a_bar_around_the_loop_over_batches_tells_of_the_whole(screen: io.StringIO) -> None:
+def test_a_bar_around_the_loop_over_batches_tells_of_the_whole(screen):
     bars = metrics_reporter.ProgressBars()
     with tqdm(total=4) as outer, tqdm(total=20) as inner:
         assert bars.note(outer, 0.0, 100)

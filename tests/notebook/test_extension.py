@@ -36,7 +36,7 @@ def own() -> Iterator[Kernel]:
 
 
 @pytest.mark.slow
-def test_loading_wakes_no_torch_and_unloading_leaves_nothing(own: Kernel) -> None:
+def test_loading_wakes_no_torch_and_unloading_leaves_nothing(own):
     own.run(STATE).check()
     own.run("import nbaccel").check()
     for code, name in (("%%accelerate -n 2\n1", "%%accelerate"), ("%accelerate status", "%acc")):
@@ -65,7 +65,7 @@ def test_loading_wakes_no_torch_and_unloading_leaves_nothing(own: Kernel) -> Non
     assert wait_for(lambda: not own.descendants())
 
 
-def test_workers_from_start_to_end(own: Kernel) -> None:
+def test_workers_from_start_to_end(own):
     own.run("%load_ext nbaccel").check()
     own.run(START).check()
     own.run("%%accelerate\nlost = 1").check()
@@ -112,9 +112,7 @@ def idle(kernel: Kernel) -> Iterator[Kernel]:
     kernel.run("%accelerate stop").check()
 
 
-def test_comments_above_the_magic_names_of_workers_figures_and_whole_tracebacks(
-    idle: Kernel,
-) -> None:
+def test_comments_above_the_magic_names_of_workers_figures_and_whole_tracebacks(idle):
     front_end = "from nbaccel.plan import inspect_machine; print(inspect_machine().front_end)"
     assert idle.run(front_end).check().stdout == "jupyter\n"
     idle.run("# how many\n\n# two\n%%accelerate -n 2\nkept = 3; losses = [0.5]").check()
@@ -159,7 +157,7 @@ def test_comments_above_the_magic_names_of_workers_figures_and_whole_tracebacks(
     assert "\x1b[" in text, "coloured"
 
 
-def test_a_launch_of_one_worker_can_be_debugged_here(idle: Kernel) -> None:
+def test_a_launch_of_one_worker_can_be_debugged_here(idle):
     idle.run("import nbaccel, sys\ndef train(x):\n    y = x / 0\n    return y").check()
     assert idle.run("nbaccel.notebook_launcher(train, (3,), num_processes=1)").error
     code = (

@@ -55,15 +55,13 @@ def refused(kernel: Kernel, code: str) -> str:
         ("%accelerate config --precision fp8 --fp8 te", ("'te' needs transformer_engine",)),
     ],
 )
-def test_a_refusal_shows_the_line_and_the_way_out(
-    kernel: Kernel, code: str, said: tuple[str, ...]
-) -> None:
+def test_a_refusal_shows_the_line_and_the_way_out(kernel, code, said):
     text = refused(kernel, code)
     for part in said:
         assert part in text
 
 
-def test_help_is_shown_with_and_without_code(kernel: Kernel) -> None:
+def test_help_is_shown_with_and_without_code(kernel):
     for code in ("%%accelerate --help", "%%accelerate -h\nraise SystemExit"):
         assert "-n, --num-processes N" in kernel.run(code).check().stdout
     for code in ("%accelerate --help", "%accelerate help"):
@@ -71,7 +69,7 @@ def test_help_is_shown_with_and_without_code(kernel: Kernel) -> None:
     assert "--ranks" in kernel.run("%accelerate pull --help").check().stdout
 
 
-def test_the_settings_of_the_next_start_are_kept_and_explained(kernel: Kernel) -> None:
+def test_the_settings_of_the_next_start_are_kept_and_explained(kernel):
     told = kernel.run("%accelerate config -n 2 --precision bf16").check().stdout
     assert told.startswith("Next start: RunConfig(num_processes=2, mixed_precision='bf16')\n")
     assert "2 CPU workers, 1 thread each, bf16, started from the template" in told
@@ -98,7 +96,7 @@ picker = next(iter(extension._LOADED.values())).session._picker
 
 
 @needs.DEEPSPEED_ROW
-def test_config_alone_opens_a_picker_for_the_next_start(kernel: Kernel) -> None:
+def test_config_alone_opens_a_picker_for_the_next_start(kernel):
     shown = kernel.run("%accelerate config").check()
     kinds = {kind for data in shown.displays for kind in data}
     assert "application/vnd.jupyter.widget-view+json" in kinds
@@ -114,7 +112,7 @@ def test_config_alone_opens_a_picker_for_the_next_start(kernel: Kernel) -> None:
 
 
 @pytest.mark.slow
-def test_config_takes_the_model_for_the_memory_that_it_shows(kernel: Kernel) -> None:
+def test_config_takes_the_model_for_the_memory_that_it_shows(kernel):
     kernel.run("import torch; net, batch = torch.nn.Linear(8, 2), torch.ones(4, 8)").check()
     shown = kernel.run("%accelerate config net batch").check()
     # The form is there at once, and its table once the memory has been estimated.
@@ -126,7 +124,7 @@ def test_config_takes_the_model_for_the_memory_that_it_shows(kernel: Kernel) -> 
     assert "is no module" in refused(kernel, "%accelerate config batch")
 
 
-def test_a_picker_is_taken_by_name_and_read_in_workers(kernel: Kernel) -> None:
+def test_a_picker_is_taken_by_name_and_read_in_workers(kernel):
     kernel.run(
         "import nbaccel\nmy_form = nbaccel.Picker(nbaccel.RunConfig(num_processes=2))\n"
         "my_form.choose('mixed_precision', 'bf16')"
@@ -169,7 +167,7 @@ OFFERED = {
 }
 
 
-def test_what_can_stand_there_is_offered_and_nothing_else(kernel: Kernel) -> None:
+def test_what_can_stand_there_is_offered_and_nothing_else(kernel):
     kernel.run(PREPARE).check()
     for code, offered in OFFERED.items():
         assert sorted(complete(kernel, code)) == sorted(offered), code

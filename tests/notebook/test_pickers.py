@@ -249,7 +249,7 @@ def test_in_a_terminal_it_is_text():
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_cell_shows_it_once_and_the_next_cell_again(kernel: Kernel):
+def test_a_cell_shows_it_once_and_the_next_cell_again(kernel):
     view = "application/vnd.jupyter.widget-view+json"
     setup = "from nbaccel.notebook.pickers import configure\npicker = configure()\npicker"
     first = kernel.run(setup).check()
@@ -295,7 +295,7 @@ def measured(kernel: Kernel) -> Iterator[Kernel]:
     kernel.run("activations.measure_activations = measure").check()
 
 
-def test_the_text_has_all_precisions_in_the_end_and_none_is_measured_for_it(measured: Kernel):
+def test_the_text_has_all_precisions_in_the_end_and_none_is_measured_for_it(measured):
     told = measured.run(CHOOSE_MEANWHILE).check()
     said = told.stdout.split()
     assert said.index("chosen") < len(said) - 1, "the last measurement came after it"
@@ -309,7 +309,7 @@ def test_the_text_has_all_precisions_in_the_end_and_none_is_measured_for_it(meas
     assert heading.search(told.updates[-1]["text/html"])
 
 
-def test_what_is_kept_follows_at_the_latest_when_the_cell_ends(kernel: Kernel):
+def test_what_is_kept_follows_at_the_latest_when_the_cell_ends(kernel):
     kernel.run("from nbaccel.notebook.pickers import configure\npicker = configure()").check()
     changes = 'picker.choose("mixed_precision", "fp16"); picker.choose("mixed_precision", "bf16")'
     told = kernel.run(changes).check().updates

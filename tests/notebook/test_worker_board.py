@@ -54,9 +54,7 @@ def boards_of(cell: Cell) -> list[list[str]]:
     return [update["text/plain"].splitlines() for update in cell.updates]
 
 
-def test_the_board_of_workers_follows_the_cells_until_they_are_stopped(
-    kernel_with_workers: Kernel,
-) -> None:
+def test_the_board_of_workers_follows_the_cells_until_they_are_stopped(kernel_with_workers):
     (board,) = kernel_with_workers.run("%accelerate").check().displays
     assert "names" not in board["text/plain"]
     assert "group" not in board["text/plain"]
@@ -83,9 +81,7 @@ def test_the_board_of_workers_follows_the_cells_until_they_are_stopped(
     assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout == "0 []\n"
 
 
-def test_while_a_cell_runs_the_board_says_which_how_long_and_what_is_waited_at(
-    kernel_with_workers: Kernel,
-) -> None:
+def test_while_a_cell_runs_the_board_says_which_how_long_and_what_is_waited_at(kernel_with_workers):
     kernel_with_workers.run("%%accelerate\nold = 1").check()
     (board,) = kernel_with_workers.run("%accelerate").check().displays
     assert "under 1 min" in board["text/plain"]
@@ -119,9 +115,7 @@ def test_while_a_cell_runs_the_board_says_which_how_long_and_what_is_waited_at(
     assert memory[0] > 400, "the memory is what the worker has now"
 
 
-def test_between_cells_a_killed_worker_is_seen_and_told_by_the_next_cell(
-    kernel_with_workers: Kernel,
-) -> None:
+def test_between_cells_a_killed_worker_is_seen_and_told_by_the_next_cell(kernel_with_workers):
     ranks = "%%accelerate --out pid\nimport os\npid = os.getpid()"
     kernel_with_workers.run(ranks).check()
     pid = int(kernel_with_workers.run("print(pid[1])").check().stdout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ def live(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def test_names_go_to_the_workers_and_stay_there_unless_out_asks_for_them(live: Kernel) -> None:
+def test_names_go_to_the_workers_and_stay_there_unless_out_asks_for_them(live):
     live.run("offset = 10").check()
     live.run("%%accelerate\nmine = rank + offset").check()
     assert shown(live.run("%%accelerate\nmine")) == ["[0] 10\n[1] 11"]
@@ -31,7 +30,7 @@ def test_names_go_to_the_workers_and_stay_there_unless_out_asks_for_them(live: K
     assert shown(live.run("a")) == ["7"]
 
 
-def test_pull_and_push(live: Kernel) -> None:
+def test_pull_and_push(live):
     live.run("%%accelerate\nhere = [rank]").check()
     assert "Pulled here from ranks 0-1, a list by rank." in live.run("%accelerate pull here").text
     assert shown(live.run("here")) == ["[[0], [1]]"]
@@ -48,7 +47,7 @@ def test_pull_and_push(live: Kernel) -> None:
     assert "her" in text
 
 
-def test_a_value_in_the_line_and_magics_above_it(live: Kernel) -> None:
+def test_a_value_in_the_line_and_magics_above_it(live):
     live.run("which = 1").check()
     assert shown(live.run("%%accelerate --ranks $which\nrank")) == ["1"]
     cell = live.run("%%time\n%%accelerate --ranks {which}\nrank")
@@ -71,9 +70,7 @@ def test_a_value_in_the_line_and_magics_above_it(live: Kernel) -> None:
         ("--zero 2", ("zero_stage=None: got 2", "%accelerate restart --zero 2 ")),
     ],
 )
-def test_options_that_the_workers_do_not_have_are_refused(
-    live: Kernel, options: str, said: tuple[str, ...]
-) -> None:
+def test_options_that_the_workers_do_not_have_are_refused(live, options, said):
     live.run("%%accelerate\nkept = 1").check()
     text = " ".join(told(live.run(f"%%accelerate {options}\nkept = 2")).split())
     for part in (f"1 %%accelerate {options}", *said):
@@ -81,7 +78,7 @@ def test_options_that_the_workers_do_not_have_are_refused(
     assert shown(live.run("%%accelerate\nkept")) == ["1"]
 
 
-def test_config_tells_what_a_restart_would_change(live: Kernel) -> None:
+def test_config_tells_what_a_restart_would_change(live):
     text = live.run("%accelerate config --precision bf16").check().stdout
     assert "mixed_precision='bf16'" in text
     assert "The workers run with mixed_precision='no' until %accelerate restart." in text
@@ -91,9 +88,7 @@ def test_config_tells_what_a_restart_would_change(live: Kernel) -> None:
 
 
 @pytest.mark.parametrize(("above", "line"), [("", 4), ("\n\n", 6), ("%%time\n", 5)])
-def test_an_error_shows_the_lines_of_the_cell_as_written(
-    live: Kernel, above: str, line: int
-) -> None:
+def test_an_error_shows_the_lines_of_the_cell_as_written(live, above, line):
     cell = live.run(f"{above}%%accelerate\ndef fail():\n    # here\n    return 1 / 0\nfail()")
     assert cell.error == "WorkerFailed[ZeroDivisionError]"
     text = told(cell)
@@ -103,7 +98,7 @@ def test_an_error_shows_the_lines_of_the_cell_as_written(
     assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"], "the workers live on"
 
 
-def test_stop_ends_the_cell_and_the_workers_live_on(live: Kernel) -> None:
+def test_stop_ends_the_cell_and_the_workers_live_on(live):
     text = told(live.run("%%accelerate\nx = 1\ny = = 2"))
     assert "SyntaxError: invalid syntax" in text
     assert "line 3" in text
@@ -116,7 +111,7 @@ def test_stop_ends_the_cell_and_the_workers_live_on(live: Kernel) -> None:
     assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"]
 
 
-def test_names_of_workers_are_offered_and_explained(live: Kernel) -> None:
+def test_names_of_workers_are_offered_and_explained(live):
     live.run(
         """%%accelerate
 class Net:
@@ -148,7 +143,7 @@ worker_net = Net()
     assert complete(live, "worker_‸") == ["worker_of_notebook"]
 
 
-def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path) -> None:
+def test_changed_source_is_loaded_again_on_request(live, tmp_path):
     module = tmp_path / "nb_edited.py"
     module.write_text("value = 1\n")
     live.run(
@@ -163,7 +158,7 @@ def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path)
     assert shown(live.run("%%accelerate\nnb_edited.value")) == ["2"]
 
 
-def test_the_report_of_a_cell_is_shown_and_can_be_kept(live: Kernel) -> None:
+def test_the_report_of_a_cell_is_shown_and_can_be_kept(live):
     live.run("%%accelerate\nimport warnings\nwarnings.warn('late')").check()
     displays = live.run("%accelerate report").check().displays
     # The board of workers may be shown anew, too.

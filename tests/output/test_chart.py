@@ -40,7 +40,7 @@ def coordinates(path: ET.Element) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in pairs]
 
 
-def test_an_image_says_and_draws_the_same_in_a_grey_that_both_themes_show() -> None:
+def test_an_image_says_and_draws_the_same_in_a_grey_that_both_themes_show():
     lines = [line(4.0, 2.0, 1.0), line(3.0, 2.0, 1.5, role="rank", name="<rank> 1")]
     image = ET.fromstring(chart_of(lines, "loss", as_image=True) + "</img>")
     kind, _, content = image.attrib["src"].partition(",")
@@ -57,9 +57,7 @@ def test_an_image_says_and_draws_the_same_in_a_grey_that_both_themes_show() -> N
 
 
 @pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
-def test_a_mean_is_around_each_point_and_what_is_no_number_stays_in_its_place(
-    missing: float,
-) -> None:
+def test_a_mean_is_around_each_point_and_what_is_no_number_stays_in_its_place(missing):
     points = [(float(place), missing if place == 50 else 1.0) for place in range(100)]
     for place, (_, value) in enumerate(smoothed(points)):
         assert value == (points[50][1] if place == 50 else 1.0) or math.isnan(missing)
@@ -69,14 +67,14 @@ def test_a_mean_is_around_each_point_and_what_is_no_number_stays_in_its_place(
     assert [value for _, value in smoothed([(0.0, 0.3)] * 200)] == pytest.approx([0.3] * 200)
 
 
-def test_a_screen_reader_says_the_first_and_the_last_value() -> None:
+def test_a_screen_reader_says_the_first_and_the_last_value():
     svg = drawn(line(0.69, 0.5, 0.3), line(0.7, 0.5, 0.25, role="raw"))
     spoken = "loss: from 0.69 at step 0 to 0.3 at step 2"
     assert svg.get("role") == "img"
     assert svg.get("aria-label") == svg.findtext("title") == spoken
 
 
-def test_names_and_titles_are_escaped() -> None:
+def test_names_and_titles_are_escaped():
     odd = '<b a="1">&\''
     svg = ET.fromstring(
         chart_of([line(1, 2, name=odd), line(1, 2, role="rank", name=odd)], odd, [(0, odd)])
@@ -99,7 +97,7 @@ def test_names_and_titles_are_escaped() -> None:
         ([1e-12, 1.0, "log"], ["1e-12", "1e-9", "1e-6", "0.001", "1"]),
     ],
 )
-def test_ticks_are_round(values: list[object], labels: list[str]) -> None:
+def test_ticks_are_round(values, labels):
     assert y_labels(drawn(line(*values[:2]), log_y="log" in values)) == labels
     assert [*map(format_number, (0.09123, 1904.2, 1e-7, 0.0))] == ["0.09123", "1,904", "1e-7", "0"]
 
@@ -113,7 +111,7 @@ def test_ticks_are_round(values: list[object], labels: list[str]) -> None:
         ([100.0, 50.0, 1.0], False),  # as a learning rate that falls evenly
     ],
 )
-def test_the_scale_is_logarithmic_where_that_shows_more(values: list[float], is_log: bool) -> None:
+def test_the_scale_is_logarithmic_where_that_shows_more(values, is_log):
     high, middle, low = values
     (path,) = accent_paths(drawn(line(*values)))
     (_, high_y), (_, middle_y), (_, low_y) = coordinates(path)
@@ -133,7 +131,7 @@ def test_the_scale_is_logarithmic_where_that_shows_more(values: list[float], is_
     ],
 )
 @pytest.mark.parametrize("log_y", [None, True, False])
-def test_extreme_values_are_drawn_or_marked(values: list[float], log_y: bool | None) -> None:
+def test_extreme_values_are_drawn_or_marked(values, log_y):
     svg = drawn(line(*values), log_y=log_y)
     assert "nan" not in ET.tostring(svg, encoding="unicode")
     # A single point is drawn as a line without a length.
@@ -141,7 +139,7 @@ def test_extreme_values_are_drawn_or_marked(values: list[float], log_y: bool | N
     assert texts(svg).count(CROSS) + points == len(values) or texts(svg) == ["no numbers"]
 
 
-def test_roles_differ_in_more_than_colour() -> None:
+def test_roles_differ_in_more_than_colour():
     svg = drawn(
         line(1, 2),
         *(line(1, 2, role="rank", name=f"rank {rank}") for rank in range(3)),
@@ -152,7 +150,7 @@ def test_roles_differ_in_more_than_colour() -> None:
     assert accent_paths(svg)[3].get("stroke-width") == "2.2"
 
 
-def test_many_points_are_thinned_within_the_picture_and_a_spike_and_a_gap_stay() -> None:
+def test_many_points_are_thinned_within_the_picture_and_a_spike_and_a_gap_stay():
     values = [1.0] * 100_000
     values[54_321] = 5.0
     values[77_777] = math.nan
@@ -173,7 +171,7 @@ def test_many_points_are_thinned_within_the_picture_and_a_spike_and_a_gap_stay()
     assert metric_chart({0: [(1.0, 2.0)]}, "loss") == metric_chart({}, "loss") == ""
 
 
-def test_marks_have_their_text_where_there_is_room_and_legends_say_what_they_leave_out() -> None:
+def test_marks_have_their_text_where_there_is_room_and_legends_say_what_they_leave_out():
     marks = [(0.0, "epoch 1"), (50.0, "epoch 2"), (51.0, "epoch 3"), (500.0, "beyond")]
     svg = drawn(line(*map(float, range(101))), marks=marks)
     dashed = [path for path in svg.iter("path") if path.get("stroke-dasharray") == "2 3"]
@@ -187,7 +185,7 @@ def test_marks_have_their_text_where_there_is_room_and_legends_say_what_they_lea
         assert not {"id", "class", "href"} & set(element.attrib)
 
 
-def test_ranks_without_points_and_steps_that_are_no_numbers_are_left_out() -> None:
+def test_ranks_without_points_and_steps_that_are_no_numbers_are_left_out():
     curves = {0: [(1.0, 3.0), (math.inf, 2.0), (2.0, 1.0)], 1: []}
     svg = ET.fromstring(metric_chart(curves, "loss"))
     assert sum(len(coordinates(path)) for path in accent_paths(svg)) > 2

@@ -24,7 +24,7 @@ def fed(lines: LineAssembler, data: bytes, size: int = CHUNK) -> list[str]:
 
 
 @pytest.mark.parametrize("max_chars", [math.inf, 1_000_000])
-def test_the_time_for_a_line_is_linear_in_its_length(max_chars: float) -> None:
+def test_the_time_for_a_line_is_linear_in_its_length(max_chars):
     began = time.monotonic()
     lines = LineAssembler(max_chars)
     (line,) = fed(lines, b"x" * 40_000_000 + b"\n")
@@ -32,7 +32,7 @@ def test_the_time_for_a_line_is_linear_in_its_length(max_chars: float) -> None:
     assert len(line) == 40_000_000 if max_chars == math.inf else len(line) < 1_000_100
 
 
-def test_of_a_line_that_is_too_long_head_and_tail_are_kept() -> None:
+def test_of_a_line_that_is_too_long_head_and_tail_are_kept():
     text = "".join(f"{number:07d} " for number in range(500_000))  # 4 MB
     lines = LineAssembler(100_000)
     (line,) = fed(lines, text.encode() + b"\n")
@@ -42,7 +42,7 @@ def test_of_a_line_that_is_too_long_head_and_tail_are_kept() -> None:
     assert fed(lines, b"next\n") == ["next"]
 
 
-def test_what_is_shorter_covers_what_was_there_only_as_far_as_it_goes() -> None:
+def test_what_is_shorter_covers_what_was_there_only_as_far_as_it_goes():
     lines = LineAssembler()
     for piece in (b"\rabcdef", b"\rAB", b"\r", b"x"):
         lines.feed(piece)
@@ -52,7 +52,7 @@ def test_what_is_shorter_covers_what_was_there_only_as_far_as_it_goes() -> None:
     assert fed(LineAssembler(), b"\r\x1b[2Ka long line\r\x1b[2Kshort\n") == ["short"]
 
 
-def test_pieces_make_the_same_lines_as_the_whole() -> None:
+def test_pieces_make_the_same_lines_as_the_whole():
     dice = random.Random(2)
     text = "".join(dice.choice("ab\n\rü→") for _ in range(5_000)).encode()
     whole = fed(LineAssembler(), text)
@@ -121,7 +121,7 @@ FOLDED: dict[str, tuple[list[tuple[Any, ...]], str, str]] = {
 
 
 @pytest.mark.parametrize("what", FOLDED)
-def test_what_ranks_print_is_folded(capfd: pytest.CaptureFixture[str], what: str) -> None:
+def test_what_ranks_print_is_folded(capfd, what):
     screen = Screen(capfd, ranks=6)
     said, out, err = FOLDED[what]
     for words in said:
@@ -129,9 +129,7 @@ def test_what_ranks_print_is_folded(capfd: pytest.CaptureFixture[str], what: str
     assert (screen.end(), screen.err) == (out, err)
 
 
-def test_a_line_waits_for_its_twin_and_no_longer_than_that(
-    screen: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_waits_for_its_twin_and_no_longer_than_that(screen, monkeypatch):
     at_once(monkeypatch, hold_s=0.05)
     screen.say(0, "only here\n")
     screen.console.tick()
@@ -148,9 +146,7 @@ def test_a_line_waits_for_its_twin_and_no_longer_than_that(
     assert screen._capfd.readouterr().out == "[0] alone\n", "who has ended is not waited for"
 
 
-def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(capfd):
     screen = Screen(capfd, prefix_template="${role_name}${rank}/${local_rank} ${unknown}: ")
     screen.say(0, "x\ny\n")
     screen.say(1, "x\n")
@@ -163,7 +159,7 @@ def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(
     assert screen.console.due_in() is None
 
 
-def test_a_bar_of_all_is_drawn_in_place_below_whole_lines_and_kept_once(screen: Screen) -> None:
+def test_a_bar_of_all_is_drawn_in_place_below_whole_lines_and_kept_once(screen):
     for step in range(4):
         for rank in (0, 1):
             screen.say(rank, f"\r{step}/3", "stderr")
@@ -180,7 +176,7 @@ def test_a_bar_of_all_is_drawn_in_place_below_whole_lines_and_kept_once(screen: 
     assert screen.err.count("done") == 1
 
 
-def test_last_lines_notices_and_bytes_that_are_no_text(screen: Screen) -> None:
+def test_last_lines_notices_and_bytes_that_are_no_text(screen):
     screen.say(0, "before\n", "stderr")
     screen.console.notice("nbaccel: look")
     screen.say(0, "".join(f"line {i}\n\n" for i in range(100)))
@@ -194,7 +190,7 @@ def test_last_lines_notices_and_bytes_that_are_no_text(screen: Screen) -> None:
     assert sorted(screen.end().splitlines()) == ["[0] unfinished", "[1] cut \ufffd"]
 
 
-def test_nothing_is_lost_or_turned_around_in_a_storm(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_lost_or_turned_around_in_a_storm(capfd):
     screen = Screen(capfd, ranks=3)
     dice = random.Random(1)  # the same storm every time
     said: dict[int, list[str]] = {0: [], 1: [], 2: []}
@@ -232,7 +228,7 @@ def block(first: int, number: int) -> str:
     return "".join(f"line {first + i}\n" for i in range(number))
 
 
-def test_a_rank_that_prints_too_much_waits(notebook: Screen) -> None:
+def test_a_rank_that_prints_too_much_waits(notebook):
     number = 0
     while not notebook.console.is_full(0):
         notebook.say(0, block(number, 1000))
@@ -244,9 +240,7 @@ def test_a_rank_that_prints_too_much_waits(notebook: Screen) -> None:
     assert notebook.err == ""
 
 
-def test_so_much_is_shown_at_once_and_no_more(
-    notebook: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_much_is_shown_at_once_and_no_more(notebook, monkeypatch):
     at_once(monkeypatch)
     notebook.say(0, block(0, 20_000))
     notebook.console.tick()
@@ -257,9 +251,7 @@ def test_so_much_is_shown_at_once_and_no_more(
 
 
 @pytest.mark.parametrize("blocks", [0, 10])
-def test_after_a_stop_the_last_lines_are_shown_and_the_others_counted(
-    notebook: Screen, blocks: int
-) -> None:
+def test_after_a_stop_the_last_lines_are_shown_and_the_others_counted(notebook, blocks):
     number = 10_000 if blocks else 100  # a short backlog is shown whole
     notebook.say(0, block(0, number))
     notebook.console.end_is_near()
@@ -280,9 +272,7 @@ def test_after_a_stop_the_last_lines_are_shown_and_the_others_counted(
 
 
 @pytest.mark.slow
-def test_a_storm_without_end_is_thinned_out(
-    notebook: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storm_without_end_is_thinned_out(notebook, monkeypatch):
     at_once(monkeypatch)
     clock = [time.monotonic()]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
@@ -371,9 +361,7 @@ def panelled(cell: NotebookCell, monkeypatch: pytest.MonkeyPatch) -> Panelled:
 
 
 @pytest.mark.parametrize("piece", [1, 2, 100])
-def test_empty_lines_that_are_printed_stay(
-    panelled: Panelled, cell: NotebookCell, piece: int
-) -> None:
+def test_empty_lines_that_are_printed_stay(panelled, cell, piece):
     text = "\n\na\n\n\nb\n\nc\n"
     for start in range(0, len(text), piece):
         panelled.say(0, text[start : start + piece], "stdout")
@@ -381,9 +369,7 @@ def test_empty_lines_that_are_printed_stay(
     assert cell.streams("stdout") == "".join(f"[0] {line}\n" for line in text.split("\n")[:-1])
 
 
-def test_lines_drawn_in_place_are_told_of_each_rank_and_stay_as_lines(
-    panelled: Panelled, cell: NotebookCell
-) -> None:
+def test_lines_drawn_in_place_are_told_of_each_rank_and_stay_as_lines(panelled, cell):
     panelled.say(0, "\r40 of 50")
     panelled.say(1, "\rhalf of 3", "stdout")
     assert panelled.console.rewritten_lines() == {0: ("40 of 50",), 1: ("half of 3",)}
@@ -394,7 +380,7 @@ def test_lines_drawn_in_place_are_told_of_each_rank_and_stay_as_lines(
     assert cell.streams("stderr") == "[0] 40 of 50\n"
 
 
-def test_notices_of_a_worker_are_no_errors(panelled: Panelled, cell: NotebookCell) -> None:
+def test_notices_of_a_worker_are_no_errors(panelled, cell):
     panelled.say(0, "nbaccel: look\nTraceback\n")
     panelled.console.notice("nbaccel: and here")
     panelled.end()
@@ -403,9 +389,7 @@ def test_notices_of_a_worker_are_no_errors(panelled: Panelled, cell: NotebookCel
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
-def test_the_place_comes_before_everything_unless_the_call_is_over_before(
-    panelled: Panelled, cell: NotebookCell, is_quick: bool
-) -> None:
+def test_the_place_comes_before_everything_unless_the_call_is_over_before(panelled, cell, is_quick):
     if is_quick:
         panelled.console.feed(0, "stdout", b"quick\n")
         panelled.end()
@@ -420,9 +404,7 @@ def test_the_place_comes_before_everything_unless_the_call_is_over_before(
     assert cell.updates == 1, "the panel replaces what is there"
 
 
-def test_after_a_clear_the_panel_is_at_the_top_again(
-    panelled: Panelled, cell: NotebookCell
-) -> None:
+def test_after_a_clear_the_panel_is_at_the_top_again(panelled, cell):
     panelled.say(0, "old\n", "stdout")
     panelled.place.show({"text/plain": "panel"})
     panelled.console.feed_display(0, ClearOutput(wait=True))
@@ -432,9 +414,7 @@ def test_after_a_clear_the_panel_is_at_the_top_again(
     assert cell.events[cell.events.index("clear") + 1 :] == ["display panel", "stdout:[0] new\n"]
 
 
-def test_without_a_dashboard_bars_are_drawn_as_no_errors(
-    cell: NotebookCell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_dashboard_bars_are_drawn_as_no_errors(cell, monkeypatch):
     monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
     one = Panelled(cell, monkeypatch)
     one.say(0, "\r 40%|████      | 2/5 [00:01<00:01,  1.9it/s]")

@@ -25,7 +25,7 @@ def screen(capfd: pytest.CaptureFixture[str]) -> Show:
     return Show(capfd)
 
 
-def test_a_display_that_all_send_is_shown_once_at_its_place_among_the_lines(screen: Show) -> None:
+def test_a_display_that_all_send_is_shown_once_at_its_place_among_the_lines(screen):
     for rank in (0, 1):
         screen.say(rank, "before\nsee: ")
         screen.show(rank, "figure")
@@ -41,9 +41,7 @@ def test_a_display_that_all_send_is_shown_once_at_its_place_among_the_lines(scre
     assert screen.err.endswith("[0] 50%"), "a bar stands below"
 
 
-def test_after_a_stop_the_last_displays_are_shown_and_updates_are_kept(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_after_a_stop_the_last_displays_are_shown_and_updates_are_kept(capfd):
     screen = Show(capfd, ranks=1, paced=True)
     screen.show(0, "the first", handle="a")
     for number in range(1000):
@@ -56,9 +54,7 @@ def test_after_a_stop_the_last_displays_are_shown_and_updates_are_kept(
     assert f"{1001 - len(shown):,} lines not shown" in screen.err
 
 
-def test_a_display_waits_for_its_twin_and_an_update_for_nobody(
-    screen: Show, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_display_waits_for_its_twin_and_an_update_for_nobody(screen, monkeypatch):
     monkeypatch.setattr(console, "TICK_S", 0.0)
     monkeypatch.setattr(console, "HOLD_S", 1000.0)
     screen.show(0, "figure", handle="a")
@@ -76,7 +72,7 @@ def test_a_display_waits_for_its_twin_and_an_update_for_nobody(
     assert screen._capfd.readouterr().out == "step 99\n"
 
 
-def test_with_a_template_every_display_has_its_prefix(capfd: pytest.CaptureFixture[str]) -> None:
+def test_with_a_template_every_display_has_its_prefix(capfd):
     screen = Show(capfd, prefix_template="<${rank}> ")
     for rank in (0, 1):
         screen.show(rank, "figure")
@@ -87,9 +83,7 @@ def test_with_a_template_every_display_has_its_prefix(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("handles", [("id0", "id1"), ("same", "same")])
-def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(
-    screen: Show, handles: tuple[str, str]
-) -> None:
+def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(screen, handles):
     for rank in (1, 0):
         screen.show(rank, f"start {rank}", handle=handles[rank])
     assert screen.flush() == "start 0\n"
@@ -99,9 +93,7 @@ def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(
     assert screen.flush() == "next 0\n"
 
 
-def test_the_cell_is_cleared_once_for_all_and_by_the_lowest_rank(
-    screen: Show, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cell_is_cleared_once_for_all_and_by_the_lowest_rank(screen, monkeypatch):
     waits: list[bool] = []
     monkeypatch.setattr(publish, "clear", lambda wait_for_new: waits.append(bool(wait_for_new)))
     for ranks, times in (((0, 1), 1), ((1,), 1), ((0,), 2)):

@@ -32,13 +32,13 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("line", HARMLESS)
-def test_a_harmless_line_is_taken(line: str) -> None:
+def test_a_harmless_line_is_taken(line):
     messages = LibraryMessages()
     assert list(messages.take_from(0, ["before", line, "after"])) == ["before", "after"]
     assert (messages.count, messages.lines()) == (1, [f"[0] {line}"])
 
 
-def test_equal_messages_are_one_line_and_counted_each_and_what_is_kept_is_bounded() -> None:
+def test_equal_messages_are_one_line_and_counted_each_and_what_is_kept_is_bounded():
     messages = LibraryMessages()
     assert list(messages.take_from(0, OTHERS)) == OTHERS
     assert (messages.count, messages.lines()) == (0, [])
@@ -52,9 +52,7 @@ def test_equal_messages_are_one_line_and_counted_each_and_what_is_kept_is_bounde
     assert sum(map(len, messages.lines())) < 200_000
 
 
-def test_what_fails_tells_them_in_full_and_what_does_well_does_not(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_what_fails_tells_them_in_full_and_what_does_well_does_not(capfd):
     def print_and_fail() -> None:
         print(HARMLESS[1], flush=True)
         raise ValueError("diverged")
@@ -69,7 +67,7 @@ def test_what_fails_tells_them_in_full_and_what_does_well_does_not(
     assert capfd.readouterr().out == "[0-1] mine\n"
 
 
-def test_a_warning_is_found_wherever_it_stands_and_in_little_time() -> None:
+def test_a_warning_is_found_wherever_it_stands_and_in_little_time():
     for line in (
         "/a/b.py:12: UserWarning: it is late",
         "UserWarning: it is late",
@@ -100,14 +98,14 @@ OF_PACKAGES = [
 
 
 @pytest.mark.parametrize("line", OF_PACKAGES)
-def test_what_packages_say_is_folded_where_there_is_a_panel(line: str) -> None:
+def test_what_packages_say_is_folded_where_there_is_a_panel(line):
     assert list(LibraryMessages().take_from(0, [line])) == [line]
     messages = LibraryMessages(has_panel=True)
     assert list(messages.take_from(0, ["before", line])) == ["before"]
     assert messages.lines() == [f"[0] {line}"]
 
 
-def test_a_warning_goes_with_its_line_of_code_and_the_user_s_own_stays() -> None:
+def test_a_warning_goes_with_its_line_of_code_and_the_user_s_own_stays():
     messages = LibraryMessages(has_panel=True)
     own = ["/home/me/train.py:3: UserWarning: mine", "  warnings.warn('mine')"]
     assert list(messages.take_from(0, [*own, OF_PACKAGES[0]])) == own

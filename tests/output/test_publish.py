@@ -55,16 +55,16 @@ LONG = {0: rich("a", "<a>"), 1: plain("x"), 2: rich("b", "<b>"), 3: plain("y\nz"
         ({0: plain("5"), 1: plain("5") | {"metadata": {"width": 3}}}, ["[0] 5\n[1] 5"]),
     ],
 )
-def test_equal_results_are_shown_once(results: dict[int, Any], expected: list[str]) -> None:
+def test_equal_results_are_shown_once(results, expected):
     assert shown(results) == expected
 
 
-def test_in_a_terminal_the_text_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_terminal_the_text_is_printed(capsys):
     publish.show_results({0: rich("text", "<b>"), 1: None})
     assert capsys.readouterr().out == "[0]\ntext\n"
 
 
-def test_showing_needs_neither_torch_nor_ipython() -> None:
+def test_showing_needs_neither_torch_nor_ipython():
     code = (
         "import sys\n"
         "from nbaccel import RunConfig, resolve\n"
@@ -94,9 +94,7 @@ def screen(terminal: io.StringIO) -> str:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_long_start_is_told_and_changes_and_goes_away(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
+def test_a_long_start_is_told_and_changes_and_goes_away(monkeypatch, is_terminal):
     clock, terminal = Clock(), io.StringIO()
     terminal.isatty = lambda: is_terminal  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -44,7 +44,7 @@ def of_rank(rank: int, out: str) -> list[str]:
     return [line.partition("] ")[2] for line in out.splitlines() if line.startswith(prefixes)]
 
 
-def test_thousands_of_lines_arrive_whole_and_in_order(show: Show) -> None:
+def test_thousands_of_lines_arrive_whole_and_in_order(show):
     def talk() -> None:
         for i in range(2000):
             print(f"rank {workers.rank()} line {i} " + "x" * 60)
@@ -57,7 +57,7 @@ def test_thousands_of_lines_arrive_whole_and_in_order(show: Show) -> None:
     assert err == ""
 
 
-def test_output_of_c_code_and_of_programs_is_heard_in_order(show: Show) -> None:
+def test_output_of_c_code_and_of_programs_is_heard_in_order(show):
     def talk() -> None:
         print("python")
         os.write(1, b"written\n")
@@ -80,7 +80,7 @@ def test_output_of_c_code_and_of_programs_is_heard_in_order(show: Show) -> None:
 
 
 @pytest.mark.forks
-def test_lines_are_shown_while_the_workers_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_shown_while_the_workers_run(capfd):
     """The cell shows a line long before the launch is over: a worker sees that it was shown."""
     read, write = os.pipe()
 
@@ -112,7 +112,7 @@ def test_lines_are_shown_while_the_workers_run(capfd: pytest.CaptureFixture[str]
     assert seen == [True, True]
 
 
-def test_a_warning_about_results_names_the_line_that_launched() -> None:
+def test_a_warning_about_results_names_the_line_that_launched():
     def generate() -> Any:
         return (number for number in range(3))
 
@@ -128,7 +128,7 @@ def test_a_warning_about_results_names_the_line_that_launched() -> None:
         assert "pool.call(generate)" in source_of_the_warning(lambda: pool.call(generate))
 
 
-def test_a_bar_that_the_notebook_had_is_no_reason_for_a_warning(show: Show) -> None:
+def test_a_bar_that_the_notebook_had_is_no_reason_for_a_warning(show):
     with tqdm(range(3), desc="outer") as outer:
         assert any(thread.name == "tqdm_monitor" for thread in threading.enumerate())
 
@@ -156,7 +156,7 @@ def speak(lines: int) -> None:
     os.write(1, b"no newline at the end")
 
 
-def test_eight_ranks_have_whole_files_of_their_own(tmp_path: Path, capfd) -> None:
+def test_eight_ranks_have_whole_files_of_their_own(tmp_path, capfd):
     config = RunConfig(num_processes=8, device="cpu", log_dir=str(tmp_path / "logs"))
     notebook_launcher(speak, (200,), config=config)
     folder = run_folder(tmp_path / "logs")
@@ -169,7 +169,7 @@ def test_eight_ranks_have_whole_files_of_their_own(tmp_path: Path, capfd) -> Non
     assert f"is written to {folder}" in shown.err
 
 
-def test_what_is_hidden_is_in_the_files_and_in_the_report(tmp_path: Path, capfd) -> None:
+def test_what_is_hidden_is_in_the_files_and_in_the_report(tmp_path, capfd):
     def fail() -> None:
         print("the last words")
         raise ValueError
@@ -181,14 +181,14 @@ def test_what_is_hidden_is_in_the_files_and_in_the_report(tmp_path: Path, capfd)
     assert (run_folder(tmp_path) / "rank_1.stdout.log").read_text() == "the last words\n"
 
 
-def test_one_process_has_files_too(tmp_path: Path) -> None:
+def test_one_process_has_files_too(tmp_path):
     results = notebook_launcher(speak, (1,), config=RunConfig(device="cpu", log_dir=str(tmp_path)))
     assert results.plan.start_method == "template"
     assert "log_dir needs" in results.plan.explain()
     assert (run_folder(tmp_path) / "rank_0.stdout.log").read_text().startswith("line 0\n")
 
 
-def test_live_workers_append_to_the_same_files(tmp_path: Path) -> None:
+def test_live_workers_append_to_the_same_files(tmp_path):
     with Pool(config=RunConfig(num_processes=2, device="cpu", log_dir=str(tmp_path))) as pool:
         pool.call(print, "one")
         pool.call(print, "two")
@@ -198,14 +198,14 @@ def test_live_workers_append_to_the_same_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4, "each run has a folder of its own"
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_before_the_start(tmp_path):
     (tmp_path / "file").touch()
     config = RunConfig(num_processes=2, device="cpu", log_dir=str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"log_dir='.*/file' cannot be written.*Give a folder"):
         notebook_launcher(print, config=config)
 
 
-def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path: Path, capfd) -> None:
+def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path, capfd):
     logs = RankLogs(str(tmp_path), [0])
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, logs._files[0, "stdout"])
@@ -231,5 +231,5 @@ def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path: Path, capfd) -> Non
         ("3,1:2", {(5, "stdout")}),
     ],
 )
-def test_hidden_streams_go_by_local_ranks(shown_output, hidden: set[tuple[int, str]]) -> None:
+def test_hidden_streams_go_by_local_ranks(shown_output, hidden):
     assert hidden_streams(shown_output, [4, 5]) == hidden

@@ -110,7 +110,7 @@ def model():
 """
 
 
-def test_its_words_are_known_before_anything_is_imported(run: Run) -> None:
+def test_its_words_are_known_before_anything_is_imported(run):
     run(
         """
         import sys
@@ -141,7 +141,7 @@ def test_its_words_are_known_before_anything_is_imported(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_workers_train_with_all_of_it(run: Run) -> None:
+def test_workers_train_with_all_of_it(run):
     run(
         TRAINING
         + """
@@ -163,7 +163,7 @@ assert not torch.equal(before, net[0].weight), "trained weights come home"
 
 
 @pytest.mark.slow
-def test_its_fp8_backend_trains_through_convert(run: Run) -> None:
+def test_its_fp8_backend_trains_through_convert(run):
     run(
         TRAINING
         + """
@@ -198,7 +198,7 @@ else:
 
 
 @pytest.mark.slow
-def test_its_settings_ask_for_the_strategy_and_live_workers_know_it(run: Run) -> None:
+def test_its_settings_ask_for_the_strategy_and_live_workers_know_it(run):
     run(
         TRAINING
         + """
@@ -216,7 +216,7 @@ with Pool(config=RunConfig(num_processes=2, device="abacus", strategy="averaging
     )
 
 
-def test_what_cannot_be_had_is_refused_with_its_reason(run: Run) -> None:
+def test_what_cannot_be_had_is_refused_with_its_reason(run):
     run(
         """
         from nbaccel import RunConfig, resolve
@@ -272,9 +272,7 @@ def test_what_cannot_be_had_is_refused_with_its_reason(run: Run) -> None:
         ("added_backends.rows:PRECISION", "must be a DeviceRow"),
     ],
 )
-def test_a_broken_entry_point_is_named_and_costs_only_its_row(
-    run: Run, point: str, said: str
-) -> None:
+def test_a_broken_entry_point_is_named_and_costs_only_its_row(run, point, said):
     run(
         f"""
         from nbaccel import RunConfig, resolve

@@ -102,7 +102,7 @@ def launch_and_fail(number: int, model: nn.Module) -> None:
 
 @pytest.mark.slow
 @isolated(timeout_s=800)
-def test_a_hundred_launches_leave_nothing_behind() -> None:
+def test_a_hundred_launches_leave_nothing_behind():
     model = nn.Linear(256, 256)
     settled, mark = {}, 0.0
     for number in range(LAUNCHES):

@@ -33,7 +33,7 @@ def torch_tpu(driver: str) -> None:
         pytest.skip("needs torch_tpu: torch_xla has no process group of this kind")
 
 
-def test_tpu_dist_adds_up(torch_tpu: None, chips: RunConfig) -> None:
+def test_tpu_dist_adds_up(torch_tpu, chips):
     def add() -> tuple[str, list[float], int]:
         accelerator = Accelerator()
         own = torch.full((4,), float(accelerator.process_index + 1), device=accelerator.device)
@@ -46,7 +46,7 @@ def test_tpu_dist_adds_up(torch_tpu: None, chips: RunConfig) -> None:
         assert added == [count * (count + 1) / 2] * 4
 
 
-def test_every_worker_has_a_chip_of_its_own(chips: RunConfig, driver: str) -> None:
+def test_every_worker_has_a_chip_of_its_own(chips, driver):
     def held() -> list[int]:
         from nbaccel.devices.tpu.chips import holders_of
 
@@ -59,7 +59,7 @@ def test_every_worker_has_a_chip_of_its_own(chips: RunConfig, driver: str) -> No
     assert len({tuple(files) for files in held_files}) == len(held_files)
 
 
-def test_fsdp_shards_over_chips(torch_tpu: None, chips: RunConfig) -> None:
+def test_fsdp_shards_over_chips(torch_tpu, chips):
     def train(net: bodies.TiedNet) -> tuple[int, int]:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
         accelerator = Accelerator(fsdp_plugin=plugin)

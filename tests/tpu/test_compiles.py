@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 
-import pytest
-
-from nbaccel import RunConfig, notebook_launcher
+from nbaccel import notebook_launcher
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.train.gradient import WARM_UP_STEPS
@@ -17,9 +15,7 @@ EPOCH = 5  # 18 rows in batches of 4: the last has 2
 PHASES = [f"compiling, step {number} of about {WARM_UP_STEPS}" for number in (1, 2)]
 
 
-def test_programs_are_counted_told_while_they_compile_and_explained(
-    driver: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_counted_told_while_they_compile_and_explained(driver, config, monkeypatch):
     messages: list[Metrics] = []
     hear = RunBoard.receive
 

@@ -246,9 +246,7 @@ def found(folder: Path, driver: str) -> dict[str, Any]:
     )[0]
 
 
-def test_cells_1_and_2_train_a_model_that_is_made_inside(
-    found: dict[str, Any], driver: str
-) -> None:
+def test_cells_1_and_2_train_a_model_that_is_made_inside(found, driver):
     ranks = found["inside"]["ranks"]
     assert [rank["device"] for rank in ranks] == [_DEVICE_TYPES[driver]] * 2
     for rank, expected in zip(ranks, found["on_cpu"]["ranks"], strict=True):
@@ -259,7 +257,7 @@ def test_cells_1_and_2_train_a_model_that_is_made_inside(
         assert "memfd:nbaccel" not in rank["lies_in"]
 
 
-def test_cells_4_to_6_share_one_model_and_train_it(found: dict[str, Any], driver: str) -> None:
+def test_cells_4_to_6_share_one_model_and_train_it(found, driver):
     outside = found["outside"]
     assert [rank["device"] for rank in outside["ranks"]] == [_DEVICE_TYPES[driver]] * 2
     # One file of shared memory: the same inode in all processes.
@@ -270,7 +268,7 @@ def test_cells_4_to_6_share_one_model_and_train_it(found: dict[str, Any], driver
     assert outside["weights"] == pytest.approx(found["on_cpu"]["weights"], abs=1e-4)
 
 
-def test_cell_7_computes_in_bfloat16(found: dict[str, Any]) -> None:
+def test_cell_7_computes_in_bfloat16(found):
     for rank, exact in zip(found["bf16"]["ranks"], found["outside"]["ranks"], strict=True):
         assert rank["precision"] == "bf16"
         assert rank["loss"] == pytest.approx(exact["loss"], abs=0.05)
@@ -278,9 +276,7 @@ def test_cell_7_computes_in_bfloat16(found: dict[str, Any]) -> None:
         assert not rank["float32_is_bfloat16"], "what is not computed stays float32"
 
 
-def test_cell_8_makes_float_bfloat16_where_the_driver_can(
-    found: dict[str, Any], folder: Path, driver: str
-) -> None:
+def test_cell_8_makes_float_bfloat16_where_the_driver_can(found, folder, driver):
     downcast, printed = _run(folder, driver, downcast=_with_accelerator(CELL_8))
     ranks = downcast["downcast"]["ranks"]
     for rank, exact in zip(ranks, found["outside"]["ranks"], strict=True):

@@ -11,7 +11,6 @@ import torch
 
 from nbaccel import Pool, RunConfig, WorkerFailed, notebook_launcher
 from nbaccel.calls.launch import launch_plan
-from nbaccel.plan import Plan
 from tests.process import stop_pressed_when
 from tests.tpu import bodies
 from tests.tpu.bodies import Seen, TiedNet
@@ -47,9 +46,7 @@ def weights_of(net: TiedNet) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in net.named_parameters()}
 
 
-def test_workers_of_the_template_train_the_notebooks_model_as_one_replica_would(
-    trained: Trained, driver: str
-) -> None:
+def test_workers_of_the_template_train_the_notebooks_model_as_one_replica_would(trained, driver):
     assert trained.plan.start_method == "template"
     _, targets = bodies.make_data(bodies.JUDGED_ROWS)
     assert len(trained.seen) == bodies.RANKS
@@ -70,7 +67,7 @@ def test_workers_of_the_template_train_the_notebooks_model_as_one_replica_would(
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-4)
 
 
-def test_bf16_computes_in_bf16_and_stays_close(trained: Trained, config: RunConfig) -> None:
+def test_bf16_computes_in_bf16_and_stays_close(trained, config):
     net = bodies.make_net()
     results = notebook_launcher(bodies.train_in_bf16, (net,), config=config)
     for losses, computed_in, kept_in in results:
@@ -79,9 +76,7 @@ def test_bf16_computes_in_bf16_and_stays_close(trained: Trained, config: RunConf
         assert (computed_in, kept_in) == ("torch.bfloat16", "torch.float32")
 
 
-def test_after_an_error_or_stop_the_model_is_as_it_was(
-    driver: str, config: RunConfig, tmp_path: Path
-) -> None:
+def test_after_an_error_or_stop_the_model_is_as_it_was(driver, config, tmp_path):
     net = bodies.make_net()
     before = weights_of(net)
     with pytest.raises(WorkerFailed, match="no page 7 in this book") as caught:
@@ -98,7 +93,7 @@ def test_after_an_error_or_stop_the_model_is_as_it_was(
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(net).items())
 
 
-def test_live_workers_go_on_where_the_last_cell_ended(trained: Trained, config: RunConfig) -> None:
+def test_live_workers_go_on_where_the_last_cell_ended(trained, config):
     names: dict[str, Any] = {"net": bodies.make_net(), "bodies": bodies}
     first_cell = """
         import torch
@@ -127,26 +122,20 @@ def test_live_workers_go_on_where_the_last_cell_ended(trained: Trained, config: 
 # ---------------------------------------------------- models on their way to chips, and collectives
 
 
-def test_a_moved_model_keeps_its_objects_and_what_hangs_on_them(
-    driver: str, config: RunConfig
-) -> None:
+def test_a_moved_model_keeps_its_objects_and_what_hangs_on_them(driver, config):
     (moved,) = notebook_launcher(
         bodies.move_with_all_that_hangs_on_it, (), config=config.changed(num_processes=1)
     )
     assert moved == dict.fromkeys(moved, True)
 
 
-def test_where_memory_is_short_workers_copy_one_after_another(
-    driver: str, config: RunConfig, tmp_path: Path
-) -> None:
+def test_where_memory_is_short_workers_copy_one_after_another(driver, config, tmp_path):
     times = notebook_launcher(bodies.place_in_turn, (str(tmp_path),), config=config)
     (_, first_ended), (second_began, _) = sorted(times)
     assert first_ended <= second_began
 
 
-def test_the_plan_says_how_much_host_memory_the_model_takes_at_most(
-    plan: Plan, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_says_how_much_host_memory_the_model_takes_at_most(plan, capsys):
     net = bodies.make_net()
     num_bytes = sum(one.nbytes for one in net.parameters())
     plenty = launch_plan(plan, bodies.where_it_is, (net,)).plan
@@ -162,9 +151,7 @@ def test_the_plan_says_how_much_host_memory_the_model_takes_at_most(
     assert tight.warnings[-1] in capsys.readouterr().err
 
 
-def test_no_collective_is_left_to_gloo_which_would_change_nothing(
-    driver: str, config: RunConfig
-) -> None:
+def test_no_collective_is_left_to_gloo_which_would_change_nothing(driver, config):
     given = (torch.distributed.all_reduce,)  # as imported in a cell, before the driver is bound
     for answers in notebook_launcher(bodies.try_collectives_of_torch, given, config=config):
         refused = {name for name, answer in answers.items() if "Error: " in answer}
@@ -183,9 +170,7 @@ def test_no_collective_is_left_to_gloo_which_would_change_nothing(
 DEVICES = 4
 
 
-def test_losses_are_those_of_one_replica_and_weights_are_really_cut_up(
-    driver: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_those_of_one_replica_and_weights_are_really_cut_up(driver, monkeypatch):
     if driver != "torch_xla":
         pytest.skip("only torch_xla has a mode in which one process drives all chips")
     monkeypatch.setenv("CPU_NUM_DEVICES", str(DEVICES))

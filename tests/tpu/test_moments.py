@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbaccel.plan import Plan
 from tests.isolation import ROOT
 from tests.kernel.kernel import Kernel
 
@@ -59,9 +58,7 @@ def run_program(code: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_a_kernel_that_loads_nbaccel_first_stays_asleep_and_launches(
-    driver: str, undecided_kernel: Kernel
-) -> None:
+def test_a_kernel_that_loads_nbaccel_first_stays_asleep_and_launches(driver, undecided_kernel):
     undecided_kernel.run("%load_ext nbaccel").check()
     undecided_kernel.run(BUSY_CELL).check()
     asked = "from nbaccel.plan import registry; print(registry.device('tpu').is_awake())"
@@ -92,7 +89,7 @@ WAKING = {
 }
 
 
-def test_a_fork_of_a_runtime_that_is_awake_is_refused_with_the_reason(driver: str) -> None:
+def test_a_fork_of_a_runtime_that_is_awake_is_refused_with_the_reason(driver):
     said = run_program(FORK_WITH_AN_AWAKE_RUNTIME.format(wake=WAKING[driver]))
     assert f"the runtime of {driver} is initialised in the notebook" in said
     assert "launched" not in said
@@ -113,9 +110,7 @@ except nbaccel.errors.UnsafeMoment as error:
 """
 
 
-def test_a_kernel_that_a_seed_has_woken_is_told_that_it_holds_the_chips(
-    driver: str, plan: Plan
-) -> None:
+def test_a_kernel_that_a_seed_has_woken_is_told_that_it_holds_the_chips(driver, plan):
     host = plan.inventory.tpu
     if driver != "torch_tpu" or host is None or not host.chips:
         pytest.skip("needs torch_tpu and chips: with torch_xla a seed wakes nothing")

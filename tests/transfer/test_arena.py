@@ -60,7 +60,7 @@ class Odd(nn.Module):
         self.register_buffer("secret", torch.randn(2), persistent=False)
 
 
-def test_every_tensor_moves_with_its_values_geometry_and_identity() -> None:
+def test_every_tensor_moves_with_its_values_geometry_and_identity():
     module = Odd()
     module.tied = module.plain
     values, tensors = snapshot(module), dict(arena.named_tensors(module))
@@ -86,13 +86,13 @@ def test_every_tensor_moves_with_its_values_geometry_and_identity() -> None:
     assert module.high[0, 0] == -1
 
 
-def test_only_the_used_part_of_a_large_storage_moves() -> None:
+def test_only_the_used_part_of_a_large_storage_moves():
     module = nn.Linear(1, 1, bias=False)
     module.weight = nn.Parameter(torch.zeros(1_000_000)[500_000:500_001].view(1, 1))
     assert next(iter(share(module).arenas.values())).nbytes <= 128
 
 
-def test_of_a_model_that_is_shared_already_only_what_was_replaced_moves() -> None:
+def test_of_a_model_that_is_shared_already_only_what_was_replaced_moves():
     module, before = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fds()
     assert share(nn.ReLU()).arenas == {}
     assert fds() == before
@@ -109,7 +109,7 @@ def test_of_a_model_that_is_shared_already_only_what_was_replaced_moves() -> Non
     assert_holds(module, values)
 
 
-def test_an_arena_costs_one_descriptor_and_goes_with_its_last_tensor() -> None:
+def test_an_arena_costs_one_descriptor_and_goes_with_its_last_tensor():
     before = fds()
     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
     share(module)
@@ -125,7 +125,7 @@ def test_an_arena_costs_one_descriptor_and_goes_with_its_last_tensor() -> None:
     assert fds() == before
 
 
-def test_an_optimizer_built_before_still_steps_the_right_parameters() -> None:
+def test_an_optimizer_built_before_still_steps_the_right_parameters():
     torch.manual_seed(0)
     module, twin = nn.Linear(6, 2), nn.Linear(6, 2)
     twin.load_state_dict(module.state_dict())
@@ -142,7 +142,7 @@ def test_an_optimizer_built_before_still_steps_the_right_parameters() -> None:
     assert_holds(module, snapshot(twin))
 
 
-def test_a_forked_child_writes_to_memory_of_its_own() -> None:
+def test_a_forked_child_writes_to_memory_of_its_own():
     module = nn.Linear(3, 3)
     kept = share(module)
     before = module.weight.detach().clone()
@@ -203,7 +203,7 @@ EMPTY = nn.ParameterDict({name: torch.zeros(0, 4) for name in ("a", "b", "c")})
         (subclass(), r"held \(Module\): is a Odd, .*inside the function"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_and_nothing_moves(bad: nn.Module, says: str) -> None:
+def test_what_cannot_be_shared_is_refused_and_nothing_moves(bad, says):
     good = nn.Linear(4, 4)
     before, open_files = good.weight.data_ptr(), fds()
     with pytest.raises(ModelNotShareable, match=r"(?s)args\[1\]\." + says):
@@ -223,7 +223,7 @@ class Dummy(nn.Module):
 
 
 @pytest.mark.parametrize("weight", [None, torch.empty(4, 0), torch.empty(0, 4)])
-def test_an_empty_parameter_is_shared_as_it_is(weight: torch.Tensor | None) -> None:
+def test_an_empty_parameter_is_shared_as_it_is(weight):
     module: nn.Module = Dummy()
     if weight is not None:  # nn.Linear(0, 4) warns of having nothing to initialise
         module = nn.Linear(4, 4)
@@ -232,7 +232,7 @@ def test_an_empty_parameter_is_shared_as_it_is(weight: torch.Tensor | None) -> N
     assert all(in_arena(p) for p in module.parameters() if p.numel())
 
 
-def test_a_placeholder_of_deepspeed_is_refused_even_alone_and_all_refusals_come_at_once() -> None:
+def test_a_placeholder_of_deepspeed_is_refused_even_alone_and_all_refusals_come_at_once():
     module = Dummy()
     module.dummy_param.ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(ModelNotShareable, match=r"dummy_param .* like a placeholder"):

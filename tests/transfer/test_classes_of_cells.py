@@ -65,7 +65,7 @@ net = Net()
 """
 
 
-def test_nothing_is_sent_twice_and_what_a_method_uses_or_becomes_is(pool: Notebook) -> None:
+def test_nothing_is_sent_twice_and_what_a_method_uses_or_becomes_is(pool):
     pool.notebook(NET)
     pool.cell("kept = net")
     assert pool.sent is not None
@@ -80,7 +80,7 @@ def test_nothing_is_sent_twice_and_what_a_method_uses_or_becomes_is(pool: Notebo
     assert pool.cell("answer = net is kept and net.extra()") == "new"
 
 
-def test_a_class_of_a_cell_is_the_same_class_out_and_home(pool: Notebook) -> None:
+def test_a_class_of_a_cell_is_the_same_class_out_and_home(pool):
     pool.notebook(
         "class Point:\n"
         "    def __init__(self, x): self.x = x\n"

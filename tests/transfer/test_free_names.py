@@ -64,7 +64,7 @@ def possible(text: str) -> set[str]:
         ("a\0b", ""),
     ],
 )  # fmt: skip
-def test_what_top_level_code_reads_before_it_binds_it_is_needed(text: str, expected: str) -> None:
+def test_what_top_level_code_reads_before_it_binds_it_is_needed(text, expected):
     assert needed(text) == set(expected.split())
 
 
@@ -87,15 +87,15 @@ def test_what_top_level_code_reads_before_it_binds_it_is_needed(text: str, expec
         ("out = !ls $folder", "ls folder"),
     ],
 )
-def test_what_functions_and_magics_read_is_possible(text: str, expected: str) -> None:
+def test_what_functions_and_magics_read_is_possible(text, expected):
     assert possible(text) == set(expected.split())
 
 
-def test_a_name_is_needed_or_possible_but_not_both() -> None:
+def test_a_name_is_needed_or_possible_but_not_both():
     assert names_of("f = lambda: x\nx") == Names(frozenset({"x"}), frozenset())
 
 
-def test_python_and_ipython_have_names_of_their_own() -> None:
+def test_python_and_ipython_have_names_of_their_own():
     own = ["_", "__", "___", "_3", "_i", "_i3", "_oh", "__doc__", "In", "get_ipython"]
     assert not any(is_users(name) for name in own)
     assert all(is_users(name) for name in ["_x", "__private", "i", "_io", "_im", "Input"])

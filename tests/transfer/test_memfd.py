@@ -35,16 +35,14 @@ def mapped_at(address: int) -> bool:
     return any(line.startswith(f"{address:x}-") for line in maps.splitlines())
 
 
-def test_a_file_has_no_name_and_is_not_inherited_by_programs(file: int) -> None:
+def test_a_file_has_no_name_and_is_not_inherited_by_programs(file):
     assert descriptors()[file] == "/memfd:nbaccel-test (deleted)"
     assert os.fstat(file).st_size == NBYTES
     assert os.fstat(file).st_blocks == 0, "a page costs nothing before it is written"
     assert not os.get_inheritable(file)
 
 
-def test_what_is_written_in_small_steps_is_read_in_small_steps(
-    file: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_in_small_steps_is_read_in_small_steps(file, monkeypatch):
     monkeypatch.setattr(memfd, "_COPY_BYTES", 7)
     data = bytes(range(256))
     memfd.write_at(file, memoryview(data), 3)
@@ -54,7 +52,7 @@ def test_what_is_written_in_small_steps_is_read_in_small_steps(
         read(file, 10, NBYTES - 5)
 
 
-def test_a_shared_mapping_writes_to_the_file_and_a_private_one_does_not(file: int) -> None:
+def test_a_shared_mapping_writes_to_the_file_and_a_private_one_does_not(file):
     one, other = Mapping(file, NBYTES, is_private=True), Mapping(file, NBYTES, is_private=True)
     one.bytes()[:] = 1
     assert other.bytes().max() == 0
@@ -69,7 +67,7 @@ def test_a_shared_mapping_writes_to_the_file_and_a_private_one_does_not(file: in
     assert one.written() == [] or one.written() == [(0, NBYTES)]
 
 
-def test_a_private_mapping_knows_which_pages_it_wrote(file: int) -> None:
+def test_a_private_mapping_knows_which_pages_it_wrote(file):
     memfd.write_at(file, memoryview(bytes([5]) * NBYTES), 0)
     mapping = Mapping(file, NBYTES, is_private=True)
     view = mapping.bytes()
@@ -84,7 +82,7 @@ def test_a_private_mapping_knows_which_pages_it_wrote(file: int) -> None:
     ]
 
 
-def test_another_file_takes_the_place_under_the_same_addresses(file: int) -> None:
+def test_another_file_takes_the_place_under_the_same_addresses(file):
     mapping = Mapping(file, NBYTES, is_private=False)
     tensor = torch.from_numpy(mapping.bytes())
     address = tensor.data_ptr()
@@ -97,7 +95,7 @@ def test_another_file_takes_the_place_under_the_same_addresses(file: int) -> Non
     assert read(file, NBYTES) == bytes(NBYTES), "the old file is as it was"
 
 
-def test_a_mapping_lives_as_long_as_its_last_view(file: int) -> None:
+def test_a_mapping_lives_as_long_as_its_last_view(file):
     mapping = Mapping(file, NBYTES, is_private=False)
     address = mapping.address
     array, view = mapping.bytes(), mapping.view(10, 20)
@@ -110,7 +108,7 @@ def test_a_mapping_lives_as_long_as_its_last_view(file: int) -> None:
     assert not mapped_at(address)
 
 
-def test_merge_and_gaps_part_the_whole() -> None:
+def test_merge_and_gaps_part_the_whole():
     random = np.random.default_rng(0)
     for _ in range(200):
         raw = [tuple(sorted(random.integers(0, 60, 2).tolist())) for _ in range(random.integers(6))]
@@ -123,7 +121,7 @@ def test_merge_and_gaps_part_the_whole() -> None:
         assert memfd.total_bytes(left) == 60 - len(covered)
 
 
-def test_pages_that_are_given_back_show_the_file_again() -> None:
+def test_pages_that_are_given_back_show_the_file_again():
     fd = memfd.create_file("test", 3 * PAGE_BYTES + 10)
     with memfd.closing_files(fd):
         memfd.write_at(fd, memoryview(b"file" * PAGE_BYTES)[: 3 * PAGE_BYTES + 10], 0)
@@ -150,7 +148,7 @@ def filled(num_bytes: int, value: int) -> tuple[int, Mapping]:
     return fd, mapping
 
 
-def test_a_page_has_changed_that_was_written_with_other_values() -> None:
+def test_a_page_has_changed_that_was_written_with_other_values():
     num_bytes = 5 * PAGE_BYTES + 100  # the last page is not a whole one
     fd, mapping = filled(num_bytes, 1)
     with memfd.closing_files(fd):
@@ -166,7 +164,7 @@ def test_a_page_has_changed_that_was_written_with_other_values() -> None:
         assert changed([]) == [], "what was not written is not looked at"
 
 
-def test_of_much_a_block_whose_first_page_differs_counts_as_changed() -> None:
+def test_of_much_a_block_whose_first_page_differs_counts_as_changed():
     num_bytes = memfd._CLOSELY_COMPARED_BYTES + 4 * memfd._COMPARED_BYTES
     block = memfd._COMPARED_BYTES
     fd, mapping = filled(num_bytes, 1)

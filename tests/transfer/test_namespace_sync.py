@@ -43,7 +43,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda v: type(v).__name__)
-def test_a_value_is_sent_once(pair: Pair, value: Any) -> None:
+def test_a_value_is_sent_once(pair, value):
     pair.ns["value"] = value
     assert pair.need("value") == ("value",)
     assert pair.flow.prepare(Names(frozenset({"value"})), [0, 1]) is None
@@ -74,7 +74,7 @@ def test_a_value_is_sent_once(pair: Pair, value: Any) -> None:
         ("type('A', (), {})()", "value.x = 1"),
     ],
 )
-def test_a_change_of_content_or_kind_is_sent(pair: Pair, value: str, change: str) -> None:
+def test_a_change_of_content_or_kind_is_sent(pair, value, change):
     pair.notebook(f"value = {value}")
     pair.need("value")
     assert pair.need("value") == ()
@@ -85,7 +85,7 @@ def test_a_change_of_content_or_kind_is_sent(pair: Pair, value: str, change: str
         assert repr(found) == repr(own)
 
 
-def test_only_the_users_names_are_sent_and_equal_content_is_not(pair: Pair) -> None:
+def test_only_the_users_names_are_sent_and_equal_content_is_not(pair):
     pair.ns |= {"_": 1, "In": [], "get_ipython": 3, "_mine": 4}
     assert pair.need("_", "In", "get_ipython", "__name__", "print", "absent", "_mine") == ("_mine",)
     pair.notebook("rows = [1.5, 'a']; array = np.arange(9)")
@@ -98,7 +98,7 @@ def test_only_the_users_names_are_sent_and_equal_content_is_not(pair: Pair) -> N
     assert pair.need("rows", "array") == ()
 
 
-def test_each_rank_gets_what_it_lacks(pair: Pair) -> None:
+def test_each_rank_gets_what_it_lacks(pair):
     pair.ns |= {"a": [1], "b": [2], "model": nn.Linear(2, 2)}
     pair.send(Names(frozenset({"a", "model"})), 1)
     shipment = pair.send(Names(frozenset({"a", "b", "model"})))
@@ -113,7 +113,7 @@ def test_each_rank_gets_what_it_lacks(pair: Pair) -> None:
 # ------------------------------------------------------------------------- whose a name is
 
 
-def test_what_a_worker_bound_is_its_own_until_the_notebook_changes_it(pair: Pair) -> None:
+def test_what_a_worker_bound_is_its_own_until_the_notebook_changes_it(pair):
     pair.ns["lr"] = 0.1
     pair.cell("lr = lr / 2", 0)
     assert pair.cell("lr") is not None, "rank 1 never had it"
@@ -138,7 +138,7 @@ def test_what_a_worker_bound_is_its_own_until_the_notebook_changes_it(pair: Pair
         pair.need("lock")
 
 
-def test_a_module_the_worker_replaced_stays_replaced(pair: Pair) -> None:
+def test_a_module_the_worker_replaced_stays_replaced(pair):
     pair.ns["model"] = nn.Linear(2, 2)
     pair.cell("model = nn.Sequential(model)")
     assert pair.cell("model.eval()") is None
@@ -193,7 +193,7 @@ held = {'of': [functools.partial(use, 4), lambda: [double(i) for i in range(3)]]
 """
 
 
-def test_functions_see_the_worker_s_names(pair: Pair) -> None:
+def test_functions_see_the_worker_s_names(pair):
     pair.notebook(FUNCTIONS)
     pair.cell("y = use(3)")
     assert pair.worker["y"] == 7
@@ -210,7 +210,7 @@ def test_functions_see_the_worker_s_names(pair: Pair) -> None:
     assert pair.worker["use"](3) == -2
 
 
-def test_functions_keep_what_they_are(pair: Pair) -> None:
+def test_functions_keep_what_they_are(pair):
     pair.notebook(FUNCTIONS)
     pair.cell("""
     f = factorial(5)
@@ -250,7 +250,7 @@ class Net(nn.Module):
         self.hidden = [nn.Linear(2, 2)]
 
 
-def test_a_module_travels_by_the_arena_and_once(pair: Pair) -> None:
+def test_a_module_travels_by_the_arena_and_once(pair):
     pair.ns["model"] = nn.Linear(512, 512)
     first = pair.send(names_of("model"))
     assert first is not None
@@ -267,7 +267,7 @@ def test_a_module_travels_by_the_arena_and_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("order", ["together", "optimizer first", "model first"])
-def test_an_optimizer_steps_the_worker_s_model(pair: Pair, order: str) -> None:
+def test_an_optimizer_steps_the_worker_s_model(pair, order):
     pair.ns["model"] = Net()
     pair.notebook("optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)")
     names = ["optimizer", "model"] if order == "optimizer first" else ["model", "optimizer"]
@@ -295,7 +295,7 @@ def test_an_optimizer_steps_the_worker_s_model(pair: Pair, order: str) -> None:
     assert known() is None
 
 
-def test_a_submodule_under_another_name_is_the_same_object(pair: Pair) -> None:
+def test_a_submodule_under_another_name_is_the_same_object(pair):
     pair.ns["model"] = Net()
     pair.notebook("base = model.base; closure = (lambda m: lambda: m)(model.norm)")
     pair.need("base")
@@ -323,9 +323,7 @@ def test_a_submodule_under_another_name_is_the_same_object(pair: Pair) -> None:
         ("nn.init.ones_(model.base.weight)", "(model.head.weight == 1).all()"),
     ],
 )
-def test_what_changed_in_a_module_is_carried_over_in_place(
-    pair: Pair, change: str, check: str
-) -> None:
+def test_what_changed_in_a_module_is_carried_over_in_place(pair, change, check):
     pair.ns["model"] = Net()
     pair.cell("kept, parameters = model, list(map(id, model.parameters()))")
     hidden = pair.worker["model"].hidden[0]
@@ -341,7 +339,7 @@ def test_what_changed_in_a_module_is_carried_over_in_place(
     assert list(map(id, pair.worker["model"].parameters())) == pair.worker["parameters"]
 
 
-def test_what_the_worker_changed_in_its_module_is_left_alone(pair: Pair) -> None:
+def test_what_the_worker_changed_in_its_module_is_left_alone(pair):
     pair.ns["model"] = Net()
     pair.cell("model.eval(); model.options['p'] = 0.9; del model.hidden")
     pair.ns["model"].norm.momentum = 0.5
@@ -350,7 +348,7 @@ def test_what_the_worker_changed_in_its_module_is_left_alone(pair: Pair) -> None
     assert (model.training, model.options, model.norm.momentum) == (False, {"p": 0.9}, 0.5)
 
 
-def test_a_module_with_another_structure_comes_whole(pair: Pair) -> None:
+def test_a_module_with_another_structure_comes_whole(pair):
     pair.ns["model"] = Net()
     pair.notebook("held = [model]")
     pair.need("model", "held")
@@ -364,7 +362,7 @@ def test_a_module_with_another_structure_comes_whole(pair: Pair) -> None:
     assert pair.worker["model"].base.weight.dtype is torch.float64
 
 
-def test_a_module_that_died_is_forgotten_by_the_worker(pair: Pair) -> None:
+def test_a_module_that_died_is_forgotten_by_the_worker(pair):
     pair.ns["model"] = nn.Linear(64, 64)
     pair.need("model")
     old = pair.workers[0].mappings()
@@ -378,7 +376,7 @@ def test_a_module_that_died_is_forgotten_by_the_worker(pair: Pair) -> None:
 # ------------------------------------------------------------------------- what cannot be sent
 
 
-def test_a_needed_value_that_does_not_pickle_is_named_and_an_attribute_stays(pair: Pair) -> None:
+def test_a_needed_value_that_does_not_pickle_is_named_and_an_attribute_stays(pair):
     pair.ns["settings"] = {"deep": [threading.Lock()]}
     with pytest.raises(NotSendable, match=r"settings\['deep'\]\[0\] \(a _thread.lock\)") as caught:
         pair.need("settings")
@@ -393,7 +391,7 @@ def test_a_needed_value_that_does_not_pickle_is_named_and_an_attribute_stays(pai
     assert not hasattr(pair.worker["model"], "lock")
 
 
-def test_a_value_that_only_may_be_needed_is_left_out_with_a_reason(pair: Pair) -> None:
+def test_a_value_that_only_may_be_needed_is_left_out_with_a_reason(pair):
     pair.notebook("""
     import threading
     lock = threading.Lock()

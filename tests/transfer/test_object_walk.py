@@ -31,7 +31,7 @@ class Holder:
         self.held = held
 
 
-def test_modules_are_found_in_every_container_under_the_users_own_path() -> None:
+def test_modules_are_found_in_every_container_under_the_users_own_path():
     a, b, c, d, e = (nn.Linear(1, 1) for _ in range(5))
     found = find_modules(
         (a, [1, (b,)], {"teacher": c, 3: "x"}, Setup(d, {"ema": e}), "text", None, 1.5)
@@ -45,7 +45,7 @@ def test_modules_are_found_in_every_container_under_the_users_own_path() -> None
     ]
 
 
-def test_what_is_passed_over_and_what_does_no_harm() -> None:
+def test_what_is_passed_over_and_what_does_no_harm():
     model = nn.Linear(1, 1)
     assert paths(model, [model], {"again": model}) == ["args[0]"]
     assert paths(nn.Sequential(nn.Linear(1, 1), nn.ReLU())) == ["args[0]"]
@@ -82,14 +82,12 @@ def takes(*args: Any) -> None:
         ((np.zeros(1_000_000), LOCK), "args[1] (a _thread.lock)"),
     ],
 )
-def test_the_innermost_culprit_is_named_as_the_user_would_write_it(
-    args: tuple[Any, ...], path: str
-) -> None:
+def test_the_innermost_culprit_is_named_as_the_user_would_write_it(args, path):
     assert find_culprit(takes, args) == path
     assert find_in({"a": [1, LOCK]}, "mine") == "mine['a'][1] (a _thread.lock)"
 
 
-def test_what_a_function_closes_over_or_uses_is_named() -> None:
+def test_what_a_function_closes_over_or_uses_is_named():
     lock = threading.Lock()
 
     def train() -> object:

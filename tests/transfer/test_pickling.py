@@ -34,7 +34,7 @@ def travel(obj: Any, sender: Sender | None = None, *, most_pickled: int = 100_00
 # ------------------------------------------------------------------------- data
 
 
-def test_a_large_array_travels_beside_the_pickle_and_stays_writable() -> None:
+def test_a_large_array_travels_beside_the_pickle_and_stays_writable():
     array = np.random.default_rng(0).random((512, 1024))
     found = travel({"data": array, "again": array})
     assert np.array_equal(found["data"], array)
@@ -43,7 +43,7 @@ def test_a_large_array_travels_beside_the_pickle_and_stays_writable() -> None:
     assert array[0, 0] != -1
 
 
-def test_arrays_of_odd_order_and_type() -> None:
+def test_arrays_of_odd_order_and_type():
     arrays = [
         np.asfortranarray(np.arange(12.0).reshape(3, 4)),
         np.arange(20)[::2],
@@ -74,7 +74,7 @@ def test_arrays_of_odd_order_and_type() -> None:
     ],
     ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.layout}-{t.device}",
 )
-def test_tensors_of_every_kind(tensor: torch.Tensor) -> None:
+def test_tensors_of_every_kind(tensor):
     found = travel(tensor)
     assert (found.dtype, found.shape, found.layout) == (tensor.dtype, tensor.shape, tensor.layout)
     assert found.requires_grad == tensor.requires_grad
@@ -87,7 +87,7 @@ def test_tensors_of_every_kind(tensor: torch.Tensor) -> None:
         assert found.stride() == tensor.stride()
 
 
-def test_what_is_one_stays_one_and_receivers_do_not_see_each_others_writes() -> None:
+def test_what_is_one_stays_one_and_receivers_do_not_see_each_others_writes():
     base = torch.arange(10.0)
     one, other = travel((base[:6], base[4:]))
     one[4] = -1
@@ -109,7 +109,7 @@ def test_what_is_one_stays_one_and_receivers_do_not_see_each_others_writes() -> 
 # ------------------------------------------------------------------------- functions
 
 
-def test_what_a_function_closes_over_travels_beside_the_pickle() -> None:
+def test_what_a_function_closes_over_travels_beside_the_pickle():
     tensor, array = torch.randn(300_000), np.ones(300_000)
     shift = 2.0
 
@@ -121,7 +121,7 @@ def test_what_a_function_closes_over_travels_beside_the_pickle() -> None:
     assert torch.equal(scale, tensor[:3])
 
 
-def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source() -> None:
+def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source():
     name = "/tmp/ipykernel_7/1.py"
     code = (
         "import torch\n"
@@ -149,7 +149,7 @@ def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source() -> 
 # ------------------------------------------------------------------------- arenas
 
 
-def test_a_shared_model_travels_by_address_only() -> None:
+def test_a_shared_model_travels_by_address_only():
     module = nn.Linear(512, 512)
     sharing = arena.share_modules(find_modules((module,)))
     sender = Sender()
@@ -200,7 +200,7 @@ def _doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor
     return output * 2
 
 
-def test_modules_that_pickle_in_their_own_way_keep_it() -> None:
+def test_modules_that_pickle_in_their_own_way_keep_it():
     models = [OwnState(3, 2), OwnRestore(3, 2), OwnBirth(3, 2)]
     arena.share_modules([("models", nn.ModuleList(models))])
     sent, restored, born = travel(models)
@@ -211,7 +211,7 @@ def test_modules_that_pickle_in_their_own_way_keep_it() -> None:
         assert torch.equal(mine.weight, theirs.weight)
 
 
-def test_a_module_has_all_its_tables_of_hooks_after_the_journey() -> None:
+def test_a_module_has_all_its_tables_of_hooks_after_the_journey():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     model[0].register_forward_hook(_doubled)
     arena.share_modules([("model", model)])
@@ -226,7 +226,7 @@ def test_a_module_has_all_its_tables_of_hooks_after_the_journey() -> None:
     assert torch.equal(found(x), model(x) * 2)
 
 
-def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
+def test_what_a_shared_tensor_has_besides_its_values_travels_too():
     model = nn.Linear(3, 2)
     model.weight.requires_grad_(False)
     model.bias.is_special = True  # type: ignore[attr-defined]
@@ -239,7 +239,7 @@ def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
     assert type(found.weight) is nn.Parameter
 
 
-def test_a_pickle_that_fails_or_grows_too_long_is_given_up_and_leaves_no_file() -> None:
+def test_a_pickle_that_fails_or_grows_too_long_is_given_up_and_leaves_no_file():
     before = descriptors()
     with pytest.raises(pickling.TooCostly):
         pickling.prepare([str(i) * 100 for i in range(10_000)], Sender(), limit_bytes=MIB)
@@ -254,7 +254,7 @@ class Local(Exception):
     pass
 
 
-def test_a_forked_childs_answer_comes_back_by_name() -> None:
+def test_a_forked_childs_answer_comes_back_by_name():
     packed, fd = pickling.pack((Local("x"), torch.ones(3)), Sender(by_name=True))
     with memfd.closing_files(fd):
         error, ones = pickling.unpack(packed, fd, {})

@@ -77,15 +77,13 @@ def means(*modules: nn.Module) -> list[float]:
         ("by_helper", "fork"),  # where nothing is pickled, one way stands for all
     ],
 )
-def test_a_global_model_comes_home(name: str, start: str) -> None:
+def test_a_global_model_comes_home(name, start):
     found = cell(DEFINE)
     notebook_launcher(found[name], num_processes=2, start_method=start)
     assert means(found["model"]) == [3.0]
 
 
-def test_what_nothing_or_only_a_graph_of_an_earlier_loss_views_is_not_told_of(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_nothing_or_only_a_graph_of_an_earlier_loss_views_is_not_told_of(capsys):
     notebook_launcher(cell(DEFINE)["by_global"], num_processes=2)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     loss = model(torch.ones(1, 3, requires_grad=True)).sum()
@@ -100,7 +98,7 @@ def test_what_nothing_or_only_a_graph_of_an_earlier_loss_views_is_not_told_of(
 
 
 @pytest.mark.parametrize("start", ["template", "fork"])
-def test_models_of_an_object_closures_defaults_and_partials_come_home(start: str) -> None:
+def test_models_of_an_object_closures_defaults_and_partials_come_home(start):
     found = cell(DEFINE)
     method, trainer = found["trainer"].fit, found["Trainer"](nn.Linear(4, 4))
     model, by_global = found["model"], found["by_global"]
@@ -123,16 +121,14 @@ def test_models_of_an_object_closures_defaults_and_partials_come_home(start: str
     assert means(found["trainer"].model, found["trainer"].parts["head"]) == [5.0, 5.0]
 
 
-def test_what_does_not_fit_is_told_by_its_name() -> None:
+def test_what_does_not_fit_is_told_by_its_name():
     found = cell(DEFINE + "def grow(): model.weight = nn.Parameter(torch.ones(9, 4))")
     with pytest.warns(UserWarning, match=r"The trained weights of model do not fit"):
         results = notebook_launcher(found["grow"], num_processes=2)
     assert results.state_dicts["model"]["weight"].shape == (9, 4)
 
 
-def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(capsys):
     found = cell(DEFINE + "meta = nn.Linear(2, 2, device='meta')\ndef look(): return str(meta)")
     assert notebook_launcher(found["look"], num_processes=2)[1].startswith("Linear")
     told = capsys.readouterr().err
@@ -140,7 +136,7 @@ def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(
     assert "meta device" in told
 
 
-def test_a_call_in_live_workers_brings_them_home() -> None:
+def test_a_call_in_live_workers_brings_them_home():
     found = cell(DEFINE)
     with Pool(2, namespace={}) as pool:
         pool.call(found["by_global"])
@@ -148,7 +144,7 @@ def test_a_call_in_live_workers_brings_them_home() -> None:
     assert means(found["model"], found["trainer"].model) == [3.0, 6.0]
 
 
-def test_an_object_with_its_own_way_to_pickle_is_looked_into() -> None:
+def test_an_object_with_its_own_way_to_pickle_is_looked_into():
     model = nn.Linear(2, 2)
 
     class Sly:
@@ -163,7 +159,7 @@ def test_an_object_with_its_own_way_to_pickle_is_looked_into() -> None:
 # ------------------------------------------------------------------------- weak references
 
 
-def test_a_weak_reference_names_the_same_object_or_is_gone_as_in_the_notebook() -> None:
+def test_a_weak_reference_names_the_same_object_or_is_gone_as_in_the_notebook():
     def look(pair: list[Any]) -> tuple[bool, bool]:
         owner, (reference, gone) = pair
         return reference() is owner, gone() is None

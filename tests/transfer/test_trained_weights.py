@@ -44,7 +44,7 @@ def train(
         torch.distributed.destroy_process_group()
 
 
-def test_ranks_that_trained_different_models_are_told_with_the_remedy() -> None:
+def test_ranks_that_trained_different_models_are_told_with_the_remedy():
     model = nn.Linear(8, 8)
     with pytest.warns(UserWarning, match="The ranks trained different models: rank 1") as told:
         notebook_launcher(lambda m: train(m, wrap=False), (model,), num_processes=2)
@@ -59,7 +59,7 @@ def test_ranks_that_trained_different_models_are_told_with_the_remedy() -> None:
 @pytest.mark.parametrize(
     "how", [{"wrap": True}, {"wrap": False, "ranks": (0,)}], ids=["DDP", "rank 0 alone"]
 )
-def test_ddp_and_a_rank_0_that_trains_alone_are_not_told(how: dict[str, Any]) -> None:
+def test_ddp_and_a_rank_0_that_trains_alone_are_not_told(how):
     """Although statistics of batches differ."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     with warnings.catch_warnings():
@@ -69,7 +69,7 @@ def test_ddp_and_a_rank_0_that_trains_alone_are_not_told(how: dict[str, Any]) ->
     assert not torch.equal(model[1].bias, torch.zeros(8))
 
 
-def test_tied_weights_that_came_apart_do_not_come_home_by_halves() -> None:
+def test_tied_weights_that_came_apart_do_not_come_home_by_halves():
     model = Tied()
     before = model.a.weight.detach().clone()
 
@@ -94,7 +94,7 @@ def test_tied_weights_that_came_apart_do_not_come_home_by_halves() -> None:
     ],
     ids=["dtype", "replaced"],
 )
-def test_another_dtype_and_a_replaced_parameter_are_told(change: Any, told: str) -> None:
+def test_another_dtype_and_a_replaced_parameter_are_told(change, told):
     model = nn.Linear(8, 8)
     with pytest.warns(UserWarning, match=told):
         results = notebook_launcher(change, (model,), num_processes=1, start_method="template")
@@ -102,9 +102,7 @@ def test_another_dtype_and_a_replaced_parameter_are_told(change: Any, told: str)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_cells_tell_it_once_and_of_rank_1_alone_that_nothing_comes_home(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_cells_tell_it_once_and_of_rank_1_alone_that_nothing_comes_home(capsys):
     names: dict[str, Any] = {"model": nn.Linear(8, 8), "train": train}
     with Pool(2, namespace=names) as pool:
         pool.run("train(model, wrap=False)", ranks=[1])
@@ -129,7 +127,7 @@ class Dummy(nn.Module):
         return self.layer(x.to(self.dummy_param.device))
 
 
-def test_a_model_with_an_empty_parameter_trains_and_comes_home() -> None:
+def test_a_model_with_an_empty_parameter_trains_and_comes_home():
     model = Dummy()
     before = model.layer.weight.detach().clone()
 
@@ -146,7 +144,7 @@ def test_a_model_with_an_empty_parameter_trains_and_comes_home() -> None:
         notebook_launcher(work, (Dummy(),), num_processes=2)
 
 
-def test_a_thread_that_writes_the_model_during_a_launch_is_told(tmp_path: Path) -> None:
+def test_a_thread_that_writes_the_model_during_a_launch_is_told(tmp_path):
     model = nn.Linear(8, 8)
     began, written = tmp_path / "began", tmp_path / "written"
 
@@ -177,9 +175,7 @@ def test_a_thread_that_writes_the_model_during_a_launch_is_told(tmp_path: Path) 
     [lambda m: m.state_dict(), lambda m: m.weight.detach().numpy(), lambda m: m.weight.data[0]],
     ids=["state_dict", "numpy", "slice"],
 )
-def test_a_view_taken_before_the_model_was_shared_is_told(
-    take: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_view_taken_before_the_model_was_shared_is_told(take, capsys):
     model = nn.Linear(8, 8)
     held = take(model)
     notebook_launcher(os.getpid, (), num_processes=2)

@@ -127,9 +127,7 @@ def disk_bytes(fd: int) -> int:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_model_trained_whole_is_trained_in_the_staging_file(
-    launch: Launch, optimizer: type[torch.optim.Optimizer]
-) -> None:
+def test_a_model_trained_whole_is_trained_in_the_staging_file(launch, optimizer):
     module = Net()
     before, trip = values(module), launch(module)
     worker = trip.worker()
@@ -146,7 +144,7 @@ def test_a_model_trained_whole_is_trained_in_the_staging_file(
     assert int(module.norm.num_batches_tracked) == 1
 
 
-def test_a_frozen_base_is_not_copied(launch: Launch) -> None:
+def test_a_frozen_base_is_not_copied(launch):
     module = Net()
     for p in module.base.parameters():
         p.requires_grad_(requires_grad=False)
@@ -162,7 +160,7 @@ def test_a_frozen_base_is_not_copied(launch: Launch) -> None:
 # ------------------------------------------------------------------------- by the page table
 
 
-def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(launch: Launch) -> None:
+def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(launch):
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))  # 4 pages each
     trip = launch(module)
     worker = trip.worker()
@@ -202,9 +200,7 @@ def loaded_with_assign(module: nn.Module) -> None:
     [nn.Module.double, replaced_parameter, other_memory_format, loaded_with_assign],
 )
 @pytest.mark.parametrize("whole", [True, False], ids=["in place", "by pages"])
-def test_tensors_that_left_the_arena_come_home(
-    launch: Launch, change: Callable[[nn.Module], Any], whole: bool
-) -> None:
+def test_tensors_that_left_the_arena_come_home(launch, change, whole):
     module = Net()
     before, dtypes = values(module), {name: t.dtype for name, t in named_tensors(module)}
     trip = launch(module)
@@ -235,7 +231,7 @@ class Odd(nn.Module):
         self.register_buffer("count", torch.tensor(7))
 
 
-def test_expanded_strided_and_overlapping_tensors_come_home_from_elsewhere(launch: Launch) -> None:
+def test_expanded_strided_and_overlapping_tensors_come_home_from_elsewhere(launch):
     module = Odd()
     trip = launch(module)
     worker = trip.worker()
@@ -277,9 +273,7 @@ def other_shape(module: nn.Module) -> None:
         (lambda module: delattr(module, "norm"), r"norm.\w+ is gone.* and 2 more"),
     ],
 )
-def test_a_module_with_another_structure_comes_as_a_state_dict(
-    launch: Launch, change: Callable[[nn.Module], None], says: str
-) -> None:
+def test_a_module_with_another_structure_comes_as_a_state_dict(launch, change, says):
     module, other = Net(), nn.Linear(300, 300)
     before, trip = values(module), launch(module, {"teacher": other})
     worker = trip.worker()
@@ -328,9 +322,7 @@ def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkey
     assert made[0] not in descriptors()
 
 
-def test_an_interrupt_never_leaves_a_rank_between_its_own_file_and_the_arenas(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_never_leaves_a_rank_between_its_own_file_and_the_arenas(monkeypatch):
     parameter = nn.Parameter(torch.ones(2 * PAGE_BYTES))
     nbytes = parameter.nbytes
     file = memfd.create_file("arena", nbytes)

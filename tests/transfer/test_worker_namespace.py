@@ -62,7 +62,7 @@ def weights(pair: Pair) -> list[nn.Module]:
 # ------------------------------------------------------------------------- pages
 
 
-def test_what_rank_0_trained_comes_home_and_equal_ranks_share_memory_again(pair: Pair) -> None:
+def test_what_rank_0_trained_comes_home_and_equal_ranks_share_memory_again(pair):
     before = pair.ns["model"].weight.detach().clone()
     for number in range(3):
         sent = pair.cell(TRAIN)
@@ -76,7 +76,7 @@ def test_what_rank_0_trained_comes_home_and_equal_ranks_share_memory_again(pair:
     assert same(pair.ns["model"], weights(pair)[1])
 
 
-def test_a_rank_with_other_weights_keeps_them(pair: Pair) -> None:
+def test_a_rank_with_other_weights_keeps_them(pair):
     pair.cell(TRAIN)
     pair.cell("rate = 0.5", 1)
     pair.cell(TRAIN)
@@ -88,7 +88,7 @@ def test_a_rank_with_other_weights_keeps_them(pair: Pair) -> None:
     assert not pair.workers[1].namespace.modules.dirty(), "they stay there"
 
 
-def test_only_the_pages_that_differ_are_kept(pair: Pair) -> None:
+def test_only_the_pages_that_differ_are_kept(pair):
     pair.ns["model"] = nn.Linear(1024, 1024)
     pair.cell("model.weight.data.add_(1)")
     pair.cell("model.weight.data.add_(1); model.weight.data[512, 0] = 9", 1)
@@ -100,7 +100,7 @@ def test_only_the_pages_that_differ_are_kept(pair: Pair) -> None:
     assert weights(pair)[1].weight[511, 0] == pair.ns["model"].weight[511, 0]
 
 
-def test_what_the_notebook_writes_is_seen_by_all_ranks(pair: Pair) -> None:
+def test_what_the_notebook_writes_is_seen_by_all_ranks(pair):
     pair.cell(TRAIN)
     pair.cell("model.weight.data.zero_()", 1)
     state = {name: torch.full_like(t, 2) for name, t in pair.ns["model"].state_dict().items()}
@@ -113,7 +113,7 @@ def test_what_the_notebook_writes_is_seen_by_all_ranks(pair: Pair) -> None:
     assert weights(pair)[1].weight.count_nonzero() == 0, "the notebook wrote nothing since"
 
 
-def test_adopting_one_of_two_modules_that_share_pages_leaves_the_other(pair: Pair) -> None:
+def test_adopting_one_of_two_modules_that_share_pages_leaves_the_other(pair):
     pair.notebook("""
     pool = nn.Linear(16, 16)
     class Part(nn.Module):
@@ -142,7 +142,7 @@ def test_adopting_one_of_two_modules_that_share_pages_leaves_the_other(pair: Pai
 # ------------------------------------------------------------------------- tensors that left
 
 
-def test_tensors_that_left_the_arena_come_home_and_are_refreshed(pair: Pair) -> None:
+def test_tensors_that_left_the_arena_come_home_and_are_refreshed(pair):
     pair.cell("model.double()")
     pair.cell(TRAIN.replace("torch.ones(4, 256)", "torch.ones(4, 256).double()"))
     assert pair.ns["model"].weight.dtype is torch.float32
@@ -154,7 +154,7 @@ def test_tensors_that_left_the_arena_come_home_and_are_refreshed(pair: Pair) -> 
     assert not pair.workers[0].namespace.modules.dirty(), "it has what the notebook has"
 
 
-def test_a_step_of_an_optimizer_makes_what_left_the_arena_dirty(pair: Pair) -> None:
+def test_a_step_of_an_optimizer_makes_what_left_the_arena_dirty(pair):
     pair.cell("model.double(); optimizer = torch.optim.SGD(model.parameters(), lr=1)")
     namespace = pair.workers[0].namespace
     assert not namespace.modules.dirty()
@@ -164,7 +164,7 @@ def test_a_step_of_an_optimizer_makes_what_left_the_arena_dirty(pair: Pair) -> N
     assert not namespace.modules.dirty()
 
 
-def test_untouched_weights_are_not_dirty(pair: Pair) -> None:
+def test_untouched_weights_are_not_dirty(pair):
     pair.cell("model(torch.ones(1, 256))")
     assert not any(worker.namespace.modules.dirty() for worker in pair.workers)
     weights(pair)[1].weight.data.add_(1)
@@ -176,7 +176,7 @@ def test_untouched_weights_are_not_dirty(pair: Pair) -> None:
     assert not any(worker.namespace.modules.dirty() for worker in pair.workers), "told once"
 
 
-def test_a_sharded_model_comes_home_from_its_pieces(group_without_ports: None, pair: Pair) -> None:
+def test_a_sharded_model_comes_home_from_its_pieces(group_without_ports, pair):
     pair.cell("model", 0)
     model = pair.worker["model"]
     model.weight = nn.Parameter(sharded(model.weight.data.clone(), Shard(0)))
@@ -193,7 +193,7 @@ def test_a_sharded_model_comes_home_from_its_pieces(group_without_ports: None, p
 # ------------------------------------------------------------------------- names
 
 
-def test_a_cell_s_names_are_those_bound_rebound_or_deleted(pair: Pair) -> None:
+def test_a_cell_s_names_are_those_bound_rebound_or_deleted(pair):
     namespace, ns = pair.workers[0].namespace, pair.worker
     ns |= {"kept": [1], "changed": 1, "gone": 2}
     namespace.begin()
@@ -203,7 +203,7 @@ def test_a_cell_s_names_are_those_bound_rebound_or_deleted(pair: Pair) -> None:
     assert sorted(namespace.bound()) == ["_mine", "changed", "gone", "made"]
 
 
-def test_values_come_to_the_notebook_as_they_are(pair: Pair) -> None:
+def test_values_come_to_the_notebook_as_they_are(pair):
     pair.cell("""
     def f(x): return x + rate
     values = {'t': torch.ones(3, requires_grad=True), 'p': nn.Parameter(torch.ones(2)), 'f': f}
@@ -219,8 +219,8 @@ def test_values_come_to_the_notebook_as_they_are(pair: Pair) -> None:
 
 
 def test_of_a_sharded_tensor_a_rank_s_piece_comes_with_a_word_and_a_ddp_model_without_it(
-    group_without_ports: None, pair: Pair, capsys: pytest.CaptureFixture[str]
-) -> None:
+    group_without_ports, pair, capsys
+):
     ns = pair.worker
     ns["whole"] = {"w": sharded(torch.arange(4.0), Replicate())}
     found: Any = pair.workers[0].pull("whole", into=pair.ns)

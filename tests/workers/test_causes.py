@@ -37,9 +37,7 @@ def fail(request: pytest.FixtureRequest) -> Fail:
 # ------------------------------------------------------------------------- long messages
 
 
-def test_head_and_tail_of_a_long_message_are_shown_and_a_huge_one_does_not_travel(
-    fail: Fail,
-) -> None:
+def test_head_and_tail_of_a_long_message_are_shown_and_a_huge_one_does_not_travel(fail):
     def explain() -> None:
         lines = (f"line {i} {'x' * 300 * (i > 1)}" for i in range(500))
         raise ValueError("\n".join(lines) + "\nTHE ACTUAL CAUSE")
@@ -84,7 +82,7 @@ def with_cause() -> BaseException:
     return error
 
 
-def test_an_error_of_a_dataloader_worker_is_told_as_the_original(fail: Fail) -> None:
+def test_an_error_of_a_dataloader_worker_is_told_as_the_original(fail):
     errors = [
         lambda: KeyError("label column missing in row 7"),
         # Torch raises RuntimeError for a class that takes other arguments than a text.
@@ -111,7 +109,7 @@ def test_an_error_of_a_dataloader_worker_is_told_as_the_original(fail: Fail) -> 
     assert "raised OSError: cannot read row 7\n" in str(caused)
 
 
-def test_classes_of_the_notebook_come_out_of_dataloader_workers() -> None:
+def test_classes_of_the_notebook_come_out_of_dataloader_workers():
     """They are pickled by `multiprocessing`, by a name that only the notebook's `__main__` has."""
 
     @dataclasses.dataclass
@@ -142,7 +140,7 @@ def test_classes_of_the_notebook_come_out_of_dataloader_workers() -> None:
 # ------------------------------------------------------------------------- classes
 
 
-def test_lack_of_memory_and_texts_of_libraries_are_told_as_what_they_are(fail: Fail) -> None:
+def test_lack_of_memory_and_texts_of_libraries_are_told_as_what_they_are(fail):
     def raise_error(error: Exception | None) -> None:
         if error is None:
             # Its class calls itself MemoryError, and so cannot be found by its name.
@@ -163,7 +161,7 @@ def test_lack_of_memory_and_texts_of_libraries_are_told_as_what_they_are(fail: F
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
-def test_of_a_group_every_exception_is_told_with_its_line(fail: Fail) -> None:
+def test_of_a_group_every_exception_is_told_with_its_line(fail):
     def check() -> None:
         found: list[Exception] = []
         for column in ("a", "b"):
@@ -194,7 +192,7 @@ def test_of_a_group_every_exception_is_told_with_its_line(fail: Fail) -> None:
 
 
 @pytest.mark.forks
-def test_a_child_that_returns_from_the_function_is_not_the_rank() -> None:
+def test_a_child_that_returns_from_the_function_is_not_the_rank():
     def split() -> int:
         os.fork()
         return os.getpid()
@@ -211,7 +209,7 @@ def test_a_child_that_returns_from_the_function_is_not_the_rank() -> None:
     assert notebook_launcher(split_and_raise, (), 2, timeout=60) == [1, 1]
 
 
-def test_a_child_that_comes_to_the_end_of_a_cell_is_not_the_worker() -> None:
+def test_a_child_that_comes_to_the_end_of_a_cell_is_not_the_worker():
     with Pool(2, namespace={}, timeout=60) as pool:
         pool.run("import os\nchild = os.fork()\nmine = os.getpid()")
         assert all(pool.pull("child")["child"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -37,9 +36,7 @@ def dying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
 
 
 @pytest.mark.parametrize("method", ["template", "fork"])
-def test_launch_and_pool_tell_of_a_worker_that_died_at_its_start(
-    dying: tuple[int, ...], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_and_pool_tell_of_a_worker_that_died_at_its_start(dying, method, monkeypatch):
     ranks = "".join(map(str, dying))
     told = rf"rank [{ranks}] of 2 was killed by SIGKILL"
     with pytest.raises(WorkerDied, match=told):
@@ -53,9 +50,7 @@ def test_launch_and_pool_tell_of_a_worker_that_died_at_its_start(
         pool.run("x = 1")
 
 
-def test_a_deleted_working_folder_does_not_keep_workers_from_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deleted_working_folder_does_not_keep_workers_from_running(tmp_path, monkeypatch, capfd):
     gone = tmp_path / "there" / "gone"
     gone.mkdir(parents=True)
     monkeypatch.syspath_prepend("")

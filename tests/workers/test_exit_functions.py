@@ -30,9 +30,7 @@ STARTS = pytest.mark.parametrize("start_method", ["template", "fork"])
 
 
 @STARTS
-def test_what_is_done_at_exit_by_python_and_its_libraries_is_done(
-    start_method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_done_at_exit_by_python_and_its_libraries_is_done(start_method, tmp_path, capfd):
     import logging.handlers
 
     def use(fails: bool) -> str:
@@ -75,7 +73,7 @@ def test_what_is_done_at_exit_by_python_and_its_libraries_is_done(
 
 
 @pytest.mark.forks
-def test_what_the_notebook_does_at_exit_is_not_done_by_its_workers(tmp_path: Path) -> None:
+def test_what_the_notebook_does_at_exit_is_not_done_by_its_workers(tmp_path):
     class Owner:
         pass
 
@@ -92,9 +90,7 @@ def test_what_the_notebook_does_at_exit_is_not_done_by_its_workers(tmp_path: Pat
         atexit.unregister((tmp_path / "called").touch)
 
 
-def test_it_is_given_up_in_time_and_told(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_given_up_in_time_and_told(monkeypatch, capfd):
     monkeypatch.setattr(time_limits, "EXIT_S", 0.5)
 
     def hang() -> int:
@@ -156,9 +152,7 @@ def start_and(end: str, way: str, token: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["group", "session", "daemon"])
 @pytest.mark.parametrize("end", ["return", "raise", "die", "fork"])
-def test_what_left_its_group_ends_with_the_launch(
-    token: str, way: str, end: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_left_its_group_ends_with_the_launch(token, way, end, capfd):
     method = "fork" if end == "fork" else "template"
     launch = partial(notebook_launcher, start_and, (end, way, token), 2, start_method=method)
     if end in ("return", "fork"):
@@ -172,7 +166,7 @@ def test_what_left_its_group_ends_with_the_launch(
     assert not sleeping(token)
 
 
-def test_live_workers_keep_what_they_started_until_they_end(token: str, tmp_path: Path) -> None:
+def test_live_workers_keep_what_they_started_until_they_end(token, tmp_path):
     code = (
         "import atexit, os, pathlib\n"
         f"_ = atexit.register(pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch)"

@@ -36,7 +36,7 @@ def raised(rank: int, time: float, kind: str = "ValueError", text: str = "bad") 
 
 
 @pytest.mark.parametrize(("kind", "text"), LOST)
-def test_a_lost_connection_is_a_consequence_however_early(kind: str, text: str) -> None:
+def test_a_lost_connection_is_a_consequence_however_early(kind, text):
     early, late = raised(0, 1.0, kind, text), raised(1, 2.0)
     assert early.is_consequence
     assert first_cause([early, late]) is late
@@ -51,11 +51,11 @@ def test_a_lost_connection_is_a_consequence_however_early(kind: str, text: str) 
         ("mine.ConnectionTrouble", "connection reset"),
     ],
 )
-def test_other_errors_are_causes(kind: str, text: str) -> None:
+def test_other_errors_are_causes(kind, text):
     assert not raised(0, 1.0, kind, text).is_consequence
 
 
-def test_the_first_by_time_is_the_cause_whatever_its_rank_and_deaths_count() -> None:
+def test_the_first_by_time_is_the_cause_whatever_its_rank_and_deaths_count():
     assert first_cause([raised(0, 3.0), raised(1, 2.0), raised(2, 2.5)]).rank == 1
     # If all lost their connections, the first is told.
     assert first_cause([raised(0, 2.0, *LOST[0]), raised(1, 1.0, *LOST[1])]).rank == 1
@@ -81,7 +81,7 @@ def caught_from(function: Callable[[], object]) -> BaseException:
     return caught.value
 
 
-def test_an_exception_is_taken_down_with_causes_notes_and_frames() -> None:
+def test_an_exception_is_taken_down_with_causes_notes_and_frames():
     def inner() -> None:
         raise KeyError("x")
 
@@ -100,7 +100,7 @@ def test_an_exception_is_taken_down_with_causes_notes_and_frames() -> None:
     assert [f.function for f in found.cause.frames][-1] == "inner"
 
 
-def test_a_circle_of_causes_ends_and_the_name_that_a_name_error_misses_is_kept() -> None:
+def test_a_circle_of_causes_ends_and_the_name_that_a_name_error_misses_is_kept():
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     found = describe_error(one)
@@ -133,7 +133,7 @@ Extension modules: numpy.core (total: 1)
 """.replace("{house}", failure.__file__.rpartition("/workers/")[0])
 
 
-def test_the_main_threads_stack_is_read_from_a_dump() -> None:
+def test_the_main_threads_stack_is_read_from_a_dump():
     found = parse_stack(DUMP)
     assert [(f.file.rpartition("/")[2], f.line, f.function) for f in found] == [
         ("__init__.py", 519, "string_at"),
@@ -143,7 +143,7 @@ def test_the_main_threads_stack_is_read_from_a_dump() -> None:
     assert parse_stack(DUMP + DUMP.replace("line 7", "line 8"))[1].line == 8, "the latest counts"
 
 
-def test_what_ran_where_a_worker_was_forked_is_no_part_of_its_stack() -> None:
+def test_what_ran_where_a_worker_was_forked_is_no_part_of_its_stack():
     of_notebook = (
         '  File "{house}/workers/worker.py", line 80 in run_worker\n'
         '  File "{house}/workers/worker_processes.py", line 60 in start\n'
@@ -178,9 +178,7 @@ COMPARES = [(call_check.__file__, "_await_all"), (call_check.__file__, "compare"
         ([], "running", False),
     ],
 )
-def test_what_a_rank_does_is_known_without_reading_its_text(
-    stack: list[tuple[str, str]], text: str, waits: bool
-) -> None:
+def test_what_a_rank_does_is_known_without_reading_its_text(stack, text, waits):
     frames = [Frame(file=file, line=3, function=function) for file, function in stack]
     found = RankActivity.of_stack(frames)
     assert str(found) == text + (" (me.py:3)" if stack else "")
@@ -203,9 +201,7 @@ def test_what_a_rank_does_is_known_without_reading_its_text(
         (-signal.SIGBUS, "was killed by SIGBUS", "/dev/shm is full"),
     ],
 )
-def test_every_exit_is_named_and_explained_in_a_few_lines(
-    status: int, name: str, says: str
-) -> None:
+def test_every_exit_is_named_and_explained_in_a_few_lines(status, name, says):
     assert failure.name_exit(status).startswith(name)
     record = FailureRecord(rank=0, time=0.0, exit_status=status, max_rss_bytes=3 * 2**30)
     lines = failure.explain_exit(record)
@@ -213,7 +209,7 @@ def test_every_exit_is_named_and_explained_in_a_few_lines(
     assert says in " ".join(lines)
 
 
-def test_the_report_on_many_ranks_stays_short() -> None:
+def test_the_report_on_many_ranks_stays_short():
     records = tuple(raised(rank, float(rank), text="x\n" * 50) for rank in range(64))
     text = failure.failure_text(
         records, 64, last_output={0: ["line"] * 20, 1: ["other"]}

@@ -59,9 +59,7 @@ def in_a_worker():
 
 
 @pytest.mark.parametrize("start_method", ["template", "fork"])
-def test_the_tutorial_on_ddp_trains_again_and_again(
-    start_method: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tutorial_on_ddp_trains_again_and_again(start_method, capfd):
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(TUTORIAL, "<tutorial>", "exec"), names)
 
@@ -81,7 +79,7 @@ def test_the_tutorial_on_ddp_trains_again_and_again(
         (0, 4, "got world_size=4, but there are 2 workers"),
     ],
 )
-def test_ranks_that_nobody_has_are_refused(rank: int, world_size: int, told: str) -> None:
+def test_ranks_that_nobody_has_are_refused(rank, world_size, told):
     def meet() -> None:
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
 
@@ -90,7 +88,7 @@ def test_ranks_that_nobody_has_are_refused(rank: int, world_size: int, told: str
     assert isinstance(caught.value, WorkerFailed)
 
 
-def test_groups_of_some_ranks_meet_by_their_urls_and_stores_of_their_own_serve() -> None:
+def test_groups_of_some_ranks_meet_by_their_urls_and_stores_of_their_own_serve():
     def meet_in_pairs() -> float:
         rank = int(os.environ["RANK"])
         dist.init_process_group(
@@ -117,7 +115,7 @@ def test_groups_of_some_ranks_meet_by_their_urls_and_stores_of_their_own_serve()
     assert list(found) == [2.0, 2.0]
 
 
-def test_the_tutorial_in_live_cells(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_tutorial_in_live_cells(capfd):
     with Pool(2, namespace={}, timeout=TIMEOUT_S) as pool:
         pool.run(TUTORIAL)
         pool.run("first = in_a_worker()")

@@ -43,13 +43,13 @@ def launched(number: int, start_method: str = "template") -> list[dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", [(1, 2, 1), (2, 1)], ids=str)
-def test_each_launch_has_its_own_number(numbers: tuple[int, ...]) -> None:
+def test_each_launch_has_its_own_number(numbers):
     for number in numbers:
         for found in launched(number):
             assert (found["torch"], found["libraries"]) == (number, {number})
 
 
-def test_no_library_starts_threads_that_nobody_needs() -> None:
+def test_no_library_starts_threads_that_nobody_needs():
     """OpenBLAS that is told after a fork starts one for each core, and these wait busily."""
     # Rank 0 serves the store of the process group, with a thread of torch's.
     *_, found = launched(1)
@@ -57,5 +57,5 @@ def test_no_library_starts_threads_that_nobody_needs() -> None:
 
 
 @pytest.mark.forks
-def test_a_forked_worker_is_limited_where_the_notebook_uses_such_libraries() -> None:
+def test_a_forked_worker_is_limited_where_the_notebook_uses_such_libraries():
     assert [found["libraries"] for found in launched(1, "fork")] == [{1}] * NUM_RANKS

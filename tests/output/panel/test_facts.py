@@ -37,7 +37,7 @@ def row(state: str = "running", **more: object) -> RankStatus:
 
 
 @given(st.integers(min_value=1, max_value=3000), st.integers(min_value=2, max_value=40))
-def test_a_history_is_bounded_and_spans_the_run(count: int, most: int) -> None:
+def test_a_history_is_bounded_and_spans_the_run(count, most):
     history = MetricHistory(most)
     for i in range(count):
         history.add(float(i))
@@ -51,7 +51,7 @@ def test_a_history_is_bounded_and_spans_the_run(count: int, most: int) -> None:
 
 
 @given(st.integers(0, 9_999), st.sampled_from([100.0, -100.0, math.nan, math.inf]))
-def test_a_spike_of_one_step_stays(place: int, spike: float) -> None:
+def test_a_spike_of_one_step_stays(place, spike):
     history = MetricHistory(50)
     for step in range(10_000):
         history.add(spike if step == place else math.sin(step), float(step))
@@ -60,7 +60,7 @@ def test_a_spike_of_one_step_stays(place: int, spike: float) -> None:
     assert len(points) < 160
 
 
-def test_speed_is_of_the_last_seconds_and_of_all() -> None:
+def test_speed_is_of_the_last_seconds_and_of_all():
     pace, quick, slow, anew = StepPace(), StepPace(), StepPace(), StepPace()
     for second in range(101):
         pace.add(second, min(second, 50) * 2 + max(0, second - 50) * 8)
@@ -86,11 +86,11 @@ def test_speed_is_of_the_last_seconds_and_of_all() -> None:
         ([], None),
     ],
 )
-def test_the_loss_is_what_is_called_so(names: list[str], chosen: str | None) -> None:
+def test_the_loss_is_what_is_called_so(names, chosen):
     assert [*loss_first(names), None][0] == chosen
 
 
-def test_all_metrics_have_histories_of_every_point_and_the_loss_is_named_first() -> None:
+def test_all_metrics_have_histories_of_every_point_and_the_loss_is_named_first():
     board = RunBoard([0, 1], began_at=0.0)
     board.receive(0, metrics(1.0, 1, lr=0.1, acc=0.5))
     board.receive(1, metrics(1.0, 1, lr=0.2, val_loss=3.0))
@@ -119,7 +119,7 @@ def looping(time: float, batches: int, **more: object) -> Metrics:
     return report(time, batches=batches, **settled)
 
 
-def test_what_is_left_is_that_of_the_slowest_rank() -> None:
+def test_what_is_left_is_that_of_the_slowest_rank():
     board = RunBoard([0, 1], began_at=0.0)
     assert most_left(board.ranks.values(), board.now) is None
     for rank, speed in ((0, 10), (1, 5)):
@@ -132,7 +132,7 @@ def test_what_is_left_is_that_of_the_slowest_rank() -> None:
     assert board.samples_per_s == pytest.approx((10 + 5) * 8)
 
 
-def test_what_is_left_of_bars_is_the_outer_one_s() -> None:
+def test_what_is_left_of_bars_is_the_outer_one_s():
     board = RunBoard([0], began_at=0.0)
     outer = ProgressBar(description="a", fraction=0.5, left_s=60.0)
     inner = ProgressBar(description="b", fraction=0.5, left_s=2.0)
@@ -144,7 +144,7 @@ def test_what_is_left_of_bars_is_the_outer_one_s() -> None:
     )
 
 
-def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readable() -> None:
+def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readable():
     board = RunBoard([0], began_at=0.0)
     for epoch in range(1, 1001):
         board.receive(0, looping(float(epoch), 0, steps=(epoch - 1) * 50, epoch=epoch))
@@ -154,7 +154,7 @@ def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readabl
     assert len(marks) <= 200
 
 
-def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number() -> None:
+def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number():
     points = [[(float(i), i * 2.0) for i in range(10)], [(float(i), 0.0) for i in range(10)]]
     assert mean_points(points) == [(float(i), float(i)) for i in range(10)]
     points = [[(float(i), math.nan if i % 3 else 5.0) for i in range(1000)]]
@@ -170,7 +170,7 @@ def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number() ->
     assert mean_points([[(0.0, 1e308)], [(0.0, 1e308)]])[0][1] == pytest.approx(1e308)
 
 
-def test_peaks_and_the_last_weight_stay_and_a_state_is_as_old_as_it_was_seen() -> None:
+def test_peaks_and_the_last_weight_stay_and_a_state_is_as_old_as_it_was_seen():
     board = RunBoard([0], began_at=0.0)
     for held in (1, 4, 2):
         board.see([row(rss_bytes=held * GIB, device_bytes=held * GIB)])
@@ -304,9 +304,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("epochs", "batches"), [(0, 5), (0, 19), (1, 1), (6, 10), (13, 18)])
-def test_where_the_epochs_are_known_the_whole_training_is_told(
-    way: str, epochs: int, batches: int
-) -> None:
+def test_where_the_epochs_are_known_the_whole_training_is_told(way, epochs, batches):
     training = Training(**copy.deepcopy(WAYS[way]))  # type: ignore[arg-type]
     training.run(epochs, batches)
     left = most_left(training.board.ranks.values(), training.board.now)
@@ -321,7 +319,7 @@ def test_where_the_epochs_are_known_the_whole_training_is_told(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_lies_between_the_loops_counts_once_an_epoch_has_shown_it(way: str) -> None:
+def test_what_lies_between_the_loops_counts_once_an_epoch_has_shown_it(way):
     training = Training(evaluates=True, **copy.deepcopy(WAYS[way]))  # type: ignore[arg-type]
     training.run(3, 10)
     left = most_left(training.board.ranks.values(), training.board.now)
@@ -331,7 +329,7 @@ def test_what_lies_between_the_loops_counts_once_an_epoch_has_shown_it(way: str)
     assert f"step 85 of {steps} (" in words.live_line(training.board)
 
 
-def test_an_epoch_that_takes_longer_than_those_before_is_not_over_for_that() -> None:
+def test_an_epoch_that_takes_longer_than_those_before_is_not_over_for_that():
     training = Training(epochs=EPOCHS)
     training.run(13, 2)
     training.board.now += 60.0
@@ -340,7 +338,7 @@ def test_an_epoch_that_takes_longer_than_those_before_is_not_over_for_that() -> 
     assert "-" not in words.live_line(training.board)
 
 
-def test_without_a_number_of_epochs_it_says_what_is_left_of_what() -> None:
+def test_without_a_number_of_epochs_it_says_what_is_left_of_what():
     training = Training()
     training.run(2, 5)
     line = words.live_line(training.board)
@@ -353,13 +351,13 @@ def test_without_a_number_of_epochs_it_says_what_is_left_of_what() -> None:
     assert " left in this loop" in line
 
 
-def test_a_bar_that_was_left_half_done_is_no_loop_over_epochs() -> None:
+def test_a_bar_that_was_left_half_done_is_no_loop_over_epochs():
     training = Training(bar=TqdmBar("", 100, done=40))
     training.run(1, 5)
     assert "epoch 2, 8.0 s left in this epoch" in words.live_line(training.board)
 
 
-def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_name() -> None:
+def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_name():
     def line(*bars: ProgressBar, outer: OuterLoop | None = None, whole: bool = False) -> str:
         board = RunBoard([0], began_at=0.0)
         board.receive(0, report(0.0, 0, bars=bars, outer=outer, bar_is_whole=whole))
@@ -376,7 +374,7 @@ def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_
     assert line(inner, whole=True).endswith("5.0 s left")
 
 
-def test_a_stopped_training_says_how_far_it_came_and_a_finished_one_does_not() -> None:
+def test_a_stopped_training_says_how_far_it_came_and_a_finished_one_does_not():
     stopped = Training(epochs=EPOCHS)
     stopped.run(2, 10)
     stopped.board.ending = "stopped"
@@ -387,7 +385,7 @@ def test_a_stopped_training_says_how_far_it_came_and_a_finished_one_does_not() -
     assert "epoch 14 of 14, 20 of 20" in final_html(finished.board)
 
 
-def test_a_second_training_counts_its_own_epochs() -> None:
+def test_a_second_training_counts_its_own_epochs():
     """As in a search for a learning rate: the same loop, from the start."""
     training = Training(epochs=2)
     training.run(2)
@@ -404,7 +402,7 @@ def test_a_second_training_counts_its_own_epochs() -> None:
     assert (around.done, around.total, around.done_steps) == (1, 5, 7)
 
 
-def test_one_rank_that_draws_the_bar_tells_for_all() -> None:
+def test_one_rank_that_draws_the_bar_tells_for_all():
     board = RunBoard([0, 1], began_at=0.0)
     around = OuterLoop(total=14, done=2, done_s=20.0, round_s=0.0, done_steps=40, round_steps=5)
     for rank in (1, 0):
@@ -474,7 +472,7 @@ class Nested:
 
 
 @pytest.mark.parametrize("first", [0, 9])
-def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first: int) -> None:
+def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first):
     run = Nested()
     for number in run.progress(100):
         run.now += BATCH_S
@@ -489,7 +487,7 @@ def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first: int)
     assert max(whole, default=0.0) < 10.0, "its rounds are no epochs"
 
 
-def test_a_training_that_goes_on_counts_the_epochs_that_are_left() -> None:
+def test_a_training_that_goes_on_counts_the_epochs_that_are_left():
     run = Nested()
     for epoch in run.progress(10):
         if epoch >= 5:

@@ -86,7 +86,7 @@ def both(board: RunBoard) -> list[str]:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_whatever_a_worker_says_is_text(which: int) -> None:
+def test_whatever_a_worker_says_is_text(which):
     board = board_of(1, doing=NASTY, rewritten_lines=(NASTY,))
     told(board, 0, 1, 3.0, name=NASTY)
     told(board, 0, 2, 2.0, name=NASTY)
@@ -103,12 +103,12 @@ def test_whatever_a_worker_says_is_text(which: int) -> None:
 
 
 @given(st.text(max_size=400))
-def test_no_line_breaks_the_table(line: str) -> None:
+def test_no_line_breaks_the_table(line):
     page = Page(both(board_of(2, doing=f"x{line}"))[0])
     assert len(page.rows) == 3
 
 
-def test_columns_that_nobody_fills_are_left_out() -> None:
+def test_columns_that_nobody_fills_are_left_out():
     bare = Page(both(board_of(2))[0])
     assert bare.rows[0] == ["rank", "state", "memory"]
     assert bare.scopes.count("col") == len(bare.rows[0]), "for screen readers"
@@ -127,14 +127,14 @@ def test_columns_that_nobody_fills_are_left_out() -> None:
     assert found == "y" * (words.LINE_CHARS - 1) + "…"
 
 
-def test_how_long_in_a_state_is_told_where_it_is_not_the_whole_run() -> None:
+def test_how_long_in_a_state_is_told_where_it_is_not_the_whole_run():
     board = board_of(2)
     board.see([RankStatus(rank=1, state="done", seconds=0.0, rss_bytes=GIB)])
     board.now = 72.0
     assert Page(both(board)[0]).column("state") == ["running", "done, 1 min 0 s"]
 
 
-def test_of_many_ranks_the_worst_have_rows_and_the_rest_share_one() -> None:
+def test_of_many_ranks_the_worst_have_rows_and_the_rest_share_one():
     board = board_of(64)
     for rank in range(64):
         told(board, rank, 500 + rank % 3, 1.0)
@@ -146,7 +146,7 @@ def test_of_many_ranks_the_worst_have_rows_and_the_rest_share_one() -> None:
     assert page.rows[-1] == ["and 56 more ranks: running · steps 500 to 502 · 1.0 GiB"]
 
 
-def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
+def test_what_stays_opens_with_the_summary_and_a_curve():
     board = board_of(2, state="done")
     told(board, 0, 1000, 4.0, 2.0, 1.0)
     page = Page(final_html(board))
@@ -161,7 +161,7 @@ def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
     assert "<svg" not in html, "of an element in an untrusted notebook only the texts are left"
 
 
-def test_a_metric_of_another_name_gives_the_column_its_name() -> None:
+def test_a_metric_of_another_name_gives_the_column_its_name():
     board = board_of(2)
     for rank in (0, 1):
         told(board, rank, 1, 3.0, 2.0, name="accuracy")
@@ -183,7 +183,7 @@ def test_a_metric_of_another_name_gives_the_column_its_name() -> None:
     assert "loss nan" in page.text
 
 
-def test_metrics_beyond_those_that_are_reported_are_named() -> None:
+def test_metrics_beyond_those_that_are_reported_are_named():
     board = board_of(2)
     told(board, 0, 1, 3.0)
     assert not any("not drawn" in page for page in both(board))
@@ -198,7 +198,7 @@ def test_metrics_beyond_those_that_are_reported_are_named() -> None:
     assert all(said in Page(page).text for page in both(board))
 
 
-def test_progress_is_a_bar_with_words() -> None:
+def test_progress_is_a_bar_with_words():
     board = board_of(2)
     for rank, batches in ((0, 30), (1, 20)):
         board.receive(rank, loop_message(batches))
@@ -215,7 +215,7 @@ def loop_message(batches: int, **more: object) -> Metrics:
     return report(float(batches), batches=batches, **settled)
 
 
-def test_bars_and_lines_drawn_in_place_are_below_the_loop_that_is_reported() -> None:
+def test_bars_and_lines_drawn_in_place_are_below_the_loop_that_is_reported():
     bars = (
         ProgressBar(description="files", fraction=0.1, done="1", total="10"),
         ProgressBar(description="a widget", fraction=0.1, done="1", total="10", is_elsewhere=True),
@@ -231,7 +231,7 @@ def test_bars_and_lines_drawn_in_place_are_below_the_loop_that_is_reported() -> 
     assert Page(both(board)[0]).column("progress") == ["stream, 7"], "a loop without a length"
 
 
-def test_memory_is_told_against_what_there_is() -> None:
+def test_memory_is_told_against_what_there_is():
     board = board_of(1, device_bytes=3 * GIB)
     board.host_total_bytes, board.ranks[0].memory.device_total = 24 * GIB, 15 * GIB
     page = Page(both(board)[0])
@@ -240,7 +240,7 @@ def test_memory_is_told_against_what_there_is() -> None:
     assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in words.live_text(board)
 
 
-def test_what_is_left_and_samples_per_second_are_in_the_first_line() -> None:
+def test_what_is_left_and_samples_per_second_are_in_the_first_line():
     board = board_of(2)
     for rank in (0, 1):
         for batches in (0, 5, 10):
@@ -252,7 +252,7 @@ def test_what_is_left_and_samples_per_second_are_in_the_first_line() -> None:
     assert final_line(board).startswith("2 ranks · failed after 12.0 s · step 10 (1/s)")
 
 
-def test_messages_of_libraries_are_folded_and_counted() -> None:
+def test_messages_of_libraries_are_folded_and_counted():
     board = board_of(2)
     assert "libraries" not in both(board)[0]
     for rank in (0, 1):
@@ -264,7 +264,7 @@ def test_messages_of_libraries_are_folded_and_counted() -> None:
         assert {"details", "summary"} <= {*page.kinds}
 
 
-def test_any_metric_has_a_chart_and_epochs_are_marked() -> None:
+def test_any_metric_has_a_chart_and_epochs_are_marked():
     board = board_of(2)
     for rank in (0, 1):
         for step in range(1, 41):
@@ -286,7 +286,7 @@ def test_any_metric_has_a_chart_and_epochs_are_marked() -> None:
     ("steps", "seconds", "words"),
     [(1000, 2.0, "500/s"), (10, 4.0, "2.5/s"), (1, 8.0, "0.125/s"), (90_000, 1.0, "90,000/s")],
 )
-def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> None:
+def test_speeds_are_read_at_a_glance(steps, seconds, words):
     board = board_of(1)
     for time, count in ((0.0, 0), (seconds, steps)):
         board.receive(0, report(time, count))
@@ -305,11 +305,11 @@ def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> 
         ([10.0] * 500 + [20.0] * 500, "▁" * (curves.SPARK_CHARS // 2) + "█" * 10),
     ],
 )
-def test_a_curve_has_a_block_for_each_value(values: list[float], blocks: str) -> None:
+def test_a_curve_has_a_block_for_each_value(values, blocks):
     assert curves.sparkline(values) == blocks
 
 
-def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> None:
+def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named():
     board = board_of(2)
     for second in range(1, 21):
         for rank in (0, 1):
@@ -346,13 +346,13 @@ FALLING = [1 / step for step in range(1, 9)]
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_told_with_its_step(odd: float) -> None:
+def test_a_loss_that_is_no_number_is_told_with_its_step(odd):
     (sentence,) = advice_of(trained_board(4.0, odd, 3.0, odd, odd, odd))
     assert sentence.startswith(f"loss is {odd} since step 4: ")
     assert advice_of(trained_board(4.0, odd, 3.0)) == [], "it has come back"
 
 
-def test_waiting_for_data_and_ranks_that_exchange_nothing_are_told_with_a_remedy() -> None:
+def test_waiting_for_data_and_ranks_that_exchange_nothing_are_told_with_a_remedy():
     assert advice_of(trained_board(*FALLING)) == []
     assert advice_of(trained_board(*FALLING, had_group=False, ranks=1)) == []
     assert advice_of(RunBoard([0], began_at=0.0)) == []
@@ -365,7 +365,7 @@ def test_waiting_for_data_and_ranks_that_exchange_nothing_are_told_with_a_remedy
     assert sentence.startswith("Ranks 0-1 have exchanged nothing")
 
 
-def test_it_stands_in_every_form() -> None:
+def test_it_stands_in_every_form():
     board = trained_board(*FALLING, data_s=0.4)
     words = "waiting for data. Let the DataLoader"
     facts = facts_of(board, PLAN)

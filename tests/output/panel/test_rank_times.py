@@ -8,7 +8,7 @@ from nbaccel.base.spent_time import SpentTime
 from nbaccel.output.panel.rank_times import TimeComparison
 
 
-def test_the_parts_add_up_to_the_total() -> None:
+def test_the_parts_add_up_to_the_total():
     comparison = TimeComparison(range(3))
     generator = random.Random(0)
     spent = [[0.0, 0.0] for _ in range(3)]
@@ -23,7 +23,7 @@ def test_the_parts_add_up_to_the_total() -> None:
         assert min(times.communicating_s, times.waiting_s) >= 0
 
 
-def test_who_waits_least_in_collectives_holds_the_others_up() -> None:
+def test_who_waits_least_in_collectives_holds_the_others_up():
     comparison = TimeComparison(range(3))
     for second in range(1, 21):
         for rank, share in enumerate((0.5, 0.1, 0.4)):
@@ -40,7 +40,7 @@ def test_who_waits_least_in_collectives_holds_the_others_up() -> None:
     assert times[1].waiting_s == pytest.approx(0.0, abs=0.1)
 
 
-def test_ranks_that_are_late_in_turn_both_wait_and_none_stands_out() -> None:
+def test_ranks_that_are_late_in_turn_both_wait_and_none_stands_out():
     comparison = TimeComparison(range(2))
     seconds = [0.0, 0.0]
     for step in range(1, 320):
@@ -55,7 +55,7 @@ def test_ranks_that_are_late_in_turn_both_wait_and_none_stands_out() -> None:
     assert comparison.slowest() is None
 
 
-def test_a_rank_that_reports_at_its_end_alone_is_compared_over_the_whole_run() -> None:
+def test_a_rank_that_reports_at_its_end_alone_is_compared_over_the_whole_run():
     comparison = TimeComparison(range(2))
     for step in range(1, 4001):
         comparison.receive(0, step / 4, SpentTime(step / 4, 0.0, step / 8))
@@ -68,7 +68,7 @@ def test_a_rank_that_reports_at_its_end_alone_is_compared_over_the_whole_run() -
     assert held < 600
 
 
-def test_a_rank_alone_waits_for_nobody_and_little_waiting_is_not_worth_a_word() -> None:
+def test_a_rank_alone_waits_for_nobody_and_little_waiting_is_not_worth_a_word():
     comparison = TimeComparison([0])
     comparison.receive(0, 10.0, SpentTime(10.0, 2.0, 3.0))
     (times,) = comparison.by_rank().values()
@@ -80,7 +80,7 @@ def test_a_rank_alone_waits_for_nobody_and_little_waiting_is_not_worth_a_word() 
     assert comparison.slowest() is None
 
 
-def test_reports_at_different_moments_do_not_count_as_waiting() -> None:
+def test_reports_at_different_moments_do_not_count_as_waiting():
     comparison = TimeComparison(range(2))
     for step in range(1, 200):
         for rank, delay in enumerate((0.0, 0.2)):

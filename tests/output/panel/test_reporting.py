@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from nbaccel import Accelerator, Pool, WorkerFailed, notebook_launcher
 from nbaccel.devices.cpu import CpuDevice
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.workers import messaging
-from tests.output.panel.conftest import Seen
 
 Launch = Callable[..., Any]
 
@@ -34,9 +32,7 @@ def launch(request: pytest.FixtureRequest) -> Launch:
     return two
 
 
-def test_what_is_logged_is_told_without_a_tracker_and_the_last_is_never_lost(
-    launch: Launch, seen: Seen
-) -> None:
+def test_what_is_logged_is_told_without_a_tracker_and_the_last_is_never_lost(launch, seen):
     def train() -> None:
         accelerator = Accelerator()
         assert accelerator.trackers == []
@@ -54,7 +50,7 @@ def test_what_is_logged_is_told_without_a_tracker_and_the_last_is_never_lost(
         assert messages[0].steps == 1
 
 
-def test_a_value_is_a_point_at_the_step_of_its_report_and_a_step_is_a_batch(seen: Seen) -> None:
+def test_a_value_is_a_point_at_the_step_of_its_report_and_a_step_is_a_batch(seen):
     def train() -> None:
         accelerator = Accelerator()
         net = accelerator.prepare_model(nn.Linear(2, 1))
@@ -80,9 +76,7 @@ def test_a_value_is_a_point_at_the_step_of_its_report_and_a_step_is_a_batch(seen
         assert min(gaps) >= metrics_reporter.REPORT_INTERVAL_S
 
 
-def test_only_numbers_of_the_rank_itself_are_told_and_no_device_is_waited_for(
-    launch: Launch, seen: Seen
-) -> None:
+def test_only_numbers_of_the_rank_itself_are_told_and_no_device_is_waited_for(launch, seen):
     def train() -> None:
         accelerator = Accelerator()
         accelerator.log(
@@ -120,7 +114,7 @@ def test_only_numbers_of_the_rank_itself_are_told_and_no_device_is_waited_for(
     assert list(last.left_out) == names[num_kept : num_kept + 8]
 
 
-def test_a_rank_that_fails_has_told_its_last_loss(seen: Seen) -> None:
+def test_a_rank_that_fails_has_told_its_last_loss(seen):
     def train() -> None:
         accelerator = Accelerator()
         accelerator.log({"loss": 1.0})
@@ -135,7 +129,7 @@ def test_a_rank_that_fails_has_told_its_last_loss(seen: Seen) -> None:
     assert seen.board.ending == "failed"
 
 
-def test_in_live_workers_each_cell_counts_from_its_start(seen: Seen) -> None:
+def test_in_live_workers_each_cell_counts_from_its_start(seen):
     with Pool(2, namespace={}) as pool:
         pool.run(
             "from nbaccel import Accelerator\n"
@@ -154,14 +148,14 @@ def test_in_live_workers_each_cell_counts_from_its_start(seen: Seen) -> None:
         assert [facts.told.steps for facts in seen.board.ranks.values()] == [77, 77]
 
 
-def test_without_a_launch_nobody_is_told() -> None:
+def test_without_a_launch_nobody_is_told():
     accelerator = Accelerator(cpu=True)
     accelerator.log({"loss": 1.0})
     assert list(accelerator.progress([torch.ones(1)])) == [torch.ones(1)]
     assert metrics_reporter._process_reporter is None
 
 
-def test_a_notebook_that_does_not_listen_holds_no_worker_up() -> None:
+def test_a_notebook_that_does_not_listen_holds_no_worker_up():
     ours, theirs = messaging.Channel.pair()
     reporter = metrics_reporter.Reporter(theirs, CpuDevice(), "cpu")
     while theirs.try_send("filled"):
@@ -190,9 +184,7 @@ def test_a_notebook_that_does_not_listen_holds_no_worker_up() -> None:
     ours.close()
 
 
-def test_rounds_of_a_loop_over_epochs_are_no_steps_and_say_how_far_the_training_is(
-    launch: Launch, seen: Seen
-) -> None:
+def test_rounds_of_a_loop_over_epochs_are_no_steps_and_say_how_far_the_training_is(launch, seen):
     def train() -> None:
         accelerator = Accelerator()
         for _ in accelerator.progress(range(3), "epochs"):
@@ -218,9 +210,7 @@ def test_rounds_of_a_loop_over_epochs_are_no_steps_and_say_how_far_the_training_
 
 
 @pytest.mark.slow
-def test_a_trainer_of_transformers_says_that_its_bar_is_that_of_the_whole_training(
-    seen: Seen, tmp_path: Path
-) -> None:
+def test_a_trainer_of_transformers_says_that_its_bar_is_that_of_the_whole_training(seen, tmp_path):
     pytest.importorskip("transformers")
 
     def train() -> None:
@@ -268,7 +258,7 @@ def plain_loop(net: nn.Module) -> None:
     dist.destroy_process_group()
 
 
-def test_a_plain_loop_is_seen(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_loop_is_seen(seen, monkeypatch):
     notebook_launcher(plain_loop, (nn.Linear(2, 1),), 2)
     for facts in seen.board.ranks.values():
         steps = EPOCHS * SAMPLES // BATCH
@@ -287,7 +277,7 @@ def test_a_plain_loop_is_seen(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> No
     assert {facts.told.steps for facts in seen.board.ranks.values()} == {None}
 
 
-def test_the_loop_of_an_accelerator_is_seen_once_and_in_the_user_s_scale(seen: Seen) -> None:
+def test_the_loop_of_an_accelerator_is_seen_once_and_in_the_user_s_scale(seen):
     def train(net: nn.Module) -> None:
         accelerator = Accelerator(gradient_accumulation_steps=2)
         optimizer = torch.optim.SGD(net.parameters(), 0.0)
@@ -308,7 +298,7 @@ def test_the_loop_of_an_accelerator_is_seen_once_and_in_the_user_s_scale(seen: S
         assert {value for _, value in facts.loss.points()} == {7.0}
 
 
-def test_what_is_logged_takes_the_place_of_what_was_seen(seen: Seen) -> None:
+def test_what_is_logged_takes_the_place_of_what_was_seen(seen):
     def train() -> None:
         weight = nn.Parameter(torch.ones(()))
         optimizer = torch.optim.SGD([weight], 0.0)
@@ -327,7 +317,7 @@ def test_what_is_logged_takes_the_place_of_what_was_seen(seen: Seen) -> None:
         assert facts.told.steps == 20
 
 
-def test_one_process_is_seen_and_leaves_no_hook(seen: Seen, capsys: object) -> None:
+def test_one_process_is_seen_and_leaves_no_hook(seen, capsys):
     plain = torch.autograd.backward
 
     def train(net: nn.Module) -> int:

@@ -22,7 +22,6 @@ from nbaccel.output import publish
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.publish import CellPlace
-from tests.output.panel.conftest import Seen
 from tests.output.panel.finished import PLAN, report
 
 GIB = 2**30
@@ -78,8 +77,8 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
 
 @pytest.mark.parametrize(("seconds", "switch"), [(0.9, "1"), (5.0, "0")])
 def test_a_short_cell_shows_nothing_and_it_can_be_turned_off(
-    seconds: float, switch: str, cell: Cell, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    seconds, switch, cell, clock, monkeypatch
+):
     monkeypatch.setenv("NBACCEL_DASHBOARD", switch)
     board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
     clock.now += seconds
@@ -89,7 +88,7 @@ def test_a_short_cell_shows_nothing_and_it_can_be_turned_off(
     assert cell.taken == 0
 
 
-def test_a_longer_one_is_told_in_place_once_a_second(cell: Cell, clock: Clock) -> None:
+def test_a_longer_one_is_told_in_place_once_a_second(cell, clock):
     board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
     for _ in range(30):
         clock.now += 0.1
@@ -102,9 +101,7 @@ def test_a_longer_one_is_told_in_place_once_a_second(cell: Cell, clock: Clock) -
     assert 0 < board.due_in() <= 1, "what was missed is not made up for"
 
 
-def test_ranks_that_do_the_same_are_one_line_and_too_many_lines_are_cut(
-    cell: Cell, clock: Clock
-) -> None:
+def test_ranks_that_do_the_same_are_one_line_and_too_many_lines_are_cut(cell, clock):
     board = Dashboard(range(4), plan=PLAN, read_clock=clock)
     clock.now += 12
     waiting = "waiting in all_reduce (Cell In[3], line 5)"
@@ -123,9 +120,7 @@ def test_ranks_that_do_the_same_are_one_line_and_too_many_lines_are_cut(
 
 
 @pytest.mark.parametrize("word", ["failed", "stopped", "timed out", ""])
-def test_afterwards_one_line_stays_with_the_peak_and_the_ending(
-    cell: Cell, clock: Clock, word: str
-) -> None:
+def test_afterwards_one_line_stays_with_the_peak_and_the_ending(cell, clock, word):
     place = CellPlace()
     board = Dashboard([0], place=place, plan=PLAN, read_clock=clock)
     clock.now += 2
@@ -141,9 +136,7 @@ def test_afterwards_one_line_stays_with_the_peak_and_the_ending(
     assert cell.text == f"1 rank · {ending}12.3 s · up to 3.0 GiB (on the device 5.0 GiB)"
 
 
-def test_a_terminal_gets_a_line_now_and_then(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_gets_a_line_now_and_then(clock, capsys):
     board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
     at = []
     for second in range(700):
@@ -162,7 +155,7 @@ def metrics(time: float, steps: int, loss: float = 1.0) -> Metrics:
     return report(time, steps, {"loss": loss})
 
 
-def test_a_whole_output_is_not_replaced_for_each_message(cell: Cell, clock: Clock) -> None:
+def test_a_whole_output_is_not_replaced_for_each_message(cell, clock):
     board = Dashboard([0], plan=PLAN, read_clock=clock)
     clock.now += 1
     board.update([row(0)])
@@ -177,7 +170,7 @@ def test_a_whole_output_is_not_replaced_for_each_message(cell: Cell, clock: Cloc
     assert "step 109" in cell.text
 
 
-def test_the_words_say_how_to_stop_where_no_script_puts_a_button(cell: Cell, clock: Clock) -> None:
+def test_the_words_say_how_to_stop_where_no_script_puts_a_button(cell, clock):
     board = Dashboard([0], plan=PLAN, read_clock=clock)
     clock.now += 1
     board.update([row(0)])
@@ -187,15 +180,13 @@ def test_the_words_say_how_to_stop_where_no_script_puts_a_button(cell: Cell, clo
     assert "Stop" not in cell.html
 
 
-def test_a_launch_whose_output_goes_to_a_file_adds_nothing_to_it(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_launch_whose_output_goes_to_a_file_adds_nothing_to_it(capfd):
     notebook_launcher(time.sleep, (1.6,), 2)
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow
-def test_a_launch_in_a_terminal_is_told_of_there() -> None:
+def test_a_launch_in_a_terminal_is_told_of_there():
     code = "import time; from nbaccel import notebook_launcher as go; go(time.sleep, (1.6,), 2)"
     ours, theirs = pty.openpty()
     done = subprocess.run([sys.executable, "-c", code], stderr=theirs, timeout=100, check=True)
@@ -213,7 +204,7 @@ def test_a_launch_in_a_terminal_is_told_of_there() -> None:
 MIB = 2**20
 
 
-def test_a_process_weighs_what_it_holds_and_nothing_once_it_has_gone() -> None:
+def test_a_process_weighs_what_it_holds_and_nothing_once_it_has_gone():
     code = "held = bytearray(200 << 20); print('ready', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -229,7 +220,7 @@ def test_a_process_weighs_what_it_holds_and_nothing_once_it_has_gone() -> None:
 
 
 @pytest.mark.gpu
-def test_the_memory_of_a_gpu_is_on_the_board_and_no_context_in_the_notebook(seen: Seen) -> None:
+def test_the_memory_of_a_gpu_is_on_the_board_and_no_context_in_the_notebook(seen):
     def train() -> None:
         accelerator = Accelerator()
         held = torch.ones(64 * MIB, dtype=torch.uint8, device=accelerator.device)

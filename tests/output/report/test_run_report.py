@@ -8,7 +8,6 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ EMPTY = facts(
 )
 
 
-def test_the_json_form_is_the_documented_one() -> None:
+def test_the_json_form_is_the_documented_one():
     document = RunReport(facts()).to_dict()
     assert (document["format"], document["version"]) == ("nbaccel.report", 1)
     assert set(document) == {
@@ -126,7 +125,7 @@ PLACES = [
 
 
 @pytest.mark.slow
-def test_nothing_of_somebody_elses_report_runs_in_a_page() -> None:
+def test_nothing_of_somebody_elses_report_runs_in_a_page():
     """Whatever of it is no text is refused, and text stays text, inside of images, too."""
     refused = 0
     for path in PLACES:
@@ -151,7 +150,7 @@ def test_nothing_of_somebody_elses_report_runs_in_a_page() -> None:
     assert refused > len(PLACES) / 2
 
 
-def test_it_is_saved_as_html_and_as_json_and_nothing_else_is_saved_or_read(tmp_path: Path) -> None:
+def test_it_is_saved_as_html_and_as_json_and_nothing_else_is_saved_or_read(tmp_path):
     report = RunReport(facts())
     for name in ("run", "run.txt", "run.html.gz"):
         with pytest.raises(ConfigError, match=r"must end with \.html or \.json"):
@@ -170,7 +169,7 @@ def test_it_is_saved_as_html_and_as_json_and_nothing_else_is_saved_or_read(tmp_p
 
 
 @pytest.mark.parametrize("known", [facts(), EMPTY], ids=["whole", "empty"])
-def test_the_page_is_valid_and_needs_nothing_beside_it(known: RunFacts, tmp_path: Path) -> None:
+def test_the_page_is_valid_and_needs_nothing_beside_it(known, tmp_path):
     text = RunReport(known).save(tmp_path / "run.html").read_text("utf-8")
     reader = Html(text)
     assert not {"script", "link", "img", "iframe"} & set(reader.kinds)
@@ -181,7 +180,7 @@ def test_the_page_is_valid_and_needs_nothing_beside_it(known: RunFacts, tmp_path
     assert "prefers-color-scheme: dark" in text
 
 
-def test_texts_are_escaped_and_whole() -> None:
+def test_texts_are_escaped_and_whole():
     part = Html(RunReport(facts())._repr_html_())
     words = "\n".join(part.words)
     # In the plan, a metric's name, a warning; and for screen readers, a metric's name and curve.
@@ -194,7 +193,7 @@ def test_texts_are_escaped_and_whole() -> None:
     assert not any("script" in chart.kinds for chart in charts)
 
 
-def test_who_holds_the_others_up_is_said_with_the_reason() -> None:
+def test_who_holds_the_others_up_is_said_with_the_reason():
     said = "Rank 1 holds the others up: the other waited 5.0 s for it (52 % of the time); it "
     assert f"{said}computes longer than the other." in str(RunReport(facts()))
     slow_data = facts(
@@ -211,7 +210,7 @@ def test_who_holds_the_others_up_is_said_with_the_reason() -> None:
     assert "No loop over batches was seen." in RunReport(EMPTY)._repr_html_()
 
 
-def test_a_start_is_left_out_of_shares_and_said() -> None:
+def test_a_start_is_left_out_of_shares_and_said():
     started = [
         dataclasses.replace(one, total_s=one.total_s + start_s, starting_s=start_s)
         for one, start_s in ((times(3.0, 5.0), 4.0), (times(3.0, 0.0), 9.0))
@@ -229,7 +228,7 @@ def test_a_start_is_left_out_of_shares_and_said() -> None:
     assert "Left out" not in str(RunReport(facts()))
 
 
-def test_a_noisy_curve_is_smoothed_over_its_raw_values() -> None:
+def test_a_noisy_curve_is_smoothed_over_its_raw_values():
     noisy = [(float(place), 1.0 + (-1) ** place * 0.3) for place in range(60)]
     mean, raw = metric_lines({0: noisy})
     assert (raw.is_thick, mean.is_thick, mean.name) == (False, True, "rank 0, smoothed")
