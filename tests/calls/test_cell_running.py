@@ -23,9 +23,6 @@ def cells() -> Iterator[Cells]:
     found.close()
 
 
-# ------------------------------------------------------------------------- values
-
-
 def test_the_last_expression_is_the_value_in_all_its_forms(cells):
     done = cells.run("x = 20\nx + 22").check()
     assert done.value == {"data": {"text/plain": "42"}, "metadata": {}}
@@ -58,9 +55,6 @@ def test_the_last_three_values_are_kept_and_no_more(cells):
     cells.run("1").check()
     assert cells.run("_").check().plain == "'mine'"
     cells.run("del _").check()
-
-
-# ------------------------------------------------------------------------- IPython's language
 
 
 def test_magics_and_the_shell_s_commands_work(cells):
@@ -116,9 +110,6 @@ def test_await_works_at_the_top_and_in_loops(cells):
     assert cells.run("asyncio.run(twice(4))").check().plain == "8"
 
 
-# ------------------------------------------------------------------------- the namespace
-
-
 def test_names_live_in_the_main_module(cells):
     done = cells.run(
         "import sys, pickle\n"
@@ -139,9 +130,6 @@ def test_no_thread_and_no_file_is_made(tmp_path):
         assert not (tmp_path / "none").exists() or not list((tmp_path / "none").rglob("*"))
     finally:
         fresh.close()
-
-
-# ------------------------------------------------------------------------- errors
 
 
 def test_an_error_is_raised_from_the_line_that_the_user_sees(cells):
@@ -231,9 +219,6 @@ def test_a_failed_cell_keeps_nothing_alive(cells):
         cells.run("gc.enable()")
 
 
-# ------------------------------------------------------------------------- output
-
-
 def test_warnings_name_the_cell_and_come_once_per_place_and_cell(cells):
     text = "import warnings\nfor _ in range(3):\n    warnings.warn('careful')"
     for _ in range(2):
@@ -278,9 +263,6 @@ def test_widgets_and_bars_are_text(cells):
     assert done.sent == []
 
 
-# ------------------------------------------------------------------------- completion
-
-
 def test_names_attributes_keys_and_magics_are_completed(cells):
     cells.run(
         "from torch import nn\nmodel = nn.Sequential(nn.Linear(2, 2))\nkeys = {'alpha': 1}"
@@ -316,9 +298,6 @@ def test_names_are_explained(cells):
     found = cells.ask("inspect", name="explained", detail=1).value
     assert "return" in found["text/plain"]
     assert cells.ask("inspect", name="no_such_thing", detail=0).value is None
-
-
-# ------------------------------------------------------------------------- other beginnings
 
 
 def test_without_ipython_it_says_what_to_install(monkeypatch):

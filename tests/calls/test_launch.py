@@ -652,29 +652,6 @@ def test_foreign_threads_keep_auto_from_forking_and_do_not_stop_the_template():
             thread.join()
 
 
-@pytest.mark.slow
-@isolated(timeout_s=100)
-def test_a_fork_after_openmp_and_backward_does_not_hang():
-    from nbaccel.workers import fork_safety
-
-    torch.set_num_threads(2)
-
-    def work() -> float:
-        torch.set_num_threads(2)
-        a = torch.randn(600, 600, requires_grad=True)
-        (a @ a).sum().backward()
-        return float(a.grad.shape[0])
-
-    work()
-    methods = ["template", "fork"]
-    if fork_safety.pools_that_stay():  # of torch 2.6
-        with pytest.raises(UnsafeFork, match=r"libgomp.*cannot give them up"):
-            notebook_launcher(work, (), 2, start_method=methods.pop())
-    for method in methods:
-        assert notebook_launcher(work, (), 2, start_method=method) == [600.0, 600.0]
-    work()
-
-
 def test_a_launch_that_waits_for_another_threads_launch_says_so(capfd, tmp_path):
     def wait_for_file() -> None:
         (tmp_path / str(workers.rank())).touch()

@@ -26,9 +26,6 @@ def pids(pool: Pool) -> list[int]:
     return pool.call(os.getpid)
 
 
-# ------------------------------------------------------------------------- cells
-
-
 def test_cells_keep_names_show_values_once_where_equal_and_run_on_some_ranks(pool, capsys):
     with pytest.raises(TypeError, match=r"code as text.*pool\.call"):
         pool.run(len)  # type: ignore[arg-type]
@@ -54,9 +51,6 @@ def test_a_cell_follows_the_notebook_into_another_folder(pool, tmp_path, monkeyp
     assert pool.pull("here", "probe") == {"here": [str(tmp_path)] * 2, "probe": ["changed"] * 2}
 
 
-# ------------------------------------------------------------------------- names
-
-
 def test_what_cannot_be_sent_is_named_before_anything_runs_and_unknown_names_are_guessed(
     pool, names
 ):
@@ -71,17 +65,11 @@ def test_what_cannot_be_sent_is_named_before_anything_runs_and_unknown_names_are
         pool.pull("loses")
 
 
-# ------------------------------------------------------------------------- models
-
-
 def test_weights_come_home_from_a_cell_that_fails(pool, names):
     names["model"] = model = nn.Linear(4, 2)
     with pytest.raises(ZeroDivisionError):
         pool.run("import torch\nwith torch.no_grad(): model.weight.fill_(5.0)\n1 / 0")
     assert model.weight.mean().item() == 5.0
-
-
-# ------------------------------------------------------------------------- process groups
 
 
 def test_a_group_is_joined_by_the_first_collective_and_left_again_and_again(fresh):
@@ -143,9 +131,6 @@ def test_what_keeps_a_group_and_uneven_collectives_that_are_told(fresh, capsys):
     assert "different numbers of collectives" in capsys.readouterr().err
     fresh.run("dist.all_reduce(x)")
     assert fresh.pull("x") == {"x": [torch.tensor([4.0])] * 2}
-
-
-# ------------------------------------------------------------------------- failures
 
 
 def test_leaving_does_not_end_a_worker(pool):
@@ -231,9 +216,6 @@ def test_a_timeout_ends_a_cell_and_keeps_the_workers():
         assert pids(pool) == before
 
 
-# ------------------------------------------------------------------------- calls
-
-
 def test_a_launch_can_use_live_workers(pool):
     before = pids(pool)
     model = workers.Net()
@@ -259,9 +241,6 @@ def test_a_launch_can_use_live_workers(pool):
     with pytest.raises(ConfigError) as caught:
         Pool(config=RunConfig(num_nodes=2, max_restarts=1))
     assert len(caught.value.mistakes) == 2
-
-
-# ------------------------------------------------------------------------- life
 
 
 def test_a_busy_pool_says_so(pool, tmp_path):
@@ -333,9 +312,6 @@ def test_two_pools_do_not_disturb_each_other(pool):
         assert pool.pull("mine") == {"mine": ["first", "first"]}
     assert notebook_launcher(workers.whoami, (), 2)[1][0] == 1
     assert pool.pull("mine") == {"mine": ["first", "first"]}
-
-
-# ------------------------------------------------------------------------- last: it ends all pools
 
 
 @pytest.mark.slow

@@ -67,9 +67,6 @@ def test_a_cell_says_it_of_a_rank_that_compares_a_call(capfd):
     assert "NBACCEL_COLLECTIVE_CHECK=always" in text
 
 
-# ------------------------------------------------------ what the ranks of a pool are at, as a table
-
-
 GIB = 2**30
 
 

@@ -219,9 +219,6 @@ def test_a_run_that_failed_has_a_report(num_processes, failing_rank):
         assert caught.value.report().to_dict() == latest.to_dict()
 
 
-# ------------------------------------------------------------------------- live workers
-
-
 def test_cells_and_calls_have_reports_of_their_own():
     with Pool(2) as pool:
         cell = pool.run("import warnings; warnings.simplefilter('always'); warnings.warn('late')")
@@ -267,9 +264,6 @@ def test_what_was_no_run_has_no_report_and_is_not_compared():
             nbaccel.compare(*runs)
     with pytest.raises(ConfigError, match="at least 10"):
         RunConfig(compare=3)
-
-
-# ---------------------------------------- runs side by side, and whether more workers were worth it
 
 
 def go_through(model: nn.Module, wait_s: float = 0.0) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -16,6 +15,7 @@ from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.transfer import library_settings
 from nbaccel.workers import messaging, worker_processes
 from tests.house.source import ROOT
+from tests.programs import run_program
 
 
 class Counts(dict[str, int]):
@@ -84,9 +84,6 @@ def test_what_a_rank_prints_after_it_has_finished_is_still_shown(pool, capsys):
     assert "from a thread" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------- logging
-
-
 def test_a_change_of_any_kind_is_seen_at_the_next_cell():
     logger = logging.getLogger("users_own")
     handler = logging.StreamHandler()
@@ -112,9 +109,6 @@ def test_a_change_of_any_kind_is_seen_at_the_next_cell():
     assert len(set(seen)) == len(changes) + 1
     of_library = pickle.loads(pickle.loads(seen[-1])["logging"])[1]["torch.distributed"]
     assert of_library == (of_library[0], *library_settings._UNSET[1:]), "nothing else"
-
-
-# ------------------------------------------------------------------- the files that a launch enters
 
 
 # Of a second launch: what is done once, such as the start of a template, is left out.
@@ -147,13 +141,7 @@ print(json.dumps(sorted(files)))
 @pytest.mark.parametrize("method", ["template", "fork"])
 def test_a_launch_on_cpus_enters_few_files_and_none_of_other_devices_or_hosts(method):
     """The aim is 30: one who reads what a launch does has all of them to read."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, method],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_program([sys.executable, "-c", PROGRAM, method], cwd=ROOT)
     package = f"{ROOT / 'nbaccel'}/"
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
     entered = [path.removeprefix(package) for path in found if path.startswith(package)]

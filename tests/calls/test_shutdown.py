@@ -146,9 +146,6 @@ def test_who_is_through_has_nothing_done_to_it(clock):
     assert worker.done == []
 
 
-# ------------------------------------------------------------------------- who is through
-
-
 def test_those_that_are_through_exit_when_nobody_is_at_work(clock):
     states = (HandleState.RUNNING, HandleState.RETURNED, HandleState.FAILED)
     busy, *through = (Worker(rank, state=state) for rank, state in enumerate(states))

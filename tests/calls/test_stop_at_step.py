@@ -218,9 +218,6 @@ def test_fifty_random_moments(strategy, tmp_path):
         before = steps_of(model)
 
 
-# ------------------------------------------------------------------------- boundaries
-
-
 def boundaries_of(*events: str) -> list[int]:
     """Before which events boundaries lie: `read`, or an optimizer by its letter."""
     found: list[int] = []

@@ -208,9 +208,6 @@ def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
     assert equal(model, [v - 0.5 for v in old])
 
 
-# ------------------------------------------------------------------------- training in a file
-
-
 def test_rank_0_trains_in_a_file_and_shares_the_arena_again_afterwards(fresh, model, capfd):
     loss = model(torch.ones(1, 256, requires_grad=True)).sum()
     look = (
@@ -226,9 +223,6 @@ def test_rank_0_trains_in_a_file_and_shares_the_arena_again_afterwards(fresh, mo
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # it needs the old weights
     assert all(equal(model, there) for there in fresh.pull("there")["there"])
-
-
-# ------------------------------------------------------------------------- helpers
 
 
 CHANGES = {
@@ -248,9 +242,6 @@ def test_what_a_cell_changes_besides_values_is_told_of_each_model(fresh, model, 
     fresh._namespace["model"] = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     fresh.run(f"import torch\n{change}\nNone")
     assert re.search(CHANGES[change], " ".join(capfd.readouterr().err.split()))
-
-
-# --------------------------------------------- after a launch: weights changed without an optimizer
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import stat
-import subprocess
 import sys
 
 import pytest
@@ -20,6 +19,7 @@ from nbaccel.devices.cuda import (
     visible_gpus,
 )
 from nbaccel.plan import Gpu, Inventory, inspect_machine
+from tests.programs import run_program
 
 MACHINE = Inventory(cpu_cores=1, host_total_bytes=1, host_available_bytes=1, gpu_note="no driver")
 H100 = Gpu(
@@ -89,9 +89,7 @@ def test_a_woken_gpu_is_a_hazard(waking, said):
         f"{waking}\n"
         "print(CudaDevice().hazards())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_program([sys.executable, "-c", code], check=False)
     assert said in done.stdout, done.stderr
 
 
@@ -190,20 +188,10 @@ def test_torch_counts_the_same(setting):
         "          for i in range(cuda.device_count())]\n"
         "print(json.dumps([ours, theirs]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program([sys.executable, "-c", code], env=environ, check=False)
     assert done.returncode == 0, done.stderr
     ours, theirs = json.loads(done.stdout)
     assert ours == theirs
-
-
-# -------------------- nvml probe
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import subprocess
 import sys
 
 import pytest
@@ -16,12 +15,11 @@ from nbaccel.devices import never_run
 from nbaccel.devices.never_run import MpsDevice, XpuDevice
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory, inspect_machine, registry
+from tests.programs import run_program
 
 
 def run(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    return run_program([sys.executable, "-c", code], check=False)
 
 
 @pytest.mark.parametrize("row", DEVICES, ids=lambda row: row.name)
@@ -97,8 +95,6 @@ def test_a_worker_computes_on_its_device(row):
     )
     assert done.returncode == 0, done.stderr
 
-
-# -------------------- never run: found without waking them, passed over by auto, named as such
 
 NOTHING = Inventory(cpu_cores=4, host_total_bytes=2**35, host_available_bytes=2**34)
 NEVER_RUN = [row.name for row in DEVICES if row.never_run]

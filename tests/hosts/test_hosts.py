@@ -167,9 +167,6 @@ def test_a_host_that_falls_silent_ends_the_launch_on_both_sides(tmp_path):
     assert told["again"] == ["alpha", "alpha"]
 
 
-# -------------------------------- a real sshd on the second host, with keys and settings of its own
-
-
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
 
 from nbaccel.hosts.ray_host import OWN_PATH
+from tests.programs import run_program
 
 pytestmark = pytest.mark.skipif(
     find_spec("lark") is None, reason="rfc3987-syntax is not installed, which needs lark"
@@ -17,10 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def said(code: str, **variables: str) -> str:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, check=True
-    ).stdout
+    return run_program([sys.executable, "-c", code], env=os.environ | variables).stdout
 
 
 def test_rays_own_processes_do_without():

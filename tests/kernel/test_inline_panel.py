@@ -9,31 +9,11 @@ import pytest
 
 from tests.kernel.kernel import Kernel
 
-TRAIN = """
-import torch, time
-from nbaccel import Accelerator, notebook_launcher
-
-def train(num_epochs, fails=False):
-    accelerator = Accelerator()
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loader = torch.utils.data.DataLoader(torch.randn(20, 4), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for epoch in range(num_epochs):
-        for rows in accelerator.progress(loader):
-            loss = model(rows).pow(2).mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            accelerator.log({"loss": loss.item()})
-            time.sleep(0.08)
-        print("epoch", epoch + 1)
-    if fails:
-        raise ValueError("no labels")
-"""
 BARS = """
-import contextlib, io, logging, os, sys, warnings
+import contextlib, io, logging, os, sys, time, warnings
+import torch
 from tqdm import tqdm
+from nbaccel import Accelerator, notebook_launcher
 
 def train_with_bars(num_epochs=4, fails=False, seconds=0.03):
     for epoch in tqdm(range(num_epochs), desc="epochs"):
@@ -52,21 +32,8 @@ ENDS = re.compile(r"epoch (\d) of 4, ([\d.]+) s left")
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     with Kernel() as found:
-        for code in (TRAIN, BARS):
-            found.run(code).check()
+        found.run(BARS).check()
         yield found
-
-
-@pytest.mark.slow
-def test_a_loop_is_shown_above_what_it_prints_and_nothing_is_an_error(kernel):
-    cell = kernel.run("results = notebook_launcher(train, (3,), num_processes=1)").check()
-    assert cell.stderr == ""
-    assert cell.stdout == "epoch 1\nepoch 2\nepoch 3\n"
-    place, *_, summary = cell.displays
-    assert not any(place.values()), "the place is kept before anything is printed"
-    assert "10 of 10" in summary["text/html"], "the loop's bar is in the summary"
-    assert "<img" in summary["text/html"]
-    assert "step 30" in summary["text/plain"]
 
 
 def test_bars_of_tqdm_are_in_the_panel_and_leave_no_stderr(kernel):

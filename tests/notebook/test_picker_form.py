@@ -24,23 +24,6 @@ from tests.notebook.shown import BUCKET, Shown, big, net, show
 __all__ = ["show"]
 
 
-@DEEPSPEED
-def test_a_click_takes_a_way_to_train_and_shows_its_fields(show):
-    shown = show(model=big(), config=RunConfig(mixed_precision="bf16"))
-    assert shown.taken() == ["one copy each (DDP)"]
-    assert "Does not fit" in shown.one("nbaccel-taken-line").value
-    shown.take("ZeRO-2, optimizer on the CPU")
-    assert shown.taken() == ["ZeRO-2, optimizer on the CPU"]
-    assert shown.picker.config.zero_stage == 2
-    told = shown.one("nbaccel-taken-line").value
-    assert "ZeRO-2, optimizer on the CPU" in told
-    assert "Fits: " in told
-    fields = [field.setting.name for field in shown.view._first if field.is_visible]
-    assert "gradient_clipping" in fields
-    shown.one("nbaccel-undo").click()
-    assert shown.taken() == ["one copy each (DDP)"]
-
-
 def test_a_press_that_another_thread_hands_on_while_the_state_is_shown_is_not_lost(
     show, monkeypatch
 ):

@@ -79,39 +79,6 @@ def test_output_of_c_code_and_of_programs_is_heard_in_order(show):
         assert of_rank(rank, err) == ["complaint", "\\udcff of errors", "logged 1"]
 
 
-@pytest.mark.forks
-def test_lines_are_shown_while_the_workers_run(capfd):
-    """The cell shows a line long before the launch is over: a worker sees that it was shown."""
-    read, write = os.pipe()
-
-    class Tee:
-        def __init__(self, to: Any) -> None:
-            self._to = to
-
-        def write(self, text: str) -> int:
-            if "first" in text:
-                os.write(write, b"s")
-            return int(self._to.write(text))
-
-        def flush(self) -> None:
-            self._to.flush()
-
-    def talk() -> bool:
-        if workers.rank() == 1:
-            return True
-        print("first")
-        return os.read(read, 1) == b"s"
-
-    before, sys.stdout = sys.stdout, Tee(sys.stdout)  # type: ignore[assignment]
-    try:
-        seen = notebook_launcher(talk, (), 2, start_method="fork", timeout=60)
-    finally:
-        sys.stdout = before
-        os.close(read)
-        os.close(write)
-    assert seen == [True, True]
-
-
 def test_a_warning_about_results_names_the_line_that_launched():
     def generate() -> Any:
         return (number for number in range(3))

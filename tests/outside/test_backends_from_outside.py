@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT
+from tests.programs import run_program
 
 HERE = Path(__file__).parent
 ENTRY_POINTS = {
@@ -48,15 +48,9 @@ def run(tmp_path: Path) -> Run:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(code))
         path = os.pathsep.join([str(site), str(ROOT)])
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            env={**os.environ, "PYTHONPATH": path, **more},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        environ = {**os.environ, "PYTHONPATH": path, **more}
+        words = [sys.executable, str(script)]
+        done = run_program(words, env=environ, cwd=tmp_path, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -158,15 +152,20 @@ for facts in notebook_launcher(train, (net,), config=config):
     assert "weight" in facts["explained"]
     assert {"make_current", "empty_cache"} <= set(facts["calls"]), facts
 assert not torch.equal(before, net[0].weight), "trained weights come home"
-"""
-    )
 
+# Its settings ask for the strategy, and live workers know it.
+from added_backends.settings import AveragingSettings
+from nbaccel import Pool
+handlers = (AveragingSettings(weight=0.5),)
+for facts in notebook_launcher(train, (model(), handlers), num_processes=2):
+    assert facts["strategy"] == "averaging", facts
+    assert "AveragingSettings was given" in facts["explained"], facts["explained"]
+    assert "0.5" in facts["explained"]
+with Pool(config=RunConfig(num_processes=2, device="abacus", strategy="averaging")) as pool:
+    for facts in pool.call(train, model()):
+        assert (facts["device"], facts["strategy"]) == ("abacus", "averaging"), facts
 
-@pytest.mark.slow
-def test_its_fp8_backend_trains_through_convert(run):
-    run(
-        TRAINING
-        + """
+# Its FP8 backend trains through `convert`.
 config = RunConfig(
     device="abacus", mixed_precision="fp8", fp8={"backend": "bead8", "margin": 2}, num_processes=2
 )
@@ -177,10 +176,6 @@ for facts in notebook_launcher(train, (model(),), config=config):
 # Where nothing more is said: the device that is there, the first backend that is installed.
 for facts in notebook_launcher(train, (model(),), config=RunConfig(mixed_precision="fp8")):
     assert facts["fp8"] == "bead8" and facts["margin"] == 0 and facts["device"] == "abacus", facts
-# Without a launcher the configuration is told to the Accelerator itself.
-config_here = RunConfig(mixed_precision="fp8", fp8={"backend": "bead8", "margin": 1})
-alone = Accelerator(config=config_here, cpu=True)
-assert alone.prepare(model())[0].margin == 1 and alone.plan.strategy == "single"
 
 from nbaccel.errors import PrecisionMismatch
 def nobody_reads_it(net):
@@ -193,25 +188,11 @@ except PrecisionMismatch as error:
     assert "mixed_precision='fp8' was asked for" in str(error) and "fp32" in str(error), error
 else:
     raise AssertionError("float32 in the place of fp8, without a word")
-"""
-    )
 
-
-@pytest.mark.slow
-def test_its_settings_ask_for_the_strategy_and_live_workers_know_it(run):
-    run(
-        TRAINING
-        + """
-from added_backends.settings import AveragingSettings
-from nbaccel import Pool
-handlers = (AveragingSettings(weight=0.5),)
-for facts in notebook_launcher(train, (model(), handlers), num_processes=2):
-    assert facts["strategy"] == "averaging", facts
-    assert "AveragingSettings was given" in facts["explained"], facts["explained"]
-    assert "0.5" in facts["explained"]
-with Pool(config=RunConfig(num_processes=2, device="abacus", strategy="averaging")) as pool:
-    for facts in pool.call(train, model()):
-        assert (facts["device"], facts["strategy"]) == ("abacus", "averaging"), facts
+# Without a launcher the configuration is told to the Accelerator itself.
+config_here = RunConfig(mixed_precision="fp8", fp8={"backend": "bead8", "margin": 1})
+alone = Accelerator(config=config_here, cpu=True)
+assert alone.prepare(model())[0].margin == 1 and alone.plan.strategy == "single"
 """
     )
 

@@ -119,9 +119,6 @@ def test_live_workers_go_on_where_the_last_cell_ended(trained, config):
     assert not torch.equal(names["net"].body.weight, after_first["body.weight"])
 
 
-# ---------------------------------------------------- models on their way to chips, and collectives
-
-
 def test_a_moved_model_keeps_its_objects_and_what_hangs_on_them(driver, config):
     (moved,) = notebook_launcher(
         bodies.move_with_all_that_hangs_on_it, (), config=config.changed(num_processes=1)
@@ -162,9 +159,6 @@ def test_no_collective_is_left_to_gloo_which_would_change_nothing(driver, config
             assert "accelerator.reduce(tensor)" in said
             assert "accelerator.gather(tensor)" in answers["all_gather_into_tensor"]
             assert "tensor.cpu()" in answers["all_to_all_single"]
-
-
-# ------------------------------------------ one process on all devices, cut up by XLA's partitioner
 
 
 DEVICES = 4

@@ -161,9 +161,6 @@ def test_a_forked_child_writes_to_memory_of_its_own():
     assert arena.find_arena(module.weight.data_ptr(), 4) is next(iter(kept.arenas.values()))
 
 
-# ------------------------------------------------------------------------- refusals
-
-
 class Holding(nn.Module):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()

@@ -136,9 +136,6 @@ def test_pages_that_are_given_back_show_the_file_again():
             private.give_back(1, PAGE_BYTES)
 
 
-# ------------------------------------------------------------------------- pages that have changed
-
-
 def filled(num_bytes: int, value: int) -> tuple[int, Mapping]:
     """A memory file of ones, and a mapping in which each byte was written."""
     fd = memfd.create_file("test", num_bytes)

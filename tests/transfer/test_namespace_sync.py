@@ -28,9 +28,6 @@ def pair() -> Any:
     made.close()
 
 
-# ------------------------------------------------------------------------- values
-
-
 VALUES: list[Any] = [
     3, 2.5, float("nan"), True, None, "text", b"bytes", 1j, (1, (2, "x")), ..., torch.float32,
     torch.Size([1, 2]), torch.device("cpu"), types, functools.partial, len, np.add,
@@ -110,9 +107,6 @@ def test_each_rank_gets_what_it_lacks(pair):
     assert all(torch.equal(w.ns["model"].weight, pair.ns["model"].weight) for w in pair.workers)
 
 
-# ------------------------------------------------------------------------- whose a name is
-
-
 def test_what_a_worker_bound_is_its_own_until_the_notebook_changes_it(pair):
     pair.ns["lr"] = 0.1
     pair.cell("lr = lr / 2", 0)
@@ -146,9 +140,6 @@ def test_a_module_the_worker_replaced_stays_replaced(pair):
     pair.ns["model"].train(mode=False)
     pair.cell("model")
     assert pair.worker["model"][0].training is False, "what it wraps is still the notebook's"
-
-
-# ------------------------------------------------------------------------- functions
 
 
 FUNCTIONS = """
@@ -232,9 +223,6 @@ def test_functions_keep_what_they_are(pair):
     assert worker["d"] == (12, "noted", 7, "decorated")
     assert worker["h"] == (9, [0, 2, 4])
     assert "unset" in worker["message"]
-
-
-# ------------------------------------------------------------------------- modules
 
 
 class Net(nn.Module):
@@ -371,9 +359,6 @@ def test_a_module_that_died_is_forgotten_by_the_worker(pair):
     pair.need("model")
     assert len(pair.workers[0].mappings()) == 1
     assert pair.workers[0].mappings()[0] is not old[0]
-
-
-# ------------------------------------------------------------------------- what cannot be sent
 
 
 def test_a_needed_value_that_does_not_pickle_is_named_and_an_attribute_stays(pair):

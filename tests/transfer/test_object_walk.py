@@ -62,9 +62,6 @@ def test_what_is_passed_over_and_what_does_no_harm():
     assert paths(setup) == ["args[0].model"]
 
 
-# ------------------------------------------------------------------------- what cannot be sent
-
-
 LOCK = threading.Lock()
 
 

@@ -31,9 +31,6 @@ def travel(obj: Any, sender: Sender | None = None, *, most_pickled: int = 100_00
         return pickling.unpack(packed, fd, table)
 
 
-# ------------------------------------------------------------------------- data
-
-
 def test_a_large_array_travels_beside_the_pickle_and_stays_writable():
     array = np.random.default_rng(0).random((512, 1024))
     found = travel({"data": array, "again": array})
@@ -106,9 +103,6 @@ def test_what_is_one_stays_one_and_receivers_do_not_see_each_others_writes():
     assert not other.any()
 
 
-# ------------------------------------------------------------------------- functions
-
-
 def test_what_a_function_closes_over_travels_beside_the_pickle():
     tensor, array = torch.randn(300_000), np.ones(300_000)
     shift = 2.0
@@ -146,9 +140,6 @@ def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source():
     assert sender.sources == {name: code.splitlines(keepends=True)}
 
 
-# ------------------------------------------------------------------------- arenas
-
-
 def test_a_shared_model_travels_by_address_only():
     module = nn.Linear(512, 512)
     sharing = arena.share_modules(find_modules((module,)))
@@ -169,9 +160,6 @@ def test_a_shared_model_travels_by_address_only():
     assert torch.equal(travel(lambda: module.weight, sender)(), module.weight)  # in a closure, too
     assert sender.arenas == sharing.arenas
     assert sender.sources == {}, "the source of a file does not travel"
-
-
-# ------------------------------------------------------------------------- refusals
 
 
 class OwnState(nn.Linear):
@@ -260,9 +248,6 @@ def test_a_forked_childs_answer_comes_back_by_name():
         error, ones = pickling.unpack(packed, fd, {})
     assert type(error) is Local
     assert ones.tolist() == [1, 1, 1]
-
-
-# --------------------------- the file that code comes from, by which errors show the line of a cell
 
 
 CELL = "def outer():\n    def inner():\n        return 1\n    return inner\n"

@@ -156,9 +156,6 @@ def test_an_object_with_its_own_way_to_pickle_is_looked_into():
     assert means(model) == [7.0]
 
 
-# ------------------------------------------------------------------------- weak references
-
-
 def test_a_weak_reference_names_the_same_object_or_is_gone_as_in_the_notebook():
     def look(pair: list[Any]) -> tuple[bool, bool]:
         owner, (reference, gone) = pair

@@ -123,9 +123,6 @@ def disk_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
-# ------------------------------------------------------------------------- training in place
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_model_trained_whole_is_trained_in_the_staging_file(launch, optimizer):
     module = Net()
@@ -157,9 +154,6 @@ def test_a_frozen_base_is_not_copied(launch):
     assert_equal(module, values(worker.args[0]))
 
 
-# ------------------------------------------------------------------------- by the page table
-
-
 def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(launch):
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))  # 4 pages each
     trip = launch(module)
@@ -174,9 +168,6 @@ def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(launch):
     through_file = sum(map(memfd.total_bytes, report.own_bytes.values()))
     assert through_file == disk_bytes(staging) == 8 * PAGE_BYTES
     assert_equal(module, values(worker.args[0]))
-
-
-# ------------------------------------------------------------------------- tensors that moved
 
 
 def replaced_parameter(module: nn.Module) -> None:
@@ -255,9 +246,6 @@ def test_expanded_strided_and_overlapping_tensors_come_home_from_elsewhere(launc
     expected = values(copy)
     trip.come_home(worker)
     assert_equal(module, expected)
-
-
-# ------------------------------------------------------------------------- stranded modules
 
 
 def other_shape(module: nn.Module) -> None:

@@ -59,9 +59,6 @@ def weights(pair: Pair) -> list[nn.Module]:
     return [worker.ns["model"] for worker in pair.workers]
 
 
-# ------------------------------------------------------------------------- pages
-
-
 def test_what_rank_0_trained_comes_home_and_equal_ranks_share_memory_again(pair):
     before = pair.ns["model"].weight.detach().clone()
     for number in range(3):
@@ -139,9 +136,6 @@ def test_adopting_one_of_two_modules_that_share_pages_leaves_the_other(pair):
     assert (there["c"] == 5).all()
 
 
-# ------------------------------------------------------------------------- tensors that left
-
-
 def test_tensors_that_left_the_arena_come_home_and_are_refreshed(pair):
     pair.cell("model.double()")
     pair.cell(TRAIN.replace("torch.ones(4, 256)", "torch.ones(4, 256).double()"))
@@ -188,9 +182,6 @@ def test_a_sharded_model_comes_home_from_its_pieces(group_without_ports, pair):
     nn.init.ones_(pair.ns["model"].weight)
     pair.cell("model", 0)
     assert (model.weight.to_local() == 1).all(), "its piece of what the notebook wrote"
-
-
-# ------------------------------------------------------------------------- names
 
 
 def test_a_cell_s_names_are_those_bound_rebound_or_deleted(pair):

@@ -34,9 +34,6 @@ def fail(request: pytest.FixtureRequest) -> Fail:
     return launch
 
 
-# ------------------------------------------------------------------------- long messages
-
-
 def test_head_and_tail_of_a_long_message_are_shown_and_a_huge_one_does_not_travel(fail):
     def explain() -> None:
         lines = (f"line {i} {'x' * 300 * (i > 1)}" for i in range(500))
@@ -58,9 +55,6 @@ def test_head_and_tail_of_a_long_message_are_shown_and_a_huge_one_does_not_trave
     assert "29,999,018 characters not shown" in text
     assert len(text) < 5_000
     assert len(str(error.__cause__)) < 30_000
-
-
-# ------------------------------------------------------------------------- DataLoader workers
 
 
 class Labels(Dataset[int]):
@@ -137,9 +131,6 @@ def test_classes_of_the_notebook_come_out_of_dataloader_workers():
         notebook_launcher(train, (True,), **launch)
 
 
-# ------------------------------------------------------------------------- classes
-
-
 def test_lack_of_memory_and_texts_of_libraries_are_told_as_what_they_are(fail):
     def raise_error(error: Exception | None) -> None:
         if error is None:
@@ -186,9 +177,6 @@ def test_of_a_group_every_exception_is_told_with_its_line(fail):
     assert len(text.splitlines()) <= 40
     assert "two columns" in str(error.__cause__)
     assert [type(one) for one in error.exceptions] == [KeyError, KeyError, ExceptionGroup]
-
-
-# ------------------------------------------------------------------------- children
 
 
 @pytest.mark.forks

@@ -105,9 +105,6 @@ def test_it_is_given_up_in_time_and_told(monkeypatch, capfd):
     assert "End trackers and writers in the function itself" in shown
 
 
-# ------------------------- processes that a worker has started end with it, wherever they have gone
-
-
 @pytest.fixture
 def token() -> Iterator[str]:
     """A number of seconds to sleep that no other process has; what is left is ended."""

@@ -18,6 +18,7 @@ import pytest
 
 from tests.house.source import ROOT
 from tests.isolation import isolated
+from tests.programs import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -62,14 +63,8 @@ def called_in_a_pool():
 def run(body: str, command: Sequence[str] = ()) -> list[str]:
     """The lines that a program prints, in a process that a command prepares the place for."""
     program = PLACE + textwrap.dedent(body)
-    done = subprocess.run(
-        [*command, sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
+    words = [*command, sys.executable, "-c", program]
+    done = run_program(words, cwd=ROOT, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -89,7 +84,6 @@ def unshared(kinds: Sequence[str], *before: str) -> list[str]:
     return [*enter, *after(*before)]
 
 
-# ---------------------------------------------------------------------- no memory files
 REMEDY = "memfd_create.*(num_processes=1|ordinary cell)"
 
 LINUX_ALONE = {
@@ -183,7 +177,6 @@ def test_without_memory_files_one_worker_trains_and_several_are_refused(how):
     assert isinstance(ran.error_in_exec, PlatformUnsupported)
 
 
-# ------------------------------------------------------------------- what is not there
 def test_without_proc_several_workers_are_refused_and_one_runs():
     place = unshared(["--mount", "--pid", "--fork"], "umount -l /proc")
     said = run("print(tried(launched)); print(tried(called_in_a_pool))", place)
@@ -248,8 +241,6 @@ def test_a_small_dev_shm_is_enough_for_models_and_told_where_it_is_not():
     assert "No space left on device" in told[0]
     assert "It was raised in DataLoader worker process 0." in told[1]
 
-
-# ----------------------------------------------------------------------------- nohup
 
 STUCK = """
 assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -20,6 +19,7 @@ from nbaccel.devices.tpu.chip_topology import (
 from nbaccel.devices.tpu.drivers import find_packages
 from nbaccel.errors import ConfigError
 from tests.devices.tpu.hosts import HOSTS, PCI_ID, build_host
+from tests.programs import run_program
 
 GENERATIONS = tuple(BYTES_PER_CHIP)
 PORTS = tuple(range(8476, 8484))
@@ -134,19 +134,10 @@ def test_a_worker_inherits_nothing_that_a_launch_sets():
     assert not any("*" in name.rstrip("*") for name in STALE_VARIABLES)
 
 
-# ------------------------------------------------------------------------ the drivers themselves
-
-
 def drivers_own(script, *arguments):
     """What a driver says, in a process of its own: importing one changes torch and the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env={"PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TPU_SKIP_MDS_QUERY": "1"},
-    )
+    variables = {"PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TPU_SKIP_MDS_QUERY": "1"}
+    done = run_program([sys.executable, "-c", script, *arguments], check=False, env=variables)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -24,6 +24,7 @@ from tests.devices.tpu.hosts import (
     build_host,
     install_package,
 )
+from tests.programs import run_program
 
 CHIP = ("0x0063", "")
 NETWORK = ("0x0042", "")
@@ -146,8 +147,6 @@ def test_libtpu(tmp_path, environ, installed, libtpu):
     assert found.libtpu == libtpu.format(packages=packages)
 
 
-# ------------------------------------------------------------------------ who holds the chips
-
 HOLD = "import sys; held = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
 
 
@@ -170,8 +169,6 @@ def test_processes_that_hold_a_chip_are_found_and_this_one_counts_too(tmp_path):
     assert holders_of(files) == ()
 
 
-# ------------------------------------------------------------------------ what looking costs
-
 LOOK = """
 import sys
 from pathlib import Path
@@ -189,17 +186,8 @@ print(found is not None, any(folder.startswith("/proc") for folder in listed), s
 def test_looking_imports_nothing_and_searches_no_processes(tmp_path, has_chips):
     if has_chips:
         build_host(HOSTS["tpu vm v4-8"], tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_program([sys.executable, "-c", LOOK, str(tmp_path)])
     assert done.stdout == f"{has_chips} False []\n"
-
-
-# -------------------- surroundings
 
 
 EIGHT = dataclasses.replace(HOSTS["kaggle v5e-8"], environ={})
@@ -240,9 +228,6 @@ def test_hosts(environ, hosts):
 )
 def test_names_of_accelerators(accelerator_type, generation):
     assert generation_of_type(accelerator_type) == generation
-
-
-# ------------------------------------------------------------------------ packages
 
 
 def test_a_package_of_the_same_name_is_not_googles(tmp_path):

@@ -17,6 +17,7 @@ from nbaccel.errors import UnsafeMoment
 from nbaccel.plan import Inventory, TpuHost, registry, resolve
 from nbaccel.workers.worker_processes import check_requirements
 from tests.devices.tpu.hosts import install_package
+from tests.programs import run_program
 
 GIB = 2**30
 V5E = TpuHost(
@@ -141,14 +142,8 @@ def test_a_kernel_is_kept_asleep_where_torch_tpu_is_installed_and_torch_not_impo
     )
     unset = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     for given, expected in (((), "0"), (("1",), "1")):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *given],
-            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": ""} if given else unset,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
+        environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": ""} if given else unset
+        done = run_program([sys.executable, "-c", code, *given], env=environ)
         set_to, idle = done.stdout.split("\n")[:2]
         assert set_to == expected
         assert idle == "{'TORCH_DEVICE_BACKEND_AUTOLOAD': '0'}"

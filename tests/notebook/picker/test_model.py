@@ -308,24 +308,6 @@ def test_what_no_machine_or_not_this_one_can_serve_is_told_and_can_be_left():
 
 
 @needs.DEEPSPEED_ROW
-def test_suggest_takes_the_fastest_that_fits_as_one_change():
-    picker = PickerModel(
-        RunConfig(num_processes=2, mixed_precision="bf16"), model=big(), inventory=with_gpus(2)
-    )
-    before = picker.config
-
-    headline = picker.suggest()
-
-    assert picker.verdict.fits is True
-    assert picker.config.mixed_precision == "bf16", "what was chosen is kept"
-    assert picker.config.num_processes == 2
-    assert headline in picker.remarks
-    assert [found.is_taken for found in picker.candidates() if found.is_best] == [True]
-    picker.undo()
-    assert picker.config == before
-
-
-@needs.DEEPSPEED_ROW
 def test_what_is_not_installed_is_shown_with_what_to_install_and_not_suggested(monkeypatch):
     from nbaccel.deepspeed import form
 
