@@ -114,7 +114,7 @@ def test_it_moves_and_stop_stops(page, number):
     assert wait_for(lambda: workers(page) == before)
 
 
-def test_its_summary_stays_as_plain_output_and_unfolds(page):
+def test_its_summary_stays_and_the_button_is_reached_and_pressed_by_keys(page):
     for number in (LAUNCH, CELL):
         shown = [o["data"] for o in page.outputs(number) if o["output_type"] == "display_data"]
         assert [VIEW in data for data in shown] == [False]
@@ -128,8 +128,6 @@ def test_its_summary_stays_as_plain_output_and_unfolds(page):
         expect(ranks.locator("tbody tr")).to_have_count(2)
         expect(ranks).to_contain_text("most host memory")
 
-
-def test_the_button_is_reached_and_pressed_by_keys(page):
     page.run_cell(CELL, wait=False)
     stop = page.find("nbaccel-stop")
     expect(stop).to_be_visible()

@@ -24,14 +24,10 @@ class Answer:
     """What came of a request."""
 
     value: Any = None
-    error: str = ""
-    """Class of what was raised."""
-    text: str = ""
-    """Its text."""
-    line: int | None = None
-    """The line that a SyntaxError names."""
-    code: str = ""
-    """The code that a SyntaxError quotes."""
+    error: str = ""  # class of what was raised
+    text: str = ""  # its text
+    line: int | None = None  # the line that a SyntaxError names
+    code: str = ""  # the code that a SyntaxError quotes
     frames: list[list[Any]] = field(default_factory=list)
     """File and line of each frame of its traceback below the shell's own."""
     out: str = ""

@@ -57,7 +57,7 @@ def test_the_last_three_values_are_kept_and_no_more(cells):
     cells.run("del _").check()
 
 
-def test_magics_and_the_shell_s_commands_work(cells):
+def test_magics_and_the_shell_s_commands_work_and_what_is_captured_is_not_shown(cells):
     assert cells.run("!echo hello").check().out.split() == ["hello"]
     assert cells.run("said = !echo one; echo two\nsaid[1]").check().plain == "'two'"
     assert cells.run("!exit 3\n_exit_code").check().plain == "3"
@@ -71,8 +71,6 @@ def test_magics_and_the_shell_s_commands_work(cells):
     cells.run("%cd -q -").check()
     assert cells.run("%%bash\necho from bash").check().out == "from bash\n"
 
-
-def test_what_is_captured_is_not_shown(cells):
     done = cells.run("%%capture caught\nprint('text')\ndisplay(5)\n7").check()
     assert (done.out, done.sent, done.value) == ("", [], None)
     done = cells.run("caught.stdout, [o.data['text/plain'] for o in caught.outputs]").check()
@@ -93,7 +91,15 @@ def test_a_debugger_is_refused(cells, text):
     assert "worker 3 has no keyboard" in done.text
 
 
-def test_await_works_at_the_top_and_in_loops(cells):
+def test_names_live_in_the_main_module_and_await_works_at_the_top_and_in_loops(cells):
+    done = cells.run(
+        "import sys, pickle\n"
+        "class Mine: pass\n"
+        "Mine.__module__, globals() is vars(sys.modules['__main__']), __name__,"
+        " type(pickle.loads(pickle.dumps(Mine()))) is Mine"
+    ).check()
+    assert done.plain == "('__main__', True, '__main__', True)"
+
     done = cells.run(
         "import asyncio\n"
         "async def twice(x):\n"
@@ -108,16 +114,6 @@ def test_await_works_at_the_top_and_in_loops(cells):
     assert done.plain == "[0, 2, 4]"
     assert cells.run("await later").check().plain == "42"
     assert cells.run("asyncio.run(twice(4))").check().plain == "8"
-
-
-def test_names_live_in_the_main_module(cells):
-    done = cells.run(
-        "import sys, pickle\n"
-        "class Mine: pass\n"
-        "Mine.__module__, globals() is vars(sys.modules['__main__']), __name__,"
-        " type(pickle.loads(pickle.dumps(Mine()))) is Mine"
-    ).check()
-    assert done.plain == "('__main__', True, '__main__', True)"
 
 
 @pytest.mark.skipif(IPython.version_info < (9,), reason="IPython 8 makes its folders")
@@ -228,7 +224,7 @@ def test_warnings_name_the_cell_and_come_once_per_place_and_cell(cells):
         )
 
 
-def test_displays_are_sent(cells):
+def test_displays_are_sent_and_figures_shown_at_the_end_of_the_cell(cells):
     done = cells.run(
         "from IPython.display import display, clear_output\n"
         "h = display('a', display_id='one')\nh.update('b')\nclear_output(wait=True)"
@@ -238,8 +234,6 @@ def test_displays_are_sent(cells):
     assert second["content"]["update"] is True
     assert third == {"kind": "ClearOutput", "wait": True}
 
-
-def test_figures_are_shown_at_the_end_of_the_cell(cells):
     assert cells.run("import sys\n'matplotlib' in sys.modules").check().plain == "False"
     done = cells.run("import matplotlib.pyplot as plt\nplt.plot([1, 2]);").check()
     (message,) = done.sent
@@ -278,7 +272,7 @@ def test_names_attributes_keys_and_magics_are_completed(cells):
     assert cells.ask("complete", code="nothing_of_this_na").value == [[], 18, 18, []]
 
 
-def test_completing_runs_no_code_of_the_user(cells):
+def test_completing_runs_no_code_of_the_user_and_names_are_explained(cells):
     cells.run(
         "class Loud:\n"
         "    def __getattr__(self, name):\n"
@@ -290,8 +284,6 @@ def test_completing_runs_no_code_of_the_user(cells):
     for code in ("loud.x.y", "make().x"):
         assert cells.ask("complete", code=code).out == ""
 
-
-def test_names_are_explained(cells):
     cells.run("def explained():\n    '''Says what it is.'''\n    return 'source'").check()
     found = cells.ask("inspect", name="explained", detail=0).value
     assert "Says what it is." in found["text/plain"]

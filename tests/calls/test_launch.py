@@ -97,6 +97,17 @@ def test_results_come_by_rank_from_processes_of_their_own(launch):
     assert results.plan.start_method == launch.method  # type: ignore[attr-defined]
     assert isinstance(results, list)
 
+    def leave() -> None:
+        sys.exit(0 if workers.rank() else None)
+
+    assert launch(leave) == [None, None]
+
+    model = Net()
+    before = values(model)
+    first, _ = launch(workers.train, model, share_back=False)
+    assert_equal(values(model), before)
+    assert not torch.equal(first["body.weight"], before["body.weight"])
+
 
 def test_a_worker_may_return_its_model(launch):
     model = Net()
@@ -122,13 +133,6 @@ def test_one_worker_runs_here_and_more_than_two_run_too():
     for method in ("template", "fork"):
         (pid,) = notebook_launcher(os.getpid, (), 1, start_method=method)
         assert pid != os.getpid(), "one worker in a process of its own, if that is asked for"
-
-
-def test_sys_exit_is_a_normal_end(launch):
-    def leave() -> None:
-        sys.exit(0 if workers.rank() else None)
-
-    assert launch(leave) == [None, None]
 
 
 def test_a_result_that_cannot_be_sent_loses_neither_the_others_nor_the_weights(launch):
@@ -162,14 +166,6 @@ def test_the_notebooks_model_is_the_trained_model(launch):
     assert not torch.equal(model.body.weight, before["body.weight"])
     # One of the model, and the template's for errors.
     assert memory_files() <= memory_before + 1 + (launch.method == "template")
-
-
-def test_share_back_false_leaves_the_model_alone(launch):
-    model = Net()
-    before = values(model)
-    first, _ = launch(workers.train, model, share_back=False)
-    assert_equal(values(model), before)
-    assert not torch.equal(first["body.weight"], before["body.weight"])
 
 
 @SHARDING
@@ -461,12 +457,12 @@ def test_an_interrupted_worker_may_tidy_up(launch, tmp_path):
 # ------------------------------------------------------------------------- precision
 
 
-def test_a_precision_that_nobody_reads_is_an_error(launch):
+def test_a_precision_that_nobody_reads_is_an_error_and_autocast_and_bf16_fulfil_it(
+    launch,
+):
     with pytest.raises(PrecisionMismatch, match=r"mixed_precision='bf16' was asked.*runs in fp32"):
         launch(workers.train, Net(), mixed_precision="bf16")
 
-
-def test_autocast_and_a_model_in_bf16_fulfil_the_request(launch):
     def train(net: Net) -> str:
         workers.join()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -583,16 +579,13 @@ def test_all_mistakes_are_told_before_any_process(args, settings, words):
 
 
 @pytest.mark.forks
-def test_what_cannot_be_sent_is_named_for_the_template():
+def test_what_cannot_be_sent_is_named_for_the_template_and_auto_forks_and_says_so(capfd):
     args = ({"lock": threading.Lock()},)
     with pytest.raises(NotSendable, match=r"args\[0\]\['lock'\] \(a _thread.lock\)") as caught:
         notebook_launcher(workers.whoami, args, 2, start_method="template")
     assert caught.value.path == "args[0]['lock'] (a _thread.lock)"
     assert "start_method='fork'" in str(caught.value)
 
-
-@pytest.mark.forks
-def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd):
     generator = (i for i in range(3))
     results = notebook_launcher(list, (generator,), 2)
     assert results == [[0, 1, 2]] * 2
@@ -600,6 +593,20 @@ def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd):
     said = capfd.readouterr().err
     assert said.count("\n") == 1
     assert "forked from the notebook, because args[0] (a generator) cannot be pickled" in said
+
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait, name=f"mine-{i}") for i in range(20)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert notebook_launcher(workers.train, (Net(),), 2)[0]
+        with pytest.raises(NotSendable, match=r"(?s)20 thread\(s\) of yours are running \(mine-0"):
+            notebook_launcher(workers.whoami, ((i for i in range(3)),), 2)
+        assert notebook_launcher(workers.rank, (), 2, start_method="fork") == [0, 1]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.slow
@@ -633,23 +640,6 @@ def test_a_live_process_group_forbids_the_fork():
     assert notebook_launcher(workers.rank, (), 2) == [0, 1], "the template does not mind"
     dist.destroy_process_group()
     assert notebook_launcher(workers.rank, (), 2, start_method="fork") == [0, 1]
-
-
-@pytest.mark.forks
-def test_foreign_threads_keep_auto_from_forking_and_do_not_stop_the_template():
-    stop = threading.Event()
-    threads = [threading.Thread(target=stop.wait, name=f"mine-{i}") for i in range(20)]
-    for thread in threads:
-        thread.start()
-    try:
-        assert notebook_launcher(workers.train, (Net(),), 2)[0]
-        with pytest.raises(NotSendable, match=r"(?s)20 thread\(s\) of yours are running \(mine-0"):
-            notebook_launcher(workers.whoami, ((i for i in range(3)),), 2)
-        assert notebook_launcher(workers.rank, (), 2, start_method="fork") == [0, 1]
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_a_launch_that_waits_for_another_threads_launch_says_so(capfd, tmp_path):

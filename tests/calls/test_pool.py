@@ -44,11 +44,22 @@ def test_cells_keep_names_show_values_once_where_equal_and_run_on_some_ranks(poo
     assert pool.pull("mark", ranks=[1]) == {"mark": 1}
 
 
-def test_a_cell_follows_the_notebook_into_another_folder(pool, tmp_path, monkeypatch):
+def test_cells_follow_the_notebook_and_no_error_ends_workers(pool, tmp_path, monkeypatch, names):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NBACCEL_PROBE", "changed")
     pool.run("import os; here, probe = os.getcwd(), os.environ['NBACCEL_PROBE']")
     assert pool.pull("here", "probe") == {"here": [str(tmp_path)] * 2, "probe": ["changed"] * 2}
+
+    names["model"] = model = nn.Linear(4, 2)
+    with pytest.raises(ZeroDivisionError):
+        pool.run("import torch\nwith torch.no_grad(): model.weight.fill_(5.0)\n1 / 0")
+    assert model.weight.mean().item() == 5.0
+
+    before = pids(pool)
+    pool.run("import sys; sys.exit()")
+    with pytest.raises(WorkerFailed, match="SystemExit: 3"):
+        pool.run("sys.exit(3)")
+    assert pids(pool) == before
 
 
 def test_what_cannot_be_sent_is_named_before_anything_runs_and_unknown_names_are_guessed(
@@ -63,13 +74,6 @@ def test_what_cannot_be_sent_is_named_before_anything_runs_and_unknown_names_are
     said = r"'loses' is not defined in worker \d\. Did you mean losses"
     with pytest.raises(NameError, match=said):
         pool.pull("loses")
-
-
-def test_weights_come_home_from_a_cell_that_fails(pool, names):
-    names["model"] = model = nn.Linear(4, 2)
-    with pytest.raises(ZeroDivisionError):
-        pool.run("import torch\nwith torch.no_grad(): model.weight.fill_(5.0)\n1 / 0")
-    assert model.weight.mean().item() == 5.0
 
 
 def test_a_group_is_joined_by_the_first_collective_and_left_again_and_again(fresh):
@@ -131,14 +135,6 @@ def test_what_keeps_a_group_and_uneven_collectives_that_are_told(fresh, capsys):
     assert "different numbers of collectives" in capsys.readouterr().err
     fresh.run("dist.all_reduce(x)")
     assert fresh.pull("x") == {"x": [torch.tensor([4.0])] * 2}
-
-
-def test_leaving_does_not_end_a_worker(pool):
-    before = pids(pool)
-    pool.run("import sys; sys.exit()")
-    with pytest.raises(WorkerFailed, match="SystemExit: 3"):
-        pool.run("sys.exit(3)")
-    assert pids(pool) == before
 
 
 def test_a_killed_worker_breaks_the_pool_and_the_next_cell_starts_anew(fresh, capsys):
@@ -293,7 +289,7 @@ def processor_time(pid: int) -> dict[str, str]:
     return {task.name: (task / "schedstat").read_text() for task in tasks}
 
 
-def test_idle_workers_use_no_processor_time(fresh):
+def test_idle_workers_use_no_processor_time_and_two_pools_do_not_disturb_each_other(fresh, pool):
     """In a process group it is more: gloo's own thread wakes up all the time."""
     fresh.run("1 + 1")
     found = pids(fresh)
@@ -302,8 +298,6 @@ def test_idle_workers_use_no_processor_time(fresh):
     time.sleep(1.0)
     assert [processor_time(pid) for pid in found] == before
 
-
-def test_two_pools_do_not_disturb_each_other(pool):
     pool.run("mine = 'first'")
     with Pool(2, namespace={}) as other:
         other.run("mine = 'second'")

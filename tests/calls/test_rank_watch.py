@@ -75,7 +75,7 @@ def row(rank: int, doing: str = "", **more: Any) -> RankStatus:
     return RankStatus(rank=rank, doing=doing, **settled)
 
 
-def test_the_table_is_read_as_text():
+def test_the_table_is_read_as_text_and_its_html_runs_nothing():
     rows = [
         row(0, "waiting in all_reduce"),
         row(10, state="idle", seconds=75, rss_bytes=GIB // 2),
@@ -87,9 +87,7 @@ def test_the_table_is_read_as_text():
     ]
     assert repr(StatusTable(rows)) == str(StatusTable(rows))
 
-
-def test_what_waits_is_told_in_minutes_and_of_what_is_gone_nothing():
-    """A board of workers that do nothing must not change every second."""
+    # A board of workers that do nothing must not change every second.
     seconds = (0.3, 59.9, 60, 3599, 3600, 9000)
     table = StatusTable([row(0, state="idle", seconds=spent) for spent in seconds])
     told = [re.split("  +", line)[2] for line in str(table).splitlines()[1:]]
@@ -97,8 +95,6 @@ def test_what_waits_is_told_in_minutes_and_of_what_is_gone_nothing():
     gone = StatusTable([row(1, state="gone", seconds=75, rss_bytes=0)])
     assert str(gone).splitlines()[1].split() == ["1", "gone", "-", "-"]
 
-
-def test_the_html_names_no_colour_runs_nothing_and_quotes_text():
     nasty = "in <lambda> & <script>"
     html = StatusTable([row(0, nasty)])._repr_html_()
     assert "in &lt;lambda&gt; &amp; &lt;script&gt;" in html

@@ -161,7 +161,7 @@ def test_collectives_of_torch_and_of_the_accelerator_are_counted(loop):
     assert slowest.rank == 1
 
 
-def test_waiting_at_the_first_call_of_all_is_waiting():
+def test_waiting_at_the_first_call_of_all_is_waiting_and_waiting_for_data_is_a_share():
     results = notebook_launcher(come_late_to_first_call, (3,), num_processes=4)
     slept_s = BATCHES * SLOW_STEP_S
     for times in timed(results)[:3]:
@@ -171,8 +171,6 @@ def test_waiting_at_the_first_call_of_all_is_waiting():
     assert slowest.rank == 3
     assert slowest.waited_s > 0.7 * slept_s
 
-
-def test_waiting_for_data_is_a_share_and_the_start_in_a_first_step_is_none():
     results = notebook_launcher(train, (None, SlowDataset, WarmsUp), num_processes=2)
     for times in timed(results):
         assert times.starting_s > 0.9 * START_S
@@ -285,7 +283,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {cells[0]: [cell.strip() for cell in cells[1:] if cell.strip()] for cells in lines}
 
 
-def test_two_runs_are_laid_side_by_side(tmp_path):
+def test_two_runs_are_laid_side_by_side_and_one_worker_is_measured_on_request(tmp_path, capfd):
     one = notebook_launcher(go_through, (nn.Linear(4, 2), 0.03), 1)
     two = notebook_launcher(go_through, (nn.Linear(4, 2), 0.03), 2)
     compared = nbaccel.compare(one, two)
@@ -305,8 +303,6 @@ def test_two_runs_are_laid_side_by_side(tmp_path):
     assert "num_processes=1" in advice
     assert not one.report().facts.advice
 
-
-def test_one_worker_is_measured_on_request(capfd):
     model = nn.Linear(4, 2)
 
     def slower_together(model: nn.Module) -> None:

@@ -123,7 +123,7 @@ def test_who_unwinds_gets_time_for_it_once(clock):
     assert ladder.due() == clock.now + 2.0
 
 
-def test_a_second_stop_kills(clock):
+def test_a_second_stop_kills_and_who_is_through_has_nothing_done_to_it(clock):
     worker = Worker()
     ladder = ShutdownLadder([worker], END_WORKERS.on_failure)
     ladder.advance()
@@ -134,8 +134,6 @@ def test_a_second_stop_kills(clock):
     assert go_on(ladder, clock) == [5.0]
     assert worker.done == ["kill"]
 
-
-def test_who_is_through_has_nothing_done_to_it(clock):
     worker, other = Worker(0), Worker(1)
     ladder = ShutdownLadder([worker, other], KEEP_WORKERS.on_stop)
     ladder.finished(worker)

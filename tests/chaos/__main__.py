@@ -11,6 +11,7 @@ import datetime as dt
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,25 @@ from typing import Any
 import psutil
 
 from tests import selection
-from tests.chaos import table
 from tests.chaos.harness import Moment, faults, figures, run_notebooks
 from tests.isolation import ROOT
 
 RECORD = ROOT / "benchmarks" / "results" / "chaos.json"
 PAGE = ROOT / "docs" / "pages" / "reliability.md"
+BEGIN = "<!-- chaos:begin (made by `python -m tests.chaos --render`) -->"
+END = "<!-- chaos:end -->"
+
+_COLUMNS = (
+    ("moments", "moments"),
+    ("told", "told"),
+    ("old", "old"),
+    ("new", "new"),
+    ("half done", "half done"),
+    ("gone", "kernel killed"),
+    ("hung", "hung until Stop"),
+    ("torn", "**torn**"),
+    ("silent", "**silent**"),
+)
 
 
 def main() -> int:
@@ -36,9 +50,7 @@ def main() -> int:
     parser.add_argument("--render", action="store_true", help="measure nothing")
     options = parser.parse_args()
     if options.render:
-        PAGE.write_text(
-            table.put_into(PAGE.read_text(), table.render(json.loads(RECORD.read_text())))
-        )
+        PAGE.write_text(put_into(PAGE.read_text(), render(json.loads(RECORD.read_text()))))
         return 0
     seed = _seed_of_commit() if options.seed is None else options.seed
     print(f"chaos: {options.moments} moments, seed {seed}", flush=True)
@@ -47,7 +59,7 @@ def main() -> int:
     record = _record(seed, moments)
     if options.output:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
-    print(table.render(record))
+    print(render(record))
     print("\n".join(record["faults"]))
     seconds = time.monotonic() - began
     print(f"chaos: {len(moments)} moments, {len(record['faults'])} faults, in {seconds:.0f} s")
@@ -70,6 +82,31 @@ def _record(seed: int, moments: list[Moment]) -> dict[str, Any]:
         "faults": faults(moments),
         "moments": [asdict(moment) for moment in moments],
     }
+
+
+def render(record: Mapping[str, Any]) -> str:
+    """The table of a record, and the line above it."""
+    scenes = record["scenes"]
+    total = sum(of_scene["moments"] for of_scene in scenes.values())
+    titles = [title for _, title in _COLUMNS]
+    lines = [
+        f"{total} moments on {record['date']}, {record['machine']}:",
+        "",
+        f"| while | {' | '.join(titles)} | to the prompt (median, worst) |",
+        f"|---|{'---:|' * (len(titles) + 1)}",
+    ]
+    for name, of_scene in scenes.items():
+        counts = " | ".join(str(of_scene[key]) for key, _ in _COLUMNS)
+        waits = f"{of_scene['prompt_median_s']:.2f} s, {of_scene['prompt_worst_s']:.1f} s"
+        lines.append(f"| {name} | {counts} | {waits} |")
+    return "\n".join(lines)
+
+
+def put_into(text: str, table: str) -> str:
+    """The page with this table in it."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{table}\n\n{END}{tail}"
 
 
 if __name__ == "__main__":

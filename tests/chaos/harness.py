@@ -64,24 +64,15 @@ class Moment:
     blow: str
     party: str
     after_s: float
-    state: str = ""
-    """`old`, `new`, `half done`, `torn`, or `gone` with the kernel."""
-    error: str = ""
-    """What the cell raised; empty if it said that all went well."""
-    prompt_s: float = 0.0
-    """From the blow until the cell had ended."""
-    hung: bool = False
-    """Whether the cell ended only when Stop was pressed."""
+    state: str = ""  # `old`, `new`, `half done`, `torn`, or `gone` with the kernel
+    error: str = ""  # what the cell raised; empty if it said that all went well
+    prompt_s: float = 0.0  # from the blow until the cell had ended
+    hung: bool = False  # whether the cell ended only when Stop was pressed
     faults: list[str] = field(default_factory=list)
 
 
 class Chaos:
-    """A notebook that is treated badly.
-
-    Args:
-        folder: Where checkpoints go.
-        seed: Of the random moments.
-    """
+    """A notebook that is treated badly, with checkpoints in a folder, at random moments."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
         self._folder = folder / "checkpoint"

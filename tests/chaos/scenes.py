@@ -89,23 +89,14 @@ put(OLD)
 
 @dataclass(frozen=True)
 class Scene:
-    """Something that is done again and again while processes are killed.
+    """Something that is done again and again while processes are killed."""
 
-    Attributes:
-        name: What the tables call it.
-        code: The cell; `{mark}` is the number of the moment.
-        changes: What it changes: `weights`, or the `checkpoint`.
-        in_pool: Whether it runs in live workers.
-        prepare: A cell that runs before each moment.
-        new: The value of all weights when it went well; None: the mark.
-    """
-
-    name: str
-    code: str
-    changes: str = "weights"
-    in_pool: bool = False
-    prepare: str = "put(OLD)"
-    new: float | None = 0.5
+    name: str  # what the tables call it
+    code: str  # the cell; `{mark}` is the number of the moment
+    changes: str = "weights"  # or the `checkpoint`
+    in_pool: bool = False  # whether it runs in live workers
+    prepare: str = "put(OLD)"  # a cell that runs before each moment
+    new: float | None = 0.5  # the value of all weights when it went well; None: the mark
 
 
 _LAUNCH = "_ = notebook_launcher({function}, ({args}), num_processes=2)"

@@ -45,8 +45,7 @@ class NamespaceHost:
     namespace: str
     address: str
     files: Path
-    own_disk: Path | None = None
-    """A folder whose contents only this host sees."""
+    own_disk: Path | None = None  # a folder whose contents only this host sees
 
     def command(self, *command: str) -> list[str]:
         """A command line that runs on this host."""

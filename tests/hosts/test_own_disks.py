@@ -55,12 +55,8 @@ class Resumed:
         return [self.saved[rank][kind]["names"] for rank in (0, 2)]
 
 
-@pytest.fixture(scope="module")
-def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
-    return Resumed(tmp_path_factory.mktemp("fsdp"), "sharded", "full", "ddp")
-
-
-def test_shards_of_fsdp_serve_the_hosts_that_wrote_them(fsdp):
+def test_shards_of_fsdp_serve_the_hosts_that_wrote_them_and_whole_states_any(tmp_path):
+    fsdp = Resumed(tmp_path, "sharded", "full", "ddp")
     fsdp.check_serves_its_hosts_alone("sharded")
     assert fsdp.names_in_file("sharded") == [TENSORS, []]
     warning = fsdp.warnings[0]
@@ -68,8 +64,6 @@ def test_shards_of_fsdp_serve_the_hosts_that_wrote_them(fsdp):
     assert "with 4 processes on the same hosts" in warning
     assert "FULL_STATE_DICT" in warning
 
-
-def test_a_full_state_dict_serves_any_of_the_hosts(fsdp):
     fsdp.check_goes_on("full")
     alone = [rank["full"] for rank in fsdp.fewer]
     # The first step sees the weights of the checkpoint; later ones average over fewer.
@@ -81,8 +75,6 @@ def test_a_full_state_dict_serves_any_of_the_hosts(fsdp):
     assert len(fsdp.warnings) == 2
     assert "shards" not in fsdp.warnings[1]
 
-
-def test_a_whole_checkpoint_is_on_each_host(fsdp):
     for before, after in zip(fsdp.saved, fsdp.loaded, strict=True):
         # A new DDP model adds gradients up in other buckets for a step.
         assert after["ddp"]["losses"] == pytest.approx(before["ddp"]["losses"], rel=1e-5)

@@ -49,7 +49,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return outcomes
 
 
-def test_workers_on_several_nodes_train_as_those_of_one_machine(scenes):
+def test_workers_on_several_nodes_train_as_those_of_one_machine_and_a_lost_one_is_replaced(scenes):
     outcome = scenes["trained"]
     assert outcome["ranks"] == [0, 1, 2, 3], outcome
     assert outcome["templates"] >= 2
@@ -68,8 +68,6 @@ def test_workers_on_several_nodes_train_as_those_of_one_machine(scenes):
         assert outcome["actors left"] == [], name
         assert outcome["groups left"] == [], name
 
-
-def test_a_node_that_is_lost_is_named_and_replaced(scenes):
     outcome = scenes["lost"]
     for result in outcome["results"]:
         assert result["world"] == 4

@@ -127,7 +127,7 @@ def test_the_exported_sbatch_file_trains_on_all_nodes(cluster, tmp_path):
     assert left_in(cluster) == []
 
 
-def test_a_script_is_launched_by_srun_on_all_nodes(cluster, tmp_path):
+def test_a_script_is_launched_by_srun_and_a_lack_of_an_allocation_told(cluster, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import os, torch, torch.distributed as dist\n"
@@ -151,8 +151,6 @@ def test_a_script_is_launched_by_srun_on_all_nodes(cluster, tmp_path):
     assert told == ["NODE n1 SUM 4 b"] * 2 + ["NODE n2 SUM 4 b"] * 2, job.stdout + job.stderr
     assert left_in(cluster) == []
 
-
-def test_without_an_allocation_it_says_how_to_get_one(cluster, tmp_path):
     told = RunningScript(
         cluster.host,
         tmp_path,

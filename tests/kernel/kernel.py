@@ -41,18 +41,14 @@ class Cell:
     displays: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
     """What has become of outputs of earlier cells."""
-    handles: set[str] = field(default_factory=set)
-    """By what its own displays can be updated."""
+    handles: set[str] = field(default_factory=set)  # by what its own displays can be updated
     outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Displays by these handles, as they are now."""
     widgets: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Comm → the state of its widget, of all that are open."""
-    closed: list[str] = field(default_factory=list)
-    """Comms that the kernel has closed."""
-    error: str = ""
-    """Name of the exception's class."""
-    traceback: list[str] = field(default_factory=list)
-    """Its lines, without colours."""
+    closed: list[str] = field(default_factory=list)  # comms that the kernel has closed
+    error: str = ""  # name of the exception's class
+    traceback: list[str] = field(default_factory=list)  # its lines, without colours
     done: bool = False
 
     def check(self) -> Cell:

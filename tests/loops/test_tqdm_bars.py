@@ -101,7 +101,7 @@ def test_a_loop_that_is_through_makes_room_and_three_levels_are_the_outer_two(sc
     assert [name for name, *_ in told.bars] == ["a", "c"]
 
 
-def test_a_stream_that_is_the_user_s_own_has_its_bars(screen):
+def test_own_streams_other_threads_and_no_panel_have_bars_as_ever(screen):
     mine = io.StringIO()
     with watched(screen) as told:
         list(tqdm(range(3), file=mine))
@@ -113,8 +113,6 @@ def test_a_stream_that_is_the_user_s_own_has_its_bars(screen):
     assert screen.getvalue() == ""
     assert told.messages == []
 
-
-def test_bars_of_other_threads_and_without_a_panel_are_drawn_as_ever(screen):
     with watched(screen) as told, concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(list, tqdm(range(2), desc="made here")).result()
         pool.submit(lambda: list(tqdm(range(2), desc="made beside"))).result()

@@ -63,7 +63,7 @@ def test_settings_go_over_those_there_are(text, settings):
     assert found.given == tuple(settings)
 
 
-def test_the_cells_own_options():
+def test_the_cells_own_options_and_settings_with_their_descriptions():
     found = line("--ranks 0,2-3 --out loss,acc --dist --autoreload off")
     assert found.ranks == (0, 2, 3)
     assert found.out == ("loss", "acc")
@@ -72,6 +72,11 @@ def test_the_cells_own_options():
     assert found.autoreload is False
     assert line("--autoreload on").autoreload is True
     assert line("--help -n two").help
+
+    assert [option.name for option in setting_options()] == list(RunConfig.model_fields)
+    for option in setting_options():
+        assert option.flag == "--" + option.name.replace("_", "-")
+        assert option.meaning == RunConfig.model_fields[option.name].description
 
 
 @pytest.mark.parametrize("text", ["-n $n", "-n {n}", "-n '{m + 1}'", "--num-processes={n}"])
@@ -152,13 +157,6 @@ def test_ranks_beyond_the_last_and_names_that_the_notebook_lacks_are_refused():
         missing_names(["mymodl"], {"mymodel": 1})
     found = mistakes("-n 0 --precison bf16 --ranks x --out 1 foo --dist=3 --device gpuu")
     assert len(found) == 7, "all mistakes come at once"
-
-
-def test_every_setting_is_an_option_with_its_description():
-    assert [option.name for option in setting_options()] == list(RunConfig.model_fields)
-    for option in setting_options():
-        assert option.flag == "--" + option.name.replace("_", "-")
-        assert option.meaning == RunConfig.model_fields[option.name].description
 
 
 def test_the_manual_tells_all_and_fits_a_notebook_and_no_flag_means_two_things():

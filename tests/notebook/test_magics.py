@@ -61,15 +61,13 @@ def test_a_refusal_shows_the_line_and_the_way_out(kernel, code, said):
         assert part in text
 
 
-def test_help_is_shown_with_and_without_code(kernel):
+def test_help_is_shown_and_the_settings_of_the_next_start_are_kept_and_explained(kernel):
     for code in ("%%accelerate --help", "%%accelerate -h\nraise SystemExit"):
         assert "-n, --num-processes N" in kernel.run(code).check().stdout
     for code in ("%accelerate --help", "%accelerate help"):
         assert "pull NAME..." in kernel.run(code).check().stdout
     assert "--ranks" in kernel.run("%accelerate pull --help").check().stdout
 
-
-def test_the_settings_of_the_next_start_are_kept_and_explained(kernel):
     told = kernel.run("%accelerate config -n 2 --precision bf16").check().stdout
     assert told.startswith("Next start: RunConfig(num_processes=2, mixed_precision='bf16')\n")
     assert "2 CPU workers, 1 thread each, bf16, started from the template" in told

@@ -74,17 +74,6 @@ def test_precisions_are_compared_when_that_is_asked_for_and_one_click_takes_both
     assert [w.description for w in shown.candidates()] == in_bf16
 
 
-def test_without_a_model_the_form_says_how_to_give_one(show):
-    shown = show()
-    assert not shown.candidates()
-    assert "configure(model, batch)" in shown.everything()
-    assert "With a model" in shown.everything()
-    assert "nbaccel-hidden" in shown.one("nbaccel-compare")._dom_classes
-    button = shown.one("nbaccel-suggest")
-    assert button.disabled
-    assert "model" in button.tooltip
-
-
 def test_the_machine_is_drawn_with_what_is_used_and_what_cannot_be_taken_is_greyed(
     show, monkeypatch
 ):
@@ -112,7 +101,7 @@ def test_the_machine_is_drawn_with_what_is_used_and_what_cannot_be_taken_is_grey
     assert shown.picker.config == RunConfig()
 
 
-def test_open_fields_show_what_they_come_to(show):
+def test_open_fields_show_what_they_come_to_and_without_a_model_how_to_give_one(show):
     shown = show(model=net(), config=RunConfig(zero_stage=2))
     assert shown.field("num_processes").placeholder == "2 processes"
     assert "One per GPU, 2 found." in shown.text("num_processes")
@@ -122,6 +111,27 @@ def test_open_fields_show_what_they_come_to(show):
     assert "https://www.deepspeed.ai/docs/" in shown.text(BUCKET)
     shown.field(BUCKET).value = "7"
     assert "Default." not in shown.text(BUCKET)
+
+    shown = show()
+    assert not shown.candidates()
+    assert "configure(model, batch)" in shown.everything()
+    assert "With a model" in shown.everything()
+    assert "nbaccel-hidden" in shown.one("nbaccel-compare")._dom_classes
+    button = shown.one("nbaccel-suggest")
+    assert button.disabled
+    assert "model" in button.tooltip
+
+    shown = show(config=RunConfig(zero_stage=2))
+    shown.one("nbaccel-opens-all").value = True
+    shown.one("nbaccel-search").value = "restarts"
+    assert shown.all("nbaccel-found", "nbaccel-max_restarts")
+    assert "nbaccel-hidden" in shown.one("nbaccel-listed")._dom_classes
+    assert "1 found" in shown.one("nbaccel-found-count").value
+    shown.one("nbaccel-search").value = "no such thing at all"
+    assert "Nothing found" in shown.one("nbaccel-found-count").value
+    shown.one("nbaccel-search").value = ""
+    assert "nbaccel-hidden" not in shown.one("nbaccel-listed")._dom_classes
+    assert shown.one("nbaccel-found-count").value == ""
 
 
 @needs.DEEPSPEED_ROW
@@ -172,20 +182,6 @@ def test_a_setting_is_found_by_its_label_its_key_and_its_meaning(words, first):
     assert found[0].name == first
 
 
-def test_searching_shows_fields_and_clearing_shows_the_list_again(show):
-    shown = show(config=RunConfig(zero_stage=2))
-    shown.one("nbaccel-opens-all").value = True
-    shown.one("nbaccel-search").value = "restarts"
-    assert shown.all("nbaccel-found", "nbaccel-max_restarts")
-    assert "nbaccel-hidden" in shown.one("nbaccel-listed")._dom_classes
-    assert "1 found" in shown.one("nbaccel-found-count").value
-    shown.one("nbaccel-search").value = "no such thing at all"
-    assert "Nothing found" in shown.one("nbaccel-found-count").value
-    shown.one("nbaccel-search").value = ""
-    assert "nbaccel-hidden" not in shown.one("nbaccel-listed")._dom_classes
-    assert shown.one("nbaccel-found-count").value == ""
-
-
 @pytest.fixture
 def files(show) -> Shown:
     shown = show()
@@ -230,7 +226,7 @@ def test_mistakes_of_what_is_typed_are_told_at_their_lines_before_anything_is_ta
     assert files.one("nbaccel-apply").disabled
 
 
-def test_the_editor_follows_what_is_chosen_unless_it_is_edited(files):
+def test_the_editor_follows_what_is_chosen_or_loaded_by_path_and_by_upload(files, tmp_path):
     files.press("mixed_precision", "bf16")
     assert json.loads(files.one("nbaccel-text").value) == {"mixed_precision": "bf16"}
     files.one("nbaccel-text").value = '{"mixed_precision": "fp16"'
@@ -242,8 +238,6 @@ def test_the_editor_follows_what_is_chosen_unless_it_is_edited(files):
     assert json.loads(files.one("nbaccel-text").value) == chosen
     assert "mistake" not in files.one("nbaccel-text-mistakes").value
 
-
-def test_a_file_is_loaded_by_path_and_by_upload(files, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("mixed_precision: bf16\n")
     files.one("nbaccel-path").value = str(path)

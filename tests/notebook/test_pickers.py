@@ -199,7 +199,7 @@ def test_what_was_set_before_a_section_is_made_is_right_when_it_is_opened(show, 
     assert section.description == "ZeRO (1 set)"
 
 
-def test_fp8_shows_its_backend_among_the_first_fields_and_opens_its_section(show):
+def test_fp8_opens_its_section_and_a_batch_that_does_not_fit_is_told_in_the_form(show):
     panel = show(PrecisionPicker(inventory=with_gpus(2)))
     section = panel.one("nbaccel-panel-precision", "nbaccel-opens-fp8")
     assert not section.value
@@ -210,6 +210,14 @@ def test_fp8_shows_its_backend_among_the_first_fields_and_opens_its_section(show
     assert not backend.is_visible
     shown.press("mixed_precision", "fp8")
     assert backend.is_visible
+
+    shown = show(Picker(model=torch.nn.Linear(10, 10), sample_batch=torch.ones(4, 7)))
+    text = shown.everything()
+    assert "Memory cannot be estimated" in text
+    assert "Linear does not run with this sample_batch" in text
+    assert "being estimated" not in text
+    taken = next(line for line in text.splitlines() if "Memory cannot be estimated" in line)
+    assert taken.count("does not run with this sample_batch") == 1
 
 
 @needs.DEEPSPEED_ROW
@@ -249,7 +257,7 @@ def test_in_a_terminal_it_is_text():
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_cell_shows_it_once_and_the_next_cell_again(kernel):
+def test_a_cell_shows_it_once_the_next_one_again_and_what_is_kept_follows(kernel):
     view = "application/vnd.jupyter.widget-view+json"
     setup = "from nbaccel.notebook.pickers import configure\npicker = configure()\npicker"
     first = kernel.run(setup).check()
@@ -259,6 +267,13 @@ def test_a_cell_shows_it_once_and_the_next_cell_again(kernel):
     again = kernel.run("picker").check()
     assert again.displays[0][view]["model_id"] == model_id
     assert len(kernel.run("picker.show()\npicker").check().displays) == 2
+
+    kernel.run("from nbaccel.notebook.pickers import configure\npicker = configure()").check()
+    changes = 'picker.choose("mixed_precision", "fp16"); picker.choose("mixed_precision", "bf16")'
+    told = kernel.run(changes).check().updates
+    assert len(told) == 1, "two changes in a moment renew it once"
+    assert "bf16" in told[0]["text/html"]
+    assert "bf16" in told[0]["text/plain"]
 
 
 TELL_MEASUREMENTS = """
@@ -309,15 +324,6 @@ def test_the_text_has_all_precisions_in_the_end_and_none_is_measured_for_it(meas
     assert heading.search(told.updates[-1]["text/html"])
 
 
-def test_what_is_kept_follows_at_the_latest_when_the_cell_ends(kernel):
-    kernel.run("from nbaccel.notebook.pickers import configure\npicker = configure()").check()
-    changes = 'picker.choose("mixed_precision", "fp16"); picker.choose("mixed_precision", "bf16")'
-    told = kernel.run(changes).check().updates
-    assert len(told) == 1, "two changes in a moment renew it once"
-    assert "bf16" in told[0]["text/html"]
-    assert "bf16" in told[0]["text/plain"]
-
-
 SCRIPT = """
 import sys
 blocked = sys.argv[1:]
@@ -342,13 +348,3 @@ except nbaccel.NbaccelError as error:
 def test_in_a_script_it_needs_no_notebook(blocked, told):
     done = run_program([sys.executable, "-c", SCRIPT, *blocked], cwd=ROOT)
     assert told in done.stdout
-
-
-def test_a_batch_that_does_not_fit_the_model_is_told_in_the_form(show):
-    shown = show(Picker(model=torch.nn.Linear(10, 10), sample_batch=torch.ones(4, 7)))
-    text = shown.everything()
-    assert "Memory cannot be estimated" in text
-    assert "Linear does not run with this sample_batch" in text
-    assert "being estimated" not in text
-    taken = next(line for line in text.splitlines() if "Memory cannot be estimated" in line)
-    assert taken.count("does not run with this sample_batch") == 1

@@ -47,12 +47,28 @@ def test_pull_and_push(live):
     assert "her" in text
 
 
-def test_a_value_in_the_line_and_magics_above_it(live):
+def test_a_value_in_the_line_magics_above_it_and_config_that_waits_for_a_restart(live):
     live.run("which = 1").check()
     assert shown(live.run("%%accelerate --ranks $which\nrank")) == ["1"]
     cell = live.run("%%time\n%%accelerate --ranks {which}\nrank")
     assert shown(cell) == ["1"]
     assert "Wall time" in cell.stdout
+
+    text = live.run("%accelerate config --precision bf16").check().stdout
+    assert "mixed_precision='bf16'" in text
+    assert "The workers run with mixed_precision='no' until %accelerate restart." in text
+    assert "2 CPU workers" in text
+    assert shown(live.run("%%accelerate\n3")) == ["3"], "a cell without options runs as before"
+    assert "until" not in live.run("%accelerate config --precision no").check().stdout
+
+    live.run("%%accelerate\nimport warnings\nwarnings.warn('late')").check()
+    displays = live.run("%accelerate report").check().displays
+    # The board of workers may be shown anew, too.
+    (output,) = [data for data in displays if " on 2 workers · " in data["text/plain"]]
+    assert "No loop over batches was seen." in output["text/html"]
+    assert "UserWarning: late" in output["text/html"]
+    live.run("report = %accelerate report").check()
+    assert live.run("print(report.facts.warnings[0].ranks)").check().stdout == "{0, 1}\n"
 
 
 @needs.DEEPSPEED_ROW
@@ -76,15 +92,6 @@ def test_options_that_the_workers_do_not_have_are_refused(live, options, said):
     for part in (f"1 %%accelerate {options}", *said):
         assert part in text
     assert shown(live.run("%%accelerate\nkept")) == ["1"]
-
-
-def test_config_tells_what_a_restart_would_change(live):
-    text = live.run("%accelerate config --precision bf16").check().stdout
-    assert "mixed_precision='bf16'" in text
-    assert "The workers run with mixed_precision='no' until %accelerate restart." in text
-    assert "2 CPU workers" in text
-    assert shown(live.run("%%accelerate\n3")) == ["3"], "a cell without options runs as before"
-    assert "until" not in live.run("%accelerate config --precision no").check().stdout
 
 
 @pytest.mark.parametrize(("above", "line"), [("", 4), ("\n\n", 6), ("%%time\n", 5)])
@@ -156,14 +163,3 @@ def test_changed_source_is_loaded_again_on_request(live, tmp_path):
     live.run("%%accelerate --autoreload off\nsys.path.pop(0)").check()
     module.write_text("value = 1 + 1 + 1  # longer still\n")
     assert shown(live.run("%%accelerate\nnb_edited.value")) == ["2"]
-
-
-def test_the_report_of_a_cell_is_shown_and_can_be_kept(live):
-    live.run("%%accelerate\nimport warnings\nwarnings.warn('late')").check()
-    displays = live.run("%accelerate report").check().displays
-    # The board of workers may be shown anew, too.
-    (output,) = [data for data in displays if " on 2 workers · " in data["text/plain"]]
-    assert "No loop over batches was seen." in output["text/html"]
-    assert "UserWarning: late" in output["text/html"]
-    live.run("report = %accelerate report").check()
-    assert live.run("print(report.facts.warnings[0].ranks)").check().stdout == "{0, 1}\n"

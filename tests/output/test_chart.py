@@ -67,14 +67,12 @@ def test_a_mean_is_around_each_point_and_what_is_no_number_stays_in_its_place(mi
     assert [value for _, value in smoothed([(0.0, 0.3)] * 200)] == pytest.approx([0.3] * 200)
 
 
-def test_a_screen_reader_says_the_first_and_the_last_value():
+def test_a_screen_reader_says_the_first_and_the_last_value_and_texts_are_escaped():
     svg = drawn(line(0.69, 0.5, 0.3), line(0.7, 0.5, 0.25, role="raw"))
     spoken = "loss: from 0.69 at step 0 to 0.3 at step 2"
     assert svg.get("role") == "img"
     assert svg.get("aria-label") == svg.findtext("title") == spoken
 
-
-def test_names_and_titles_are_escaped():
     odd = '<b a="1">&\''
     svg = ET.fromstring(
         chart_of([line(1, 2, name=odd), line(1, 2, role="rank", name=odd)], odd, [(0, odd)])

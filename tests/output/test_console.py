@@ -228,7 +228,7 @@ def block(first: int, number: int) -> str:
     return "".join(f"line {first + i}\n" for i in range(number))
 
 
-def test_a_rank_that_prints_too_much_waits(notebook):
+def test_a_rank_that_prints_too_much_waits_and_so_much_is_shown_at_once(notebook, monkeypatch):
     number = 0
     while not notebook.console.is_full(0):
         notebook.say(0, block(number, 1000))
@@ -239,9 +239,8 @@ def test_a_rank_that_prints_too_much_waits(notebook):
     assert not notebook.console.is_full(0)
     assert notebook.err == ""
 
-
-def test_so_much_is_shown_at_once_and_no_more(notebook, monkeypatch):
     at_once(monkeypatch)
+    notebook = Screen(notebook._capfd, paced=True)
     notebook.say(0, block(0, 20_000))
     notebook.console.tick()
     shown = notebook._capfd.readouterr().out

@@ -59,12 +59,10 @@ def test_equal_results_are_shown_once(results, expected):
     assert shown(results) == expected
 
 
-def test_in_a_terminal_the_text_is_printed(capsys):
+def test_in_a_terminal_the_text_is_printed_without_torch_or_ipython(capsys):
     publish.show_results({0: rich("text", "<b>"), 1: None})
     assert capsys.readouterr().out == "[0]\ntext\n"
 
-
-def test_showing_needs_neither_torch_nor_ipython():
     code = (
         "import sys\n"
         "from nbaccel import RunConfig, resolve\n"

@@ -136,7 +136,7 @@ def test_eight_ranks_have_whole_files_of_their_own(tmp_path, capfd):
     assert f"is written to {folder}" in shown.err
 
 
-def test_what_is_hidden_is_in_the_files_and_in_the_report(tmp_path, capfd):
+def test_hidden_output_is_in_files_those_of_one_process_and_of_live_workers_too(tmp_path, capfd):
     def fail() -> None:
         print("the last words")
         raise ValueError
@@ -146,6 +146,11 @@ def test_what_is_hidden_is_in_the_files_and_in_the_report(tmp_path, capfd):
         notebook_launcher(fail, config=config)
     assert "the last words" not in capfd.readouterr().out
     assert (run_folder(tmp_path) / "rank_1.stdout.log").read_text() == "the last words\n"
+
+    (tmp_path / "file").touch()
+    config = RunConfig(num_processes=2, device="cpu", log_dir=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"log_dir='.*/file' cannot be written.*Give a folder"):
+        notebook_launcher(print, config=config)
 
 
 def test_one_process_has_files_too(tmp_path):
@@ -163,13 +168,6 @@ def test_live_workers_append_to_the_same_files(tmp_path):
     for _ in range(3):
         RankLogs(str(tmp_path), [0]).close()
     assert len(list(tmp_path.iterdir())) == 4, "each run has a folder of its own"
-
-
-def test_a_folder_that_cannot_be_made_is_refused_before_the_start(tmp_path):
-    (tmp_path / "file").touch()
-    config = RunConfig(num_processes=2, device="cpu", log_dir=str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"log_dir='.*/file' cannot be written.*Give a folder"):
-        notebook_launcher(print, config=config)
 
 
 def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path, capfd):

@@ -110,10 +110,8 @@ class Seen:
     """What a rank has seen."""
 
     losses: list[float]
-    again: list[float]
-    """Those of the last epoch, after its beginning was loaded again."""
-    judged: list[int]
-    """Targets, as `gather_for_metrics` gave them."""
+    again: list[float]  # those of the last epoch, after its beginning was loaded again
+    judged: list[int]  # targets, as `gather_for_metrics` gave them
     device: str
     is_tied: bool
 

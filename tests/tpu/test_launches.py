@@ -119,14 +119,12 @@ def test_live_workers_go_on_where_the_last_cell_ended(trained, config):
     assert not torch.equal(names["net"].body.weight, after_first["body.weight"])
 
 
-def test_a_moved_model_keeps_its_objects_and_what_hangs_on_them(driver, config):
+def test_a_moved_model_keeps_what_hangs_on_it_and_workers_take_turns(driver, config, tmp_path):
     (moved,) = notebook_launcher(
         bodies.move_with_all_that_hangs_on_it, (), config=config.changed(num_processes=1)
     )
     assert moved == dict.fromkeys(moved, True)
 
-
-def test_where_memory_is_short_workers_copy_one_after_another(driver, config, tmp_path):
     times = notebook_launcher(bodies.place_in_turn, (str(tmp_path),), config=config)
     (_, first_ended), (second_began, _) = sorted(times)
     assert first_ended <= second_began

@@ -91,11 +91,9 @@ def test_what_functions_and_magics_read_is_possible(text, expected):
     assert possible(text) == set(expected.split())
 
 
-def test_a_name_is_needed_or_possible_but_not_both():
+def test_a_name_is_needed_or_possible_but_not_both_and_the_shell_has_its_own():
     assert names_of("f = lambda: x\nx") == Names(frozenset({"x"}), frozenset())
 
-
-def test_python_and_ipython_have_names_of_their_own():
     own = ["_", "__", "___", "_3", "_i", "_i3", "_oh", "__doc__", "In", "get_ipython"]
     assert not any(is_users(name) for name in own)
     assert all(is_users(name) for name in ["_x", "__private", "i", "_io", "_im", "Input"])

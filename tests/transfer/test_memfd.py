@@ -35,14 +35,12 @@ def mapped_at(address: int) -> bool:
     return any(line.startswith(f"{address:x}-") for line in maps.splitlines())
 
 
-def test_a_file_has_no_name_and_is_not_inherited_by_programs(file):
+def test_a_file_has_no_name_and_is_written_and_read_in_small_steps(file, monkeypatch):
     assert descriptors()[file] == "/memfd:nbaccel-test (deleted)"
     assert os.fstat(file).st_size == NBYTES
     assert os.fstat(file).st_blocks == 0, "a page costs nothing before it is written"
     assert not os.get_inheritable(file)
 
-
-def test_what_is_written_in_small_steps_is_read_in_small_steps(file, monkeypatch):
     monkeypatch.setattr(memfd, "_COPY_BYTES", 7)
     data = bytes(range(256))
     memfd.write_at(file, memoryview(data), 3)
@@ -82,7 +80,7 @@ def test_a_private_mapping_knows_which_pages_it_wrote(file):
     ]
 
 
-def test_another_file_takes_the_place_under_the_same_addresses(file):
+def test_another_file_takes_the_place_under_the_same_addresses_as_long_as_there_is_a_view(file):
     mapping = Mapping(file, NBYTES, is_private=False)
     tensor = torch.from_numpy(mapping.bytes())
     address = tensor.data_ptr()
@@ -94,8 +92,6 @@ def test_another_file_takes_the_place_under_the_same_addresses(file):
     assert bool((tensor == 9).all())
     assert read(file, NBYTES) == bytes(NBYTES), "the old file is as it was"
 
-
-def test_a_mapping_lives_as_long_as_its_last_view(file):
     mapping = Mapping(file, NBYTES, is_private=False)
     address = mapping.address
     array, view = mapping.bytes(), mapping.view(10, 20)

@@ -132,7 +132,7 @@ def test_what_a_worker_bound_is_its_own_until_the_notebook_changes_it(pair):
         pair.need("lock")
 
 
-def test_a_module_the_worker_replaced_stays_replaced(pair):
+def test_what_the_worker_replaced_or_changed_in_its_module_is_left_alone(pair):
     pair.ns["model"] = nn.Linear(2, 2)
     pair.cell("model = nn.Sequential(model)")
     assert pair.cell("model.eval()") is None
@@ -140,6 +140,13 @@ def test_a_module_the_worker_replaced_stays_replaced(pair):
     pair.ns["model"].train(mode=False)
     pair.cell("model")
     assert pair.worker["model"][0].training is False, "what it wraps is still the notebook's"
+
+    pair.ns["model"] = Net()
+    pair.cell("model.eval(); model.options['p'] = 0.9; del model.hidden")
+    pair.ns["model"].norm.momentum = 0.5
+    pair.cell("model")
+    model = pair.worker["model"]
+    assert (model.training, model.options, model.norm.momentum) == (False, {"p": 0.9}, 0.5)
 
 
 FUNCTIONS = """
@@ -327,16 +334,16 @@ def test_what_changed_in_a_module_is_carried_over_in_place(pair, change, check):
     assert list(map(id, pair.worker["model"].parameters())) == pair.worker["parameters"]
 
 
-def test_what_the_worker_changed_in_its_module_is_left_alone(pair):
-    pair.ns["model"] = Net()
-    pair.cell("model.eval(); model.options['p'] = 0.9; del model.hidden")
-    pair.ns["model"].norm.momentum = 0.5
-    pair.cell("model")
-    model = pair.worker["model"]
-    assert (model.training, model.options, model.norm.momentum) == (False, {"p": 0.9}, 0.5)
+def test_a_module_with_another_structure_comes_whole_and_one_that_died_is_forgotten(pair):
+    pair.ns["model"] = nn.Linear(64, 64)
+    pair.need("model")
+    old = pair.workers[0].mappings()
+    pair.ns["model"] = nn.Linear(64, 64)
+    gc.collect()
+    pair.need("model")
+    assert len(pair.workers[0].mappings()) == 1
+    assert pair.workers[0].mappings()[0] is not old[0]
 
-
-def test_a_module_with_another_structure_comes_whole(pair):
     pair.ns["model"] = Net()
     pair.notebook("held = [model]")
     pair.need("model", "held")
@@ -348,17 +355,6 @@ def test_a_module_with_another_structure_comes_whole(pair):
     pair.notebook("model.double()")
     assert pair.need("model") == ("model",)
     assert pair.worker["model"].base.weight.dtype is torch.float64
-
-
-def test_a_module_that_died_is_forgotten_by_the_worker(pair):
-    pair.ns["model"] = nn.Linear(64, 64)
-    pair.need("model")
-    old = pair.workers[0].mappings()
-    pair.ns["model"] = nn.Linear(64, 64)
-    gc.collect()
-    pair.need("model")
-    assert len(pair.workers[0].mappings()) == 1
-    assert pair.workers[0].mappings()[0] is not old[0]
 
 
 def test_a_needed_value_that_does_not_pickle_is_named_and_an_attribute_stays(pair):

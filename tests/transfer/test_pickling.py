@@ -31,7 +31,7 @@ def travel(obj: Any, sender: Sender | None = None, *, most_pickled: int = 100_00
         return pickling.unpack(packed, fd, table)
 
 
-def test_a_large_array_travels_beside_the_pickle_and_stays_writable():
+def test_a_large_array_travels_beside_the_pickle_and_odd_ones_as_they_are():
     array = np.random.default_rng(0).random((512, 1024))
     found = travel({"data": array, "again": array})
     assert np.array_equal(found["data"], array)
@@ -39,8 +39,6 @@ def test_a_large_array_travels_beside_the_pickle_and_stays_writable():
     found["data"][0, 0] = -1
     assert array[0, 0] != -1
 
-
-def test_arrays_of_odd_order_and_type():
     arrays = [
         np.asfortranarray(np.arange(12.0).reshape(3, 4)),
         np.arange(20)[::2],
@@ -188,7 +186,7 @@ def _doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor
     return output * 2
 
 
-def test_modules_that_pickle_in_their_own_way_keep_it():
+def test_modules_that_pickle_in_their_own_way_keep_it_and_all_their_tables_of_hooks():
     models = [OwnState(3, 2), OwnRestore(3, 2), OwnBirth(3, 2)]
     arena.share_modules([("models", nn.ModuleList(models))])
     sent, restored, born = travel(models)
@@ -198,8 +196,6 @@ def test_modules_that_pickle_in_their_own_way_keep_it():
     for mine, theirs in zip(models, (sent, restored, born), strict=True):
         assert torch.equal(mine.weight, theirs.weight)
 
-
-def test_a_module_has_all_its_tables_of_hooks_after_the_journey():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     model[0].register_forward_hook(_doubled)
     arena.share_modules([("model", model)])
@@ -213,8 +209,6 @@ def test_a_module_has_all_its_tables_of_hooks_after_the_journey():
     found[1].register_forward_hook(_doubled)
     assert torch.equal(found(x), model(x) * 2)
 
-
-def test_what_a_shared_tensor_has_besides_its_values_travels_too():
     model = nn.Linear(3, 2)
     model.weight.requires_grad_(False)
     model.bias.is_special = True  # type: ignore[attr-defined]
@@ -242,12 +236,19 @@ class Local(Exception):
     pass
 
 
-def test_a_forked_childs_answer_comes_back_by_name():
+def test_what_is_pickled_by_name_and_for_a_childs_process():
     packed, fd = pickling.pack((Local("x"), torch.ones(3)), Sender(by_name=True))
     with memfd.closing_files(fd):
         error, ones = pickling.unpack(packed, fd, {})
     assert type(error) is Local
     assert ones.tolist() == [1, 1, 1]
+
+    function, twin = (defined_in_a_cell() for _ in range(2))
+    assert pickling.dumps_with_lines(function) == pickling.dumps_with_lines(twin)
+    function.__module__ = "__main__"
+    read = pickle.loads(pickling.dumps_with_lines(function))
+    assert files_of(read.__code__) == {"<ipython-input-7>"}
+    assert read()() == 1
 
 
 CELL = "def outer():\n    def inner():\n        return 1\n    return inner\n"
@@ -262,12 +263,3 @@ def defined_in_a_cell() -> Any:
 def files_of(code: types.CodeType) -> set[str]:
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return {code.co_filename}.union(*map(files_of, inner))
-
-
-def test_what_is_pickled_for_a_childs_process():
-    function, twin = (defined_in_a_cell() for _ in range(2))
-    assert pickling.dumps_with_lines(function) == pickling.dumps_with_lines(twin)
-    function.__module__ = "__main__"
-    read = pickle.loads(pickling.dumps_with_lines(function))
-    assert files_of(read.__code__) == {"<ipython-input-7>"}
-    assert read()() == 1

@@ -121,30 +121,13 @@ def test_models_of_an_object_closures_defaults_and_partials_come_home(start):
     assert means(found["trainer"].model, found["trainer"].parts["head"]) == [5.0, 5.0]
 
 
-def test_what_does_not_fit_is_told_by_its_name():
-    found = cell(DEFINE + "def grow(): model.weight = nn.Parameter(torch.ones(9, 4))")
-    with pytest.warns(UserWarning, match=r"The trained weights of model do not fit"):
-        results = notebook_launcher(found["grow"], num_processes=2)
-    assert results.state_dicts["model"]["weight"].shape == (9, 4)
-
-
-def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(capsys):
-    found = cell(DEFINE + "meta = nn.Linear(2, 2, device='meta')\ndef look(): return str(meta)")
-    assert notebook_launcher(found["look"], num_processes=2)[1].startswith("Linear")
-    told = capsys.readouterr().err
-    assert "each worker gets a copy of meta, and its weights will not come back" in told
-    assert "meta device" in told
-
-
-def test_a_call_in_live_workers_brings_them_home():
+def test_models_reached_in_odd_ways_come_home_and_what_cannot_is_told(capsys):
     found = cell(DEFINE)
     with Pool(2, namespace={}) as pool:
         pool.call(found["by_global"])
         pool.call(found["trainer"].fit, 6.0)
     assert means(found["model"], found["trainer"].model) == [3.0, 6.0]
 
-
-def test_an_object_with_its_own_way_to_pickle_is_looked_into():
     model = nn.Linear(2, 2)
 
     class Sly:
@@ -155,8 +138,17 @@ def test_an_object_with_its_own_way_to_pickle_is_looked_into():
     notebook_launcher(lambda: fill(sly.model, 7.0), num_processes=2)  # type: ignore[attr-defined]
     assert means(model) == [7.0]
 
+    found = cell(DEFINE + "def grow(): model.weight = nn.Parameter(torch.ones(9, 4))")
+    with pytest.warns(UserWarning, match=r"The trained weights of model do not fit"):
+        results = notebook_launcher(found["grow"], num_processes=2)
+    assert results.state_dicts["model"]["weight"].shape == (9, 4)
 
-def test_a_weak_reference_names_the_same_object_or_is_gone_as_in_the_notebook():
+    found = cell(DEFINE + "meta = nn.Linear(2, 2, device='meta')\ndef look(): return str(meta)")
+    assert notebook_launcher(found["look"], num_processes=2)[1].startswith("Linear")
+    told = capsys.readouterr().err
+    assert "each worker gets a copy of meta, and its weights will not come back" in told
+    assert "meta device" in told
+
     def look(pair: list[Any]) -> tuple[bool, bool]:
         owner, (reference, gone) = pair
         return reference() is owner, gone() is None

@@ -136,7 +136,7 @@ def test_adopting_one_of_two_modules_that_share_pages_leaves_the_other(pair):
     assert (there["c"] == 5).all()
 
 
-def test_tensors_that_left_the_arena_come_home_and_are_refreshed(pair):
+def test_tensors_that_left_the_arena_come_home_and_a_step_makes_them_dirty(pair):
     pair.cell("model.double()")
     pair.cell(TRAIN.replace("torch.ones(4, 256)", "torch.ones(4, 256).double()"))
     assert pair.ns["model"].weight.dtype is torch.float32
@@ -147,8 +147,6 @@ def test_tensors_that_left_the_arena_come_home_and_are_refreshed(pair):
     assert all((model.weight == 1).all() for model in weights(pair))
     assert not pair.workers[0].namespace.modules.dirty(), "it has what the notebook has"
 
-
-def test_a_step_of_an_optimizer_makes_what_left_the_arena_dirty(pair):
     pair.cell("model.double(); optimizer = torch.optim.SGD(model.parameters(), lr=1)")
     namespace = pair.workers[0].namespace
     assert not namespace.modules.dirty()

@@ -180,7 +180,7 @@ def test_of_a_group_every_exception_is_told_with_its_line(fail):
 
 
 @pytest.mark.forks
-def test_a_child_that_returns_from_the_function_is_not_the_rank():
+def test_a_child_that_returns_is_neither_the_rank_nor_the_worker_of_a_cell():
     def split() -> int:
         os.fork()
         return os.getpid()
@@ -196,8 +196,6 @@ def test_a_child_that_returns_from_the_function_is_not_the_rank():
 
     assert notebook_launcher(split_and_raise, (), 2, timeout=60) == [1, 1]
 
-
-def test_a_child_that_comes_to_the_end_of_a_cell_is_not_the_worker():
     with Pool(2, namespace={}, timeout=60) as pool:
         pool.run("import os\nchild = os.fork()\nmine = os.getpid()")
         assert all(pool.pull("child")["child"])

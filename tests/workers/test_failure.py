@@ -81,7 +81,7 @@ def caught_from(function: Callable[[], object]) -> BaseException:
     return caught.value
 
 
-def test_an_exception_is_taken_down_with_causes_notes_and_frames():
+def test_exceptions_are_taken_down_with_causes_notes_and_frames():
     def inner() -> None:
         raise KeyError("x")
 
@@ -99,8 +99,6 @@ def test_an_exception_is_taken_down_with_causes_notes_and_frames():
     assert found.cause.type_name == "KeyError"
     assert [f.function for f in found.cause.frames][-1] == "inner"
 
-
-def test_a_circle_of_causes_ends_and_the_name_that_a_name_error_misses_is_kept():
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     found = describe_error(one)
@@ -133,7 +131,7 @@ Extension modules: numpy.core (total: 1)
 """.replace("{house}", failure.__file__.rpartition("/workers/")[0])
 
 
-def test_the_main_threads_stack_is_read_from_a_dump():
+def test_the_main_threads_stack_is_read_from_a_dump_without_what_ran_where_it_was_forked():
     found = parse_stack(DUMP)
     assert [(f.file.rpartition("/")[2], f.line, f.function) for f in found] == [
         ("__init__.py", 519, "string_at"),
@@ -142,8 +140,6 @@ def test_the_main_threads_stack_is_read_from_a_dump():
     ]
     assert parse_stack(DUMP + DUMP.replace("line 7", "line 8"))[1].line == 8, "the latest counts"
 
-
-def test_what_ran_where_a_worker_was_forked_is_no_part_of_its_stack():
     of_notebook = (
         '  File "{house}/workers/worker.py", line 80 in run_worker\n'
         '  File "{house}/workers/worker_processes.py", line 60 in start\n'

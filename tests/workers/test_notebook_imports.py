@@ -32,7 +32,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
         del sys.modules[name]
 
 
-def test_installed_packages_and_own_modules_are_told_apart(imported):
+def test_installed_packages_and_own_modules_are_told_apart_and_in_order(imported):
     installed, local = template.installed_modules(), template.local_modules()
     assert {"torch", "torch.nn.functional", "numpy", "nb_targeted"} <= set(installed)
     assert all((torch, np))
@@ -41,8 +41,6 @@ def test_installed_packages_and_own_modules_are_told_apart(imported):
     assert not {"json", "os", "torch"} & local
     assert "nbaccel.calls.launch" not in installed, "only the notebook launches"
 
-
-def test_a_package_comes_before_those_that_import_it():
     files = dict.fromkeys(["outer", "outer.part", "inner", "outer.late", "inner.part"], "")
     assert list(by_package(files).items()) == [
         ("inner", ("inner", "inner.part")),

@@ -79,7 +79,7 @@ def picker() -> PickerModel:
     return of_language()
 
 
-def test_each_way_has_its_memory_against_what_there_is(picker):
+def test_each_way_has_its_memory_and_one_is_the_best_and_says_why(picker):
     ways = found(picker)
     assert list(ways)[:3] == ["one copy each (DDP)", "FSDP", "FSDP, all on the CPU"]
     copies, sharded, on_host = list(ways.values())[:3]
@@ -91,8 +91,6 @@ def test_each_way_has_its_memory_against_what_there_is(picker):
     assert "optimizer" not in kinds, "it is in host memory"
     assert on_host.need.bars[-1].needed > 12 * 3.5e9
 
-
-def test_one_is_the_best_and_says_why(picker):
     best = [way for way in picker.candidates() if way.is_best]
     assert len(best) == 1
     assert best[0].can_be_taken
@@ -102,6 +100,15 @@ def test_one_is_the_best_and_says_why(picker):
     slower = [way for way in fitting if way.placement.leaves_device]
     assert slower
     assert all("the CPU" in way.reason for way in slower)
+
+    first, *others = picker.proposals()
+    assert first.title.startswith("2 processes, bf16, ")
+    assert first.title.endswith("batch 4 each")
+    assert any("one per GPU" in why for why in first.why)
+    assert any(why.startswith("bf16: NVIDIA H100") for why in first.why)
+    assert first.candidate.can_be_taken
+    assert first.not_chosen
+    assert len(others) <= 2
 
 
 def test_taking_one_is_one_change(picker):
@@ -138,7 +145,7 @@ def test_zero_s_ways_keep_what_was_chosen_and_size_their_buckets():
 
 
 @needs.DEEPSPEED_ROW
-def test_what_does_not_fit_is_compared_as_it_was_asked_for():
+def test_what_does_not_fit_is_compared_as_asked_for_and_a_tight_fit_with_one_that_leaves_more():
     with torch.device("meta"):
         model = Recomputing()
     ways = found(
@@ -147,6 +154,14 @@ def test_what_does_not_fit_is_compared_as_it_was_asked_for():
     lacking = [way for way in ways.values() if way.fits is False]
     assert lacking
     assert not any(way.config.activation_checkpointing for way in lacking)
+
+    with torch.device("meta"):
+        model = Recomputing()
+    own = PickerModel(model=model, sample_batch=TOKENS, inventory=with_gpus(2, total=40, free=40))
+    first, second = own.proposals()[:2]
+    assert second.candidate.spare > first.candidate.spare
+    assert rank_of(second.candidate) >= rank_of(first.candidate)
+    assert any("more free" in why for why in second.why)
 
 
 def test_each_way_is_shown_in_each_precision_and_one_of_all_is_the_best():
@@ -187,17 +202,6 @@ def test_the_fastest_precision_that_needs_no_care_is_the_best_and_a_choice_is_ke
     assert kept.proposals()[0].config.num_processes == 1
 
 
-def test_a_colleague_proposes_processes_precision_way_and_batch(picker):
-    first, *others = picker.proposals()
-    assert first.title.startswith("2 processes, bf16, ")
-    assert first.title.endswith("batch 4 each")
-    assert any("one per GPU" in why for why in first.why)
-    assert any(why.startswith("bf16: NVIDIA H100") for why in first.why)
-    assert first.candidate.can_be_taken
-    assert first.not_chosen
-    assert len(others) <= 2
-
-
 def test_on_cores_it_proposes_a_process_for_each(picker):
     own = of_language(WITHOUT_GPU, width=64, layers=1)
     proposal = own.proposals()[0]
@@ -224,14 +228,3 @@ def test_a_batch_that_does_not_fit_is_halved_and_accumulated():
     assert f"batch_size={proposal.batch_size}" in proposal.advice[0]
     own.take_proposal(proposal)
     assert proposal.advice[0] in own.remarks
-
-
-@needs.DEEPSPEED_ROW
-def test_a_tight_fit_comes_with_one_that_leaves_more():
-    with torch.device("meta"):
-        model = Recomputing()
-    own = PickerModel(model=model, sample_batch=TOKENS, inventory=with_gpus(2, total=40, free=40))
-    first, second = own.proposals()[:2]
-    assert second.candidate.spare > first.candidate.spare
-    assert rank_of(second.candidate) >= rank_of(first.candidate)
-    assert any("more free" in why for why in second.why)

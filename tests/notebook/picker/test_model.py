@@ -83,7 +83,9 @@ def test_numbers_are_read_as_people_type_them_and_an_empty_field_is_the_default(
 
 
 @needs.DEEPSPEED_ROW
-def test_engine_choices_are_kept_while_it_is_off():
+def test_engine_choices_are_kept_while_it_is_off_and_needs_of_a_stage_are_not(
+    tmp_path, monkeypatch
+):
     picker = PickerModel(inventory=with_gpus(1))
     picker.choose("zero_stage", 3)
     picker.choose(OPTIMIZER_PLACE, "cpu")
@@ -96,9 +98,6 @@ def test_engine_choices_are_kept_while_it_is_off():
     picker.choose("zero_stage", 2)
     assert picker.value(OPTIMIZER_PLACE) is None
 
-
-@needs.DEEPSPEED_ROW
-def test_a_lower_stage_takes_with_it_what_needs_the_higher_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     picker = PickerModel(RunConfig(zero_stage=3), inventory=with_gpus(1))
     picker.choose(PARAM_PLACE, "cpu")

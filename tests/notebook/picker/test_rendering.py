@@ -111,7 +111,7 @@ def test_every_rule_of_the_style_is_the_pickers_own_and_asks_nobody_for_anything
     assert not [s for s in selectors if not s.startswith(".nbaccel-")]
 
 
-def test_all_bars_have_one_scale_and_a_line_where_the_memory_ends():
+def test_all_bars_have_one_scale_and_each_place_a_row_with_its_numbers():
     read = Html(table(FITTING, replace(LACKING, name="other")))
     widths = [a["style"] for a in read.of("nbaccel-segment")]
     assert widths == ["width:26.667%", "width:6.667%", "width:93.333%", "width:6.667%"]
@@ -123,6 +123,13 @@ def test_all_bars_have_one_scale_and_a_line_where_the_memory_ends():
     assert any("✗ 5.0 GiB too little" in word for word in read.words)
     for told in ("parameters 4.0 GiB", "buffers 1.0 GiB", "5.0 GiB left free"):
         assert told in read.of("nbaccel-track")[0]["aria-label"]
+
+    places = [bar(parameters=2 * GIB, free=7 * GIB), bar(parameters=19 * GIB, lacking=10 * GIB)]
+    read = Html(rendering.table_html(rendering.rows_of_places(places)))
+    assert "needs 3.0 GiB of 10.0 GiB" in read.words
+    assert "✗ needs 20.0 GiB of 10.0 GiB: 10.0 GiB too little" in read.words
+    unknown = Html(rendering.table_html(rendering.rows_of_places([bar(0, parameters=3 * GIB)])))
+    assert [a["style"] for a in unknown.of("nbaccel-segment")] == ["width:75.000%", "width:25.000%"]
 
 
 def test_compared_bars_are_grouped_by_way_with_one_scale():
@@ -166,15 +173,6 @@ def test_a_huge_need_is_cut_and_a_small_one_enlarged_without_what_others_use():
     assert not read.of("nbaccel-mark")
     assert not read.of("nbaccel-cut")
     assert "all that there is: 200 times as wide" in read.words
-
-
-def test_each_place_has_a_row_with_its_numbers():
-    places = [bar(parameters=2 * GIB, free=7 * GIB), bar(parameters=19 * GIB, lacking=10 * GIB)]
-    read = Html(rendering.table_html(rendering.rows_of_places(places)))
-    assert "needs 3.0 GiB of 10.0 GiB" in read.words
-    assert "✗ needs 20.0 GiB of 10.0 GiB: 10.0 GiB too little" in read.words
-    unknown = Html(rendering.table_html(rendering.rows_of_places([bar(0, parameters=3 * GIB)])))
-    assert [a["style"] for a in unknown.of("nbaccel-segment")] == ["width:75.000%", "width:25.000%"]
 
 
 @needs.DEEPSPEED

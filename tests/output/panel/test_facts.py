@@ -119,7 +119,7 @@ def looping(time: float, batches: int, **more: object) -> Metrics:
     return report(time, batches=batches, **settled)
 
 
-def test_what_is_left_is_that_of_the_slowest_rank():
+def test_what_is_left_is_that_of_the_slowest_rank_and_of_the_outer_bar():
     board = RunBoard([0, 1], began_at=0.0)
     assert most_left(board.ranks.values(), board.now) is None
     for rank, speed in ((0, 10), (1, 5)):
@@ -131,8 +131,6 @@ def test_what_is_left_is_that_of_the_slowest_rank():
     )
     assert board.samples_per_s == pytest.approx((10 + 5) * 8)
 
-
-def test_what_is_left_of_bars_is_the_outer_one_s():
     board = RunBoard([0], began_at=0.0)
     outer = ProgressBar(description="a", fraction=0.5, left_s=60.0)
     inner = ProgressBar(description="b", fraction=0.5, left_s=2.0)
@@ -329,16 +327,7 @@ def test_what_lies_between_the_loops_counts_once_an_epoch_has_shown_it(way):
     assert f"step 85 of {steps} (" in words.live_line(training.board)
 
 
-def test_an_epoch_that_takes_longer_than_those_before_is_not_over_for_that():
-    training = Training(epochs=EPOCHS)
-    training.run(13, 2)
-    training.board.now += 60.0
-    left = most_left(training.board.ranks.values(), training.board.now)
-    assert left is None or left.seconds >= 0
-    assert "-" not in words.live_line(training.board)
-
-
-def test_without_a_number_of_epochs_it_says_what_is_left_of_what():
+def test_without_a_number_of_epochs_it_says_what_is_left_of_what_and_never_less_than_nothing():
     training = Training()
     training.run(2, 5)
     line = words.live_line(training.board)
@@ -350,8 +339,13 @@ def test_without_a_number_of_epochs_it_says_what_is_left_of_what():
     assert "evaluation, " in line
     assert " left in this loop" in line
 
+    training = Training(epochs=EPOCHS)
+    training.run(13, 2)
+    training.board.now += 60.0
+    left = most_left(training.board.ranks.values(), training.board.now)
+    assert left is None or left.seconds >= 0
+    assert "-" not in words.live_line(training.board)
 
-def test_a_bar_that_was_left_half_done_is_no_loop_over_epochs():
     training = Training(bar=TqdmBar("", 100, done=40))
     training.run(1, 5)
     assert "epoch 2, 8.0 s left in this epoch" in words.live_line(training.board)
@@ -374,18 +368,7 @@ def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_
     assert line(inner, whole=True).endswith("5.0 s left")
 
 
-def test_a_stopped_training_says_how_far_it_came_and_a_finished_one_does_not():
-    stopped = Training(epochs=EPOCHS)
-    stopped.run(2, 10)
-    stopped.board.ending = "stopped"
-    assert " · step 50 of 280 (" in final_line(stopped.board)
-    finished = Training(epochs=EPOCHS)
-    finished.run(EPOCHS)
-    assert " · step 280 (" in final_line(finished.board)
-    assert "epoch 14 of 14, 20 of 20" in final_html(finished.board)
-
-
-def test_a_second_training_counts_its_own_epochs():
+def test_a_second_training_counts_its_own_epochs_and_a_stopped_one_says_how_far_it_came():
     """As in a search for a learning rate: the same loop, from the start."""
     training = Training(epochs=2)
     training.run(2)
@@ -400,6 +383,15 @@ def test_a_second_training_counts_its_own_epochs():
     around = other.board.ranks[0].told.outer
     assert around is not None
     assert (around.done, around.total, around.done_steps) == (1, 5, 7)
+
+    stopped = Training(epochs=EPOCHS)
+    stopped.run(2, 10)
+    stopped.board.ending = "stopped"
+    assert " · step 50 of 280 (" in final_line(stopped.board)
+    finished = Training(epochs=EPOCHS)
+    finished.run(EPOCHS)
+    assert " · step 280 (" in final_line(finished.board)
+    assert "epoch 14 of 14, 20 of 20" in final_html(finished.board)
 
 
 def test_one_rank_that_draws_the_bar_tells_for_all():

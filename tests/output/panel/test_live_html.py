@@ -108,7 +108,7 @@ def test_no_line_breaks_the_table(line):
     assert len(page.rows) == 3
 
 
-def test_columns_that_nobody_fills_are_left_out():
+def test_columns_that_nobody_fills_are_left_out_and_of_many_ranks_the_worst_have_rows():
     bare = Page(both(board_of(2))[0])
     assert bare.rows[0] == ["rank", "state", "memory"]
     assert bare.scopes.count("col") == len(bare.rows[0]), "for screen readers"
@@ -126,15 +126,6 @@ def test_columns_that_nobody_fills_are_left_out():
     (found, _) = Page(both(board_of(2, doing="y" * 500))[0]).column("state")
     assert found == "y" * (words.LINE_CHARS - 1) + "…"
 
-
-def test_how_long_in_a_state_is_told_where_it_is_not_the_whole_run():
-    board = board_of(2)
-    board.see([RankStatus(rank=1, state="done", seconds=0.0, rss_bytes=GIB)])
-    board.now = 72.0
-    assert Page(both(board)[0]).column("state") == ["running", "done, 1 min 0 s"]
-
-
-def test_of_many_ranks_the_worst_have_rows_and_the_rest_share_one():
     board = board_of(64)
     for rank in range(64):
         told(board, rank, 500 + rank % 3, 1.0)
@@ -144,6 +135,40 @@ def test_of_many_ranks_the_worst_have_rows_and_the_rest_share_one():
     assert [row[0] for row in page.rows[1:3]] == ["63", "40"]
     assert len(page.rows) == 1 + words.MOST_ROWS + 1
     assert page.rows[-1] == ["and 56 more ranks: running · steps 500 to 502 · 1.0 GiB"]
+
+
+def test_states_memory_and_what_is_left_are_told_where_they_say_something():
+    board = board_of(2)
+    board.see([RankStatus(rank=1, state="done", seconds=0.0, rss_bytes=GIB)])
+    board.now = 72.0
+    assert Page(both(board)[0]).column("state") == ["running", "done, 1 min 0 s"]
+
+    board = board_of(1, device_bytes=3 * GIB)
+    board.host_total_bytes, board.ranks[0].memory.device_total = 24 * GIB, 15 * GIB
+    page = Page(both(board)[0])
+    assert page.column("memory of 24.0 GiB") == ["1.0 GiB"]
+    assert page.column("on device") == ["3.0 GiBof 15.0 GiB"]
+    assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in words.live_text(board)
+
+    board = board_of(2)
+    for rank in (0, 1):
+        for batches in (0, 5, 10):
+            board.receive(rank, loop_message(batches))
+    assert words.live_line(board) == (
+        "2 ranks · 12.0 s · epoch 3, 30.0 s left in this epoch · step 10 (1/s) · 8 samples/s"
+    )
+    board.ending = "failed"
+    assert final_line(board).startswith("2 ranks · failed after 12.0 s · step 10 (1/s)")
+
+    board = board_of(2)
+    assert "libraries" not in both(board)[0]
+    for rank in (0, 1):
+        board.library_messages.note(rank, "[c10d] harmless")
+    for html in both(board):
+        page = Page(html)
+        assert "2 messages of libraries" in page.text
+        assert "[0-1] [c10d] harmless" in page.text
+        assert {"details", "summary"} <= {*page.kinds}
 
 
 def test_what_stays_opens_with_the_summary_and_a_curve():
@@ -198,7 +223,7 @@ def test_metrics_beyond_those_that_are_reported_are_named():
     assert all(said in Page(page).text for page in both(board))
 
 
-def test_progress_is_a_bar_with_words():
+def test_progress_is_a_bar_with_words_above_bars_and_lines_drawn_in_place():
     board = board_of(2)
     for rank, batches in ((0, 30), (1, 20)):
         board.receive(rank, loop_message(batches))
@@ -209,13 +234,6 @@ def test_progress_is_a_bar_with_words():
     assert "step" not in page.rows[0], "the words say how far it is"
     assert "[0-1] running · epoch 3, 50 % (20 of 40) · 1.0 GiB" in words.live_text(board)
 
-
-def loop_message(batches: int, **more: object) -> Metrics:
-    settled = {"steps": batches, "epoch": 3, "total_batches": 40, "samples": batches * 4} | more
-    return report(float(batches), batches=batches, **settled)
-
-
-def test_bars_and_lines_drawn_in_place_are_below_the_loop_that_is_reported():
     bars = (
         ProgressBar(description="files", fraction=0.1, done="1", total="10"),
         ProgressBar(description="a widget", fraction=0.1, done="1", total="10", is_elsewhere=True),
@@ -231,37 +249,9 @@ def test_bars_and_lines_drawn_in_place_are_below_the_loop_that_is_reported():
     assert Page(both(board)[0]).column("progress") == ["stream, 7"], "a loop without a length"
 
 
-def test_memory_is_told_against_what_there_is():
-    board = board_of(1, device_bytes=3 * GIB)
-    board.host_total_bytes, board.ranks[0].memory.device_total = 24 * GIB, 15 * GIB
-    page = Page(both(board)[0])
-    assert page.column("memory of 24.0 GiB") == ["1.0 GiB"]
-    assert page.column("on device") == ["3.0 GiBof 15.0 GiB"]
-    assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in words.live_text(board)
-
-
-def test_what_is_left_and_samples_per_second_are_in_the_first_line():
-    board = board_of(2)
-    for rank in (0, 1):
-        for batches in (0, 5, 10):
-            board.receive(rank, loop_message(batches))
-    assert words.live_line(board) == (
-        "2 ranks · 12.0 s · epoch 3, 30.0 s left in this epoch · step 10 (1/s) · 8 samples/s"
-    )
-    board.ending = "failed"
-    assert final_line(board).startswith("2 ranks · failed after 12.0 s · step 10 (1/s)")
-
-
-def test_messages_of_libraries_are_folded_and_counted():
-    board = board_of(2)
-    assert "libraries" not in both(board)[0]
-    for rank in (0, 1):
-        board.library_messages.note(rank, "[c10d] harmless")
-    for html in both(board):
-        page = Page(html)
-        assert "2 messages of libraries" in page.text
-        assert "[0-1] [c10d] harmless" in page.text
-        assert {"details", "summary"} <= {*page.kinds}
+def loop_message(batches: int, **more: object) -> Metrics:
+    settled = {"steps": batches, "epoch": 3, "total_batches": 40, "samples": batches * 4} | more
+    return report(float(batches), batches=batches, **settled)
 
 
 def test_any_metric_has_a_chart_and_epochs_are_marked():

@@ -148,13 +148,6 @@ def test_in_live_workers_each_cell_counts_from_its_start(seen):
         assert [facts.told.steps for facts in seen.board.ranks.values()] == [77, 77]
 
 
-def test_without_a_launch_nobody_is_told():
-    accelerator = Accelerator(cpu=True)
-    accelerator.log({"loss": 1.0})
-    assert list(accelerator.progress([torch.ones(1)])) == [torch.ones(1)]
-    assert metrics_reporter._process_reporter is None
-
-
 def test_a_notebook_that_does_not_listen_holds_no_worker_up():
     ours, theirs = messaging.Channel.pair()
     reporter = metrics_reporter.Reporter(theirs, CpuDevice(), "cpu")
@@ -317,7 +310,7 @@ def test_what_is_logged_takes_the_place_of_what_was_seen(seen):
         assert facts.told.steps == 20
 
 
-def test_one_process_is_seen_and_leaves_no_hook(seen, capsys):
+def test_one_process_is_seen_and_leaves_no_hook_and_without_a_launch_nobody_is_told(seen, capsys):
     plain = torch.autograd.backward
 
     def train(net: nn.Module) -> int:
@@ -332,3 +325,8 @@ def test_one_process_is_seen_and_leaves_no_hook(seen, capsys):
     assert torch.autograd.backward is plain
     assert results.report().facts.ranks[0].steps == SAMPLES // BATCH
     assert results.report().facts.metric_names == ["loss"]
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.log({"loss": 1.0})
+    assert list(accelerator.progress([torch.ones(1)])) == [torch.ones(1)]
+    assert metrics_reporter._process_reporter is None

@@ -85,7 +85,7 @@ EMPTY = facts(
 )
 
 
-def test_the_json_form_is_the_documented_one():
+def test_texts_are_escaped_and_whole_and_the_json_form_is_the_documented_one():
     document = RunReport(facts()).to_dict()
     assert (document["format"], document["version"]) == ("nbaccel.report", 1)
     assert set(document) == {
@@ -105,6 +105,17 @@ def test_the_json_form_is_the_documented_one():
     }
     assert document["curves"][2]["values"][-1] == "nan"
     assert document["marks"][0] == {"step": 0.0, "text": "epoch 1"}
+
+    part = Html(RunReport(facts())._repr_html_())
+    words = "\n".join(part.words)
+    # In the plan, a metric's name, a warning; and for screen readers, a metric's name and curve.
+    assert words.count(ODD) >= 3
+    assert any(name == "alt" and ODD in (value or "") for name, value in part.attributes)
+    # In the charts, which are images: a metric's name, a mark.
+    images = re.findall(r"image/svg\+xml;base64,([^\"]+)", RunReport(facts())._repr_html_())
+    charts = [Html(base64.b64decode(image).decode()) for image in images]
+    assert any(ODD in word for chart in charts for word in chart.words)
+    assert not any("script" in chart.kinds for chart in charts)
 
 
 HOSTILE = '</p><script>alert(1)</script>" onload="alert(2)'
@@ -180,20 +191,7 @@ def test_the_page_is_valid_and_needs_nothing_beside_it(known, tmp_path):
     assert "prefers-color-scheme: dark" in text
 
 
-def test_texts_are_escaped_and_whole():
-    part = Html(RunReport(facts())._repr_html_())
-    words = "\n".join(part.words)
-    # In the plan, a metric's name, a warning; and for screen readers, a metric's name and curve.
-    assert words.count(ODD) >= 3
-    assert any(name == "alt" and ODD in (value or "") for name, value in part.attributes)
-    # In the charts, which are images: a metric's name, a mark.
-    images = re.findall(r"image/svg\+xml;base64,([^\"]+)", RunReport(facts())._repr_html_())
-    charts = [Html(base64.b64decode(image).decode()) for image in images]
-    assert any(ODD in word for chart in charts for word in chart.words)
-    assert not any("script" in chart.kinds for chart in charts)
-
-
-def test_who_holds_the_others_up_is_said_with_the_reason():
+def test_who_holds_the_others_up_is_said_and_a_start_is_left_out_of_shares():
     said = "Rank 1 holds the others up: the other waited 5.0 s for it (52 % of the time); it "
     assert f"{said}computes longer than the other." in str(RunReport(facts()))
     slow_data = facts(
@@ -209,8 +207,6 @@ def test_who_holds_the_others_up_is_said_with_the_reason():
     assert "Curves" not in text
     assert "No loop over batches was seen." in RunReport(EMPTY)._repr_html_()
 
-
-def test_a_start_is_left_out_of_shares_and_said():
     started = [
         dataclasses.replace(one, total_s=one.total_s + start_s, starting_s=start_s)
         for one, start_s in ((times(3.0, 5.0), 4.0), (times(3.0, 0.0), 9.0))
