@@ -38,30 +38,41 @@ print(list(results), model.weight.flatten().tolist())
 """
 
 
-def start_nodes(folder: Path, text: str, count: int) -> list[subprocess.Popen[str]]:
-    """Start a script as the first nodes of two, which cannot meet on loopback."""
-    interface, address = next(
-        (
-            (name, found.address)
-            for name, addresses in psutil.net_if_addrs().items()
-            for found in addresses
-            if found.family == socket.AF_INET and not found.address.startswith("127.")
-        ),
-        ("", ""),
+def own_address() -> str:
+    """An address of this machine that is not loopback: nodes cannot meet on loopback."""
+    for addresses in psutil.net_if_addrs().values():
+        for found in addresses:
+            if found.family == socket.AF_INET and not found.address.startswith("127."):
+                return found.address
+    pytest.skip("this machine has no address besides loopback for two nodes to meet at")
+
+
+def interface_of(address: str) -> str:
+    return next(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(found.address == address for found in addresses)
     )
-    if not address:
-        pytest.skip("this machine has no address besides loopback for two nodes to meet at")
+
+
+def free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start_nodes(folder: Path, text: str, count: int) -> list[subprocess.Popen[str]]:
+    """Start a script as the first nodes of two."""
+    address = own_address()
     script = folder / "node.py"
     script.write_text(text)
-    with socket.create_server((address, 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port(address))
     return [
         subprocess.Popen(
             [sys.executable, str(script), str(node), address, port],
             stdout=subprocess.PIPE,
             text=True,
             # A host name need not resolve in a sandbox; gloo is told the address's interface.
-            env=os.environ | {"GLOO_SOCKET_IFNAME": interface},
+            env=os.environ | {"GLOO_SOCKET_IFNAME": interface_of(address)},
         )
         for node in range(count)
     ]

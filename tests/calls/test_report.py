@@ -283,7 +283,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {cells[0]: [cell.strip() for cell in cells[1:] if cell.strip()] for cells in lines}
 
 
-def test_two_runs_are_laid_side_by_side_and_one_worker_is_measured_on_request(tmp_path, capfd):
+def test_two_runs_are_laid_side_by_side(tmp_path):
     one = notebook_launcher(go_through, (nn.Linear(4, 2), 0.03), 1)
     two = notebook_launcher(go_through, (nn.Linear(4, 2), 0.03), 2)
     compared = nbaccel.compare(one, two)
@@ -303,6 +303,8 @@ def test_two_runs_are_laid_side_by_side_and_one_worker_is_measured_on_request(tm
     assert "num_processes=1" in advice
     assert not one.report().facts.advice
 
+
+def test_one_worker_is_measured_on_request(capfd):
     model = nn.Linear(4, 2)
 
     def slower_together(model: nn.Module) -> None:

@@ -194,7 +194,10 @@ def test_what_became_of_the_body_comes_home(body, kind, text, said, capsys):
     assert said in capsys.readouterr().out
 
 
-FORKS = "tests/output/test_worker_prints.py::test_lines_are_shown_while_the_workers_run"
+FORKS = (
+    "tests/workers/test_exit_functions.py"
+    "::test_what_the_notebook_does_at_exit_is_not_done_by_its_workers"
+)
 BODIES = "tests/house/fork_bodies.py"
 
 
