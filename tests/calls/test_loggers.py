@@ -80,7 +80,7 @@ def test_what_is_changed_later_holds_in_the_next_cell(capfd):
         assert "loss is low" not in capfd.readouterr().err
         root = logging.getLogger()
         root.setLevel(logging.INFO)
-        handler = stderr_handler()
+        handler = stderr_handler("%(levelname)s:%(name)s:%(message)s")
         root.addHandler(handler)
         pool.run("work()")
         assert 1 <= capfd.readouterr().err.count("INFO:my.train:loss is low") <= 2

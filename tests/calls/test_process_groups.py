@@ -150,28 +150,28 @@ def test_it_goes_on_a_second_time_and_keeps_what_hangs_on_the_wrapper():
 
 
 def test_a_with_block_is_left_wherever_it_waits_and_an_old_group_is_told_as_such():
-    """Python handles the interrupt right after the collective: at the first line of `__exit__`."""
     with Pool(2, namespace={}, timeout=TIMEOUT_S) as pool:
         pool.run(
             "import time, torch, torch.distributed as dist\n"
-            "rank, old, x = dist.get_rank(), dist.group.WORLD, torch.ones(1)\n"
+            "rank = dist.get_rank()\n"
             "class Waits:\n"
             "    def __enter__(self): pass\n"
             "    def __exit__(self, *raised):\n"
             "        while True: time.sleep(0.01)"
         )
         with pytest.raises(ValueError, match="odd"):
+            pool.run("if rank: raise ValueError('odd')\nwith Waits(): pass")
+        pool.run("found = dist.get_rank()\nold, x = dist.group.WORLD, torch.ones(1)")
+        assert pool.pull("found") == {"found": [0, 1]}
+        with pytest.raises(ValueError, match="odd"):
             # What DDP calls to send buffers; public functions have more `with` blocks inside.
+            # Python handles the interrupt right after it: at the first line of `__exit__`.
             pool.run(
                 "if rank: raise ValueError('odd')\n"
                 "with torch.no_grad(): dist._broadcast_coalesced(old, [x], 1000, 1)"
             )
         pool.run("found = torch.is_grad_enabled()")
         assert pool.pull("found") == {"found": [True, True]}
-        with pytest.raises(ValueError, match="odd"):
-            pool.run("if rank: raise ValueError('odd')\nwith Waits(): pass")
-        pool.run("found = dist.get_rank()")
-        assert pool.pull("found") == {"found": [0, 1]}
         with pytest.raises(WorkerFailed) as caught:
             pool.run("dist.all_reduce(x, group=old)")
         first = str(caught.value).splitlines()[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -147,8 +148,13 @@ def start_and(end: str, way: str, token: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["group", "session", "daemon"])
-@pytest.mark.parametrize("end", ["return", "raise", "die", "fork"])
+@pytest.mark.parametrize(
+    ("end", "way"),
+    [
+        *itertools.product(("return", "raise", "die"), ("group", "session", "daemon")),
+        pytest.param("fork", "daemon", marks=pytest.mark.forks),
+    ],
+)
 def test_what_left_its_group_ends_with_the_launch(token, way, end, capfd):
     method = "fork" if end == "fork" else "template"
     launch = partial(notebook_launcher, start_and, (end, way, token), 2, start_method=method)
