@@ -69,8 +69,12 @@ def page(request: pytest.FixtureRequest, open_notebook: Open) -> Iterator[Notebo
 
 def workers(page: NotebookPage) -> set[int]:
     """The kernel's living descendants but templates, of which each cell may bring another."""
+    return children_of(psutil.Process(int(page.text(0).split()[-1])))
+
+
+def children_of(kernel: psutil.Process) -> set[int]:
     found = set()
-    for process in psutil.Process(int(page.text(0).split()[-1])).children(recursive=True):
+    for process in kernel.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE and process.name() != TEMPLATE_NAME:
                 found.add(process.pid)
@@ -78,7 +82,7 @@ def workers(page: NotebookPage) -> set[int]:
 
 
 @pytest.mark.parametrize("number", [LAUNCH, CELL], ids=["launch", "cell"])
-def test_it_moves_and_stop_stops(page, number):
+def test_it_moves_and_stop_stops(page: NotebookPage, number: int) -> None:
     before = workers(page)
     page.run_cell(number, wait=False)
     cell, stop = page.cell(number), page.find("nbaccel-stop")
@@ -114,7 +118,7 @@ def test_it_moves_and_stop_stops(page, number):
     assert wait_for(lambda: workers(page) == before)
 
 
-def test_its_summary_stays_and_the_button_is_reached_and_pressed_by_keys(page):
+def test_its_summary_stays_as_plain_output_and_unfolds(page: NotebookPage) -> None:
     for number in (LAUNCH, CELL):
         shown = [o["data"] for o in page.outputs(number) if o["output_type"] == "display_data"]
         assert [VIEW in data for data in shown] == [False]
@@ -128,6 +132,8 @@ def test_its_summary_stays_and_the_button_is_reached_and_pressed_by_keys(page):
         expect(ranks.locator("tbody tr")).to_have_count(2)
         expect(ranks).to_contain_text("most host memory")
 
+
+def test_the_button_is_reached_and_pressed_by_keys(page: NotebookPage) -> None:
     page.run_cell(CELL, wait=False)
     stop = page.find("nbaccel-stop")
     expect(stop).to_be_visible()
@@ -139,7 +145,7 @@ def test_its_summary_stays_and_the_button_is_reached_and_pressed_by_keys(page):
     assert page.text(WIDGETS) == "0 widgets\n"
 
 
-def test_stop_is_in_reach_with_ten_thousand_lines(page):
+def test_stop_is_in_reach_with_ten_thousand_lines(page: NotebookPage) -> None:
     page.run_cell(TALK, wait=False)
     stop, cell = page.find("nbaccel-stop"), page.cell(TALK)
     expect(cell).to_contain_text("rank 1 line 9999")

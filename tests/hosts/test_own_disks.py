@@ -55,8 +55,12 @@ class Resumed:
         return [self.saved[rank][kind]["names"] for rank in (0, 2)]
 
 
-def test_shards_of_fsdp_serve_the_hosts_that_wrote_them_and_whole_states_any(tmp_path):
-    fsdp = Resumed(tmp_path, "sharded", "full", "ddp")
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    return Resumed(tmp_path_factory.mktemp("fsdp"), "sharded", "full", "ddp")
+
+
+def test_shards_of_fsdp_serve_the_hosts_that_wrote_them(fsdp: Resumed) -> None:
     fsdp.check_serves_its_hosts_alone("sharded")
     assert fsdp.names_in_file("sharded") == [TENSORS, []]
     warning = fsdp.warnings[0]
@@ -64,6 +68,8 @@ def test_shards_of_fsdp_serve_the_hosts_that_wrote_them_and_whole_states_any(tmp
     assert "with 4 processes on the same hosts" in warning
     assert "FULL_STATE_DICT" in warning
 
+
+def test_a_full_state_dict_serves_any_of_the_hosts(fsdp: Resumed) -> None:
     fsdp.check_goes_on("full")
     alone = [rank["full"] for rank in fsdp.fewer]
     # The first step sees the weights of the checkpoint; later ones average over fewer.
@@ -75,13 +81,15 @@ def test_shards_of_fsdp_serve_the_hosts_that_wrote_them_and_whole_states_any(tmp
     assert len(fsdp.warnings) == 2
     assert "shards" not in fsdp.warnings[1]
 
+
+def test_a_whole_checkpoint_is_on_each_host(fsdp: Resumed) -> None:
     for before, after in zip(fsdp.saved, fsdp.loaded, strict=True):
         # A new DDP model adds gradients up in other buckets for a step.
         assert after["ddp"]["losses"] == pytest.approx(before["ddp"]["losses"], rel=1e-5)
     assert all("model.safetensors" in rank["ddp"]["files"] for rank in fsdp.saved)
 
 
-def test_zero_goes_on_where_it_was_saved(tmp_path):
+def test_zero_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="it is not installed")
     resumed = Resumed(tmp_path, "zero1", "zero3")
     for kind in ("zero1", "zero3"):
@@ -91,7 +99,7 @@ def test_zero_goes_on_where_it_was_saved(tmp_path):
     assert '"use_node_local_storage": true' in resumed.warnings[0]
 
 
-def test_node_local_storage_is_not_warned_of(tmp_path):
+def test_node_local_storage_is_not_warned_of(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="it is not installed")
     resumed = Resumed(tmp_path, "zero2-local", "zero3-local")
     for kind in ("zero2-local", "zero3-local"):

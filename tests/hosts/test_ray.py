@@ -49,7 +49,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return outcomes
 
 
-def test_workers_on_several_nodes_train_as_those_of_one_machine_and_a_lost_one_is_replaced(scenes):
+def test_workers_on_several_nodes_train_as_those_of_one_machine(scenes):
     outcome = scenes["trained"]
     assert outcome["ranks"] == [0, 1, 2, 3], outcome
     assert outcome["templates"] >= 2
@@ -58,16 +58,24 @@ def test_workers_on_several_nodes_train_as_those_of_one_machine_and_a_lost_one_i
     for rank in range(4):
         assert f"rank {rank} has trained" in outcome["output"]
     assert "ray" in outcome["plan"]
-    # A large model goes through the object store once per launch.
+
+
+def test_a_large_model_goes_through_the_object_store_once_per_launch(scenes):
     outcome = scenes["carried"]
     assert len(outcome["stored"]) == 2, outcome
     assert outcome["first"] == [outcome["expected"]] * 4
     assert outcome["after"] != outcome["expected"]
     assert outcome["second"] == [outcome["after"]] * 4
-    for name, outcome in scenes.items():
-        assert outcome["actors left"] == [], name
-        assert outcome["groups left"] == [], name
 
+
+def test_more_workers_than_the_cluster_has_are_refused_at_once(scenes):
+    outcome = scenes["too many"]
+    assert outcome["type"] == "ConfigError", outcome
+    assert "is more than the cluster has" in outcome["text"]
+    assert "2 CPU" in outcome["text"]
+
+
+def test_a_node_that_is_lost_is_named_and_replaced(scenes):
     outcome = scenes["lost"]
     for result in outcome["results"]:
         assert result["world"] == 4
@@ -78,16 +86,21 @@ def test_workers_on_several_nodes_train_as_those_of_one_machine_and_a_lost_one_i
     assert "Restart 1 of 2" in outcome["errors"]
 
 
-def test_what_no_cluster_serves_is_refused_at_once(scenes, monkeypatch):
-    outcome = scenes["too many"]
-    assert outcome["type"] == "ConfigError", outcome
-    assert "is more than the cluster has" in outcome["text"]
-    assert "2 CPU" in outcome["text"]
-    with pytest.raises(ConfigError, match=r'ray.init\(address="auto"\)'):
-        notebook_launcher(print, (), 2, engine="ray")
+def test_nothing_is_left_on_the_cluster(scenes):
+    for name, outcome in scenes.items():
+        assert outcome["actors left"] == [], name
+        assert outcome["groups left"] == [], name
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch):
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unheard.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=f"nothing answers at RAY_ADDRESS='{address}'"):
             RayEngine().connect()
+
+
+def test_a_notebook_without_a_cluster_is_told_how_to_connect():
+    with pytest.raises(ConfigError, match=r'ray.init\(address="auto"\)'):
+        notebook_launcher(print, (), 2, engine="ray")

@@ -131,13 +131,32 @@ def wait_until(is_so: Callable[[], bool], *, seconds: float) -> float:
     return time.monotonic()
 
 
-def test_exported_jobs_train_and_a_stopped_one_leaves_nothing_on_a_cluster(tmp_path):
+@pytest.fixture(scope="module")
+def jobs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ray_jobs")
+
+
+@pytest.fixture(scope="module")
+def ended_jobs(jobs_folder: Path) -> dict[str, Any]:
+    """Of one cluster: by number of nodes, and one that was stopped."""
     with one_cluster_at_a_time(), running_ray() as jobs_address:
-        stopped = hand_in_and_stop(jobs_address, tmp_path / "stopped")
-        jobs = {number: hand_in(number, jobs_address, tmp_path / str(number)) for number in (1, 2)}
+        stopped = hand_in_and_stop(jobs_address, jobs_folder / "stopped")
+        trained = {
+            f"{num_nodes} nodes": hand_in(num_nodes, jobs_address, jobs_folder / str(num_nodes))
+            for num_nodes in (1, 2)
+        }
+        return trained | {"stopped": stopped}
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_the_exported_job_trains_on_a_cluster(num_nodes, ended_jobs, jobs_folder):
+    job = ended_jobs[f"{num_nodes} nodes"]
+    assert job.returncode == 0, job.stdout + job.stderr
+    check_trained(jobs_folder / str(num_nodes), job.stdout, 2 * num_nodes)
+
+
+def test_a_job_that_is_stopped_ends_its_workers_and_leaves_nothing(ended_jobs):
+    stopped = ended_jobs["stopped"]
     assert stopped["seconds"] < STOP_S
     assert "was stopped" in stopped["told"]
     assert stopped["left"] == []
-    for num_nodes, job in jobs.items():
-        assert job.returncode == 0, job.stdout + job.stderr
-        check_trained(tmp_path / str(num_nodes), job.stdout, 2 * num_nodes)

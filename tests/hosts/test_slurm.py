@@ -73,14 +73,16 @@ def left_in(cluster: SlurmCluster) -> list[str]:
 
 
 @pytest.mark.parametrize("inside", [(), ("srun", "--ntasks=1", "--nodes=1")])
-def test_a_notebook_in_an_allocation_trains_on_all_its_nodes(cluster, tmp_path, inside):
+def test_a_notebook_in_an_allocation_trains_on_all_its_nodes(
+    cluster: SlurmCluster, tmp_path: Path, inside: tuple[str, ...]
+) -> None:
     told = Allocated(cluster, tmp_path, "train", *inside).told()
     assert told["places"] == [["0", "n1"], ["1", "n1"], ["0", "n2"], ["1", "n2"]]
     assert told["weights"] == told["local_weights"] != told["start"]
     assert left_in(cluster) == []
 
 
-def test_a_killed_task_is_told_with_its_host(cluster, tmp_path):
+def test_a_killed_task_is_told_with_its_host(cluster: SlurmCluster, tmp_path: Path) -> None:
     notebook = Allocated(cluster, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     (actor,) = [
@@ -96,7 +98,7 @@ def test_a_killed_task_is_told_with_its_host(cluster, tmp_path):
     assert left_in(cluster) == []
 
 
-def test_stop_ends_the_workers_on_all_nodes(cluster, tmp_path):
+def test_stop_ends_the_workers_on_all_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     notebook = Allocated(cluster, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
     pressed_at = time.time()
@@ -112,7 +114,9 @@ def test_stop_ends_the_workers_on_all_nodes(cluster, tmp_path):
     assert left_in(cluster) == []
 
 
-def test_the_exported_sbatch_file_trains_on_all_nodes(cluster, tmp_path):
+def test_the_exported_sbatch_file_trains_on_all_nodes(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     folder = tmp_path / "job"
     export_project(folder, "slurm", num_nodes=2)
     variables = {**job_variables(folder), "PATH": path_with_tools()}
@@ -127,7 +131,7 @@ def test_the_exported_sbatch_file_trains_on_all_nodes(cluster, tmp_path):
     assert left_in(cluster) == []
 
 
-def test_a_script_is_launched_by_srun_and_a_lack_of_an_allocation_told(cluster, tmp_path):
+def test_a_script_is_launched_by_srun_on_all_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, torch, torch.distributed as dist\n"
@@ -151,6 +155,10 @@ def test_a_script_is_launched_by_srun_and_a_lack_of_an_allocation_told(cluster, 
     assert told == ["NODE n1 SUM 4 b"] * 2 + ["NODE n2 SUM 4 b"] * 2, job.stdout + job.stderr
     assert left_in(cluster) == []
 
+
+def test_without_an_allocation_it_says_how_to_get_one(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     told = RunningScript(
         cluster.host,
         tmp_path,
