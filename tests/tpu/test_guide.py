@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import pytest
 
 from tests.isolation import ROOT
-from tests.programs import run_program
 
 # ---------------------------------------------------------------- the guide's cells
 CELL_1 = """
@@ -204,8 +204,15 @@ def _run_python(code: str, folder: Path, variables: dict[str, str]) -> tuple[str
     # In a file: what is launched from `python -c` has no source for a traceback.
     script = folder / "cells.py"
     script.write_text(code, encoding="utf-8")
-    words = [sys.executable, str(script)]
-    done = run_program(words, cwd=folder, env=environ, timeout=400, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout, done.stderr
 
@@ -239,7 +246,9 @@ def found(folder: Path, driver: str) -> dict[str, Any]:
     )[0]
 
 
-def test_cells_1_and_2_train_a_model_that_is_made_inside(found, driver):
+def test_cells_1_and_2_train_a_model_that_is_made_inside(
+    found: dict[str, Any], driver: str
+) -> None:
     ranks = found["inside"]["ranks"]
     assert [rank["device"] for rank in ranks] == [_DEVICE_TYPES[driver]] * 2
     for rank, expected in zip(ranks, found["on_cpu"]["ranks"], strict=True):
@@ -250,7 +259,7 @@ def test_cells_1_and_2_train_a_model_that_is_made_inside(found, driver):
         assert "memfd:nbaccel" not in rank["lies_in"]
 
 
-def test_cells_4_to_6_share_one_model_and_train_it(found, driver):
+def test_cells_4_to_6_share_one_model_and_train_it(found: dict[str, Any], driver: str) -> None:
     outside = found["outside"]
     assert [rank["device"] for rank in outside["ranks"]] == [_DEVICE_TYPES[driver]] * 2
     # One file of shared memory: the same inode in all processes.
@@ -261,7 +270,7 @@ def test_cells_4_to_6_share_one_model_and_train_it(found, driver):
     assert outside["weights"] == pytest.approx(found["on_cpu"]["weights"], abs=1e-4)
 
 
-def test_cell_7_computes_in_bfloat16(found):
+def test_cell_7_computes_in_bfloat16(found: dict[str, Any]) -> None:
     for rank, exact in zip(found["bf16"]["ranks"], found["outside"]["ranks"], strict=True):
         assert rank["precision"] == "bf16"
         assert rank["loss"] == pytest.approx(exact["loss"], abs=0.05)
@@ -269,7 +278,9 @@ def test_cell_7_computes_in_bfloat16(found):
         assert not rank["float32_is_bfloat16"], "what is not computed stays float32"
 
 
-def test_cell_8_makes_float_bfloat16_where_the_driver_can(found, folder, driver):
+def test_cell_8_makes_float_bfloat16_where_the_driver_can(
+    found: dict[str, Any], folder: Path, driver: str
+) -> None:
     downcast, printed = _run(folder, driver, downcast=_with_accelerator(CELL_8))
     ranks = downcast["downcast"]["ranks"]
     for rank, exact in zip(ranks, found["outside"]["ranks"], strict=True):

@@ -11,6 +11,7 @@ import torch
 
 from nbaccel import Pool, RunConfig, WorkerFailed, notebook_launcher
 from nbaccel.calls.launch import launch_plan
+from nbaccel.plan import Plan
 from tests.process import stop_pressed_when
 from tests.tpu import bodies
 from tests.tpu.bodies import Seen, TiedNet
@@ -46,17 +47,19 @@ def weights_of(net: TiedNet) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in net.named_parameters()}
 
 
-def test_workers_of_the_template_train_the_notebooks_model_as_one_replica_would(trained, driver):
+def test_workers_are_forked_from_the_template_and_have_a_chip_each(
+    trained: Trained, driver: str
+) -> None:
     assert trained.plan.start_method == "template"
-    _, targets = bodies.make_data(bodies.JUDGED_ROWS)
-    assert len(trained.seen) == bodies.RANKS
+    assert [seen.device for seen in trained.seen] == [TYPES[driver]] * bodies.RANKS
+
+
+def test_losses_are_those_of_one_replica_on_the_whole_batches(trained: Trained) -> None:
     for seen in trained.seen:
-        assert seen.device == TYPES[driver]
         assert seen.losses == CLOSE(trained.expected, abs=1e-5)
-        assert seen.again == CLOSE(seen.losses[-len(seen.again) :], abs=1e-6), "a saved state"
-        assert seen.judged == targets.tolist(), "without what padded the last batch"
-        assert seen.is_tied
-    assert trained.net.head.weight is trained.net.embedding.weight
+
+
+def test_the_notebooks_model_is_the_trained_one(trained: Trained) -> None:
     assert all(
         parameter is kept
         for parameter, kept in zip(trained.net.parameters(), trained.parameters, strict=True)
@@ -67,7 +70,23 @@ def test_workers_of_the_template_train_the_notebooks_model_as_one_replica_would(
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-4)
 
 
-def test_bf16_computes_in_bf16_and_stays_close(trained, config):
+def test_tied_weights_stay_tied(trained: Trained) -> None:
+    assert all(seen.is_tied for seen in trained.seen)
+    assert trained.net.head.weight is trained.net.embedding.weight
+
+
+def test_a_state_that_was_saved_goes_on_as_before(trained: Trained) -> None:
+    for seen in trained.seen:
+        assert seen.again == CLOSE(seen.losses[-len(seen.again) :], abs=1e-6)
+
+
+def test_gather_for_metrics_drops_what_padded_the_last_batch(trained: Trained) -> None:
+    _, targets = bodies.make_data(bodies.JUDGED_ROWS)
+    for seen in trained.seen:
+        assert seen.judged == targets.tolist()
+
+
+def test_bf16_computes_in_bf16_and_stays_close(trained: Trained, config: RunConfig) -> None:
     net = bodies.make_net()
     results = notebook_launcher(bodies.train_in_bf16, (net,), config=config)
     for losses, computed_in, kept_in in results:
@@ -76,7 +95,9 @@ def test_bf16_computes_in_bf16_and_stays_close(trained, config):
         assert (computed_in, kept_in) == ("torch.bfloat16", "torch.float32")
 
 
-def test_after_an_error_or_stop_the_model_is_as_it_was(driver, config, tmp_path):
+def test_an_error_names_its_rank_and_line_and_the_model_is_as_it_was(
+    driver: str, config: RunConfig
+) -> None:
     net = bodies.make_net()
     before = weights_of(net)
     with pytest.raises(WorkerFailed, match="no page 7 in this book") as caught:
@@ -86,6 +107,13 @@ def test_after_an_error_or_stop_the_model_is_as_it_was(driver, config, tmp_path)
     assert "rank 1" in text.lower()
     assert 'raise LookupError("no page 7 in this book")' in text
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(net).items())
+
+
+def test_stop_ends_a_launch_and_the_model_is_as_it_was(
+    driver: str, config: RunConfig, tmp_path: Path
+) -> None:
+    net = bodies.make_net()
+    before = weights_of(net)
     with pytest.raises(KeyboardInterrupt, match="workers have been stopped"):
         with stop_pressed_when(lambda: len(list(tmp_path.iterdir())) == bodies.RANKS):
             notebook_launcher(bodies.wait_to_be_stopped, (net, str(tmp_path)), config=config)
@@ -93,7 +121,7 @@ def test_after_an_error_or_stop_the_model_is_as_it_was(driver, config, tmp_path)
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(net).items())
 
 
-def test_live_workers_go_on_where_the_last_cell_ended(trained, config):
+def test_live_workers_go_on_where_the_last_cell_ended(trained: Trained, config: RunConfig) -> None:
     names: dict[str, Any] = {"net": bodies.make_net(), "bodies": bodies}
     first_cell = """
         import torch
@@ -119,18 +147,29 @@ def test_live_workers_go_on_where_the_last_cell_ended(trained, config):
     assert not torch.equal(names["net"].body.weight, after_first["body.weight"])
 
 
-def test_a_moved_model_keeps_what_hangs_on_it_and_workers_take_turns(driver, config, tmp_path):
+# ---------------------------------------------------- models on their way to chips, and collectives
+
+
+def test_a_moved_model_keeps_its_objects_and_what_hangs_on_them(
+    driver: str, config: RunConfig
+) -> None:
     (moved,) = notebook_launcher(
         bodies.move_with_all_that_hangs_on_it, (), config=config.changed(num_processes=1)
     )
     assert moved == dict.fromkeys(moved, True)
 
+
+def test_where_memory_is_short_workers_copy_one_after_another(
+    driver: str, config: RunConfig, tmp_path: Path
+) -> None:
     times = notebook_launcher(bodies.place_in_turn, (str(tmp_path),), config=config)
     (_, first_ended), (second_began, _) = sorted(times)
     assert first_ended <= second_began
 
 
-def test_the_plan_says_how_much_host_memory_the_model_takes_at_most(plan, capsys):
+def test_the_plan_says_how_much_host_memory_the_model_takes_at_most(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
     net = bodies.make_net()
     num_bytes = sum(one.nbytes for one in net.parameters())
     plenty = launch_plan(plan, bodies.where_it_is, (net,)).plan
@@ -146,7 +185,9 @@ def test_the_plan_says_how_much_host_memory_the_model_takes_at_most(plan, capsys
     assert tight.warnings[-1] in capsys.readouterr().err
 
 
-def test_no_collective_is_left_to_gloo_which_would_change_nothing(driver, config):
+def test_no_collective_is_left_to_gloo_which_would_change_nothing(
+    driver: str, config: RunConfig
+) -> None:
     given = (torch.distributed.all_reduce,)  # as imported in a cell, before the driver is bound
     for answers in notebook_launcher(bodies.try_collectives_of_torch, given, config=config):
         refused = {name for name, answer in answers.items() if "Error: " in answer}
@@ -159,10 +200,15 @@ def test_no_collective_is_left_to_gloo_which_would_change_nothing(driver, config
             assert "tensor.cpu()" in answers["all_to_all_single"]
 
 
+# ------------------------------------------ one process on all devices, cut up by XLA's partitioner
+
+
 DEVICES = 4
 
 
-def test_losses_are_those_of_one_replica_and_weights_are_really_cut_up(driver, monkeypatch):
+def test_losses_are_those_of_one_replica_and_weights_are_really_cut_up(
+    driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if driver != "torch_xla":
         pytest.skip("only torch_xla has a mode in which one process drives all chips")
     monkeypatch.setenv("CPU_NUM_DEVICES", str(DEVICES))

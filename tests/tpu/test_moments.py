@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from nbaccel.plan import Plan
 from tests.isolation import ROOT
 from tests.kernel.kernel import Kernel
-from tests.programs import run_program
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 BUSY_CELL = """
@@ -41,16 +42,26 @@ def undecided_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
         yield found
 
 
-def said_by(code: str, **variables: str) -> str:
+def run_program(code: str, **variables: str) -> str:
     """Run a program of its own, whose torch loads its extensions; what it printed."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     environ.pop(AUTOLOAD, None)
-    done = run_program([sys.executable, "-c", code], cwd=ROOT, env=environ, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def test_a_kernel_that_loads_nbaccel_first_stays_asleep_and_launches(driver, undecided_kernel):
+def test_a_kernel_that_loads_nbaccel_first_stays_asleep_and_launches(
+    driver: str, undecided_kernel: Kernel
+) -> None:
     undecided_kernel.run("%load_ext nbaccel").check()
     undecided_kernel.run(BUSY_CELL).check()
     asked = "from nbaccel.plan import registry; print(registry.device('tpu').is_awake())"
@@ -81,8 +92,8 @@ WAKING = {
 }
 
 
-def test_a_fork_of_a_runtime_that_is_awake_is_refused_with_the_reason(driver):
-    said = said_by(FORK_WITH_AN_AWAKE_RUNTIME.format(wake=WAKING[driver]))
+def test_a_fork_of_a_runtime_that_is_awake_is_refused_with_the_reason(driver: str) -> None:
+    said = run_program(FORK_WITH_AN_AWAKE_RUNTIME.format(wake=WAKING[driver]))
     assert f"the runtime of {driver} is initialised in the notebook" in said
     assert "launched" not in said
     if driver == "torch_xla":  # without chips; with some, that they are held comes first
@@ -102,11 +113,13 @@ except nbaccel.errors.UnsafeMoment as error:
 """
 
 
-def test_a_kernel_that_a_seed_has_woken_is_told_that_it_holds_the_chips(driver, plan):
+def test_a_kernel_that_a_seed_has_woken_is_told_that_it_holds_the_chips(
+    driver: str, plan: Plan
+) -> None:
     host = plan.inventory.tpu
     if driver != "torch_tpu" or host is None or not host.chips:
         pytest.skip("needs torch_tpu and chips: with torch_xla a seed wakes nothing")
-    said = said_by(LAUNCH_FROM_AN_AWAKE_KERNEL)
+    said = run_program(LAUNCH_FROM_AN_AWAKE_KERNEL)
     files = ", ".join(host.device_files)
     assert f"The TPU chips ({files}) are held by this notebook's kernel" in said
     assert "torch.manual_seed or one backward pass on the CPU is enough" in said
