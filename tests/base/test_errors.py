@@ -54,8 +54,7 @@ def test_several_mistakes_are_numbered():
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [errors.WorkerFailed, errors.WorkerDied, errors.LaunchTimeout, errors.StartupFailed],
+    "kind", [errors.WorkerFailed, errors.WorkerDied, errors.LaunchTimeout, errors.StartupFailed]
 )
 def test_failures_survive_pickling(kind):
     error = kind("rank 1 raised", failure={"rank": 1}, failures=({"rank": 1}, {"rank": 0}))

@@ -8,11 +8,7 @@ import pytest
 import torch
 from transformers.utils import ModelOutput
 
-from nbaccel.base.trees import (
-    find_batch_size,
-    map_tensors,
-    send_to_device,
-)
+from nbaccel.base.trees import find_batch_size, map_tensors, send_to_device
 
 Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - what users have
 

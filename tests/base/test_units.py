@@ -2,13 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.base.units import (
-    count_noun,
-    format_bytes,
-    format_seconds,
-    number_ranges,
-    parse_bytes,
-)
+from nbaccel.base.units import count_noun, format_bytes, format_seconds, number_ranges, parse_bytes
 from nbaccel.errors import ConfigError
 
 

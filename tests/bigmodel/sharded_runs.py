@@ -50,8 +50,7 @@ def on_meta(**sizes: Any) -> Odd:
 def accelerator_of(kind: str, precision: str = "no") -> Accelerator:
     if kind == "fsdp":
         plugin = FullyShardedDataParallelPlugin(
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
+            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
         )
         return Accelerator(fsdp_plugin=plugin, mixed_precision=precision, cpu=True)
     if kind == "zero":

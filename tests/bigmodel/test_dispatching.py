@@ -172,7 +172,9 @@ def test_whole_models_are_offloaded_to_the_host_or_the_disk(
 
 
 # ------------------------------------------------------------------------------ refusals
-def test_a_model_with_weights_elsewhere_is_not_moved(checkpoint: Path) -> None:
+def test_a_model_with_weights_elsewhere_is_not_moved_not_trained_and_saved_whole(
+    checkpoint: Path, tower: Tower, tmp_path: Path
+) -> None:
     model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=MIXED)
     with pytest.raises(UnsafeMoment, match=r"cannot move the model: \d+ of its weights"):
         model.to("cpu")
@@ -181,26 +183,16 @@ def test_a_model_with_weights_elsewhere_is_not_moved(checkpoint: Path) -> None:
     )
     with pytest.warns(UserWarning, match="was placed by a device_map"):
         whole.to("cpu")
-
-
-def test_weights_on_disk_are_not_trained(checkpoint: Path) -> None:
-    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=MIXED)
     with pytest.raises(ConfigError, match=r"gradient of 'norm\.weight'.*would be lost"):
         model(TOKENS).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"kept in host memory or on disk.*fsdp_plugin"):
         Accelerator(cpu=True).prepare(model, optimizer)
-    prepared = Accelerator(cpu=True).prepare(model)
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
     with torch.no_grad():
         assert prepared(TOKENS).shape == (10, 10)
-
-
-def test_the_whole_state_is_saved_wherever_weights_are(
-    tower: Tower, checkpoint: Path, tmp_path: Path
-) -> None:
-    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=MIXED)
-    accelerator = Accelerator(cpu=True)
-    accelerator.save_model(accelerator.prepare(model), tmp_path / "saved")
+    accelerator.save_model(prepared, tmp_path / "saved")
     loaded = empty()
     load_checkpoint_in_model(loaded, tmp_path / "saved")
     with torch.no_grad():

@@ -32,7 +32,7 @@ class Tagged(nn.Parameter):
         return made
 
 
-def test_parameters_have_no_memory_and_buffers_do():
+def test_parameters_have_no_memory_and_buffers_do_unless_asked_for():
     with init_empty_weights():
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     assert {p.device.type for p in model.parameters()} == {"meta"}
@@ -40,9 +40,6 @@ def test_parameters_have_no_memory_and_buffers_do():
     assert model[0].weight.shape == (4, 3)
     assert model[0].weight.is_leaf
     assert model[0].weight.requires_grad
-
-
-def test_with_buffers_everything_is_made_without_memory():
     with init_empty_weights(include_buffers=True):
         model = nn.BatchNorm1d(4)
         model.register_buffer("from_numbers", torch.frombuffer(bytearray(8), dtype=torch.float32))
@@ -96,7 +93,7 @@ def test_what_is_tied_stays_tied():
     assert not made_before.is_meta
 
 
-def test_the_innermost_block_counts():
+def test_the_innermost_block_counts_where_there_are_values():
     with init_empty_weights():
         outer = nn.Linear(2, 2)
         with init_on_device("cpu"):
@@ -106,9 +103,6 @@ def test_the_innermost_block_counts():
     assert outer_again.weight.is_meta
     assert not inner.weight.is_meta
     assert inner.weight.abs().sum() > 0
-
-
-def test_an_inner_block_cannot_move_what_has_no_values():
     with (
         init_empty_weights(include_buffers=True),
         init_on_device("cpu", include_buffers=False),

@@ -64,7 +64,7 @@ class WithoutGradient(ModelHook):
 X = torch.tensor([1.0, 2.0])
 
 
-def test_a_hook_changes_what_goes_in_and_what_comes_out():
+def test_a_hook_changes_what_goes_in_and_what_comes_out_and_the_signature_stays():
     module = Scaled()
     assert add_hook_to_module(module, AddOne()) is module
     assert torch.equal(module(X, offset=1.0), torch.tensor([5.0, 7.0]))
@@ -73,9 +73,14 @@ def test_a_hook_changes_what_goes_in_and_what_comes_out():
     add_hook_to_module(module, AddOne(), append=True)
     assert isinstance(module._hf_hook, SequentialHook)
     assert torch.equal(module(X), torch.tensor([40.0, 60.0]))
+    module = Scaled()
+    before = inspect.signature(module.forward)
+    add_hook_to_module(module, AddOne())
+    assert inspect.signature(module.forward) == before
+    assert module.forward.__doc__ == "Scale numbers."
 
 
-def test_hooks_are_told_when_they_come_and_go():
+def test_hooks_are_told_when_they_go_and_the_module_is_as_before():
     module, first, second = Scaled(), Recording(), Recording()
     add_hook_to_module(module, first)
     assert first.events == ["init"]
@@ -84,9 +89,6 @@ def test_hooks_are_told_when_they_come_and_go():
     assert second.events == ["init"]
     remove_hook_from_module(module)
     assert first.events[-1] == second.events[-1] == "detach"
-
-
-def test_without_the_hook_the_module_is_as_before():
     module = Scaled()
     attributes = set(vars(module))
     add_hook_to_module(module, AddOne())
@@ -109,14 +111,6 @@ def test_submodules_keep_their_hooks_unless_asked(recurse):
     assert hasattr(model[1][0], "_hf_hook") is not recurse
     remove_hook_from_submodules(model)
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
-
-
-def test_the_signature_stays():
-    module = Scaled()
-    before = inspect.signature(module.forward)
-    add_hook_to_module(module, AddOne())
-    assert inspect.signature(module.forward) == before
-    assert module.forward.__doc__ == "Scale numbers."
 
 
 @pytest.mark.parametrize("appended", [False, True])
@@ -228,16 +222,13 @@ def test_layers_are_kept_in_another_format(skipped, cast):
     assert found == cast
 
 
-def test_layers_compute_in_their_format():
+def test_layers_compute_in_their_format_which_has_fractions():
     layer, rows = nn.Linear(4, 4), torch.randn(2, 4)
     stored = layer.weight.detach().to(torch.bfloat16).float()
     bias = layer.bias.detach().to(torch.bfloat16).float()
     attach_layerwise_casting_hooks(layer, torch.bfloat16, torch.float32)
     assert torch.equal(layer(rows), nn.functional.linear(rows, stored, bias))
     assert layer.weight.dtype is torch.bfloat16
-
-
-def test_formats_without_fractions_are_refused():
     with pytest.raises(
         ConfigError, match=r"(?s)2 settings.*storage_dtype.*'fp8'.*compute_dtype.*int8"
     ):

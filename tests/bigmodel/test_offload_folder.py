@@ -221,7 +221,7 @@ class Near(dict):
         self.told.append(("release", list(names)))
 
 
-def test_a_part_of_a_map_is_a_map():
+def test_parts_of_a_map_are_maps_and_entries_of_submodules_are_found():
     whole = Near({"a.w": 1, "a.b": 2, "ab.w": 3})
     part = PrefixedDataset(whole, "a.")
     assert dict(part) == {"w": 1, "b": 2}
@@ -236,23 +236,17 @@ def test_a_part_of_a_map_is_a_map():
     plain.prefetch(["w"])
     plain.release(["w"])
     assert plain["w"] == 1
-
-
-def test_the_entries_of_submodules_are_found():
     state = {"a.w": 1, "ab.w": 2, "a.b.w": 3, "c": 4}
     assert extract_submodules_state_dict(state, ["a", "c"]) == {"a.w": 1, "a.b.w": 3, "c": 4}
 
 
-def test_a_model_gets_its_weights_from_a_folder(tmp_path):
+def test_a_model_gets_its_weights_from_a_folder_unless_it_is_damaged(tmp_path):
     model, other = nn.Linear(3, 2), nn.Linear(3, 2, device="meta")
     offload_state_dict(tmp_path, model.state_dict())
     load_offloaded_weights(other, load_offload_index(tmp_path), tmp_path)
     assert torch.equal(other.weight, model.weight)
     assert other.weight.requires_grad
     load_offloaded_weights(other, None, tmp_path / "nowhere")
-
-
-def test_a_damaged_folder_changes_no_model(tmp_path):
     model = nn.Linear(3, 2, device="meta")
     offload_state_dict(tmp_path, nn.Linear(3, 2).state_dict())
     (tmp_path / "bias.dat").write_bytes(b"123")

@@ -82,21 +82,19 @@ def test_training_is_that_of_weights_that_every_process_read(checkpoint, kind, p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", [False, True])
-def test_weights_of_a_model_of_the_notebook_come_home(checkpoint, kind, changes):
+def test_weights_of_a_model_of_the_notebook_come_home(checkpoint, kind):
     content = Path(checkpoint).read_bytes()
     model = on_meta()
     load_checkpoint_in_model(model, checkpoint, strict=True)
-    if changes:
-        with torch.no_grad():
-            model.embed.weight[2] = 0.25
-    expected = {name: t.clone() for name, t in model.state_dict().items()}
-    for _ in range(2):
+    for changes in (False, True):
+        if changes:
+            with torch.no_grad():
+                model.embed.weight[2] = 0.25
+        expected = {name: t.clone() for name, t in model.state_dict().items()}
         results = launch(train, model, checkpoint, kind, "as it is")
         assert_close(results[0]["start"], expected)
-        expected = {name: t.clone() for name, t in model.state_dict().items()}
-        assert_close(expected, results[0]["end"], 1e-7)
-        assert not torch.equal(results[0]["start"]["gain"], expected["gain"])
+        assert_close(dict(model.state_dict()), results[0]["end"], 1e-7)
+        assert not torch.equal(results[0]["start"]["gain"], model.gain)
         assert model.head.weight is model.embed.weight
     assert Path(checkpoint).read_bytes() == content
 

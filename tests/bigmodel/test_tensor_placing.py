@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from nbaccel.bigmodel.module_sizes import find_tied_parameters
-from nbaccel.bigmodel.tensor_placing import (
-    retie_parameters,
-    set_module_tensor_to_device,
-)
+from nbaccel.bigmodel.tensor_placing import retie_parameters, set_module_tensor_to_device
 from nbaccel.errors import ConfigError
 from nbaccel.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
 from nbaccel.utils import (
@@ -28,7 +25,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-def test_a_parameter_goes_and_comes_back_with_a_value():
+def test_parameters_and_buffers_go_and_come_back_with_a_value():
     model, value = make_model(), torch.randn(4, 3)
     set_module_tensor_to_device(model, "0.weight", "meta")
     assert model[0].weight.is_meta
@@ -39,9 +36,6 @@ def test_a_parameter_goes_and_comes_back_with_a_value():
     assert model[0].weight.data_ptr() == value.data_ptr(), "shared, not copied"
     assert model[0].weight.requires_grad
     assert model[0].weight.is_leaf
-
-
-def test_a_buffer_stays_one():
     model = make_model()
     model[1].register_buffer("fleeting", torch.ones(2), persistent=False)
     for name in ("1.running_mean", "1.fleeting"):
@@ -129,7 +123,7 @@ def test_offloading_is_noticed():
     assert has_offloaded_params(plain), "also among others"
 
 
-def test_an_offloaded_module_has_its_weights_in_a_block():
+def test_an_offloaded_or_plain_module_has_its_weights_in_a_block():
     model, expected = offloaded_model(), make_model()
     with align_module_device(model[0]):
         assert torch.equal(model[0].weight, expected[0].weight)
@@ -141,9 +135,6 @@ def test_an_offloaded_module_has_its_weights_in_a_block():
     with pytest.raises(ZeroDivisionError), align_module_device(model[0]):
         model[0].weight / (1 // 0)
     assert model[0].weight.is_meta
-
-
-def test_a_plain_module_moves_for_a_block():
     module = nn.Linear(2, 2)
     values = module.weight.detach().clone()
     with align_module_device(module):

@@ -229,10 +229,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signal_number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
-)
+@pytest.mark.parametrize(("signal_number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_all_in_order(running, signal_number: int, status: int) -> None:
     process, pids = running
     process.send_signal(signal_number)

@@ -83,10 +83,7 @@ EXPECTED = {
                 "stage3_gather_16bit_weights_on_model_save": True,
             },
         },
-        "variables": {
-            "ACCELERATE_DEBUG_MODE": "true",
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-        },
+        "variables": {"ACCELERATE_DEBUG_MODE": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"},
     },
     "v1_15_zero_file": {
         "num_processes": 2,

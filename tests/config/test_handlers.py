@@ -28,14 +28,8 @@ from nbaccel.utils import TorchDynamoPlugin
             lambda: GradientAccumulationPlugin(num_steps=0),
             r"num_steps=0\) must be a whole number of at least 1",
         ),
-        (
-            lambda: ProjectConfiguration(total_limit=0),
-            r"total_limit=0\) must be .* at least 1",
-        ),
-        (
-            lambda: ProjectConfiguration(iteration=-1),
-            r"iteration=-1\) must be .* at least 0",
-        ),
+        (lambda: ProjectConfiguration(total_limit=0), r"total_limit=0\) must be .* at least 1"),
+        (lambda: ProjectConfiguration(iteration=-1), r"iteration=-1\) must be .* at least 0"),
         (lambda: InitProcessGroupKwargs(timeout=0), r"timeout=0\) must be .* seconds above 0"),
         (lambda: DistributedDataParallelKwargs(comm_hook="zip"), r"comm_hook='zip'.*power_sgd"),
         (lambda: FullyShardedDataParallelPlugin(fsdp_version=3), r"fsdp_version=3\).*fully_shard"),

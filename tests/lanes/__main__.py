@@ -33,13 +33,7 @@ from tests import selection
 from tests.house.source import put_into
 from tests.isolation import ROOT
 from tests.lanes import builds
-from tests.lanes.environment import (
-    HOME,
-    Environment,
-    MissingPackages,
-    MissingPython,
-    check_shared,
-)
+from tests.lanes.environment import HOME, Environment, MissingPackages, MissingPython, check_shared
 from tests.lanes.lanes import LANES, TURNS, Lane
 
 RECORDS = ROOT / "benchmarks" / "results" / "lanes"

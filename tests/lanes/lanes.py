@@ -161,10 +161,7 @@ LANES: dict[str, Lane] = {
         packages=(*_TOOLS, "ipywidgets"),
     ),
     "binder": Lane(
-        python="3.11",
-        title="`binder/`, installed",
-        source="binder",
-        notebooks=_NOTEBOOKS[:1],
+        python="3.11", title="`binder/`, installed", source="binder", notebooks=_NOTEBOOKS[:1]
     ),
     # Both drivers compute on the processor here. Nothing of this was run on a TPU.
     "torch_tpu": Lane(

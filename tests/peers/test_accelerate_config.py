@@ -73,14 +73,8 @@ def launched_variables(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("settings", "plugin"),
     [
-        (
-            {"distributed_type": "FSDP", "fsdp_config": SHARDED_1},
-            FullyShardedDataParallelPlugin,
-        ),
-        (
-            {"distributed_type": "FSDP", "fsdp_config": SHARDED_2},
-            FullyShardedDataParallelPlugin,
-        ),
+        ({"distributed_type": "FSDP", "fsdp_config": SHARDED_1}, FullyShardedDataParallelPlugin),
+        ({"distributed_type": "FSDP", "fsdp_config": SHARDED_2}, FullyShardedDataParallelPlugin),
         ({"distributed_type": "MULTI_GPU", "dynamo_config": COMPILED}, TorchDynamoPlugin),
     ],
     ids=["FSDP 1", "FSDP 2", "compilation"],

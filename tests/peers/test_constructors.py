@@ -13,11 +13,7 @@ from torch.utils.data import DataLoader
 
 import nbaccel
 from nbaccel import data_loader
-from nbaccel.data_loader import (
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    SkipDataLoader,
-)
+from nbaccel.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from nbaccel.errors import ConfigError
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.scheduler import AcceleratedScheduler

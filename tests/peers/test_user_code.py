@@ -319,8 +319,7 @@ def sharded(folder: Path) -> Any:
     accelerator = Accelerator(fsdp_plugin=plugin)
     torch.manual_seed(2)
     model = nn.Sequential(
-        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-        nn.Linear(8, 3),
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.Linear(8, 3)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(
@@ -343,13 +342,7 @@ def sharded(folder: Path) -> Any:
     return losses, shapes if accelerator.is_main_process else None
 
 
-BODIES = (
-    text_classification,
-    checkpoints_by_epoch_and_step,
-    own_tracker,
-    generative_pair,
-    sharded,
-)
+BODIES = (text_classification, checkpoints_by_epoch_and_step, own_tracker, generative_pair, sharded)
 LIBRARIES = ("accelerate", "nbaccel")
 
 # --------------------------------------------------------------------- with both libraries

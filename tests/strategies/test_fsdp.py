@@ -16,11 +16,7 @@ from nbaccel import WorkerFailed, debug_launcher
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.strategy import ShardedCheckpoints
-from nbaccel.config.handlers import (
-    AutocastKwargs,
-    FullyShardedDataParallelPlugin,
-    GradScalerKwargs,
-)
+from nbaccel.config.handlers import AutocastKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.precision.native import Bf16, Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy

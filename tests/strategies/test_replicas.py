@@ -102,8 +102,7 @@ def other_parts_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "backwards"),
-    [(by_the_strategy, 1), (by_the_user, 1), (twice_before_a_step, 2)],
+    ("train", "backwards"), [(by_the_strategy, 1), (by_the_user, 1), (twice_before_a_step, 2)]
 )
 def test_processes_step_as_one_that_has_all_rows(train, backwards):
     for weights in debug_launcher(train):

@@ -51,8 +51,7 @@ def count_compared(c: Collectives) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("check", "counts"),
-    [("first", [2, 2, 4, 8]), ("always", [3, 6, 9, 14]), ("off", [0, 0, 0, 0])],
+    ("check", "counts"), [("first", [2, 2, 4, 8]), ("always", [3, 6, 9, 14]), ("off", [0, 0, 0, 0])]
 )
 def test_the_first_two_calls_of_a_kind_and_of_a_place_are_compared(
     check: str, counts: list[int]

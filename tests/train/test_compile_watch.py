@@ -33,12 +33,7 @@ def test_the_first_steps_are_said_to_compile():
     device = CompilingDevice()
     watch = CompileWatch.of(device)
     phases = [step(watch, device, 8, programs) for programs in (7, 7, 0, 0)]
-    assert phases == [
-        "compiling, step 1 of about 3",
-        "compiling, step 2 of about 3",
-        "",
-        "",
-    ]
+    assert phases == ["compiling, step 1 of about 3", "compiling, step 2 of about 3", "", ""]
     assert watch.counts == CompileCounts(programs=14, seconds=21.0)
     assert watch.phase == ""
     assert watch.named_causes == set()
@@ -71,10 +66,7 @@ def test_numbers_that_change_are_suspected_when_known_shapes_compile_again_and_a
 
 def test_the_dashboard_says_what_compiles_and_what_that_took():
     board = RunBoard([0], began_at=0.0)
-    board.receive(
-        0,
-        Metrics(time=1.0, steps=1, phase="compiling, step 2 of about 3"),
-    )
+    board.receive(0, Metrics(time=1.0, steps=1, phase="compiling, step 2 of about 3"))
     assert "compiling, step 2 of about 3" in live_line(board)
     board.receive(0, Metrics(time=9.0, steps=90, programs=14, compile_s=21.0))
     assert "14 programs compiled in 21.0 s" in live_line(board)

@@ -7,10 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from nbaccel import ConfigError
-from nbaccel.train.sampling import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-)
+from nbaccel.train.sampling import BatchSamplerShard, IterableDatasetShard
 from tests.train.data import Stream
 
 

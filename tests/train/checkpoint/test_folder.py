@@ -12,10 +12,7 @@ import pytest
 from nbaccel import debug_launcher
 from nbaccel.errors import CheckpointFailed, ConfigError
 from nbaccel.train.checkpoint import load_state, save_state
-from nbaccel.train.checkpoint.folder_writing import (
-    find_checkpoint,
-    new_checkpoint,
-)
+from nbaccel.train.checkpoint.folder_writing import find_checkpoint, new_checkpoint
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from tests.train.checkpoint.training import ALONE, Training, arrived
