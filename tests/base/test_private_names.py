@@ -87,15 +87,12 @@ def test_an_accelerate_without_its_names(monkeypatch):
         training_libraries.forget_accelerate()
 
 
-def test_an_xla_without_its_name_counts_as_initialised(monkeypatch):
+def test_an_xla_or_a_torch_tpu_without_its_names_is_told_of(monkeypatch):
     from nbaccel.devices.tpu import TpuDevice
 
     monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
     (hazard,) = TpuDevice().hazards()
     assert "cannot tell whether its runtime runs" in hazard
-
-
-def test_a_torch_tpu_without_its_names_is_told_of(monkeypatch):
     from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 
     monkeypatch.setitem(sys.modules, "torch_tpu", types.ModuleType("torch_tpu"))

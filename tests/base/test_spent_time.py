@@ -11,8 +11,7 @@ from nbaccel.base.spent_time import SpentTime, TimeAccount
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now

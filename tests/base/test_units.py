@@ -66,11 +66,8 @@ def test_format_seconds(seconds, text):
 
 
 def test_counted():
-    assert [count_noun(number, "worker") for number in (0, 1, 2)] == [
-        "0 workers",
-        "1 worker",
-        "2 workers",
-    ]
+    found = [count_noun(number, "worker") for number in (0, 1, 2)]
+    assert found == ["0 workers", "1 worker", "2 workers"]
 
 
 @pytest.mark.parametrize(

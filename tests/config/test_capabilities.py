@@ -75,13 +75,10 @@ def test_a_precision_row_names_what_is_there(row):
         assert kind.name == row.name
 
 
-def test_a_contract_stays_narrow():
+def test_contracts_stay_narrow_and_nccl_is_for_workers_with_a_gpu_each():
     for contract in (Device, DeviceRuntime, LaunchHooks, StepHooks, Precision, Strategy):
         methods = [n for n, value in vars(contract).items() if callable(value) and n[0] != "_"]
         assert len(methods) <= 12, f"{contract.__name__}: {methods}"
-
-
-def test_nccl_is_for_workers_with_a_gpu_each():
     row = capabilities.device_row("cuda")
     assert capabilities.group_backend(row, num_local=2, num_devices=2) == "nccl"
     assert capabilities.group_backend(row, num_local=1, num_devices=2) == "nccl"

@@ -6,14 +6,11 @@ from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.errors import ConfigError
 
 
-def test_a_name_a_mapping_and_an_object_say_the_same():
+def test_names_mappings_words_and_lists_become_plain():
     wanted = Fp8Config(backend="te")
     assert RunConfig(fp8="te").fp8 == wanted
     assert RunConfig(fp8={"backend": "TE"}).fp8 == RunConfig(fp8=wanted).fp8 == wanted
     assert RunConfig(fp8=None).fp8 is None
-
-
-def test_words_and_lists_become_plain():
     config = Fp8Config(
         fp8_format="hybrid",
         opt_level="o1",

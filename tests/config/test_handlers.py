@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -83,46 +82,17 @@ def test_fsdp1s_sharding_strategies_are_understood(given: str, reshards: bool) -
     assert plugin.reshard_after_forward is reshards
 
 
-def test_only_what_differs_from_the_defaults_is_passed_on() -> None:
+def test_what_differs_from_the_defaults_is_passed_on_and_logs_go_to_the_projects_folder() -> None:
     assert AutocastKwargs().to_kwargs() == {}
     assert AutocastKwargs(cache_enabled=False).to_kwargs() == {"cache_enabled": False}
     hooks = DistributedDataParallelKwargs(comm_hook="bf16")
     assert hooks.to_kwargs() == {"comm_hook": DDPCommunicationHookType.BF16}
     assert hooks.to_dict()["bucket_cap_mb"] == 25
-
-
-def test_logs_go_to_the_projects_folder_unless_told_otherwise() -> None:
     assert ProjectConfiguration(project_dir="here").logging_dir == "here"
     assert ProjectConfiguration("here", logging_dir="there").logging_dir == "there"
     moved = ProjectConfiguration()
     moved.set_directories(Path("new"))
     assert (moved.project_dir, moved.logging_dir) == (Path("new"), Path("new"))
-
-
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        ("utils", "set_seed gather reduce DistributedType LoggerType tqdm release_memory"),
-        ("utils.operations", "gather gather_object broadcast reduce pad_across_processes"),
-        ("utils.random", "set_seed synchronize_rng_states"),
-        ("utils.memory", "find_executable_batch_size release_memory"),
-        ("utils.dataclasses", "FullyShardedDataParallelPlugin ProjectConfiguration LoggerType"),
-        ("state", "PartialState AcceleratorState GradientState is_initialized"),
-        ("logging", "get_logger MultiProcessAdapter"),
-        ("tracking", "GeneralTracker on_main_process"),
-        ("data_loader", "DataLoaderShard skip_first_batches"),
-        ("optimizer", "AcceleratedOptimizer"),
-        ("scheduler", "AcceleratedScheduler"),
-        ("accelerator", "Accelerator"),
-        ("launchers", "notebook_launcher debug_launcher"),
-    ],
-)
-def test_modules_that_accelerates_users_import_from_have_the_names(module: str, names: str) -> None:
-    found = importlib.import_module(f"nbaccel.{module}")
-    theirs = importlib.import_module(f"accelerate.{module}")
-    for name in names.split():
-        assert hasattr(found, name), name
-        assert hasattr(theirs, name) or name in {"LoggerType", "on_main_process"}, name
 
 
 def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning() -> None:
@@ -139,12 +109,17 @@ def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning() -> Non
     assert (plugin.fsdp_version, plugin.state_dict_type) == (2, "FULL_STATE_DICT")
 
 
-def test_accelerates_positions_and_defaults() -> None:
+def test_accelerates_positions_defaults_and_one_file_in_the_end() -> None:
     plugin = FullyShardedDataParallelPlugin(2, None, False, None, None, "no_wrap", True)
     assert plugin.reshard_after_forward is False
     assert plugin.cpu_offload is True
     assert FullyShardedDataParallelPlugin().reshard_after_forward is True
     assert FullyShardedDataParallelPlugin().state_dict_type == "SHARDED_STATE_DICT"
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert not plugin.writes_shards
+    with pytest.raises(ConfigError, match="'LOCAL'"):
+        plugin.set_state_dict_type("LOCAL")
 
 
 def test_torchs_own_objects_are_understood() -> None:
@@ -162,14 +137,6 @@ def test_torchs_own_objects_are_understood() -> None:
         FullyShardedDataParallelPlugin(
             state_dict_type=given, state_dict_config=fsdp.FullStateDictConfig()
         )
-
-
-def test_a_sharded_run_may_save_one_file_in_the_end() -> None:
-    plugin = FullyShardedDataParallelPlugin()
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-    assert not plugin.writes_shards
-    with pytest.raises(ConfigError, match="'LOCAL'"):
-        plugin.set_state_dict_type("LOCAL")
 
 
 def test_a_dynamo_plugin_becomes_arguments_of_torch_compile(

@@ -103,9 +103,6 @@ def test_notebooks_workers_compare_first_calls_and_scripts_none(
     assert wanted_check() == "always"
     monkeypatch.setenv(CHECK_VARIABLE, "Off ")
     assert wanted_check() == "off"
-
-
-def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_VARIABLE, "memory")
     with pytest.raises(ConfigError, match=r"must be one of first, always, off: got 'memory'"):
         wanted_check()

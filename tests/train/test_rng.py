@@ -30,12 +30,17 @@ def draw_seed_and_fail() -> None:
     raise KeyError
 
 
-def test_a_seed_repeats_all_generators():
+def test_a_seed_repeats_all_generators_and_a_device_specific_one_adds_the_rank(monkeypatch):
     rng.set_seed(7)
     first = draw()
     assert draw() != first
     rng.set_seed(7)
     assert draw() == first
+    monkeypatch.setenv("RANK", "3")
+    rng.set_seed(7, device_specific=True)
+    specific = draw()
+    rng.set_seed(10)
+    assert draw() == specific
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7"])
@@ -46,14 +51,6 @@ def test_a_seed_that_numpy_could_not_take_is_refused(seed):
     assert random.getstate() == before, "some generators were seeded, others not"
 
 
-def test_a_device_specific_seed_adds_the_rank(monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    rng.set_seed(7, device_specific=True)
-    specific = draw()
-    rng.set_seed(10)
-    assert draw() == specific
-
-
 def test_deterministic_algorithms_can_be_asked_for():
     try:
         rng.set_seed(0, deterministic=True)
@@ -62,16 +59,13 @@ def test_deterministic_algorithms_can_be_asked_for():
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_was_captured_comes_back():
+def test_what_was_captured_or_drawn_in_a_block_comes_back():
     rng.set_seed(1)
     random.gauss(0, 1)  # leaves a half-used pair of numbers in the state
     state = rng.capture_rng_states(CPU)
     first = (*draw(), random.gauss(0, 1), np.random.standard_normal())
     rng.restore_rng_states(CPU, state)
     assert (*draw(), random.gauss(0, 1), np.random.standard_normal()) == first
-
-
-def test_a_block_can_leave_everything_as_it_was():
     rng.set_seed(5)
     expected = draw()
     rng.set_seed(5)
@@ -122,11 +116,8 @@ def test_every_process_draws_what_process_0_would():
     assert first[1] == second[1]
 
 
-def test_an_unknown_generator_is_refused_with_a_guess():
+def test_a_generator_that_is_unknown_or_not_given_is_refused():
     with pytest.raises(ConfigError, match=r"'troch'.*Did you mean 'torch'"):
         rng.synchronize_rng_states(["troch"], None, Collectives(CPU))
-
-
-def test_a_generator_that_is_not_given_is_missed():
     with pytest.raises(ConfigError, match=r"generator=None"):
         rng.synchronize_rng_states(["generator"], None, Collectives(CPU))

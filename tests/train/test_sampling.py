@@ -16,7 +16,7 @@ def shards(length, size, *, drop_last=False, **how):
     return [BatchSamplerShard(batches, 2, rank, **how) for rank in range(2)]
 
 
-def test_a_short_batch_in_the_middle_is_not_lost():
+def test_what_needs_a_size_or_a_split_that_divides():
     """Accelerate drops the round it ends."""
 
     class Buckets:
@@ -28,12 +28,11 @@ def test_a_short_batch_in_the_middle_is_not_lost():
 
     pair = [BatchSamplerShard(Buckets(), 2, rank) for rank in range(2)]
     assert [list(shard) for shard in pair] == [[[0, 1], [3, 4]], [[2], [5, 6]]]
-
-
-def test_single_indices_go_to_the_processes_in_turn():
     pair = [BatchSamplerShard(SequentialSampler(range(5)), 2, rank) for rank in range(2)]
     assert [list(shard) for shard in pair] == [[0, 2, 4], [1, 3, 0]]
     assert [shard.remainder for shard in pair] == [-1, -1]
+    with pytest.raises(ConfigError, match=r"SequentialSampler.*batch_size=None"):
+        BatchSamplerShard(SequentialSampler(range(4)), 2, 0, True)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
@@ -44,11 +43,6 @@ def test_batches_that_do_not_divide_are_refused(size):
         shards(10, size, split_batches=True)
     with pytest.raises(ConfigError, match=rf"batch_size={size}.*Stream|Stream.*batch_size={size}"):
         IterableDatasetShard(Stream(), size, False, 2, 0, True)
-
-
-def test_a_split_needs_a_size():
-    with pytest.raises(ConfigError, match=r"SequentialSampler.*batch_size=None"):
-        BatchSamplerShard(SequentialSampler(range(4)), 2, 0, True)
 
 
 def test_a_stream_counts_what_was_real_in_its_last_round():

@@ -68,7 +68,7 @@ def test_numbers_cut_padded_and_described() -> None:
     assert find_device("text") is None
 
 
-def test_half_precision_becomes_float32_and_nothing_else() -> None:
+def test_half_precision_becomes_float32_and_only_tensors_are_joined() -> None:
     half, whole = torch.ones(1).half(), torch.ones(1, dtype=torch.int8)
     assert convert_to_fp32([half, whole])[0].dtype is torch.float32
     assert convert_to_fp32([half, whole])[1] is whole
@@ -78,6 +78,12 @@ def test_half_precision_becomes_float32_and_nothing_else() -> None:
         return {"y": x.bfloat16()}
 
     assert forward(torch.ones(1))["y"].dtype is torch.float32
+    batch = {"inputs": [torch.ones(2, 3)], "name": "one"}
+    assert concatenate([batch]) is batch
+    with pytest.raises(TypeError, match=r"got str among the tensors of 2 batches.*Take the others"):
+        concatenate([batch, batch])
+    joined = concatenate([{"x": (torch.ones(2, 3),)}, {"x": (torch.zeros(2, 3),)}], dim=1)
+    assert joined["x"][0].shape == (2, 6)
 
 
 def test_one_process_gives_its_tensor_to_all() -> None:
@@ -88,15 +94,6 @@ def test_one_process_gives_its_tensor_to_all() -> None:
         return copy_tensor_to_devices(mine).tolist()
 
     assert notebook_launcher(copied, num_processes=2) == [[1.5, 2.5]] * 2
-
-
-def test_only_tensors_are_joined() -> None:
-    batch = {"inputs": [torch.ones(2, 3)], "name": "one"}
-    assert concatenate([batch]) is batch
-    with pytest.raises(TypeError, match=r"got str among the tensors of 2 batches.*Take the others"):
-        concatenate([batch, batch])
-    joined = concatenate([{"x": (torch.ones(2, 3),)}, {"x": (torch.zeros(2, 3),)}], dim=1)
-    assert joined["x"][0].shape == (2, 6)
 
 
 def test_a_nested_tensor_is_not_padded_and_that_is_said() -> None:

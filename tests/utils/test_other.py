@@ -74,13 +74,21 @@ def test_repeated_blocks_are_compiled_one_by_one() -> None:
     assert not has_compiled_regions(model)
 
 
-def test_what_is_saved_is_read_and_runs_no_code(tmp_path: Path) -> None:
+def test_what_is_saved_runs_no_code_and_shared_tensors_are_stored_once(
+    tmp_path: Path, caplog
+) -> None:
     save({"x": torch.ones(2)}, tmp_path / "a.bin")
     assert load(str(tmp_path / "a.bin"))["x"].tolist() == [1, 1]
     save({"x": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
     torch.save(Path("evil"), tmp_path / "b.bin")
     with pytest.raises(CheckpointDamaged, match=r"b\.bin"):
         load(tmp_path / "b.bin")
+    model = nn.Module()
+    model.a = model.b = nn.Linear(2, 2)
+    with caplog.at_level(logging.WARNING, logger="nbaccel"):
+        save(model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
+    (record,) = caplog.records
+    assert "['b.weight', 'b.bias']" in record.getMessage()
 
 
 def test_facts_about_modules() -> None:
@@ -130,12 +138,3 @@ def test_an_old_kernel_is_told(caplog, monkeypatch) -> None:
     with caplog.at_level(logging.WARNING, logger="nbaccel"):
         check_os_kernel()
     assert "4.15.0-generic is older than 5.5" in caplog.text
-
-
-def test_saving_shared_tensors_says_which_are_stored_once(tmp_path, caplog) -> None:
-    model = nn.Module()
-    model.a = model.b = nn.Linear(2, 2)
-    with caplog.at_level(logging.WARNING, logger="nbaccel"):
-        save(model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
-    (record,) = caplog.records
-    assert "['b.weight', 'b.bias']" in record.getMessage()

@@ -72,18 +72,26 @@ def load_sharded(folder: str) -> dict[str, Any]:
     return whole(training)
 
 
-@pytest.mark.slow
 @KINDS
-def test_a_sharded_training_comes_back(tmp_path, in_shards):
+def test_a_sharded_training_comes_back_in_more_processes_and_alone_if_whole(tmp_path, in_shards):
     folder = tmp_path / "ckpt"
     saved, _ = debug_launcher(save_sharded, args=(str(folder), in_shards))
     assert (folder / "pytorch_model_fsdp_0").is_dir() == in_shards
     assert (folder / "model.safetensors").is_file() != in_shards
     assert (folder / "optimizer.bin").is_file() != in_shards
-    loaded, _ = debug_launcher(load_sharded, args=(str(folder),))
-    assert loaded == saved
     by_three, *_ = debug_launcher(load_sharded, args=(str(folder),), num_processes=3)
     assert by_three == saved
+    alone = Training(seed=9)
+    before = alone.state()
+    if in_shards:
+        with pytest.raises(ConfigError, match=r"1 model in shards"):
+            load_state(folder, alone.parts, ALONE, alone.collectives)
+        assert alone.state() == before
+    else:
+        load_state(folder, alone.parts, ALONE, alone.collectives)
+        weights, moments, *_ = alone.state()
+        assert weights == saved["weights"]
+        assert [entry["exp_avg"] for entry in moments] == saved["moments"]
 
 
 def two_nodes(training: Training, disks: list[str]) -> str:
@@ -270,23 +278,3 @@ def test_damaged_shards_are_named_to_all_before_anything_is_loaded(tmp_path):
                 merge_fsdp_weights(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "bad").glob("*was here")), "code was run"
-
-
-def test_a_whole_one_is_read_without_sharding(tmp_path):
-    folder = tmp_path / "ckpt"
-    saved, _ = debug_launcher(save_sharded, args=(str(folder), False))
-    training = Training(seed=9)
-    load_state(folder, training.parts, ALONE, training.collectives)
-    weights, moments, *_ = training.state()
-    assert weights == saved["weights"]
-    assert [entry["exp_avg"] for entry in moments] == saved["moments"]
-
-
-def test_one_in_shards_is_refused_where_nothing_is_sharded(tmp_path):
-    folder = tmp_path / "ckpt"
-    debug_launcher(save_sharded, args=(str(folder), True))
-    training = Training(seed=9)
-    before = training.state()
-    with pytest.raises(ConfigError, match=r"1 model in shards"):
-        load_state(Path(folder), training.parts, ALONE, training.collectives)
-    assert training.state() == before
