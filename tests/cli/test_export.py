@@ -143,7 +143,7 @@ def test_the_script_has_what_is_needed_and_nothing_else(notebook: Path, tmp_path
     assert made.launch.settings == {"num_processes": 2, "start_method": "template"}
 
 
-def test_tagged_cells_are_the_script(tmp_path: Path) -> None:
+def test_tagged_cells_are_the_script_and_those_to_skip_are_left_out(tmp_path: Path) -> None:
     cells = ["%pip install x\nimport os", "secret = 1", "%%accelerate -n 2\nprint(os.name)"]
     cells += ["def f(): pass", "notebook_launcher(f, num_processes=3)"]
     tags = {1: "export", 3: "export", 4: "export", 5: "export"}
@@ -155,9 +155,6 @@ def test_tagged_cells_are_the_script(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__":\n    f()' in made.text
     assert made.launch.settings == {"num_processes": 3}
     compile(made.text, "script", "exec")
-
-
-def test_cells_to_skip_are_left_out(tmp_path: Path) -> None:
     cells = ["import os", "def f(): return os", "def f(): return 1 +", "notebook_launcher(f)"]
     path = write_notebook(tmp_path / "n.ipynb", cells, {3: "nbaccel-skip"})
     assert make_script(read_notebook(path), path.name).cell_numbers == (1, 2)
@@ -353,13 +350,12 @@ def test_a_notebook_that_cannot_be_exported(
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-def test_one_of_several_launches_can_be_chosen(tmp_path: Path) -> None:
+def test_one_of_several_launches_can_be_chosen_and_what_is_no_notebook_is_refused(
+    tmp_path: Path,
+) -> None:
     cells = ["def f(): pass", "def g(): pass", "notebook_launcher(f)", "notebook_launcher(g)"]
     made = make_script(read_notebook(write_notebook(tmp_path / "n.ipynb", cells)), "n.ipynb", "f")
     assert "def g" not in made.text
-
-
-def test_what_is_no_notebook_is_refused(tmp_path: Path) -> None:
     (tmp_path / "n.ipynb").write_text("{}")
     for name in ("n.ipynb", "gone.ipynb"):
         with pytest.raises(ConfigError, match="cannot be read as a notebook"):

@@ -38,14 +38,11 @@ def check(flags: list[str], peer: str) -> None:
     assert gone <= NEWER_FLAGS, "the other command does not have it any more"
 
 
-def test_every_option_of_accelerate_launch_has_its_row() -> None:
-    actions = launch_command_parser()._actions
-    check([flag for action in actions for flag in action.option_strings], "accelerate launch")
-
-
-def test_every_option_of_torchrun_has_its_row() -> None:
-    actions = get_args_parser()._actions
-    check([flag for action in actions for flag in action.option_strings], "torchrun")
+@pytest.mark.parametrize(
+    ("make", "peer"), [(launch_command_parser, "accelerate launch"), (get_args_parser, "torchrun")]
+)
+def test_every_option_of_a_peer_has_its_row(make, peer) -> None:
+    check([flag for action in make()._actions for flag in action.option_strings], peer)
 
 
 @pytest.mark.skipif(not HAS_DEEPSPEED_ROW, reason="DeepSpeed was left out")
@@ -120,11 +117,6 @@ def test_a_spelling_becomes_a_setting(given: dict, settings: dict) -> None:
     assert {name: getattr(config, name) for name in settings} == settings
 
 
-def test_settings_of_fp8_are_collected() -> None:
-    request = read(mixed_precision="fp8", fp8_backend="ao", fp8_format="E4M3", fp8_margin="1")
-    assert request.config.fp8 == Fp8Config(backend="ao", fp8_format="E4M3", margin=1)
-
-
 def test_variables_are_those_that_accelerate_sets() -> None:
     request = read(
         use_fsdp=True,
@@ -145,13 +137,6 @@ def test_variables_are_those_that_accelerate_sets() -> None:
     }
     assert request.notes == ()
     assert request.config.variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
-
-
-def test_named_gpus_are_stronger_than_those_of_the_file() -> None:
-    file = RunConfig(variables={"CUDA_VISIBLE_DEVICES": "2", "A": "1"})
-    request = read(file=file, gpu_ids="0")
-    assert request.config.variables == {"CUDA_VISIBLE_DEVICES": "0", "A": "1"}
-    assert request.source_of("variables") == "--gpu-ids"
 
 
 def test_what_has_no_effect_is_said_once_each() -> None:
@@ -214,27 +199,27 @@ def test_a_mistake_names_value_and_remedy(given: dict, words: list[str]) -> None
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-def test_all_mistakes_come_together() -> None:
+def test_flags_are_stronger_than_the_file_and_the_file_than_defaults() -> None:
+    request = read(mixed_precision="fp8", fp8_backend="ao", fp8_format="E4M3", fp8_margin="1")
+    assert request.config.fp8 == Fp8Config(backend="ao", fp8_format="E4M3", margin=1)
+    gpus = {"CUDA_VISIBLE_DEVICES": "2", "A": "1"}
+    file = RunConfig(num_processes=4, mixed_precision="bf16", variables=gpus)
+    request = read(file=file, num_processes="2", gpu_ids="0")
+    gpus["CUDA_VISIBLE_DEVICES"] = "0"
+    assert request.config == RunConfig(num_processes=2, mixed_precision="bf16", variables=gpus)
+    names = ("num_processes", "mixed_precision", "device", "variables")
+    sources = ["--num-processes", "run.yaml", "default", "--gpu-ids"]
+    assert [request.source_of(name) for name in names] == sources
     with pytest.raises(ConfigError) as raised:
         read(zero_stage="7", vm="host", num_processes="none at all", mixed_precision="fp17")
     assert len(raised.value.mistakes) == 4
 
 
-def test_flags_are_stronger_than_the_file_and_the_file_than_defaults() -> None:
-    file = RunConfig(num_processes=4, mixed_precision="bf16")
-    request = read(file=file, num_processes="2")
-    assert request.config == RunConfig(num_processes=2, mixed_precision="bf16")
-    sources = {name: request.source_of(name) for name in ("num_processes", "mixed_precision")}
-    assert sources == {"num_processes": "--num-processes", "mixed_precision": "run.yaml"}
-    assert request.source_of("device") == "default"
-
-
-def test_a_misspelt_option_is_told_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_option_is_told_and_those_of_peers_are_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["launch", "--num_proceses", "2", "train.py"]) == 2
     assert "--num-processes" in capsys.readouterr().err
-
-
-def test_the_options_of_peers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--peer-options"]) == 0
     printed = capsys.readouterr().out
     for word in ("Options of torchrun", "--nproc-per-node", "refused", "--machine-rank"):

@@ -76,11 +76,15 @@ def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
-def test_without_a_run_it_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_run_or_a_number_it_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status"]) == 0
     assert capsys.readouterr().out == "nbaccel: no run goes on\n"
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
+    assert main(["status", "--stop", "123"]) == 2
+    assert "--stop 123: no run of yours has this number now" in capsys.readouterr().err
 
 
 def test_a_run_is_listed_with_how_far_it_is(
@@ -137,11 +141,6 @@ def test_what_a_process_has_left_that_is_gone_is_removed(folder: Path, change: s
     (folder / "7-2.json").write_text("of another version")
     assert noted_runs() == []
     assert list(folder.iterdir()) == []
-
-
-def test_what_cannot_be_stopped_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--stop", "123"]) == 2
-    assert "--stop 123: no run of yours has this number now" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -59,12 +59,9 @@ def test_a_loader_made_by_hand_reads_as_accelerates(
     assert isinstance(mine, getattr(data_loader, name))
 
 
-def test_the_last_batch_of_a_loader_made_by_hand_is_known(theirs: Any) -> None:
+def test_loaders_made_by_hand_know_their_last_batch_and_skip_in_every_epoch(theirs: Any) -> None:
     loader = DataLoaderShard(torch.arange(5), batch_size=2)
     assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
-
-
-def test_a_skipping_loader_skips_in_every_epoch(theirs: Any) -> None:
     mine, other = (
         module.SkipDataLoader(range(16), batch_size=4, skip_batches=2)
         for module in (data_loader, theirs)

@@ -9,27 +9,11 @@ import pytest
 
 from nbaccel.base import env
 from nbaccel.plan.inspecting import Limits, inspect_machine, read_limits
-from nbaccel.plan.inventory import Gpu
-
-T4 = Gpu(
-    index=0,
-    name="Tesla T4",
-    total_bytes=2**34,
-    free_bytes=2**33,
-    compute_capability=(7, 5),
-    uuid="GPU-1",
-)
 
 
-def run(code, *, timeout_s=800, environ=None):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        env=environ,
-    )
+def run(code, environ=None):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
 
 
 def test_what_is_found_fits_the_machine():
@@ -41,29 +25,9 @@ def test_what_is_found_fits_the_machine():
     assert found.platform == sys.platform
     assert found.python_version == ".".join(map(str, sys.version_info[:3]))
     assert found.front_end == "none"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux has fork, memfd and /dev/shm")
-def test_linux_has_what_launching_needs():
-    found = inspect_machine()
     assert found.fork_supported
     assert found.memfd_supported
     assert found.shm_bytes == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
-
-
-def test_affinity_is_respected():
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one core only")
-    done = run(
-        "import os\n"
-        "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])\n"
-        "from nbaccel.plan import inspect_machine\n"
-        "assert inspect_machine().cpu_cores == 1\n"
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_torch_version_is_read_without_torch():
     import torch
 
     assert inspect_machine().torch_version == torch.__version__
@@ -77,7 +41,9 @@ def num_threads():
     return len(os.listdir("/proc/self/task"))
 
 assert num_threads() == 1
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 found = inspect_machine()
+assert found.cpu_cores == 1
 assert num_threads() == threading.active_count() == 1, "inspecting started a thread"
 assert "torch" not in sys.modules, "inspecting imported torch"
 with open("/proc/self/maps") as maps:

@@ -52,7 +52,7 @@ def reason_of(plan, name):
     return choice.reason
 
 
-def test_the_default_on_a_cpu_is_one_worker_here():
+def test_the_default_is_one_worker_here_or_one_for_each_gpu():
     plan = plan_of()
 
     assert (plan.device, plan.num_processes, plan.start_method) == ("cpu", 1, "inline")
@@ -62,9 +62,6 @@ def test_the_default_on_a_cpu_is_one_worker_here():
     assert "NVML: no driver" in reason_of(plan, "device")
     assert "num_processes=2" in reason_of(plan, "num_processes")
     assert "4 cores" in reason_of(plan, "num_processes")
-
-
-def test_the_default_with_gpus_is_one_worker_each():
     plan = plan_of(with_gpus(2))
 
     assert (plan.device, plan.num_processes, plan.start_method) == ("cuda", 2, "template")
@@ -91,22 +88,19 @@ def test_every_choice_has_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("settings", "method"),
+    ("num_processes", "settings", "method"),
     [
-        ({"num_processes": 1}, "inline"),
-        ({"num_processes": 1, "start_method": "inline"}, "inline"),
-        ({"num_processes": 1, "start_method": "fork"}, "fork"),
-        ({"num_processes": 1, "start_method": "template"}, "template"),
-        ({"num_processes": 2}, "template"),
-        ({"num_processes": 2, "start_method": "fork"}, "fork"),
-        ({"num_processes": 1, "max_restarts": 1}, "template"),
-        ({"num_processes": 2, "max_restarts": 1, "start_method": "fork"}, "fork"),
-        ({"num_processes": 1, "num_nodes": 2, "master_addr": "10.0.0.1"}, "template"),
+        (1, {"start_method": "fork"}, "fork"),
+        (1, {"start_method": "template"}, "template"),
+        (2, {}, "template"),
+        (2, {"start_method": "fork"}, "fork"),
+        (1, {"max_restarts": 1}, "template"),
+        (2, {"max_restarts": 1, "start_method": "fork"}, "fork"),
+        (1, {"num_nodes": 2, "master_addr": "10.0.0.1"}, "template"),
     ],
 )
-def test_the_start_method(settings, method):
-    plan = plan_of(**settings)
-    assert plan.start_method == method
+def test_the_start_method(num_processes, settings, method):
+    assert plan_of(num_processes=num_processes, **settings).start_method == method
 
 
 WITH_TORCH_FOR_CPUS = dataclasses.replace(with_gpus(1), torch_version="2.13.0+cpu")
@@ -223,9 +217,9 @@ def test_a_zero_stage_is_a_choice_with_its_reason_and_refuses_levels_of_msamp():
     assert plan.strategy == "deepspeed"
 
 
-def test_filters_leave_hosts_and_slots_out(tmp_path):
+def test_hostfiles_and_filters_say_how_many_workers_there_are(tmp_path):
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("one slots=4\ntwo slots=2\n")
+    hostfile.write_text("one slots=4\n\n# none\ntwo slots=2\n")
     for filters, num_workers in (({"include": "one:0,3@two"}, 4), ({"exclude": "one"}, 2)):
         plan = plan_of(hostfile=hostfile, **filters)
         assert plan.num_processes == num_workers
@@ -233,11 +227,6 @@ def test_filters_leave_hosts_and_slots_out(tmp_path):
     assert "the 1 slots of" in mistake
     assert "include='one:1'" in mistake
     assert "names host 'three'" in mistakes_of(hostfile=hostfile, exclude="three")[0]
-
-
-def test_a_hostfile_says_how_many_workers_there_are(tmp_path):
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("one slots=4\n\n# none\ntwo slots=2\n")
     plan = plan_of(hostfile=hostfile)
     assert (plan.engine, plan.num_processes, plan.warnings) == ("deepspeed", 6, ())
 
@@ -277,10 +266,6 @@ def test_a_tpu_is_taken_with_a_process_per_chip_beside_the_notebook():
     assert plan_of(TPU, num_processes=1).start_method == "template"
 
 
-def _fp8_of(plan):
-    return {c.name: c for c in plan.choices if c.name.startswith("fp8.")}
-
-
 @pytest.mark.parametrize(
     ("installed", "machine", "backend", "reason"),
     [
@@ -296,9 +281,9 @@ def test_auto_takes_what_is_installed_and_says_why(
     monkeypatch, installed, machine, backend, reason
 ):
     monkeypatch.setattr(capabilities, "is_installed", lambda name: name in installed)
-    choice = _fp8_of(plan_of(machine, mixed_precision="fp8"))["fp8.backend"]
-    assert choice.value == backend
-    assert reason in choice.reason
+    plan = plan_of(machine, mixed_precision="fp8")
+    assert {choice.name: choice.value for choice in plan.choices}["fp8.backend"] == backend
+    assert reason in reason_of(plan, "fp8.backend")
 
 
 def test_settings_that_nobody_reads_are_told():
