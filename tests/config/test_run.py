@@ -99,92 +99,57 @@ class Precision(str, enum.Enum):
     BF16 = "bf16"
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "kept"),
-    [
-        ("num_processes", np.int64(2), 2),
-        ("num_processes", "2", 2),
-        ("num_processes", 2.0, 2),
-        ("use_port", "29500", 29500),
-        ("use_port", 0, None),
-        ("use_port", "0", None),
-        ("use_port", "", None),
-        ("use_port", None, None),
-        ("mixed_precision", None, "no"),
-        ("mixed_precision", "BF16", "bf16"),
-        ("mixed_precision", Precision.BF16, "bf16"),
-        ("timeout", np.float32(1.5), 1.5),
-        ("timeout", 2, 2.0),
-        ("timeout", timedelta(minutes=1), 60.0),
-        ("share_back", np.bool_(False), False),
-        ("device", " CPU ", "cpu"),
-        ("zero_stage", "2", 2),
-        ("zero_stage", np.int64(3), 3),
-        ("zero_stage", 1.0, 1),
-        ("zero_stage", 0, 0),
-        ("zero_stage", None, None),
-    ],
-)
-def test_what_people_pass_becomes_plain(name, given, kept):
-    value = getattr(RunConfig(**{name: given}), name)
-
-    assert value == kept
-    assert type(value) is type(kept)
+BECOMES = {
+    "num_processes": [(np.int64(2), 2), ("2", 2), (2.0, 2)],
+    "use_port": [("29500", 29500), (0, None), ("0", None), ("", None), (None, None)],
+    "mixed_precision": [(None, "no"), ("BF16", "bf16"), (Precision.BF16, "bf16")],
+    "timeout": [(np.float32(1.5), 1.5), (2, 2.0), (timedelta(minutes=1), 60.0)],
+    "share_back": [(np.bool_(False), False)],
+    "device": [(" CPU ", "cpu")],
+    "zero_stage": [("2", 2), (np.int64(3), 3), (1.0, 1), (0, 0), (None, None)],
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_processes", 0),
-        ("num_processes", -1),
-        ("num_processes", True),
-        ("num_processes", 2.5),
-        ("num_processes", "two"),
-        ("num_processes", np.bool_(True)),
-        ("device", "gpuu"),
-        ("device", None),
-        ("device", 3),
-        ("tpu_driver", "jax"),
-        ("mixed_precision", "bf61"),
-        ("mixed_precision", True),
-        ("start_method", "spwan"),
-        ("use_port", 65536),
-        ("use_port", -1),
-        ("use_port", False),
-        ("use_port", "http"),
-        ("master_addr", ""),
-        ("node_rank", -1),
-        ("num_nodes", 0),
-        ("rdzv_backend", ""),
-        ("rdzv_endpoint", None),
-        ("rdzv_conf", {"a": object()}),
-        ("rdzv_conf", [1]),
-        ("rdzv_id", ""),
-        ("max_restarts", -1),
-        ("monitor_interval", 0),
-        ("log_line_prefix_template", 3),
-        ("timeout", 0),
-        ("timeout", float("inf")),
-        ("timeout", float("nan")),
-        ("timeout", True),
-        ("share_back", None),
-        ("share_back", "perhaps"),
-        ("threads_per_process", 0),
-        ("zero_stage", 4),
-        ("zero_stage", -1),
-        ("zero_stage", True),
-        ("zero_stage", 1.5),
-        ("zero_stage", "two"),
-    ],
-)
-def test_a_wrong_value_is_named_with_its_remedy(name, value):
-    (message,) = mistakes_of(**{name: value})
+@pytest.mark.parametrize("name", BECOMES)
+def test_what_people_pass_becomes_plain(name):
+    for given, kept in BECOMES[name]:
+        value = getattr(RunConfig(**{name: given}), name)
+        assert (value, type(value)) == (kept, type(kept)), given
 
-    assert message.startswith(f"{name} must be ")
-    assert "got " in message
+
+WRONG = {
+    "num_processes": [0, -1, True, 2.5, "two", np.bool_(True)],
+    "device": ["gpuu", None, 3],
+    "tpu_driver": ["jax"],
+    "mixed_precision": ["bf61", True],
+    "start_method": ["spwan"],
+    "use_port": [65536, -1, False, "http"],
+    "master_addr": [""],
+    "node_rank": [-1],
+    "num_nodes": [0],
+    "rdzv_backend": [""],
+    "rdzv_endpoint": [None],
+    "rdzv_conf": [{"a": object()}, [1]],
+    "rdzv_id": [""],
+    "max_restarts": [-1],
+    "monitor_interval": [0],
+    "log_line_prefix_template": [3],
+    "timeout": [0, float("inf"), float("nan"), True],
+    "share_back": [None, "perhaps"],
+    "threads_per_process": [0],
+    "zero_stage": [4, -1, True, 1.5, "two"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_named_with_its_remedy(name):
     hint = rule_of(RunConfig.model_fields[name])
-    assert hint.why in message
-    assert hint.do in message or "Did you mean" in message
+    for value in WRONG[name]:
+        (message,) = mistakes_of(**{name: value})
+        assert message.startswith(f"{name} must be ")
+        assert "got " in message
+        assert hint.why in message
+        assert hint.do in message or "Did you mean" in message
 
 
 @pytest.mark.parametrize(
