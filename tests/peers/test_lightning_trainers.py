@@ -40,15 +40,22 @@ def build_model() -> Any:
 
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
             features, labels = batch
-            return (self.layer(features) - labels).square().mean()
+            loss = (self.layer(features) - labels).square().mean()
+            self.log("train_loss", loss, prog_bar=True)
+            return loss
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("val_loss", self.layer(batch[0]).mean())
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
         def train_dataloader(self) -> Any:
             torch.manual_seed(0)
-            data = [(torch.randn(2), torch.randn(1)) for _ in range(32)]
+            data = [(torch.randn(2), torch.randn(1)) for _ in range(24)]
             return torch.utils.data.DataLoader(data, batch_size=4)
+
+        val_dataloader = train_dataloader
 
     return Regression()
 
@@ -100,6 +107,10 @@ def test_what_is_built_in_the_workers_trains() -> None:
         found = notebook_launcher(built_inside, (model,), 2, start_method=start_method, timeout=200)
         total = model.layer.weight.sum().item()
         assert list(found) == [(2, 3, total), (2, 3, total)]
+        facts = found.report().facts
+        assert set(facts.metric_names) == {"train_loss", "val_loss"}
+        assert [len(facts.curves[name][0]) for name in ("train_loss", "val_loss")] == [3, 1]
+        assert [figures.steps for figures in facts.ranks] == [3, 3]
 
 
 @isolated(timeout_s=300)
