@@ -41,13 +41,13 @@ def check(flags: list[str], peer: str) -> None:
 @pytest.mark.parametrize(
     ("make", "peer"), [(launch_command_parser, "accelerate launch"), (get_args_parser, "torchrun")]
 )
-def test_every_option_of_a_peer_has_its_row(make, peer) -> None:
+def test_every_option_of_a_peer_has_its_row(make, peer):
     check([flag for action in make()._actions for flag in action.option_strings], peer)
 
 
 @pytest.mark.skipif(not HAS_DEEPSPEED_ROW, reason="DeepSpeed was left out")
 @pytest.mark.slow
-def test_every_option_of_deepspeed_has_its_row() -> None:
+def test_every_option_of_deepspeed_has_its_row():
     pytest.importorskip("deepspeed", reason="it is not installed")
     code = (
         "import argparse\n"
@@ -64,7 +64,7 @@ def test_every_option_of_deepspeed_has_its_row() -> None:
     check(flags, "deepspeed")
 
 
-def test_each_row_says_what_it_does() -> None:
+def test_each_row_says_what_it_does():
     for option in PEER_OPTIONS:
         if option.effect in ("setting", "variable", "fp8-setting"):
             assert option.target, option
@@ -112,12 +112,12 @@ def read(*, file: RunConfig | None = None, **given: object) -> LaunchRequest:
     ],
     ids=str,
 )
-def test_a_spelling_becomes_a_setting(given: dict, settings: dict) -> None:
+def test_a_spelling_becomes_a_setting(given, settings):
     config = read(**given).config
     assert {name: getattr(config, name) for name in settings} == settings
 
 
-def test_variables_are_those_that_accelerate_sets() -> None:
+def test_variables_are_those_that_accelerate_sets():
     request = read(
         use_fsdp=True,
         fsdp_reshard_after_forward="false",
@@ -139,7 +139,7 @@ def test_variables_are_those_that_accelerate_sets() -> None:
     assert request.config.variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
-def test_what_has_no_effect_is_said_once_each() -> None:
+def test_what_has_no_effect_is_said_once_each():
     request = read(role="trainer", offload_param_device="cpu", fsdp_version="2", tee="3")
     assert [note.split()[0] for note in request.notes] == [
         *("--role", "--offload-param-device", "--fsdp-version", "--tee")
@@ -157,16 +157,14 @@ def test_what_has_no_effect_is_said_once_each() -> None:
     ],
     ids=" ".join,
 )
-def test_filters_choose_among_the_hosts_of_a_file(
-    flags: list[str], tmp_path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_filters_choose_among_the_hosts_of_a_file(flags, tmp_path, capsys):
     (tmp_path / "hosts").write_text("w1 slots=3\nw2 slots=2\n")
     words = ["-H", str(tmp_path / "hosts"), *flags, "--cpu", "--dry-run", "train.py"]
     assert main(["launch", *words]) == 0
     assert "--include w1:0,1@w2:0,1 " in capsys.readouterr().out
 
 
-def test_one_host_of_a_file_may_be_this_machine(tmp_path) -> None:
+def test_one_host_of_a_file_may_be_this_machine(tmp_path):
     """Its slots are chosen by the engine then, like those of any other host."""
     request = read(hostfile=str(tmp_path / "hosts"), include="localhost:1")
     assert (request.config.include, request.config.num_processes) == ("localhost:1", None)
@@ -193,13 +191,13 @@ def test_one_host_of_a_file_may_be_this_machine(tmp_path) -> None:
     ],
     ids=str,
 )
-def test_a_mistake_names_value_and_remedy(given: dict, words: list[str]) -> None:
+def test_a_mistake_names_value_and_remedy(given, words):
     with pytest.raises(ConfigError) as raised:
         read(**given)
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-def test_flags_are_stronger_than_the_file_and_the_file_than_defaults() -> None:
+def test_flags_are_stronger_than_the_file_and_the_file_than_defaults():
     request = read(mixed_precision="fp8", fp8_backend="ao", fp8_format="E4M3", fp8_margin="1")
     assert request.config.fp8 == Fp8Config(backend="ao", fp8_format="E4M3", margin=1)
     gpus = {"CUDA_VISIBLE_DEVICES": "2", "A": "1"}
@@ -215,9 +213,7 @@ def test_flags_are_stronger_than_the_file_and_the_file_than_defaults() -> None:
     assert len(raised.value.mistakes) == 4
 
 
-def test_a_misspelt_option_is_told_and_those_of_peers_are_listed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_misspelt_option_is_told_and_those_of_peers_are_listed(capsys):
     assert main(["launch", "--num_proceses", "2", "train.py"]) == 2
     assert "--num-processes" in capsys.readouterr().err
     assert main(["launch", "--peer-options"]) == 0
@@ -226,9 +222,7 @@ def test_a_misspelt_option_is_told_and_those_of_peers_are_listed(
         assert word in printed
 
 
-def test_a_dry_run_shows_sources_and_plan(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_shows_sources_and_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("num_processes: 4\nmixed_precision: bf16\n")
     words = ["--config_file", "run.yaml", "--num-processes=2", "--cpu", "--env", "A=1"]

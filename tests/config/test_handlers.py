@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,14 +56,12 @@ from nbaccel.utils import TorchDynamoPlugin
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_value_and_a_remedy(
-    make: Callable[[], Any], says: str
-) -> None:
+def test_what_makes_no_sense_is_refused_with_the_value_and_a_remedy(make, says):
     with pytest.raises(ConfigError, match=says):
         make()
 
 
-def test_all_mistakes_are_told_together() -> None:
+def test_all_mistakes_are_told_together():
     with pytest.raises(ConfigError) as caught:
         FullyShardedDataParallelPlugin(fsdp_version=3, state_dict_type="?", min_num_params=0)
     assert len(caught.value.mistakes) == 3
@@ -75,14 +71,14 @@ def test_all_mistakes_are_told_together() -> None:
     ("given", "reshards"),
     [("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("ShardingStrategy.FULL_SHARD", True)],
 )
-def test_fsdp1s_sharding_strategies_are_understood(given: str, reshards: bool) -> None:
+def test_fsdp1s_sharding_strategies_are_understood(given, reshards):
     plugin = FullyShardedDataParallelPlugin(
         sharding_strategy=given, use_orig_params=True, sync_module_states=True
     )
     assert plugin.reshard_after_forward is reshards
 
 
-def test_what_differs_from_the_defaults_is_passed_on_and_logs_go_to_the_projects_folder() -> None:
+def test_what_differs_from_the_defaults_is_passed_on_and_logs_go_to_the_projects_folder():
     assert AutocastKwargs().to_kwargs() == {}
     assert AutocastKwargs(cache_enabled=False).to_kwargs() == {"cache_enabled": False}
     hooks = DistributedDataParallelKwargs(comm_hook="bf16")
@@ -95,7 +91,7 @@ def test_what_differs_from_the_defaults_is_passed_on_and_logs_go_to_the_projects
     assert (moved.project_dir, moved.logging_dir) == (Path("new"), Path("new"))
 
 
-def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning() -> None:
+def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning():
     with pytest.warns(UserWarning, match="fully_shard, which is FSDP2") as told:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=1, use_orig_params=False, backward_prefetch="BACKWARD_PRE"
@@ -109,7 +105,7 @@ def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning() -> Non
     assert (plugin.fsdp_version, plugin.state_dict_type) == (2, "FULL_STATE_DICT")
 
 
-def test_accelerates_positions_defaults_and_one_file_in_the_end() -> None:
+def test_accelerates_positions_defaults_and_one_file_in_the_end():
     plugin = FullyShardedDataParallelPlugin(2, None, False, None, None, "no_wrap", True)
     assert plugin.reshard_after_forward is False
     assert plugin.cpu_offload is True
@@ -122,7 +118,7 @@ def test_accelerates_positions_defaults_and_one_file_in_the_end() -> None:
         plugin.set_state_dict_type("LOCAL")
 
 
-def test_torchs_own_objects_are_understood() -> None:
+def test_torchs_own_objects_are_understood():
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     whole = FullyShardedDataParallelPlugin(
         state_dict_config=fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
@@ -139,9 +135,7 @@ def test_torchs_own_objects_are_understood() -> None:
         )
 
 
-def test_a_dynamo_plugin_becomes_arguments_of_torch_compile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dynamo_plugin_becomes_arguments_of_torch_compile(monkeypatch):
     plugin = TorchDynamoPlugin(backend="EAGER", fullgraph=True, use_regional_compilation=True)
     assert plugin.to_kwargs() == {"backend": "eager", "fullgraph": True}
     assert not TorchDynamoPlugin().compiles

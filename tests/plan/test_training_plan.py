@@ -31,7 +31,7 @@ def why(asked: TrainingRequest, found: ProcessFacts, name: str) -> str:
     return next(choice.reason for choice in plan.choices if choice.name == name)
 
 
-def test_each_has_its_strategy_and_the_headline_says_it() -> None:
+def test_each_has_its_strategy_and_the_headline_says_it():
     assert plan_training(TrainingRequest(), CPU).strategy == "single"
     assert plan_training(TrainingRequest(), PAIR).strategy == "ddp"
     assert plan_training(FSDP, PAIR).strategy == "fsdp"
@@ -48,7 +48,7 @@ def test_each_has_its_strategy_and_the_headline_says_it() -> None:
     )
 
 
-def test_every_choice_has_its_reason() -> None:
+def test_every_choice_has_its_reason():
     assert why(TrainingRequest(), CPU, "device") == "no GPU was found"
     assert why(TrainingRequest(device="cpu"), CPU, "device") == "the CPU was asked for"
     assert why(TrainingRequest(), gpu(9, 0), "device") == "this process computes on cuda:0"
@@ -77,7 +77,7 @@ def test_every_choice_has_its_reason() -> None:
     assert "2 x batch_size per step" in why(TrainingRequest(), PAIR, "batches")
 
 
-def test_the_explanation_is_a_table_with_warnings_under_it() -> None:
+def test_the_explanation_is_a_table_with_warnings_under_it():
     plan = plan_training(TrainingRequest(mixed_precision="fp16", precision_source="argument"), CPU)
     text = plan.explain()
     assert text == str(plan)
@@ -89,9 +89,7 @@ def test_the_explanation_is_a_table_with_warnings_under_it() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_precisions_that_are_unknown_impossible_or_imitated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_precisions_that_are_unknown_impossible_or_imitated(monkeypatch):
     with pytest.raises(ConfigError, match="mixed_precision='int4' is unknown"):
         plan_training(TrainingRequest(mixed_precision="int4"), CPU)
     with pytest.raises(ConfigError, match="'te' needs transformer_engine"):
@@ -110,9 +108,7 @@ def test_precisions_that_are_unknown_impossible_or_imitated(
 @pytest.mark.parametrize(
     ("strategy", "found", "said"), [("ddp", CPU, "one process"), ("single", PAIR, "2 processes")]
 )
-def test_a_strategy_that_does_not_fit_the_number_of_processes_is_refused(
-    strategy: str, found: ProcessFacts, said: str
-) -> None:
+def test_a_strategy_that_does_not_fit_the_number_of_processes_is_refused(strategy, found, said):
     wanted = registry.wanted_strategy(Said(run=RunConfig(strategy=strategy)))
     assert wanted is not None
     assert wanted.source == "config"
@@ -121,7 +117,7 @@ def test_a_strategy_that_does_not_fit_the_number_of_processes_is_refused(
 
 
 @DEEPSPEED_ROW
-def test_two_strategies_are_refused_unless_one_has_more_say() -> None:
+def test_two_strategies_are_refused_unless_one_has_more_say():
     both = Said(run=RunConfig(strategy="fsdp", zero_stage=2))
     with pytest.raises(ConfigError, match=r"strategy=\"fsdp\" and zero_stage=2 were both given"):
         registry.wanted_strategy(both)

@@ -22,7 +22,7 @@ COMPARING = pytest.mark.parametrize("check", ["first", "always"])
 
 
 @EACH_CHECK
-def test_tensors_are_joined_in_order_of_rank_and_broadcast_in_place(check: str) -> None:
+def test_tensors_are_joined_in_order_of_rank_and_broadcast_in_place(check):
     def body(c: Collectives) -> Any:
         rank = c.place.rank
         joined = c.gather(
@@ -46,7 +46,7 @@ def test_tensors_are_joined_in_order_of_rank_and_broadcast_in_place(check: str) 
         assert sent == (True, [1, 1], {"from": 0})
 
 
-def test_tensors_of_every_dtype_and_views_are_joined_and_what_has_no_shape_is_refused() -> None:
+def test_tensors_of_every_dtype_and_views_are_joined_and_what_has_no_shape_is_refused():
     names = ["int16", "uint16", "float8_e4m3fn", "bfloat16", "bool", "complex64"]
 
     def body(c: Collectives) -> Any:
@@ -80,7 +80,7 @@ def test_tensors_of_every_dtype_and_views_are_joined_and_what_has_no_shape_is_re
 # ------------------------------------------------------------------------- alone
 
 
-def test_one_process_gets_back_what_it_gave() -> None:
+def test_one_process_gets_back_what_it_gave():
     x = torch.tensor(3.0)
     assert ALONE.gather(x) is x
     assert ALONE.gather_object([1, 2]) == [1, 2]
@@ -97,7 +97,7 @@ def test_one_process_gets_back_what_it_gave() -> None:
 
 
 @COMPARING
-def test_uneven_tensors_raise_with_every_shape_where_gloo_returns_garbage(check: str) -> None:
+def test_uneven_tensors_raise_with_every_shape_where_gloo_returns_garbage(check):
     with pytest.raises(WorkerFailed, match=r"process 0: float32 \(1, 4\)") as caught:
         together(lambda c: c.gather(torch.ones(c.place.rank + 1, 4)), check=check)
     assert "process 1: float32 (2, 4)" in str(caught.value)
@@ -106,7 +106,7 @@ def test_uneven_tensors_raise_with_every_shape_where_gloo_returns_garbage(check:
 
 
 @COMPARING
-def test_different_collectives_raise_on_all_processes(check: str) -> None:
+def test_different_collectives_raise_on_all_processes(check):
     def body(c: Collectives) -> Any:
         x = torch.ones(2)
         return told(lambda: c.gather(x) if c.place.rank else c.reduce(x))
@@ -119,9 +119,7 @@ def test_different_collectives_raise_on_all_processes(check: str) -> None:
 
 
 @COMPARING
-def test_a_process_that_does_not_come_is_named_with_the_line_it_was_last_seen_at(
-    check: str,
-) -> None:
+def test_a_process_that_does_not_come_is_named_with_the_line_it_was_last_seen_at(check):
     def body(c: Collectives) -> Any:
         c.barrier("warm up")
         if c.place.rank == 1:
@@ -137,9 +135,7 @@ def test_a_process_that_does_not_come_is_named_with_the_line_it_was_last_seen_at
 
 
 @COMPARING
-def test_a_long_wait_is_told_before_it_is_given_up(
-    capfd: pytest.CaptureFixture[str], check: str
-) -> None:
+def test_a_long_wait_is_told_before_it_is_given_up(capfd, check):
     def body(c: Collectives) -> str:
         c.barrier("warm up")
         if c.place.rank == 1:
@@ -153,7 +149,7 @@ def test_a_long_wait_is_told_before_it_is_given_up(
 
 
 @COMPARING
-def test_collectives_of_a_second_group_on_the_same_store_start_afresh(check: str) -> None:
+def test_collectives_of_a_second_group_on_the_same_store_start_afresh(check):
     def body(c: Collectives) -> Any:
         first = c.gather(torch.tensor([c.place.rank])).tolist()
         torch.distributed.destroy_process_group()
@@ -167,7 +163,7 @@ def test_collectives_of_a_second_group_on_the_same_store_start_afresh(check: str
 # ------------------------------------------------------------------------- many, and large
 
 
-def test_eight_processes_get_what_torch_gives() -> None:
+def test_eight_processes_get_what_torch_gives():
     def body(c: Collectives) -> Any:
         rank, found = c.place.rank, {}
         mine = torch.arange(6.0).view(2, 3) + rank
@@ -195,7 +191,7 @@ def test_eight_processes_get_what_torch_gives() -> None:
     assert list(together(body, n=8)) == [expected] * 8
 
 
-def test_answers_of_any_length_are_exchanged_and_forgotten() -> None:
+def test_answers_of_any_length_are_exchanged_and_forgotten():
     def body(c: Collectives) -> Any:
         c.barrier()
         store = default_group_check()._store
