@@ -35,8 +35,7 @@ class Part:
 
     tests: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
-    dist: str = "load"
-    """How pytest-xdist shares out the tests; fixtures of modules want a file in one place."""
+    dist: str = "load"  # of pytest-xdist; fixtures of modules want a file in one place
 
 
 PARTS = {
@@ -81,7 +80,8 @@ def run_until(command: list[str], until: float, results: Path | None = None) -> 
     if time.monotonic() >= until:
         print(late, file=sys.stderr)
         return 124
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_search_path()])}
+    paths = filter(None, [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if results:
         environ[RESULTS] = str(results)
     # A group of its own, so that all that it has started is interrupted with it.
@@ -101,10 +101,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(child.pid, number)
                 child.wait(patience_s)
-
-
-def _search_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def main(arguments: list[str]) -> int:

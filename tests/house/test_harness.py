@@ -15,6 +15,7 @@ import pytest
 from tests import isolation, rerun_alone, selection
 from tests.apart import OUTCOMES
 from tests.isolation import ROOT, isolated
+from tests.programs import run_program
 
 FAILS_ONCE = """
 import pathlib
@@ -44,14 +45,8 @@ def run_pytest(folder: Path, *options: str, **sources: str) -> subprocess.Comple
     for name, source in sources.items():
         (folder / f"test_{name}.py").write_text(source)
     plugins = ["-pno:nbval", "-ptests.rerun_alone", "-pno:cacheprovider"]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, *options],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pytest", *plugins, *options]
+    return run_program(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 import nbaccel
 from tests.house.public_names import listed, offered, why_gone
 from tests.house.source import ROOT, package_files
+from tests.programs import run_program
 
 HEAVY = {
     *("IPython", "deepspeed", "ipywidgets", "numpy", "psutil", "pydantic", "pynvml", "torch"),
@@ -73,7 +73,7 @@ def test_importing_the_package_imports_nothing_heavy():
     assert not HEAVY & loaded_by("import nbaccel; dir(nbaccel); nbaccel.__version__")
 
 
-def test_planning_imports_no_torch():
+def test_planning_and_what_ray_runs_on_a_node_import_no_torch():
     loaded = loaded_by(
         "import nbaccel\n"
         "nbaccel.resolve(nbaccel.RunConfig(device='cpu')).explain()\n"
@@ -81,10 +81,6 @@ def test_planning_imports_no_torch():
         "for name in ('cpu', 'cuda'): nbaccel.plan.registry.device(name).hazards()"
     )
     assert not {"torch", "IPython", "ipywidgets", "numpy"} & loaded
-
-
-def test_what_ray_runs_on_a_node_imports_no_torch():
-    """Ray's workers have nice 15: on a busy node the import takes minutes."""
     assert "torch" not in loaded_by("import nbaccel.hosts.node_actor")
 
 
@@ -101,13 +97,4 @@ def test_a_launch_of_one_process_imports_nothing_that_its_function_does_not_use(
 def loaded_by(code):
     """The modules that a fresh process has loaded after running the code."""
     script = f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    return set(json.loads(run_program([sys.executable, "-c", script], cwd=ROOT).stdout))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import psutil
@@ -9,11 +8,11 @@ import pytest
 
 from nbaccel.base import env
 from nbaccel.plan.inspecting import Limits, inspect_machine, read_limits
+from tests.programs import run_program
 
 
 def run(code, environ=None):
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    return run_program([sys.executable, "-c", code], check=False, env=environ)
 
 
 def test_what_is_found_fits_the_machine():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 
 import numpy as np
@@ -16,6 +15,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.train import rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
+from tests.programs import run_program
 
 CPU = Place(device=torch.device("cpu"))
 
@@ -80,10 +80,7 @@ def test_seeding_and_capturing_wake_no_cuda():
         "rng.set_seed(3)\nrng.capture_rng_states(Place(device=torch.device('cpu')))\n"
         "with rng.preserve_rng_states(): pass\nassert not torch.cuda.is_initialized()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_program([sys.executable, "-c", code])
 
 
 @pytest.mark.gpu

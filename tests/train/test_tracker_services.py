@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from nbaccel.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tests.isolation import ROOT
+from tests.programs import run_program
 
 LOOP = """
 import json, sys, warnings
@@ -55,15 +55,9 @@ def run(
     parts = {"before": before, "while_it_runs": while_it_runs, "afterwards": afterwards}
     code = LOOP.format(**{key: textwrap.dedent(text) for key, text in parts.items()})
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, name, str(folder), json.dumps(options or {})],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | variables
+    words = [sys.executable, "-c", code, name, str(folder), json.dumps(options or {})]
+    done = run_program(words, cwd=folder, env=environ, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("FOUND")[2].partition("\n")[0])
 
