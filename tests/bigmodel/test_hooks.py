@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
 
 import pytest
 import torch
@@ -122,20 +120,6 @@ def test_a_hook_may_turn_gradients_off(appended):
     assert not module(X).requires_grad
     remove_hook_from_module(module)
     assert module(X).requires_grad
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_has_weights_and_hook_of_its_own(duplicate):
-    module = Scaled()
-    add_hook_to_module(module, TimesTen())
-    copied = duplicate(module)
-    with torch.no_grad():
-        copied.weight.fill_(5.0)
-    assert torch.equal(copied(X), X * 50)
-    assert torch.equal(module(X), X * 20)
-    remove_hook_from_module(copied)
-    assert torch.equal(copied(X), X * 5)
-    assert torch.equal(module(X), X * 20)
 
 
 def test_a_traced_module_can_be_hooked_and_changed():

@@ -22,6 +22,7 @@ from nbaccel.bigmodel.offload_folder import (
     save_offload_index,
 )
 from nbaccel.errors import CheckpointDamaged, ConfigError
+from tests.bigmodel.test_align_hooks import RecordingSource
 
 FORMATS = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -196,22 +197,8 @@ def test_weights_come_from_safetensors(tmp_path):
         loader["v"]
 
 
-class Near(dict):
-    """A map that reads ahead, and remembers what it was told."""
-
-    def __init__(self, weights):
-        super().__init__(weights)
-        self.told = []
-
-    def prefetch(self, names):
-        self.told.append(("prefetch", list(names)))
-
-    def release(self, names):
-        self.told.append(("release", list(names)))
-
-
 def test_parts_of_a_map_are_maps_and_entries_of_submodules_are_found():
-    whole = Near({"a.w": 1, "a.b": 2, "ab.w": 3})
+    whole = RecordingSource({"a.w": 1, "a.b": 2, "ab.w": 3})
     part = PrefixedDataset(whole, "a.")
     assert dict(part) == {"w": 1, "b": 2}
     assert len(part) == 2
@@ -220,7 +207,7 @@ def test_parts_of_a_map_are_maps_and_entries_of_submodules_are_found():
     assert part.get("x") is None
     PrefixedDataset(part, "").prefetch(["w"])
     part.release(["b"])
-    assert whole.told == [("prefetch", ["a.w"]), ("release", ["a.b"])]
+    assert (whole.take("prefetch"), whole.take("release")) == (["a.w"], ["a.b"])
     plain = PrefixedDataset({"a.w": 1}, "a.")
     plain.prefetch(["w"])
     plain.release(["w"])

@@ -102,22 +102,8 @@ GIB = 2**30
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 
 
-@pytest.fixture
-def machine(tmp_path):
-    """Writes files under a made-up root and reads the limits there."""
-
-    def build(files):
-        for name, text in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return read_limits(tmp_path)
-
-    return build
-
-
-def test_version_2(machine):
-    limits = machine(
+GROUPS = {
+    "version 2": (
         {
             "proc/self/cgroup": "0::/job\n",
             "proc/self/mountinfo": V2_MOUNT,
@@ -125,13 +111,10 @@ def test_version_2(machine):
             "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
             "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
             "sys/fs/cgroup/job/memory.stat": f"anon {GIB}\nfile {2 * GIB}\ninactive_file {GIB}\n",
-        }
-    )
-    assert limits == Limits(cpu_cores=1.5, memory_bytes=4 * GIB, memory_free_bytes=2 * GIB)
-
-
-def test_a_group_above_may_be_tighter(machine):
-    limits = machine(
+        },
+        Limits(cpu_cores=1.5, memory_bytes=4 * GIB, memory_free_bytes=2 * GIB),
+    ),
+    "a group above is tighter": (
         {
             "proc/self/cgroup": "0::/pod/job\n",
             "proc/self/mountinfo": V2_MOUNT,
@@ -141,13 +124,10 @@ def test_a_group_above_may_be_tighter(machine):
             "sys/fs/cgroup/pod/memory.max": f"{GIB}\n",
             "sys/fs/cgroup/pod/memory.current": "0\n",
             "sys/fs/cgroup/cpu.max": "400000 100000\n",
-        }
-    )
-    assert limits == Limits(cpu_cores=2.0, memory_bytes=GIB, memory_free_bytes=GIB)
-
-
-def test_version_1(machine):
-    limits = machine(
+        },
+        Limits(cpu_cores=2.0, memory_bytes=GIB, memory_free_bytes=GIB),
+    ),
+    "version 1": (
         {
             "proc/self/cgroup": "4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n0::/\n",
             "proc/self/mountinfo": (
@@ -165,25 +145,32 @@ def test_version_1(machine):
                 f"inactive_file 5\ntotal_inactive_file {GIB // 2}\n"
             ),
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        }
-    )
-    assert limits == Limits(cpu_cores=3.0, memory_bytes=2 * GIB, memory_free_bytes=GIB + GIB // 2)
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {"proc/self/cgroup": "0::/\n"},
-        {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2_MOUNT},
+        },
+        Limits(cpu_cores=3.0, memory_bytes=2 * GIB, memory_free_bytes=GIB + GIB // 2),
+    ),
+    "absent": ({}, Limits()),
+    "without a mount": ({"proc/self/cgroup": "0::/\n"}, Limits()),
+    "empty": ({"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2_MOUNT}, Limits()),
+    "odd": (
         {"proc/self/cgroup": "nonsense\n::\n", "proc/self/mountinfo": "nonsense\n - \n"},
+        Limits(),
+    ),
+    "odd numbers": (
         {
             "proc/self/cgroup": "0::/\n",
             "proc/self/mountinfo": V2_MOUNT,
             "sys/fs/cgroup/cpu.max": "",
             "sys/fs/cgroup/memory.max": "soon",
         },
-    ],
-)
-def test_what_is_absent_or_odd_limits_nothing(machine, files):
-    assert machine(files) == Limits()
+        Limits(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_limits_of_control_groups(tmp_path, name):
+    files, limits = GROUPS[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert read_limits(tmp_path) == limits
