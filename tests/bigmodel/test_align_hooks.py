@@ -92,13 +92,17 @@ def test_weights_are_there_for_the_forward_only(tmp_path, where):
     assert torch.equal(model(X), expected)
 
 
-def test_only_what_runs_is_in_memory():
+def test_only_what_runs_is_in_memory_and_what_the_map_lacks_is_named():
     model, there = make_model(), []
     for layer in model:
         look_inside(layer, lambda: there.append([not part.weight.is_meta for part in model]))
     attach_align_device_hook(model, "cpu", offload=True)
     model(X)
     assert there == [[True, False, False], [False, True, False], [False, False, True]]
+    model = make_model()
+    attach_align_device_hook(model, "cpu", offload=True, weights_map={"0.weight": torch.ones(4, 4)})
+    with pytest.raises(ConfigError, match=r"'0\.bias' is offloaded.*lacks"):
+        model(X)
 
 
 class TakesMapping(nn.Module):
@@ -115,13 +119,6 @@ def test_arguments_are_moved_but_those_to_skip():
     add_hook_to_module(module, AlignDevicesHook("meta", skip_keys="cache"))
     found = module(X, cache={"k": X}, mask=X)
     assert found == {"rows": "meta", "cache": "cpu", "mask": "meta"}
-
-
-def test_a_weight_that_the_map_lacks_is_named():
-    model = make_model()
-    attach_align_device_hook(model, "cpu", offload=True, weights_map={"0.weight": torch.ones(4, 4)})
-    with pytest.raises(ConfigError, match=r"'0\.bias' is offloaded.*lacks"):
-        model(X)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

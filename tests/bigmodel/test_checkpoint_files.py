@@ -270,12 +270,24 @@ def test_a_crafted_header_is_refused(tmp_path, header, data):
     assert str(path) in refused(path)
 
 
-def test_a_name_that_comes_twice_in_a_header_never_reads_other_bytes(tmp_path):
+def test_a_name_that_comes_twice_or_a_damaged_file_is_named(tmp_path):
     one, two = (json.dumps(entry(8 * n, 8 * n + 8, [2])) for n in range(2))
     path = write_safetensors(
         tmp_path / "model.safetensors", f'{{"w":{one},"w":{two}}}'.encode(), b"\0" * 16
     )
     assert str(path) in refused(path)
+    weight_map = {}
+    for number in range(3):
+        save_file({f"w{number}": torch.ones(40)}, tmp_path / f"{number}.safetensors")
+        weight_map[f"w{number}"] = f"{number}.safetensors"
+    index = write_index(tmp_path, weight_map)
+    os.truncate(tmp_path / "0.safetensors", 100)
+    (tmp_path / "2.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointDamaged) as caught:
+        read_checkpoint(index)
+    assert len(caught.value.mistakes) == 2
+    assert "0.safetensors" in caught.value.mistakes[0]
+    assert "2.safetensors" in caught.value.mistakes[1]
 
 
 # ------------------------------------------------------------------------------ files of torch
@@ -405,18 +417,3 @@ def test_an_index_of_something_else_is_refused(tmp_path, content):
     path.write_text(content, encoding="latin-1")
     assert path.name in refused(tmp_path)
     assert path.name in refused(path)
-
-
-def test_all_damaged_files_of_a_checkpoint_are_named_together(tmp_path):
-    weight_map = {}
-    for number in range(3):
-        save_file({f"w{number}": torch.ones(40)}, tmp_path / f"{number}.safetensors")
-        weight_map[f"w{number}"] = f"{number}.safetensors"
-    index = write_index(tmp_path, weight_map)
-    os.truncate(tmp_path / "0.safetensors", 100)
-    (tmp_path / "2.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointDamaged) as caught:
-        read_checkpoint(index)
-    assert len(caught.value.mistakes) == 2
-    assert "0.safetensors" in caught.value.mistakes[0]
-    assert "2.safetensors" in caught.value.mistakes[1]

@@ -175,7 +175,7 @@ def test_tensors_beside_submodules_have_devices_too():
     assert device_map == {"last": 0, "m0.scale": 0, "m0.m0": 0, "m0.m1": 0, "m0.mask": "cpu"}
 
 
-def test_decisions_and_devices_that_stay_empty_are_logged_with_the_reasons(caplog):
+def test_decisions_empty_devices_and_weights_that_are_not_tied_are_told(caplog):
     model = row(linear(), linear())
     with caplog.at_level(logging.INFO, "nbaccel"):
         infer(model, {0: 100, "cpu": 1000})
@@ -186,9 +186,6 @@ def test_decisions_and_devices_that_stay_empty_are_logged_with_the_reasons(caplo
     assert "m0: cannot be split, and its 100 bytes do not fit on 0" in caplog.text
     assert "keeps 100 free" in caplog.text
     assert "m1: put on cpu, 100 bytes; it holds 200 of 1000" in caplog.text
-
-
-def test_weights_that_should_be_tied_and_are_not_are_warned_of(caplog):
     with torch.device("meta"):
         model = build("gpt2")
         model.lm_head.weight = nn.Parameter(torch.zeros(200, 32))
@@ -218,7 +215,7 @@ def test_buffers_of_offloaded_layers_without_room_are_warned_of():
 
 
 # ------------------------------------------------------------------------------- too small
-def test_what_does_not_fit_is_refused_with_a_table():
+def test_what_does_not_fit_the_budgets_or_the_model_is_told():
     model = row(linear(), linear(), linear(), linear())
     with pytest.raises(ConfigError) as caught:
         infer(model, {0: 200, "cpu": 0, "disk": 250})
@@ -226,34 +223,6 @@ def test_what_does_not_fit_is_refused_with_a_table():
     assert ["0", "200", "B", "100", "B", "m1", "100", "B"] in lines
     assert ["cpu", "0", "B", "0", "B", "m1", "100", "B"] in lines
     assert ["disk", "250", "B", "200", "B", "m3", "100", "B"] in lines
-
-
-# ------------------------------------------------------------------------------- maps
-@pytest.mark.parametrize(
-    ("device_map", "cleaned"),
-    [
-        ({"a": 0, "b": 0}, {"": 0}),
-        ({"a.x": 0, "a.y": 0, "b.x": 1, "b.y": 0}, {"a": 0, "b.x": 1, "b.y": 0}),
-        ({"a.b.x": 0, "a.b.y": 0, "a.c": 1}, {"a.b": 0, "a.c": 1}),
-        ({"a.b": 0}, {"a.b": 0}),
-        # A module's own device is not overridden.
-        ({"a": 1, "a.x": 0, "a.y": 0, "b": 1}, {"a": 1, "a.x": 0, "a.y": 0, "b": 1}),
-        # Where the first name stood.
-        ({"a.x": 1, "b": 0, "a.y": 1}, {"a": 1, "b": 0}),
-        ({}, {}),
-    ],
-)
-def test_cleaning_names_modules_whose_parts_lie_together(device_map, cleaned):
-    assert list(clean_device_map(device_map).items()) == list(cleaned.items())
-    assert device_map == cleaned, "in place"
-
-
-def test_cleaning_below_a_module_leaves_the_others():
-    device_map = {"a.x": 0, "a.y": 0, "ab.x": 0, "ab.y": 0}
-    assert clean_device_map(device_map, "a") == {"a": 0, "ab.x": 0, "ab.y": 0}
-
-
-def test_a_map_that_does_not_fit_the_model_is_refused_or_warned_of():
     model = row(linear(), nn.BatchNorm1d(2))
     with pytest.raises(ConfigError, match=r"m1\.weight, m1\.bias, m1\.running_mean") as caught:
         check_device_map(model, {"m0": 0})
@@ -264,6 +233,28 @@ def test_a_map_that_does_not_fit_the_model_is_refused_or_warned_of():
     model = row(linear(), linear())
     with pytest.warns(UserWarning, match=r"do not match any submodules.*\['m7'\]"):
         check_device_map(model, {"m0.weight": 0, "m1": 0, "m7": 1})
+
+
+# ------------------------------------------------------------------------------- maps
+CLEANED = [
+    ({"a": 0, "b": 0}, {"": 0}),
+    ({"a.x": 0, "a.y": 0, "b.x": 1, "b.y": 0}, {"a": 0, "b.x": 1, "b.y": 0}),
+    ({"a.b.x": 0, "a.b.y": 0, "a.c": 1}, {"a.b": 0, "a.c": 1}),
+    ({"a.b": 0}, {"a.b": 0}),
+    # A module's own device is not overridden.
+    ({"a": 1, "a.x": 0, "a.y": 0, "b": 1}, {"a": 1, "a.x": 0, "a.y": 0, "b": 1}),
+    # Where the first name stood.
+    ({"a.x": 1, "b": 0, "a.y": 1}, {"a": 1, "b": 0}),
+    ({}, {}),
+]
+
+
+def test_cleaning_names_modules_whose_parts_lie_together():
+    for device_map, cleaned in CLEANED:
+        assert list(clean_device_map(device_map).items()) == list(cleaned.items())
+        assert device_map == cleaned, "in place"
+    below = {"a.x": 0, "a.y": 0, "ab.x": 0, "ab.y": 0}
+    assert clean_device_map(below, "a") == {"a": 0, "ab.x": 0, "ab.y": 0}
 
 
 def test_a_block_is_found_and_taken_out():
@@ -354,7 +345,7 @@ def test_memory_that_host_and_gpu_share_is_given_once(monkeypatch):
     assert get_max_memory(inventory=mac) == {"mps": 48 * GIB}
 
 
-def test_sizes_are_read_and_devices_sorted_and_the_users_own_is_not_changed():
+def test_sizes_are_read_and_devices_sorted_and_all_mistakes_are_told():
     given = {"disk": "1TB", "cpu": "5GiB", 1: 300, 0: "200MB", "mps": 2.5}
     before = dict(given)
     budgets = get_max_memory(given, inventory=machine(1, 1))
@@ -366,9 +357,6 @@ def test_sizes_are_read_and_devices_sorted_and_the_users_own_is_not_changed():
         ("disk", 10**12),
     ]
     assert given == before
-
-
-def test_all_mistakes_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         get_max_memory({"cuda:0": "5GiB", -1: 5, True: 5, "cpu": "much", "disk": -3, 0: math.nan})
     assert len(caught.value.mistakes) == 6
@@ -376,16 +364,13 @@ def test_all_mistakes_are_reported_together():
         assert value in str(caught.value)
 
 
-def test_devices_that_are_not_there_are_warned_of_once_and_kept(caplog):
+def test_devices_that_are_not_there_or_tell_nothing_are_told(caplog):
     get_max_memory({0: 5, "cpu": 6}, inventory=machine(1))
     assert not caplog.records
     with caplog.at_level(logging.WARNING, "nbaccel"):
         assert get_max_memory({0: 5, 1: 6, 2: 7}, inventory=machine(1)) == {0: 5, 1: 6, 2: 7}
     assert len(caplog.records) == 1
     assert "not available: [1, 2]" in caplog.text
-
-
-def test_a_driver_that_tells_nothing_is_reported(caplog):
     silent = replace(machine(), gpus=(Gpu(index=0, name="Odd GPU"),))
     assert get_max_memory(inventory=silent)[0] == 0
     assert "Odd GPU" in caplog.text

@@ -121,7 +121,9 @@ def test_a_word_that_is_no_map_is_refused_before_anything_is_loaded(checkpoint):
     assert len(on_meta(model)) == len(dict(model.named_parameters()))
 
 
-def test_an_index_of_the_weights_on_disk_is_enough_to_dispatch_later(tower, checkpoint, tmp_path):
+def test_a_model_is_dispatched_later_from_an_index_or_written_to_a_folder(
+    tower, checkpoint, tmp_path
+):
     folder = tmp_path / "offload"
     model = empty()
     with pytest.raises(ConfigError, match="no offload_folder was given"):
@@ -131,15 +133,12 @@ def test_an_index_of_the_weights_on_disk_is_enough_to_dispatch_later(tower, chec
     model = dispatch_model(model, MIXED, offload_dir=folder)
     with torch.no_grad():
         assert torch.equal(model(TOKENS), tower(TOKENS))
-
-
-def test_a_model_in_memory_is_written_to_the_folder_that_it_is_dispatched_with(tower, tmp_path):
     with torch.no_grad():
         expected = tower(TOKENS)
         with pytest.raises(ConfigError, match=r"keeps layers\.1, layers\.2, norm on disk"):
             dispatch_model(tower, MIXED)
-        model = dispatch_model(tower, MIXED, offload_dir=tmp_path)
-        assert (tmp_path / "layers.1.weight.dat").is_file()
+        model = dispatch_model(tower, MIXED, offload_dir=tmp_path / "own")
+        assert (tmp_path / "own" / "layers.1.weight.dat").is_file()
         assert torch.equal(model(TOKENS), expected)
 
 

@@ -48,15 +48,20 @@ def test_parameters_have_no_memory_and_buffers_do_unless_asked_for():
 
 
 @pytest.mark.parametrize(("text", "kind"), [("1", "meta"), ("no", "cpu"), ("", "cpu")])
-def test_the_environment_may_include_buffers(monkeypatch, text, kind):
+def test_the_environment_may_include_buffers_and_an_exception_ends_the_block(
+    monkeypatch, text, kind
+):
     monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", text)
     with init_empty_weights():
         assert nn.BatchNorm1d(2).running_mean.device.type == kind
     with init_empty_weights(include_buffers=False):
         assert nn.BatchNorm1d(2).running_mean.device.type == "cpu"
+    with pytest.raises(ZeroDivisionError), init_empty_weights():
+        nn.Linear(2, 2 // 0)
+    assert not nn.BatchNorm1d(2).weight.is_meta
 
 
-def test_class_attributes_and_requires_grad_are_kept():
+def test_what_is_tied_and_attributes_are_kept():
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -78,9 +83,6 @@ def test_class_attributes_and_requires_grad_are_kept():
     assert holder.plain.requires_grad
     assert holder.also_absent is None
     assert {p.device.type for p in holder.parameters()} == {"meta"}
-
-
-def test_what_is_tied_stays_tied():
     with init_empty_weights():
         model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
         model["b"].weight = model["a"].weight
@@ -109,13 +111,6 @@ def test_the_innermost_block_counts_where_there_are_values():
         pytest.raises(ConfigError, match=r"'weight' of Linear was made on meta.*include_buffers"),
     ):
         nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize("include_buffers", [False, True])
-def test_an_exception_leaves_torch_as_it_was(include_buffers):
-    with pytest.raises(ZeroDivisionError), init_empty_weights(include_buffers):
-        nn.Linear(2, 2 // 0)
-    assert not nn.BatchNorm1d(2).weight.is_meta
 
 
 def test_other_threads_build_with_memory():

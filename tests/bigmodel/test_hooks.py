@@ -122,7 +122,7 @@ def test_a_hook_may_turn_gradients_off(appended):
     assert module(X).requires_grad
 
 
-def test_a_traced_module_can_be_hooked_and_changed():
+def test_a_traced_module_can_be_hooked_and_another_compiled():
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     expected = traced(X)
     add_hook_to_module(traced, TimesTen())
@@ -137,9 +137,6 @@ def test_a_traced_module_can_be_hooked_and_changed():
             node.args = (negated,)
     traced.recompile()
     assert torch.equal(traced(X), -expected)
-
-
-def test_a_hooked_module_can_be_compiled():
     module = nn.Sequential(Scaled(), Scaled())
     add_hook_to_module(module[0], TimesTen())
     add_hook_to_module(module[0], AddOne(), append=True)

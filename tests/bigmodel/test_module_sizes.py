@@ -60,15 +60,12 @@ def test_what_is_no_format_is_refused_with_its_name(dtype):
         compute_module_sizes(encoder(), dtype=dtype)
 
 
-def test_buffers_alone():
+def test_buffers_alone_and_what_is_tied_counts_once():
     model = encoder()
     model.register_buffer("mask", torch.zeros(10))
     assert compute_module_total_buffer_size(model) == 80
     assert compute_module_total_buffer_size(model, dtype="float16") == 44
     assert compute_module_total_buffer_size(nn.Linear(2, 2)) == 0
-
-
-def test_a_size_with_ties_counts_what_is_tied_once():
     sizes = {"a": 30, "a.weight": 20, "b": 25, "b.weight": 20, "c": 20}
     parts = [("b", nn.Linear(1, 1)), ("c", nn.Parameter(torch.zeros(5)))]
     size, names, found = get_module_size_with_ties(["b.weight", "c"], 30, sizes, parts)

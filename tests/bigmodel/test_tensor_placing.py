@@ -71,7 +71,7 @@ def test_what_cannot_be_placed_changes_nothing(arguments, message):
     assert {name: id(p) for name, p in model.named_parameters()} == before
 
 
-def test_a_tied_tensor_is_placed_once():
+def test_tied_tensors_are_placed_once_and_tied_again():
     one, two = nn.Linear(3, 3), nn.Linear(3, 3)
     two.weight = one.weight
     value = one.weight.data
@@ -84,9 +84,6 @@ def test_a_tied_tensor_is_placed_once():
     assert one.weight is two.weight
     assert [*places[value.data_ptr()]] == ["meta", "cpu"]
     set_module_tensor_to_device(one, "weight", "meta", tied_params_map={})
-
-
-def test_parameters_are_tied_again():
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     tied = find_tied_parameters(model)
@@ -145,16 +142,13 @@ def test_an_offloaded_or_plain_module_has_its_weights_in_a_block():
         assert module.weight.is_meta
 
 
-def test_weights_that_nothing_has_are_left_out_with_a_warning(caplog):
+def test_states_are_filled_from_one_module_and_what_nothing_has_is_left_out(caplog):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with caplog.at_level(logging.WARNING, "nbaccel"):
         found = get_state_dict_offloaded_model(model)
     assert set(found) == {"0.weight", "0.bias"}
     assert "2 tensors are on meta" in caplog.text
     assert "1.weight" in caplog.text
-
-
-def test_a_state_dict_is_filled_from_one_module():
     model, expected = offloaded_model(), make_model().state_dict()
     state = {"0.weight": "", "0.bias": "", "2.weight": ""}
     assert get_state_dict_from_offload(model[0], "0.weight", state) is state

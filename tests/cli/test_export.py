@@ -229,25 +229,15 @@ def test_a_command_line_for_each_launcher(command, small, capfd):
     assert ["num_nodes", "2"] in rows
 
 
-def test_a_deepspeed_configuration_goes_into_a_file_of_its_own(small, capfd):
-    words = ["--deepspeed", '{"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}']
-    assert main(["export", *words, "--to", "torchrun", small.name]) == 0
-    assert "ACCELERATE_DEEPSPEED_CONFIG_FILE=ds_config.json" in capfd.readouterr().out
-    assert json.loads(Path("ds_config.json").read_text())["zero_optimization"]["stage"] == 2
-
-
-def test_an_sbatch_file(small):
-    words = ["--to", "slurm", "--nproc-per-node", "8", "--num-nodes", "2"]
+def test_launchers_have_files_of_their_own(small):
+    words = ["--to", "slurm", "--nproc-per-node", "8", "--num-nodes", "2", "--overwrite"]
     assert main(["export", *words, small.name]) == 0
     subprocess.run(["bash", "-n", "n.sbatch"], check=True)
     text = Path("n.sbatch").read_text()
     for line in ("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"):
         assert line in text.replace("  #", "\n#")
     assert '--num-nodes 2 --node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR"' in text
-
-
-def test_a_job_for_ray(small):
-    assert main(["export", "--to", "ray", "-n", "4", small.name]) == 0
+    assert main(["export", "--to", "ray", "-n", "4", "--overwrite", small.name]) == 0
     subprocess.run(["bash", "-n", "n_ray.sh"], check=True)
     text = Path("n_ray.sh").read_text()
     assert "ray job submit" in text
@@ -320,13 +310,17 @@ def test_a_manifest_for_kubernetes(num_nodes, small):
         assert '--node-rank "$JOB_COMPLETION_INDEX" --master-addr n-0.n' in container["command"][2]
 
 
-def test_nothing_is_replaced_unasked(small, capfd):
+def test_a_deepspeed_configuration_has_a_file_and_nothing_is_replaced_unasked(small, capfd):
     Path("n.py").write_text("mine")
     assert main(["export", small.name]) == 2
     assert "n.py would be replaced" in capfd.readouterr().err
     assert Path("n.py").read_text() == "mine"
     assert main(["export", small.name, "--overwrite"]) == 0
     assert "def f()" in Path("n.py").read_text()
+    words = ["--deepspeed", '{"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}']
+    assert main(["export", *words, "--to", "torchrun", "--overwrite", small.name]) == 0
+    assert "ACCELERATE_DEEPSPEED_CONFIG_FILE=ds_config.json" in capfd.readouterr().out
+    assert json.loads(Path("ds_config.json").read_text())["zero_optimization"]["stage"] == 2
 
 
 @pytest.mark.parametrize(

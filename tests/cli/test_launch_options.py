@@ -139,12 +139,15 @@ def test_variables_are_those_that_accelerate_sets():
     assert request.config.variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
-def test_what_has_no_effect_is_said_once_each():
+def test_what_has_no_effect_is_said_and_one_host_of_a_file_may_be_this_machine(tmp_path):
     request = read(role="trainer", offload_param_device="cpu", fsdp_version="2", tee="3")
     assert [note.split()[0] for note in request.notes] == [
         *("--role", "--offload-param-device", "--fsdp-version", "--tee")
     ]
     assert "without --strategy deepspeed" in request.notes[1]
+    request = read(hostfile=str(tmp_path / "hosts"), include="localhost:1")
+    assert (request.config.include, request.config.num_processes) == ("localhost:1", None)
+    assert request.variables == {}
 
 
 @pytest.mark.parametrize(
@@ -162,13 +165,6 @@ def test_filters_choose_among_the_hosts_of_a_file(flags, tmp_path, capsys):
     words = ["-H", str(tmp_path / "hosts"), *flags, "--cpu", "--dry-run", "train.py"]
     assert main(["launch", *words]) == 0
     assert "--include w1:0,1@w2:0,1 " in capsys.readouterr().out
-
-
-def test_one_host_of_a_file_may_be_this_machine(tmp_path):
-    """Its slots are chosen by the engine then, like those of any other host."""
-    request = read(hostfile=str(tmp_path / "hosts"), include="localhost:1")
-    assert (request.config.include, request.config.num_processes) == ("localhost:1", None)
-    assert request.variables == {}
 
 
 @pytest.mark.parametrize(

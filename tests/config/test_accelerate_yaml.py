@@ -240,12 +240,7 @@ def test_filters_of_hosts_are_settings_with_a_hostfile():
     assert read(text).config.include is None
 
 
-def test_no_sharding_is_data_parallel():
-    file = read("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n")
-    assert (file.config.strategy, file.config.fsdp) == ("auto", None)
-
-
-def test_ours_and_theirs_are_told_apart(tmp_path):
+def test_ours_and_theirs_are_told_apart_and_no_sharding_is_data_parallel(tmp_path):
     assert is_accelerate_file({"machine_rank": 0})
     assert not is_accelerate_file({"mixed_precision": "bf16", "num_processes": 2})
     ours = tmp_path / "ours.yaml"
@@ -254,6 +249,8 @@ def test_ours_and_theirs_are_told_apart(tmp_path):
     ours.write_text("num_proceses: 2\n")
     with pytest.raises(ConfigError, match=r"ours\.yaml: .*Did you mean 'num_processes'"):
         load_config_file(ours)
+    file = read("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n")
+    assert (file.config.strategy, file.config.fsdp) == ("auto", None)
 
 
 def test_a_default_file_is_where_the_environment_says_if_it_is_there(tmp_path, monkeypatch):

@@ -61,21 +61,15 @@ def test_what_makes_no_sense_is_refused_with_the_value_and_a_remedy(make, says):
         make()
 
 
-def test_all_mistakes_are_told_together():
+def test_fsdp1s_sharding_strategies_are_understood_and_all_mistakes_told():
+    for given, reshards in (("FULL_SHARD", True), ("ShardingStrategy.SHARD_GRAD_OP", False)):
+        plugin = FullyShardedDataParallelPlugin(
+            sharding_strategy=given, use_orig_params=True, sync_module_states=True
+        )
+        assert plugin.reshard_after_forward is reshards
     with pytest.raises(ConfigError) as caught:
         FullyShardedDataParallelPlugin(fsdp_version=3, state_dict_type="?", min_num_params=0)
     assert len(caught.value.mistakes) == 3
-
-
-@pytest.mark.parametrize(
-    ("given", "reshards"),
-    [("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("ShardingStrategy.FULL_SHARD", True)],
-)
-def test_fsdp1s_sharding_strategies_are_understood(given, reshards):
-    plugin = FullyShardedDataParallelPlugin(
-        sharding_strategy=given, use_orig_params=True, sync_module_states=True
-    )
-    assert plugin.reshard_after_forward is reshards
 
 
 def test_what_differs_from_the_defaults_is_passed_on_and_logs_go_to_the_projects_folder():

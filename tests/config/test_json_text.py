@@ -62,7 +62,7 @@ def nested(depth: int) -> dict[str, Any]:
     return found
 
 
-def test_what_json_cannot_hold_is_told_with_its_place():
+def test_what_json_cannot_hold_is_told_and_plain_values_become_pythons():
     for given, reason in (
         ({1: 2}, "names settings by text, and 1 is none"),
         ({"fp16": {None: 1}}, "None at fp16 is none"),
@@ -79,9 +79,6 @@ def test_what_json_cannot_hold_is_told_with_its_place():
             with pytest.raises(ConfigError, match=reason) as caught:
                 read(given)
             assert len(str(caught.value)) < 1000
-
-
-def test_plain_values_of_others_become_pythons():
     assert json_like({"a": (np.int64(1), np.float32(0.5))}) == {"a": [1, 0.5]}
     assert read_object('{"a": Infinity}', "A thing") == {"a": float("inf")}
 

@@ -72,9 +72,16 @@ def test_many_failures_are_not_run_again(tmp_path):
     assert "again, alone" not in done.stdout
 
 
-def test_no_test_is_listed_twice():
+def test_no_test_is_listed_twice_and_landings_are_in_the_history():
     listed = re.findall(r"^\| `([^`]+)`", rerun_alone.LIST.read_text(), flags=re.MULTILINE)
     assert len(listed) == len(set(listed)), "mend or delete what is unsteady for the second time"
+    if selection.git("rev-parse", "HEAD") is None:
+        pytest.skip("not a git checkout")
+    noted = selection.landings()
+    assert noted
+    assert [
+        one for one in noted if selection.git("merge-base", "--is-ancestor", one, "HEAD") != ""
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -97,16 +104,6 @@ def test_a_changed_file_asks_for_the_tests_that_mirror_it(monkeypatch, changed, 
     selection.changed.cache_clear()
     assert selection.changed() == mirrored
     selection.changed.cache_clear()
-
-
-def test_the_landings_of_this_repository_are_in_its_history():
-    if selection.git("rev-parse", "HEAD") is None:
-        pytest.skip("not a git checkout")
-    noted = selection.landings()
-    assert noted
-    assert [
-        one for one in noted if selection.git("merge-base", "--is-ancestor", one, "HEAD") != ""
-    ] == []
 
 
 def test_slow_tests_that_would_begin_too_late_are_skipped_and_named(pytester):

@@ -175,14 +175,11 @@ def test_what_is_no_leak_is_not_called_one(verdicts, source, names):
     assert verdicts.of(len(LEAKS) + BESIDE.index(source)) == dict.fromkeys(names, "")
 
 
-def test_the_template_is_shut_down_when_the_session_ends(verdicts):
-    assert "template: shut down" in verdicts.output
-
-
-def test_nothing_of_a_leaked_process_survives_the_session(verdicts):
+def test_nothing_of_a_leaked_process_survives_the_session_nor_the_template(verdicts):
     leaked = [["sleep", seconds] for seconds in ("61", "64", "65")]
     assert verdicts.of(0)["test"], "a child leaked"
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] in leaked]
+    assert "template: shut down" in verdicts.output
 
 
 def test_gpu_tests_are_skipped_with_the_reason_where_there_is_none(verdicts):

@@ -179,7 +179,7 @@ class Adapts(nn.Linear):
         super()._load_from_state_dict(state, prefix, *args)
 
 
-def test_a_model_that_adapts_old_states_is_let_do_so(saved, tmp_path):
+def test_models_that_adapt_old_states_do_so_and_objects_may_refuse_theirs(saved, tmp_path):
     training = Training(seed=5)
     training.model.second = Adapts(4, 6)
     (tmp_path / "ckpt").mkdir()
@@ -188,6 +188,14 @@ def test_a_model_that_adapts_old_states_is_let_do_so(saved, tmp_path):
     parts = replace(training.parts, optimizers=[], schedulers=[], loaders=[], custom=[])
     load_state(tmp_path / "ckpt", parts, ALONE, training.collectives)
     assert torch.equal(training.model.second.weight, torch.ones(6, 4))
+    first, second = whole_training(0), whole_training(1)
+    parts = replace(first.parts, custom=[first.counter, Picky(1)])
+    folder = save_state(tmp_path / "c", parts, ALONE, first.collectives, step=0)
+    before = everything(second)
+    second.parts = replace(second.parts, custom=[second.counter, Picky(2)])
+    with pytest.raises(ValueError, match="1 is not 2"):
+        load(second, folder)
+    assert same(everything(second), before)
 
 
 class Picky:
@@ -202,17 +210,6 @@ class Picky:
     def load_state_dict(self, state: dict[str, int]) -> None:
         if state["size"] != self.size:
             raise ValueError(f"{state['size']} is not {self.size}")
-
-
-def test_if_an_object_refuses_its_state_nothing_is_loaded(tmp_path):
-    first, second = whole_training(0), whole_training(1)
-    parts = replace(first.parts, custom=[first.counter, Picky(1)])
-    folder = save_state(tmp_path / "c", parts, ALONE, first.collectives, step=0)
-    before = everything(second)
-    second.parts = replace(second.parts, custom=[second.counter, Picky(2)])
-    with pytest.raises(ValueError, match="1 is not 2"):
-        load(second, folder)
-    assert same(everything(second), before)
 
 
 # ------------------------------------------------------------------------- several processes

@@ -126,16 +126,15 @@ def test_a_model_that_trains_them_now_or_another_one_is_refused(tmp_path: Path) 
     assert torch.equal(model.adapter.weight, Adapted().adapter.weight)
 
 
-def test_nothing_is_left_out_unasked_and_nothing_of_a_trained_model(tmp_path: Path) -> None:
+def test_nothing_is_left_out_unasked_and_the_names_are_checked_as_other_files_are(
+    tmp_path: Path,
+) -> None:
     everything = TRAINED | FROZEN | {"seen"}
     assert load_file(saved(tmp_path / "a", Adapted()) / "model.safetensors").keys() == everything
     trained = Adapted().requires_grad_(True)
     folder = saved(tmp_path / "b", trained, exclude_frozen_parameters=True)
     assert load_file(folder / "model.safetensors").keys() == everything
     assert not (folder / "nbaccel_left_out.json").exists()
-
-
-def test_the_names_are_checked_as_other_files_are(tmp_path: Path) -> None:
     folder = saved(tmp_path / "state", Adapted(), exclude_frozen_parameters=True)
     path = folder / "nbaccel_left_out.json"
     assert json.loads(path.read_text()) == {
