@@ -105,17 +105,18 @@ def late_reduction() -> list[bool]:
         quiet_again = torch.equal(weight.grad.full_tensor(), reduced)
     expected = torch.zeros_like(reduced)
     whole = Tower()
-    whole.load_state_dict({n: gathered(t) for n, t in model.state_dict().items()})
+    whole.load_state_dict(
+        {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in model.state_dict().items()
+        }
+    )
     for rank in range(2):
         for step in range(2):
             expected += torch.autograd.grad(
                 training.loss(whole, step, rank) / 2, whole.embed.weight
             )[0]
     return [kept_back, torch.allclose(reduced, expected, atol=1e-6), quiet_again]
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_a_backward_can_reduce_what_was_kept_back_and_silence_returns_after_it():

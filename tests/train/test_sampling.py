@@ -11,11 +11,6 @@ from nbaccel.train.sampling import BatchSamplerShard, IterableDatasetShard
 from tests.train.data import Stream
 
 
-def shards(length, size, *, drop_last=False, **how):
-    batches = BatchSampler(SequentialSampler(range(length)), size, drop_last)
-    return [BatchSamplerShard(batches, 2, rank, **how) for rank in range(2)]
-
-
 def test_what_needs_a_size_or_a_split_that_divides():
     """Accelerate drops the round it ends."""
 
@@ -40,7 +35,7 @@ def test_batches_that_do_not_divide_are_refused(size):
     with pytest.raises(
         ConfigError, match=rf"batch_size={size}.*2 processes.*batch_size={size + 1}"
     ):
-        shards(10, size, split_batches=True)
+        BatchSamplerShard(BatchSampler(SequentialSampler(range(10)), size, False), 2, 0, True)
     with pytest.raises(ConfigError, match=rf"batch_size={size}.*Stream|Stream.*batch_size={size}"):
         IterableDatasetShard(Stream(), size, False, 2, 0, True)
 

@@ -170,12 +170,8 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
-def torch_metadata(folder: Path) -> Any:
-    return FileSystemReader(folder).read_metadata()
-
-
 def point_outside(folder: Path) -> None:
-    metadata = torch_metadata(folder)
+    metadata = FileSystemReader(folder).read_metadata()
     for index, info in metadata.storage_data.items():
         metadata.storage_data[index] = replace(
             info, relative_path=f"../pytorch_model_fsdp_0/{info.relative_path}"
@@ -185,7 +181,7 @@ def point_outside(folder: Path) -> None:
 
 def evil_entry(folder: Path, code: Path) -> None:
     """Put an object that runs code in the place of an optimizer's setting."""
-    metadata = torch_metadata(folder)
+    metadata = FileSystemReader(folder).read_metadata()
     index = next(i for i in metadata.storage_data if i.fqn.startswith("optimizer.param_groups"))
     info = metadata.storage_data[index]
     path = folder / info.relative_path
@@ -200,7 +196,7 @@ def evil_entry(folder: Path, code: Path) -> None:
 
 
 def flip_in_a_tensor(folder: Path) -> None:
-    metadata = torch_metadata(folder)
+    metadata = FileSystemReader(folder).read_metadata()
     index = next(i for i in metadata.storage_data if i.fqn == "model.first.weight")
     info = metadata.storage_data[index]
     path = folder / info.relative_path
@@ -226,26 +222,28 @@ SHARD_DAMAGES = {
 
 def damaged_shards(saved: Path, to: Path) -> dict[str, Path]:
     """Copies of a checkpoint, each with a damage; those without a manifest are as others write."""
-    name = "pytorch_model_fsdp_0"
     made = {}
     for kind in SHARD_DAMAGES:
-        folder = to / kind
-        shutil.copytree(saved, folder)
-        shard = next(iter(sorted((folder / name).glob("*.distcp"))))
-        code = to / f"{kind} was here"
-        {
-            "truncated": lambda path=shard: damage.truncate(path),
-            "missing": lambda path=shard: path.unlink(),
-            "flipped": lambda path=folder: flip_in_a_tensor(path / name),
-            "evil entry": lambda path=folder, code=code: evil_entry(path / name, code),
-            "evil metadata": lambda path=folder, code=code: (path / name / ".metadata").write_bytes(
-                pickle.dumps(Runs(code))
-            ),
-            "no metadata": lambda path=folder: (path / name / ".metadata").unlink(),
-            "outside": lambda path=folder: point_outside(path / name),
-        }[kind]()
-        (folder / "nbaccel_manifest.json").unlink()
-        made[kind] = folder
+        made[kind], code = to / kind, to / f"{kind} was here"
+        shutil.copytree(saved, made[kind])
+        (made[kind] / "nbaccel_manifest.json").unlink()
+        folder = made[kind] / "pytorch_model_fsdp_0"
+        shard, metadata = min(folder.glob("*.distcp")), folder / ".metadata"
+        match kind:
+            case "truncated":
+                damage.truncate(shard)
+            case "missing":
+                shard.unlink()
+            case "flipped":
+                flip_in_a_tensor(folder)
+            case "evil entry":
+                evil_entry(folder, code)
+            case "evil metadata":
+                metadata.write_bytes(pickle.dumps(Runs(code)))
+            case "no metadata":
+                metadata.unlink()
+            case "outside":
+                point_outside(folder)
     return made
 
 
