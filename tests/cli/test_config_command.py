@@ -100,7 +100,7 @@ def test_an_engine_that_starts_all_machines_is_not_asked_for_addresses(file, ans
 
 
 @DEEPSPEED_ROW
-def test_zero_with_offloading(file, answer):
+def test_zero_with_offloading_or_by_a_file_of_deepspeed(file, answer, tmp_path):
     status, told = answer(
         ["config"],
         *("n", "cpu", "2", "-", "bf16", "deepspeed", "n", "3", "2", "x", "0.5"),
@@ -118,10 +118,7 @@ def test_zero_with_offloading(file, answer):
             "stage3_gather_16bit_weights_on_model_save": True,
         },
     }
-
-
-@DEEPSPEED_ROW
-def test_a_file_of_deepspeed(file, answer, tmp_path):
+    file.unlink()
     document = tmp_path / "zero.json"
     document.write_text('{"zero_optimization": {"stage": 1}, "gradient_clipping": 2.0}')
     lines = ("n", "cpu", "1", "-", "no", "deepspeed", "y", str(tmp_path / "no.json"), str(document))
@@ -156,11 +153,15 @@ def test_sharding_eight_bits_and_compilation(file, answer):
     }
 
 
-def test_input_that_ends_writes_nothing(file, answer):
+def test_input_that_ends_or_what_the_machine_lacks_writes_nothing(file, answer):
     status, told = answer(["config"], "n")
     assert status == 2
     assert "nbaccel config default" in told
     assert not file.exists()
+    assert "Did you mean 'bf16'" in answer(["config", "default", "--mixed-precision", "bf17"])[1]
+    assert not file.exists()
+    file.parent.write_text("a file where the folder would be")
+    assert "cannot be written" in answer(["config", "default"])[1]
 
 
 def test_ctrl_c_writes_nothing(tmp_path):
@@ -244,13 +245,6 @@ def test_an_update_of_accelerates_file_asks_first(answer, tmp_path):
     assert status == 0, told
     loaded = load_config_file(source)
     assert (loaded.is_accelerate, loaded.config) == (False, wanted)
-
-
-def test_what_the_machine_lacks_is_not_written(file, answer):
-    assert "Did you mean 'bf16'" in answer(["config", "default", "--mixed-precision", "bf17"])[1]
-    assert not file.exists()
-    file.parent.write_text("a file where the folder would be")
-    assert "cannot be written" in answer(["config", "default"])[1]
 
 
 def test_a_file_is_shown_as_it_is_read(file, answer):

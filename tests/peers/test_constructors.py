@@ -69,13 +69,6 @@ def test_loaders_made_by_hand_know_their_last_batch_and_skip_in_every_epoch(thei
     assert isinstance(mine, SkipDataLoader)
 
 
-def test_a_mesh_is_refused_by_its_value():
-    for make in (DataLoaderShard, DataLoaderDispatcher, data_loader.prepare_data_loader):
-        loader: Any = DataLoader(range(4))
-        with pytest.raises(ConfigError, match=r"torch_device_mesh=tp.*Leave torch_device_mesh out"):
-            make(loader, torch_device_mesh="tp")
-
-
 @pytest.mark.parametrize("dispatch_batches", [None, True, False])
 @pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("skips", [True, False])
@@ -102,7 +95,7 @@ def test_what_prepare_returns_is_an_instance_of_their_classes(dispatch_batches, 
     assert not isinstance(DataLoader(range(2)), DataLoaderShard)
 
 
-def test_an_optimizer_and_a_scheduler_made_by_hand_step():
+def test_optimizers_schedulers_and_profilers_made_by_hand_work_and_a_mesh_is_refused():
     model = nn.Linear(2, 1)
     plain = torch.optim.SGD(model.parameters(), lr=0.5)
     optimizer = AcceleratedOptimizer(plain, True, None)
@@ -119,9 +112,6 @@ def test_an_optimizer_and_a_scheduler_made_by_hand_step():
     waits_for_torchs = AcceleratedScheduler(schedule, [plain], False, True)
     waits_for_torchs.step()
     assert waits_for_torchs.get_last_lr() == [0.125]
-
-
-def test_a_profiler_is_built_from_its_settings():
     options = {"wait": 0, "warmup": 1, "active": 1, "repeat": 1}
     settings = ProfileKwargs(activities=["cpu"], record_shapes=True, schedule_option=options)
     with settings.build() as profiler:
@@ -131,6 +121,10 @@ def test_a_profiler_is_built_from_its_settings():
     assert isinstance(ProfileKwargs().build(), torch.profiler.profile)
     with pytest.raises(ConfigError, match=r"\['gpu'\].*Give some of cpu, cuda"):
         ProfileKwargs(activities=["gpu"]).build()
+    for make in (DataLoaderShard, DataLoaderDispatcher, data_loader.prepare_data_loader):
+        loader: Any = DataLoader(range(4))
+        with pytest.raises(ConfigError, match=r"torch_device_mesh=tp.*Leave torch_device_mesh out"):
+            make(loader, torch_device_mesh="tp")
 
 
 @pytest.mark.slow

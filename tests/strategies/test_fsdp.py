@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from nbaccel import WorkerFailed, debug_launcher
+from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.strategy import ShardedCheckpoints
@@ -193,22 +193,29 @@ def test_state_that_an_optimizer_has_already_goes_on_in_shards(optimizer):
     assert sharded["optimizer"]["state"][0]["step"] == 2 + recipe.steps
 
 
-def what_is_refused() -> list[str]:
+def what_is_refused(folder: str) -> list[str]:
     here = place()
     with torch.device("meta"):
         empty = Tower()
     training = Training(replace(FSDP, steps=1), here)
-    state = training.strategy.optimizer_state(training.model, training.optimizer)
-    fewer = torch.optim.SGD(list(training.model.parameters())[:2], lr=0.1)
+    strategy, model, optimizer = training.strategy, training.model, training.optimizer
+    state = strategy.optimizer_state(model, optimizer)
+    fewer = torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
+    assert isinstance(strategy, ShardedCheckpoints)
+    strategy.save_sharded(model, None, Path(folder))
+    dist.barrier()
+    strategy.load_sharded(model, None, Path(folder))
     return [
+        told(lambda: strategy.load_sharded(model, optimizer, Path(folder))),
         told(lambda: fsdp(here).wrap(Bundle(models=(empty,)))),
-        told(lambda: training.strategy.load_optimizer_state(training.model, fewer, state)),
+        told(lambda: strategy.load_optimizer_state(model, fewer, state)),
         told(lambda: Training(replace(FSDP, optimizer="Adafactor", steps_before=1), here)),
     ]
 
 
-def test_models_and_states_that_cannot_be_cut_are_refused_by_name():
-    for on_meta, other, uncut in debug_launcher(what_is_refused):
+def test_models_and_states_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path):
+    for without, on_meta, other, uncut in debug_launcher(what_is_refused, (str(tmp_path),)):
+        assert "has no optimizer in it" in without
         assert "Tower.embed.weight is on the meta device" in on_meta
         assert "saved optimizer has 19 parameters and this one has 2" in other
         assert re.search(r"'row_var' of shape \(11, 1\).*before the first step", uncut)
@@ -235,7 +242,7 @@ def test_ignored_modules_are_left_alone_and_still_trained():
 # ------------------------------------------------------------------------- precision
 
 
-def test_the_policy_follows_the_settings_else_the_precision():
+def test_the_policy_follows_the_settings_and_a_gpu_that_workers_share_is_refused():
     inner, root = fsdp(kind=Bf16)._inner, fsdp(kind=Bf16)._root
     assert inner.param_dtype == torch.bfloat16
     assert inner.reduce_dtype == torch.float32
@@ -248,9 +255,6 @@ def test_the_policy_follows_the_settings_else_the_precision():
     assert named._root == MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
     with pytest.raises(ConfigError, match=r"'fp12'.*Give one of"):
         fsdp(mixed_precision_policy="fp12")
-
-
-def test_a_gpu_that_workers_share_is_refused():
     # Seen on an H100 with torch 2.11: both workers were killed by SIGSEGV in get_state_dict.
     shared = Place(device=torch.device("cuda", 0), world_size=2, backend="gloo")
     with pytest.raises(PlatformUnsupported, match=r"2 processes talk by gloo .* cuda:0 .*NCCL"):
@@ -286,17 +290,3 @@ def test_shards_of_two_processes_are_read_by_three_and_by_torchs_tools(tmp_path)
     dcp_to_torch_save(recipe.folder, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)["model"]
     assert largest_difference(weights, whole) == 0
-
-
-def without_optimizer(folder: str) -> None:
-    training = Training(FSDP, place())
-    assert isinstance(training.strategy, ShardedCheckpoints)
-    training.strategy.save_sharded(training.model, None, Path(folder))
-    dist.barrier()
-    training.strategy.load_sharded(training.model, None, Path(folder))
-    training.strategy.load_sharded(training.model, training.optimizer, Path(folder))
-
-
-def test_a_checkpoint_without_an_optimizer_says_so(tmp_path):
-    with pytest.raises(WorkerFailed, match="has no optimizer in it"):
-        debug_launcher(without_optimizer, (str(tmp_path),))

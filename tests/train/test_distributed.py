@@ -22,7 +22,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_processes_find_each_other_and_arriving_again_changes_nothing():
+def test_processes_find_each_other_or_meet_at_a_place_of_the_users_own(tmp_path):
     def body() -> Any:
         before = dist.is_initialized()
         settings = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=40))
@@ -43,8 +43,6 @@ def test_processes_find_each_other_and_arriving_again_changes_nothing():
         )
         assert "gloo" in place.backend
 
-
-def test_processes_may_meet_at_a_place_of_the_users_own(tmp_path):
     def body() -> Any:
         settings = InitProcessGroupKwargs(init_method=f"file://{tmp_path}/meet")
         place = distributed.init_process(cpu=True, settings=settings)

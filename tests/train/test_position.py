@@ -181,7 +181,7 @@ def test_skipping_fits_what_was_restored(skipped, settings, tmp_path):
     goes_on(tmp_path / "state", "plain", 2, skipped, **settings)
 
 
-def test_telling_the_epoch_again_keeps_what_was_restored_and_another_one_does_not(tmp_path):
+def test_telling_the_epoch_again_keeps_what_was_restored_and_anothers_state_is_refused(tmp_path):
     whole = Run("plain")
     unbroken(whole, 1, tmp_path / "state")
     later = Run("plain", seed=99)
@@ -191,9 +191,6 @@ def test_telling_the_epoch_again_keeps_what_was_restored_and_another_one_does_no
     assert later.loader.position.is_within_epoch
     later.loader.set_epoch(0)
     assert not later.loader.position.is_within_epoch
-
-
-def test_another_librarys_state_is_refused():
     with pytest.raises(ConfigError, match=r"it has '_num_yielded', '_snapshot'"):
         prepare(make("plain")).load_state_dict({"_snapshot": {}, "_num_yielded": 3})
 

@@ -51,12 +51,18 @@ def test_a_seed_that_numpy_could_not_take_is_refused(seed):
     assert random.getstate() == before, "some generators were seeded, others not"
 
 
-def test_deterministic_algorithms_can_be_asked_for():
+def test_deterministic_algorithms_can_be_asked_for_and_no_cuda_is_woken():
     try:
         rng.set_seed(0, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+    code = (
+        "import torch\nfrom nbaccel.abc.place import Place\nfrom nbaccel.train import rng\n"
+        "rng.set_seed(3)\nrng.capture_rng_states(Place(device=torch.device('cpu')))\n"
+        "with rng.preserve_rng_states(): pass\nassert not torch.cuda.is_initialized()\n"
+    )
+    run_program([sys.executable, "-c", code])
 
 
 def test_what_was_captured_or_drawn_in_a_block_comes_back():
@@ -72,15 +78,6 @@ def test_what_was_captured_or_drawn_in_a_block_comes_back():
     with pytest.raises(KeyError), rng.preserve_rng_states():
         draw_seed_and_fail()
     assert draw() == expected
-
-
-def test_seeding_and_capturing_wake_no_cuda():
-    code = (
-        "import torch\nfrom nbaccel.abc.place import Place\nfrom nbaccel.train import rng\n"
-        "rng.set_seed(3)\nrng.capture_rng_states(Place(device=torch.device('cpu')))\n"
-        "with rng.preserve_rng_states(): pass\nassert not torch.cuda.is_initialized()\n"
-    )
-    run_program([sys.executable, "-c", code])
 
 
 @pytest.mark.gpu

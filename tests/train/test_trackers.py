@@ -56,17 +56,6 @@ def lines(path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------- the base class
-
-
-def test_a_tracker_that_lacks_something_says_what():
-    class Half(GeneralTracker):
-        name = "half"
-
-    with pytest.raises(NotImplementedError, match=r"Half.*requires_logging_directory, tracker"):
-        Half()
-
-
 # ------------------------------------------------------------------------- jsonl
 
 
@@ -147,7 +136,7 @@ def test_tensorboard_shows_images_and_names_a_value_that_it_cannot_show(tmp_path
 # ------------------------------------------------------------------------- finding
 
 
-def test_trackers_are_found_by_name_class_and_instance(tmp_path):
+def test_trackers_are_found_by_name_class_and_instance_and_all_mistakes_told(tmp_path):
     own = Recording()
     assert filter_trackers(None) == []
     assert filter_trackers("jsonl", tmp_path) == [JsonlTracker]
@@ -158,6 +147,11 @@ def test_trackers_are_found_by_name_class_and_instance(tmp_path):
     assert filter_trackers(Recording) == [Recording]
     everything = filter_trackers(["all", own], tmp_path)
     assert [everything[0], everything[1], everything[-1]] == [JsonlTracker, TensorBoardTracker, own]
+    with pytest.raises(ConfigError) as caught:
+        filter_trackers(["jsonl", "nothing-like-it"])
+    unknown, homeless = caught.value.mistakes
+    assert "'nothing-like-it'" in unknown
+    assert "logging_dir=None" in homeless
 
 
 def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):
@@ -168,7 +162,7 @@ def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):
         assert filter_trackers(["jsonl", missing[0]], tmp_path) == [JsonlTracker]
 
 
-def test_a_class_can_be_registered():
+def test_a_class_can_be_registered_and_says_what_it_lacks():
     register_tracker_class(Recording)
     assert LOGGER_TYPE_TO_CLASS[Recording.name] is Recording
     assert filter_trackers("recording") == [Recording]
@@ -181,19 +175,17 @@ def test_a_class_can_be_registered():
         register_tracker_class(nameless)
     del LOGGER_TYPE_TO_CLASS[Recording.name]
 
+    class Half(GeneralTracker):
+        name = "half"
 
-def test_all_mistakes_come_together():
-    with pytest.raises(ConfigError) as caught:
-        filter_trackers(["jsonl", "nothing-like-it"])
-    unknown, homeless = caught.value.mistakes
-    assert "'nothing-like-it'" in unknown
-    assert "logging_dir=None" in homeless
+    with pytest.raises(NotImplementedError, match=r"Half.*requires_logging_directory, tracker"):
+        Half()
 
 
 # ------------------------------------------------------------------------- starting
 
 
-def test_trackers_start_with_name_folder_options_and_configuration(tmp_path):
+def test_trackers_start_with_what_they_are_given_on_processes_that_want_them(tmp_path):
     own = Recording("mine")
     found = filter_trackers([own, Recording, "jsonl"], tmp_path)
     first, second, third = start_trackers(
@@ -209,10 +201,7 @@ def test_trackers_start_with_name_folder_options_and_configuration(tmp_path):
     assert first.tracker == ["mine", {}, {"lr": 1}]
     assert second.tracker == ["project", {"tag": 2}, {"lr": 1}]
     assert lines(tmp_path / "project.jsonl")[0]["config"] == {"lr": 1}
-
-
-def test_another_process_has_only_trackers_that_want_all(tmp_path):
     found = [JsonlTracker, Everywhere, Recording()]
     started = start_trackers(found, OTHER, "project", logging_dir=tmp_path, config={"lr": 1})
     assert [type(tracker) for tracker in started] == [Everywhere]
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["project.jsonl"]

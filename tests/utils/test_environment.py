@@ -69,16 +69,13 @@ def test_yes_no_numbers_and_what_would_break_a_file_of_variables(monkeypatch) ->
     assert lines == ["A=1\n"]
 
 
-def test_the_place_of_this_process_as_launchers_tell_it(monkeypatch) -> None:
+def test_the_place_of_this_process_is_that_which_launchers_tell(monkeypatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     monkeypatch.setenv("PMI_SIZE", "4")
     found = get_cpu_distributed_information()
     assert (found.rank, found.world_size, found.local_rank) == (3, 4, 0)
-
-
-def test_a_function_prepared_for_launch_knows_its_number(monkeypatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "FORK_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
     with patch_environment(nproc=2, node_rank=1, rank="", local_rank="", fork_launched=""):

@@ -89,7 +89,7 @@ def test_what_is_saved_runs_no_code_and_shared_tensors_are_stored_once(tmp_path,
     assert "['b.weight', 'b.bias']" in record.getMessage()
 
 
-def test_facts_about_modules():
+def test_facts_about_modules_and_small_ones():
     model = net()
     model[1].weight = model[0].bias
     assert find_tied_parameters(model) == [["0.bias", "1.weight"]]
@@ -99,9 +99,6 @@ def test_facts_about_modules():
     assert not is_peft_model(model)
     assert [type(m).__name__ for m in get_module_children_bottom_up(model)][-1] == "Sequential"
     assert get_module_children_bottom_up(model, return_fqns=True)[-1][0] == ""
-
-
-def test_small_ones():
     assert merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
     assert recursive_getattr(net(), "0.weight").shape == (2, 2)
     assert get_pretty_name(net) == "net"
