@@ -45,7 +45,6 @@ PARTS = {
             "tests/devices/test_cuda.py",
             "tests/devices/test_device_contract.py",
             "tests/output/panel/test_shown.py",
-            "tests/plan/test_inventory.py",
         )
     ),
     "train": Part(("tests/gpu/test_accelerator_cuda.py", "tests/train/test_rng.py")),
