@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 
 from tests.deepspeed import needs
 from tests.isolation import ROOT
-from tests.programs import run_program
 
 pytestmark = [pytest.mark.slow, *needs.ENGINE]
 
@@ -19,9 +19,15 @@ pytestmark = [pytest.mark.slow, *needs.ENGINE]
 def test_every_section_is_measured_and_rendered(tmp_path: Path) -> None:
     stored = tmp_path / "gpu.json"
     command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--small"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    options = ["--no-page", "--output", str(stored)]
-    done = run_program([*command, *options], cwd=ROOT, env=environ, check=False, timeout=800)
+    done = subprocess.run(
+        [*command, "--no-page", "--output", str(stored)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=800,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     measures = json.loads(stored.read_text())["measures"]
     failed = {
