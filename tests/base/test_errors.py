@@ -45,25 +45,16 @@ def test_every_error_is_in_the_drawing():
         assert name in (errors.__doc__ or "")
 
 
-def test_several_mistakes_are_numbered():
+def test_several_mistakes_are_numbered_and_failures_survive_pickling():
     error = errors.ConfigError("a is wrong.", "b is wrong.")
-
     assert error.mistakes == ("a is wrong.", "b is wrong.")
     assert str(error) == "2 settings are wrong:\n  1. a is wrong.\n  2. b is wrong."
     assert pickle.loads(pickle.dumps(error)).mistakes == error.mistakes
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [errors.WorkerFailed, errors.WorkerDied, errors.LaunchTimeout, errors.StartupFailed],
-)
-def test_failures_survive_pickling(kind):
-    error = kind("rank 1 raised", failure={"rank": 1}, failures=({"rank": 1}, {"rank": 0}))
-
-    for twin in (error, pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
-        assert twin.failure == {"rank": 1}
-        assert twin.failures == ({"rank": 1}, {"rank": 0})
-        assert str(twin) == "rank 1 raised"
+    for kind in (errors.WorkerFailed, errors.WorkerDied, errors.LaunchTimeout):
+        failed = kind("rank 1 raised", failure={"rank": 1}, failures=({"rank": 1}, {"rank": 0}))
+        for twin in (failed, pickle.loads(pickle.dumps(failed)), copy.deepcopy(failed)):
+            assert (twin.failure, twin.failures) == ({"rank": 1}, ({"rank": 1}, {"rank": 0}))
+            assert str(twin) == "rank 1 raised"
 
 
 # ------------------------------------------------------------------------- in a notebook
@@ -87,20 +78,7 @@ def raised_through_the_house(error):
         return caught
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        errors.ConfigError,
-        errors.ModelNotShareable,
-        errors.NotSendable,
-        errors.PortTaken,
-        errors.InputRefused,
-        errors.MissingBackend,
-        errors.UnsafeFork,
-        errors.PrecisionMismatch,
-        errors.PlatformUnsupported,
-    ],
-)
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.NotSendable, errors.MissingBackend])
 def test_a_mistake_shows_the_users_line_and_the_text(kind):
     lines = shown(raised_through_the_house(kind("got 7. Give 8."))).splitlines()
 
@@ -145,15 +123,13 @@ def test_a_long_line_is_broken_between_words_and_source_is_not():
     assert source == f"  ---->   1 {code}"
 
 
-def test_a_failure_says_how_to_see_frames_that_it_leaves_out():
+def test_a_failure_says_how_to_see_frames_that_it_leaves_out_and_who_launched():
     trace = 'File "cell", line 1, in f\n  File "/site-packages/torch/x.py", line 2, in g'
     error = errors.WorkerFailed("raised\n  ---->   1 f()")
     assert "__cause__" not in shown(error)
     error.__cause__ = RuntimeError(f"  {trace}")
     assert "import sys; print(sys.last_value.__cause__)\n%debug cannot enter" in shown(error)
 
-
-def test_a_failure_in_a_function_of_a_file_says_who_launched():
     def train_all():
         raise errors.WorkerFailed("rank 0 of 2 raised ValueError")
 

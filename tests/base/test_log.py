@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 
 import pytest
 
 from nbaccel.base.log import get_logger
+from tests.programs import run_program
 
 
 def test_a_message_carries_the_rank_where_there_is_one(caplog, monkeypatch):
@@ -40,11 +40,5 @@ WARN = (
     ids=["nothing set up", "a handler for all", "a handler for nbaccel", "a level"],
 )
 def test_a_warning_is_seen_once_or_by_who_has_set_up_logging(set_up, written):
-    done = subprocess.run(
-        [sys.executable, "-c", WARN.format(set_up=set_up)],
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=True,
-    )
+    done = run_program([sys.executable, "-c", WARN.format(set_up=set_up)])
     assert (done.stdout, done.stderr.splitlines()) == ("", written)

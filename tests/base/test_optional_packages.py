@@ -26,7 +26,7 @@ def packages(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_a_missing_one_names_the_line_to_type():
+def test_a_missing_or_broken_one_is_told_with_the_line_to_type(packages):
     with pytest.raises(MissingBackend) as caught:
         require("nb_not_there_at_all", extra="deepspeed", why="ZeRO")
     message = str(caught.value)
@@ -34,9 +34,6 @@ def test_a_missing_one_names_the_line_to_type():
     assert "ZeRO needs nb_not_there_at_all" in message
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
     assert caught.value.name == "nb_not_there_at_all"
-
-
-def test_a_broken_one_is_told_apart(packages):
     with pytest.raises(MissingBackend, match=r"installed but cannot be imported.*nb_not_there"):
         require("nb_broken", extra="fp8", why="FP8")
 
@@ -58,16 +55,13 @@ def test_looking_runs_no_code(packages, name, expected):
     assert "nb_outer" not in sys.modules
 
 
-def test_versions_are_those_of_importlib_for_every_installed_distribution():
+def test_versions_are_those_of_importlib(tmp_path):
     # By distribution, not by name: setuptools brings others of the same names along.
     distributions = list(importlib.metadata.distributions())
     assert distributions
     assert [*map(metadata_version, distributions)] == [
         distribution.version for distribution in distributions
     ]
-
-
-def test_the_folder_of_an_interrupted_installation_has_no_version(tmp_path):
     (tmp_path / "half-1.0.dist-info").mkdir()
     (distribution,) = importlib.metadata.distributions(path=[str(tmp_path)])
     assert metadata_version(distribution) == ""
@@ -102,14 +96,12 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_packages_of_an_extra_are_named() -> None:
+def test_the_packages_of_an_extra_are_named_or_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install_line("deepspeed") == 'pip install "deepspeed>=0.18.5" ninja'
     assert install_line("fp8") == 'pip install "transformer-engine[pytorch]"'
     assert install_line() == 'pip install "torch>=2.6"'
+    install_line.cache_clear()
 
-
-@pytest.mark.usefixtures("installed")
-def test_sources_on_the_path_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_installed(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 

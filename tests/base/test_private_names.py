@@ -56,13 +56,7 @@ def test_the_refusal_comes_before_any_worker_is_started():
     assert "_pg_map: workers could not be launched" in last
 
 
-def test_users_of_a_storage_are_unknown(monkeypatch):
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    with pytest.warns(RuntimeWarning, match="_storage_Use_Count: arrays and tensors that share"):
-        assert torch_private.storage_use_count(torch.zeros(1).untyped_storage()) is None
-
-
-def test_an_ipython_without_its_names_goes_without(capsys):
+def test_an_ipython_or_a_torch_without_names_of_convenience_goes_without(capsys, monkeypatch):
     shell = types.SimpleNamespace()
     assert ipython_private.cell_numbers(shell) is None
     ipython_private.number_cell(shell, "a cell", 3)
@@ -72,6 +66,9 @@ def test_an_ipython_without_its_names_goes_without(capsys):
     assert vars(shell) == {}
     ipython_private.show_traceback_lines(shell, ValueError, ValueError(), ["one", "two"])
     assert capsys.readouterr().err == "one\ntwo\n"
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    with pytest.warns(RuntimeWarning, match="_storage_Use_Count: arrays and tensors that share"):
+        assert torch_private.storage_use_count(torch.zeros(1).untyped_storage()) is None
 
 
 def test_an_accelerate_without_its_names(monkeypatch):
@@ -87,15 +84,12 @@ def test_an_accelerate_without_its_names(monkeypatch):
         training_libraries.forget_accelerate()
 
 
-def test_an_xla_without_its_name_counts_as_initialised(monkeypatch):
+def test_an_xla_or_a_torch_tpu_without_its_names_is_told_of(monkeypatch):
     from nbaccel.devices.tpu import TpuDevice
 
     monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
     (hazard,) = TpuDevice().hazards()
     assert "cannot tell whether its runtime runs" in hazard
-
-
-def test_a_torch_tpu_without_its_names_is_told_of(monkeypatch):
     from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 
     monkeypatch.setitem(sys.modules, "torch_tpu", types.ModuleType("torch_tpu"))

@@ -11,8 +11,7 @@ from nbaccel.base.spent_time import SpentTime, TimeAccount
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
@@ -41,7 +40,7 @@ def process_account(no_account: None) -> TimeAccount:
     return spent_time.open_account()
 
 
-def test_time_is_counted_once(account: TimeAccount, clock: Clock) -> None:
+def test_time_is_counted_once(account, clock):
     account.begin()
     clock.now += 1  # computing
     account.enter("data")
@@ -57,9 +56,7 @@ def test_time_is_counted_once(account: TimeAccount, clock: Clock) -> None:
     assert spent.computing_s == 17.0
 
 
-def test_what_the_first_step_takes_more_than_the_second_is_a_start(
-    account: TimeAccount, clock: Clock
-) -> None:
+def test_what_the_first_step_takes_more_than_the_second_is_a_start(account, clock):
     account.begin()
     for computing_s in (7.0, 2.0, 30.0):
         account.enter("data")
@@ -72,9 +69,7 @@ def test_what_the_first_step_takes_more_than_the_second_is_a_start(
     assert spent.computing_s == 34.0
 
 
-def test_what_a_library_measures_is_counted_from_the_account_on(
-    account: TimeAccount, clock: Clock
-) -> None:
+def test_what_a_library_measures_is_counted_from_the_account_on(account, clock):
     seconds: list[float | None] = [7.0]
     account.add_exchange(lambda: seconds[-1])
     account.begin()
@@ -87,7 +82,7 @@ def test_what_a_library_measures_is_counted_from_the_account_on(
     assert account.spent() == SpentTime(10.0, 0.0, 2.5, is_partial=True)
 
 
-def test_blocks_count_for_the_thread_that_opened_the_account(process_account: TimeAccount) -> None:
+def test_blocks_count_for_the_thread_that_opened_the_account(process_account):
     process_account.begin()
 
     def wait() -> None:
@@ -104,7 +99,7 @@ def test_blocks_count_for_the_thread_that_opened_the_account(process_account: Ti
     assert 0.05 <= spent.communication_s < spent.total_s
 
 
-def test_a_block_that_raises_is_left(process_account: TimeAccount) -> None:
+def test_a_block_that_raises_is_left(process_account):
     process_account.begin()
     with pytest.raises(ZeroDivisionError), spent_time.reading_data:
         _ = 1 / 0

@@ -128,19 +128,15 @@ def layer_sizes(model: nn.Module, whole: frozenset[str]) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------- models
-def random_model(chance: random.Random, *, ties: bool = True, odd: bool = True) -> nn.Module:
-    """A tree of modules on ``meta``.
+def random_model(chance: random.Random, *, odd: bool = True) -> nn.Module:
+    """A tree of modules on ``meta``, some weights tied.
 
-    Args:
-        chance: Decides.
-        ties: Whether weights are tied here and there.
-        odd: Whether there are things that Accelerate has no answer to: buffers and parameters
-            beside submodules, modules that stand in two places.
+    What is odd Accelerate has no answer to: buffers and parameters beside submodules, modules that
+    stand in two places.
     """
     with torch.device("meta"):
         model = random_stack(chance, depth=chance.randint(1, 3), odd=odd, kind=Stack)
-    if ties:
-        tie_some(model, chance)
+    tie_some(model, chance)
     return model
 
 

@@ -159,7 +159,7 @@ def test_tensors_at_odd_bytes_are_read(tmp_path, shift):
         assert torch.equal(found["two"], values[1])
 
 
-def test_names_of_torch_files_that_share_memory_get_memory_of_their_own(tmp_path):
+def test_torch_files_with_names_that_share_memory_or_no_tensors_are_read(tmp_path):
     base = torch.arange(6.0)
     state = {"one": base, "same": base, "part": base[2:4], "turned": base.view(2, 3).t()}
     torch.save(state, tmp_path / "pytorch_model.bin")
@@ -170,9 +170,6 @@ def test_names_of_torch_files_that_share_memory_get_memory_of_their_own(tmp_path
     assert torch.equal(found["same"], base)
     assert torch.equal(found["turned"], base.view(2, 3).t())
     assert all(t.is_contiguous() for t in found.values())
-
-
-def test_what_is_not_a_tensor_in_a_state_dict_is_passed_over(tmp_path):
     state = OrderedDict(weight=torch.ones(2), _extra_state=None, epoch=3, note="text")
     torch.save(state, tmp_path / "pytorch_model.bin")
     assert list(read_checkpoint(tmp_path).tensors) == ["weight"]
@@ -180,12 +177,18 @@ def test_what_is_not_a_tensor_in_a_state_dict_is_passed_over(tmp_path):
     assert list(read_checkpoint(tmp_path).tensors) == ["weight", "bias"]
 
 
-def test_of_a_folder_with_several_kinds_the_first_is_that_of_accelerate(tmp_path):
+def test_of_several_kinds_the_first_is_accelerates_and_of_indexes_the_user_chooses(tmp_path):
     save_file({"safe": torch.ones(1)}, tmp_path / "model.safetensors")
     write_index(tmp_path, {"x": "nowhere"})
     assert list(read_checkpoint(tmp_path).tensors) == ["safe"]
     torch.save({"pickled": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     assert list(read_checkpoint(tmp_path).tensors) == ["pickled"]
+    (tmp_path / "indexes").mkdir()
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        write_index(tmp_path / "indexes", {"w": "a.safetensors"}, name)
+    text = refused(tmp_path / "indexes")
+    assert "2 indexes" in text
+    assert "pytorch_model.bin.index.json" in text
 
 
 def test_a_file_without_the_memory_files_of_linux_is_mapped_by_torch(tmp_path, monkeypatch):
@@ -267,12 +270,24 @@ def test_a_crafted_header_is_refused(tmp_path, header, data):
     assert str(path) in refused(path)
 
 
-def test_a_name_that_comes_twice_in_a_header_never_reads_other_bytes(tmp_path):
+def test_a_name_that_comes_twice_or_a_damaged_file_is_named(tmp_path):
     one, two = (json.dumps(entry(8 * n, 8 * n + 8, [2])) for n in range(2))
     path = write_safetensors(
         tmp_path / "model.safetensors", f'{{"w":{one},"w":{two}}}'.encode(), b"\0" * 16
     )
     assert str(path) in refused(path)
+    weight_map = {}
+    for number in range(3):
+        save_file({f"w{number}": torch.ones(40)}, tmp_path / f"{number}.safetensors")
+        weight_map[f"w{number}"] = f"{number}.safetensors"
+    index = write_index(tmp_path, weight_map)
+    os.truncate(tmp_path / "0.safetensors", 100)
+    (tmp_path / "2.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointDamaged) as caught:
+        read_checkpoint(index)
+    assert len(caught.value.mistakes) == 2
+    assert "0.safetensors" in caught.value.mistakes[0]
+    assert "2.safetensors" in caught.value.mistakes[1]
 
 
 # ------------------------------------------------------------------------------ files of torch
@@ -365,73 +380,40 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path, monkeypatch, name):
     refused(Path(name))
 
 
-@pytest.mark.parametrize(
-    "outside", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", ""]
-)
-def test_an_index_may_not_name_files_elsewhere(tmp_path, outside):
-    (tmp_path / "ckpt").mkdir()
-    save_file({"w": torch.ones(1)}, tmp_path / "secret.safetensors")
-    index = write_index(tmp_path / "ckpt", {"w": outside})
-    text = refused(tmp_path / "ckpt")
-    assert str(index) in text
-    assert "outside" in text
+OUTSIDE = ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", ""]
+GONE = ["gone.safetensors", "x" * 300, "a\0b", "\ud800"]
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("weight_map", "said"),
     [
-        "[]",
-        "{",
-        "{}",
-        '{"weight_map": {}}',
-        '{"weight_map": {"w": 3}}',
-        '{"weight_map": {"w": ["a.safetensors"]}}',
-        "\xff\xfe",
-        "[" * 100_000,
+        *(({"w": name}, ["index.json", "outside"]) for name in OUTSIDE),
+        *(({"w": "a.safetensors", "v": name}, ["lacks 1 of the 2 files"]) for name in GONE),
+        (
+            {"w": "b.safetensors", "u": "b.safetensors", "t": "a.safetensors"},
+            ["2 tensors", "w in b.safetensors", "t in a.safetensors"],
+        ),
     ],
 )
+def test_an_index_may_not_name_what_is_elsewhere_or_nowhere(tmp_path, weight_map, said):
+    (tmp_path / "ckpt").mkdir()
+    save_file({"w": torch.ones(1)}, tmp_path / "secret.safetensors")
+    save_file({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "ckpt" / "a.safetensors")
+    save_file({"u": torch.ones(1)}, tmp_path / "ckpt" / "b.safetensors")
+    write_index(tmp_path / "ckpt", weight_map)
+    text = refused(tmp_path / "ckpt")
+    assert all(part in text for part in said), text
+
+
+NO_INDEX = [
+    *("[]", "{", "{}", '{"weight_map": {}}', '{"weight_map": {"w": 3}}', "\xff\xfe", "[" * 100_000),
+    '{"weight_map": {"w": ["a.safetensors"]}}',
+]
+
+
+@pytest.mark.parametrize("content", NO_INDEX)
 def test_an_index_of_something_else_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(content, encoding="latin-1")
     assert path.name in refused(tmp_path)
     assert path.name in refused(path)
-
-
-@pytest.mark.parametrize("name", ["gone.safetensors", "x" * 300, "a\0b", "\ud800"])
-def test_files_that_an_index_names_in_vain_are_listed(tmp_path, name):
-    save_file({"w": torch.ones(1)}, tmp_path / "a.safetensors")
-    index = write_index(tmp_path, {"w": "a.safetensors", "v": name})
-    assert "lacks 1 of the 2 files" in refused(index)
-
-
-def test_tensors_that_are_not_where_the_index_says_are_listed(tmp_path):
-    save_file({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "a.safetensors")
-    save_file({"u": torch.ones(1)}, tmp_path / "b.safetensors")
-    write_index(tmp_path, {"w": "b.safetensors", "u": "b.safetensors", "t": "a.safetensors"})
-    text = refused(tmp_path)
-    assert "2 tensors" in text
-    assert "w in b.safetensors" in text
-    assert "t in a.safetensors" in text
-
-
-def test_all_damaged_files_of_a_checkpoint_are_named_together(tmp_path):
-    weight_map = {}
-    for number in range(3):
-        save_file({f"w{number}": torch.ones(40)}, tmp_path / f"{number}.safetensors")
-        weight_map[f"w{number}"] = f"{number}.safetensors"
-    index = write_index(tmp_path, weight_map)
-    os.truncate(tmp_path / "0.safetensors", 100)
-    (tmp_path / "2.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointDamaged) as caught:
-        read_checkpoint(index)
-    assert len(caught.value.mistakes) == 2
-    assert "0.safetensors" in caught.value.mistakes[0]
-    assert "2.safetensors" in caught.value.mistakes[1]
-
-
-def test_several_indexes_in_a_folder_are_told_apart_by_the_user(tmp_path):
-    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        write_index(tmp_path, {"w": "a.safetensors"}, name)
-    text = refused(tmp_path)
-    assert "2 indexes" in text
-    assert "pytorch_model.bin.index.json" in text

@@ -66,18 +66,12 @@ def test_the_next_block_is_copied_when_one_has_been_queued():
     told.clear()
     run_blocks(order, blocks, "ac")
     assert told == [("copy", "b"), ("drop", "b")]
-
-
-def test_a_block_at_two_places_of_a_pass_is_followed_by_what_follows_there():
     told = []
     order, blocks = ExecutionOrder(), {name: FakeBlock(name, told) for name in "xabc"}
     for _ in range(2):
         told.clear()
         run_blocks(order, blocks, "xabac")
     assert told == [("copy", "a"), ("copy", "b"), ("copy", "a"), ("copy", "c")]
-
-
-def test_blocks_inside_of_blocks_are_copied_once():
     told = []
     order, blocks = ExecutionOrder(), {name: FakeBlock(name, told) for name in "Pab"}
     for _ in range(2):

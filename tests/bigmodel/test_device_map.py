@@ -7,6 +7,7 @@ import math
 import random
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ CASES = {
             {0: 300, 1: 400, "cpu": 1000},
             {},
             {"m0": 0, "m1": 0, "m2": 1, "m3": "cpu", "m4": "cpu"},
-        ),
+        )
     ],
     "the host keeps room for what is on the disk": [
         (3, {"cpu": 150, "disk": 1000}, {}, {"": "disk"}),
@@ -107,23 +108,18 @@ CASES = {
     ],
     # Accelerate keeps room on 0 for what lies on 1, and puts the last layer on the host.
     "no room is kept where nothing is brought back": [
-        (4, {0: 250, 1: 250, "cpu": 1000}, {}, {"m0": 0, "m1": 0, "m2": 1, "m3": 1}),
+        (4, {0: 250, 1: 250, "cpu": 1000}, {}, {"m0": 0, "m1": 0, "m2": 1, "m3": 1})
     ],
     # Device 1 is the first in use, and must have room for what is on the host.
     "nothing is brought back to a device that stays empty": [
-        (4, {0: 0, 1: 300, "cpu": 1000}, {}, {"m0": 1, "m1": 1, "m2": "cpu", "m3": "cpu"}),
+        (4, {0: 0, 1: 300, "cpu": 1000}, {}, {"m0": 1, "m1": 1, "m2": "cpu", "m3": "cpu"})
     ],
     "a disk without a budget takes everything": [(1, {0: 10, "cpu": 10}, {}, {"m0": "disk"})],
     "the machine is the budget where none is given": [
-        (6, None, {}, {"m0": 0, "m1": 1, "m2": 1, "m3": 1, "m4": "cpu", "m5": "cpu"}),
+        (6, None, {}, {"m0": 0, "m1": 1, "m2": 1, "m3": 1, "m4": "cpu", "m5": "cpu"})
     ],
     "blocks are split unless their class forbids it": [
-        (
-            nested,
-            {0: 400, "cpu": 1000},
-            {},
-            {"m0": 0, "m1.m0": 0, "m1.m1": "cpu", "m2": "cpu"},
-        ),
+        (nested, {0: 400, "cpu": 1000}, {}, {"m0": 0, "m1.m0": 0, "m1.m1": "cpu", "m2": "cpu"}),
         (nested, {0: 400, "cpu": 1000}, BLOCK, {"m0": 0, "m1": "cpu", "m2": "cpu"}),
         (lambda: nested().m1, {0: 150, "cpu": 1000}, BLOCK, {"": "cpu"}),
     ],
@@ -176,34 +172,20 @@ def test_tensors_beside_submodules_have_devices_too():
     model.last = nn.Parameter(torch.zeros(5))
     with pytest.warns(UserWarning, match="offload_buffers"):
         device_map = infer(model, {0: 245, "cpu": 1000}, clean_result=False)
-    assert device_map == {
-        "last": 0,
-        "m0.scale": 0,
-        "m0.m0": 0,
-        "m0.m1": 0,
-        "m0.mask": "cpu",
-    }
+    assert device_map == {"last": 0, "m0.scale": 0, "m0.m0": 0, "m0.m1": 0, "m0.mask": "cpu"}
 
 
-def test_decisions_are_logged_with_their_reasons(caplog):
+def test_decisions_empty_devices_and_weights_that_are_not_tied_are_told(caplog):
     model = row(linear(), linear())
     with caplog.at_level(logging.INFO, "nbaccel"):
-        infer(model, {0: 100, "cpu": 1000}, verbose=False)
+        infer(model, {0: 100, "cpu": 1000})
         assert "split" not in caplog.text
+        assert "insufficient memory" in caplog.text
+        assert "{0: 200}" in caplog.text
         infer(model, {0: 100, "cpu": 1000}, verbose=True)
     assert "m0: cannot be split, and its 100 bytes do not fit on 0" in caplog.text
     assert "keeps 100 free" in caplog.text
     assert "m1: put on cpu, 100 bytes; it holds 200 of 1000" in caplog.text
-
-
-def test_a_device_that_stays_empty_is_reported_with_what_it_lacked(caplog):
-    with caplog.at_level(logging.INFO, "nbaccel"):
-        infer(row(linear(), linear()), {0: 100, "cpu": 1000})
-    assert "insufficient memory" in caplog.text
-    assert "{0: 200}" in caplog.text
-
-
-def test_weights_that_should_be_tied_and_are_not_are_warned_of(caplog):
     with torch.device("meta"):
         model = build("gpt2")
         model.lm_head.weight = nn.Parameter(torch.zeros(200, 32))
@@ -223,9 +205,6 @@ def with_buffers() -> nn.Module:
 def test_buffers_of_offloaded_layers_without_room_are_warned_of():
     with pytest.warns(UserWarning, match="200 B.*offload_buffers=True"):
         assert infer(with_buffers(), {0: 350, "cpu": 1000}) == {"m0": 0, "m1": "cpu", "m2": "cpu"}
-
-
-def test_buffers_with_room_or_offloaded_are_not_warned_of():
     small = row(linear(), linear(), linear())
     small.m1.register_buffer("mask", torch.zeros(5))
     with warnings.catch_warnings():
@@ -236,7 +215,7 @@ def test_buffers_with_room_or_offloaded_are_not_warned_of():
 
 
 # ------------------------------------------------------------------------------- too small
-def test_what_does_not_fit_is_refused_with_a_table():
+def test_what_does_not_fit_the_budgets_or_the_model_is_told():
     model = row(linear(), linear(), linear(), linear())
     with pytest.raises(ConfigError) as caught:
         infer(model, {0: 200, "cpu": 0, "disk": 250})
@@ -244,34 +223,6 @@ def test_what_does_not_fit_is_refused_with_a_table():
     assert ["0", "200", "B", "100", "B", "m1", "100", "B"] in lines
     assert ["cpu", "0", "B", "0", "B", "m1", "100", "B"] in lines
     assert ["disk", "250", "B", "200", "B", "m3", "100", "B"] in lines
-
-
-# ------------------------------------------------------------------------------- maps
-@pytest.mark.parametrize(
-    ("device_map", "cleaned"),
-    [
-        ({"a": 0, "b": 0}, {"": 0}),
-        ({"a.x": 0, "a.y": 0, "b.x": 1, "b.y": 0}, {"a": 0, "b.x": 1, "b.y": 0}),
-        ({"a.b.x": 0, "a.b.y": 0, "a.c": 1}, {"a.b": 0, "a.c": 1}),
-        ({"a.b": 0}, {"a.b": 0}),
-        # A module's own device is not overridden.
-        ({"a": 1, "a.x": 0, "a.y": 0, "b": 1}, {"a": 1, "a.x": 0, "a.y": 0, "b": 1}),
-        # Where the first name stood.
-        ({"a.x": 1, "b": 0, "a.y": 1}, {"a": 1, "b": 0}),
-        ({}, {}),
-    ],
-)
-def test_cleaning_names_modules_whose_parts_lie_together(device_map, cleaned):
-    assert list(clean_device_map(device_map).items()) == list(cleaned.items())
-    assert device_map == cleaned, "in place"
-
-
-def test_cleaning_below_a_module_leaves_the_others():
-    device_map = {"a.x": 0, "a.y": 0, "ab.x": 0, "ab.y": 0}
-    assert clean_device_map(device_map, "a") == {"a": 0, "ab.x": 0, "ab.y": 0}
-
-
-def test_a_map_without_devices_for_some_weights_is_refused():
     model = row(linear(), nn.BatchNorm1d(2))
     with pytest.raises(ConfigError, match=r"m1\.weight, m1\.bias, m1\.running_mean") as caught:
         check_device_map(model, {"m0": 0})
@@ -279,12 +230,31 @@ def test_a_map_without_devices_for_some_weights_is_refused():
     assert "m0" not in str(caught.value)
     check_device_map(model, {"m0": 0, "m1": "cpu"})
     check_device_map(model, {"": "cpu"})
-
-
-def test_names_that_the_model_lacks_are_warned_of():
     model = row(linear(), linear())
     with pytest.warns(UserWarning, match=r"do not match any submodules.*\['m7'\]"):
         check_device_map(model, {"m0.weight": 0, "m1": 0, "m7": 1})
+
+
+# ------------------------------------------------------------------------------- maps
+CLEANED = [
+    ({"a": 0, "b": 0}, {"": 0}),
+    ({"a.x": 0, "a.y": 0, "b.x": 1, "b.y": 0}, {"a": 0, "b.x": 1, "b.y": 0}),
+    ({"a.b.x": 0, "a.b.y": 0, "a.c": 1}, {"a.b": 0, "a.c": 1}),
+    ({"a.b": 0}, {"a.b": 0}),
+    # A module's own device is not overridden.
+    ({"a": 1, "a.x": 0, "a.y": 0, "b": 1}, {"a": 1, "a.x": 0, "a.y": 0, "b": 1}),
+    # Where the first name stood.
+    ({"a.x": 1, "b": 0, "a.y": 1}, {"a": 1, "b": 0}),
+    ({}, {}),
+]
+
+
+def test_cleaning_names_modules_whose_parts_lie_together():
+    for device_map, cleaned in CLEANED:
+        assert list(clean_device_map(device_map).items()) == list(cleaned.items())
+        assert device_map == cleaned, "in place"
+    below = {"a.x": 0, "a.y": 0, "ab.x": 0, "ab.y": 0}
+    assert clean_device_map(below, "a") == {"a": 0, "ab.x": 0, "ab.y": 0}
 
 
 def test_a_block_is_found_and_taken_out():
@@ -336,7 +306,7 @@ def test_a_thousand_layers_take_less_than_a_second():
 GIB = 1 << 30
 
 
-def machine(*free_gib: int, **facts) -> Inventory:
+def machine(*free_gib: int) -> Inventory:
     gpus = tuple(
         Gpu(index=number, name="H200", free_bytes=free * GIB, total_bytes=140 * GIB)
         for number, free in enumerate(free_gib)
@@ -347,7 +317,6 @@ def machine(*free_gib: int, **facts) -> Inventory:
         host_available_bytes=48 * GIB,
         gpus=gpus,
         torch_version="2.13.0+cu130",
-        **facts,
     )
 
 
@@ -357,15 +326,14 @@ def layered(num_layers: int = 10) -> nn.Module:
         return nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
 
 
-def test_what_is_free_on_a_machine_of_two_gpus():
+def test_budgets_are_what_is_free_on_a_machine():
     expected = {0: 100 * GIB, 1: 20 * GIB, "cpu": 48 * GIB}
     assert get_max_memory(inventory=machine(100, 20)) == expected
-
-
-def test_this_machine_is_asked_where_none_is_described():
     budgets = get_max_memory()
     assert budgets["cpu"] == pytest.approx(inspect_machine().host_available_bytes, rel=0.2)
     assert "disk" not in budgets
+    budgets = get_balanced_memory(layered(), inventory=machine(100))
+    assert budgets == {0: int(0.9 * 100 * GIB), "cpu": 48 * GIB}
 
 
 def test_memory_that_host_and_gpu_share_is_given_once(monkeypatch):
@@ -373,16 +341,11 @@ def test_memory_that_host_and_gpu_share_is_given_once(monkeypatch):
     monkeypatch.setattr(
         "nbaccel.plan.registry.usable_units", lambda inventory: inventory.accelerators
     )
-    mac = Inventory(
-        cpu_cores=8,
-        host_total_bytes=16 * GIB,
-        host_available_bytes=9 * GIB,
-        accelerators=(Gpu(index=0, name="Apple GPU", kind="mps"),),
-    )
-    assert get_max_memory(inventory=mac) == {"mps": 9 * GIB}
+    mac = replace(machine(), accelerators=(Gpu(index=0, name="Apple GPU", kind="mps"),))
+    assert get_max_memory(inventory=mac) == {"mps": 48 * GIB}
 
 
-def test_sizes_are_read_and_devices_sorted_and_the_users_own_is_not_changed():
+def test_sizes_are_read_and_devices_sorted_and_all_mistakes_are_told():
     given = {"disk": "1TB", "cpu": "5GiB", 1: 300, 0: "200MB", "mps": 2.5}
     before = dict(given)
     budgets = get_max_memory(given, inventory=machine(1, 1))
@@ -394,9 +357,6 @@ def test_sizes_are_read_and_devices_sorted_and_the_users_own_is_not_changed():
         ("disk", 10**12),
     ]
     assert given == before
-
-
-def test_all_mistakes_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         get_max_memory({"cuda:0": "5GiB", -1: 5, True: 5, "cpu": "much", "disk": -3, 0: math.nan})
     assert len(caught.value.mistakes) == 6
@@ -404,31 +364,19 @@ def test_all_mistakes_are_reported_together():
         assert value in str(caught.value)
 
 
-def test_devices_that_are_not_there_are_warned_of_once_and_kept(caplog):
+def test_devices_that_are_not_there_or_tell_nothing_are_told(caplog):
     get_max_memory({0: 5, "cpu": 6}, inventory=machine(1))
     assert not caplog.records
     with caplog.at_level(logging.WARNING, "nbaccel"):
         assert get_max_memory({0: 5, 1: 6, 2: 7}, inventory=machine(1)) == {0: 5, 1: 6, 2: 7}
     assert len(caplog.records) == 1
     assert "not available: [1, 2]" in caplog.text
-
-
-def test_a_driver_that_tells_nothing_is_reported(caplog):
-    silent = Inventory(
-        cpu_cores=1,
-        host_total_bytes=GIB,
-        host_available_bytes=GIB,
-        gpus=(Gpu(index=0, name="Odd GPU"),),
-        torch_version="2.13.0+cu130",
-    )
+    silent = replace(machine(), gpus=(Gpu(index=0, name="Odd GPU"),))
     assert get_max_memory(inventory=silent)[0] == 0
     assert "Odd GPU" in caplog.text
 
 
 # ------------------------------------------------------------------------------- balance
-def test_a_single_accelerator_found_on_the_machine_is_used_to_nine_tenths():
-    budgets = get_balanced_memory(layered(), inventory=machine(100))
-    assert budgets == {0: int(0.9 * 100 * GIB), "cpu": 48 * GIB}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def shown(max_memory=None, device_map=DEVICE_MAP, model=None):
     return show_device_map(model or on_meta(), max_memory, inventory=MACHINE, device_map=device_map)
 
 
-def test_runs_of_numbered_blocks_are_one_line():
+def test_a_map_is_shown_as_runs_bars_text_and_html():
     assert [(run.label, run.device, run.size, run.num_blocks) for run in shown().runs] == [
         ("embed", 0, 2 * KIB, 1),
         ("layers.0-1", 0, 2 * KIB, 2),
@@ -61,9 +61,6 @@ def test_runs_of_numbered_blocks_are_one_line():
         ("layers.11", "disk", KIB, 1),
         ("head", "cpu", KIB, 1),
     ]
-
-
-def test_each_device_has_what_lies_there_and_what_is_left():
     bars = shown().bars
     assert [(bar.device, bar.capacity, bar.used, bar.left) for bar in bars] == [
         (0, 8 * KIB, 4 * KIB, 4 * KIB),
@@ -71,9 +68,6 @@ def test_each_device_has_what_lies_there_and_what_is_left():
         ("cpu", 32 * KIB, 7 * KIB, 25 * KIB),
         ("disk", None, KIB, None),
     ]
-
-
-def test_the_text_is_bars_and_a_table():
     lines = str(shown()).splitlines()
     assert lines[0] == "Layered: 15.0 KiB, 14 blocks on 4 devices"
     bars = [line.partition("[")[2].partition("]")[0] for line in lines[1:5]]
@@ -85,9 +79,15 @@ def test_the_text_is_bars_and_a_table():
     assert "1.0 KiB left" in lines[2]
     assert lines[-3].split() == ["layers.5-10", "cpu", "6.0", "KiB"]
     assert repr(shown()) == str(shown())
+    page = shown()._repr_html_()
+    assert page.count("<tr") == 1 + 4 + 1 + 6
+    assert "<GPU>" not in page
+    assert "Fast &lt;GPU&gt; &amp; Co" in page
+    for bar in shown().bars:
+        assert all(html.escape(cell) in page for cell in bar.cells(shown().runs))
 
 
-def test_a_budget_is_the_capacity():
+def test_a_budget_is_the_capacity_and_too_much_is_marked():
     bars = shown({0: "5KiB", "cpu": "10KiB", "disk": "2KiB"}).bars
     assert [(bar.device, bar.left) for bar in bars] == [
         (0, KIB),
@@ -95,16 +95,13 @@ def test_a_budget_is_the_capacity():
         ("cpu", 3 * KIB),
         ("disk", KIB),
     ]
-
-
-def test_too_much_on_a_device_is_told_and_marked():
     view = shown({0: "1KiB", 1: "4KiB"})
     for text in (str(view), view._repr_html_()):
         assert "✗ 3.0 KiB too much" in text
     assert "✗" not in shown()._repr_html_()
 
 
-def test_the_models_own_map_is_read():
+def test_the_models_own_map_is_read_and_what_is_inside_counts_once():
     model = on_meta()
     model.hf_device_map = {"": "cuda:1"}
     view = show_device_map(model, inventory=MACHINE)
@@ -112,6 +109,9 @@ def test_the_models_own_map_is_read():
         ("(the whole model)", 1, 15 * KIB)
     ]
     assert view.bars[0].used == 0
+    view = shown(device_map={"": "cpu", "layers.3": 0, "head.weight": 1})
+    sizes = {run.label: run.size for run in view.runs}
+    assert sizes == {"(the whole model)": 13 * KIB, "layers.3": KIB, "head.weight": KIB}
 
 
 @pytest.mark.parametrize("hf_device_map", [None, {}, 3])
@@ -122,18 +122,3 @@ def test_without_a_map_it_says_how_to_get_one(hf_device_map):
     with pytest.raises(ConfigError, match=r"infer_auto_device_map\(model\)") as caught:
         show_device_map(model, inventory=MACHINE)
     assert str(hf_device_map) in str(caught.value)
-
-
-def test_tensors_and_modules_inside_of_others_count_once():
-    view = shown(device_map={"": "cpu", "layers.3": 0, "head.weight": 1})
-    sizes = {run.label: run.size for run in view.runs}
-    assert sizes == {"(the whole model)": 13 * KIB, "layers.3": KIB, "head.weight": KIB}
-
-
-def test_the_html_has_the_same_rows_escaped():
-    page = shown()._repr_html_()
-    assert page.count("<tr") == 1 + 4 + 1 + 6
-    assert "<GPU>" not in page
-    assert "Fast &lt;GPU&gt; &amp; Co" in page
-    for bar in shown().bars:
-        assert all(html.escape(cell) in page for cell in bar.cells(shown().runs))

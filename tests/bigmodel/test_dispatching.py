@@ -85,9 +85,7 @@ def on_meta(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, MIXED])
-def test_a_model_gives_the_same_numbers_from_any_tier(
-    tower: Tower, checkpoint: Path, device_map: dict[str, str], prefetch: bool
-) -> None:
+def test_a_model_gives_the_same_numbers_from_any_tier(tower, checkpoint, device_map, prefetch):
     model = load_checkpoint_and_dispatch(
         empty(), checkpoint, device_map=device_map, prefetch=prefetch
     )
@@ -103,7 +101,7 @@ def test_a_model_gives_the_same_numbers_from_any_tier(
 
 
 @pytest.mark.parametrize("words", ["auto", "balanced", "balanced_low_0", "sequential"])
-def test_a_map_is_made_of_a_word_and_budgets(tower: Tower, checkpoint: Path, words: str) -> None:
+def test_a_map_is_made_of_a_word_and_budgets(tower, checkpoint, words):
     model = load_checkpoint_and_dispatch(
         empty(), checkpoint, device_map=words, max_memory={"cpu": 4500}
     )
@@ -112,7 +110,7 @@ def test_a_map_is_made_of_a_word_and_budgets(tower: Tower, checkpoint: Path, wor
         assert torch.equal(model(TOKENS), tower(TOKENS))
 
 
-def test_a_word_that_is_no_map_is_refused_before_anything_is_loaded(checkpoint: Path) -> None:
+def test_a_word_that_is_no_map_is_refused_before_anything_is_loaded(checkpoint):
     model = empty()
     with pytest.raises(ConfigError, match=r"device_map='fastest' is no way.*'balanced_low_0'"):
         load_checkpoint_and_dispatch(model, checkpoint, device_map="fastest")
@@ -123,9 +121,9 @@ def test_a_word_that_is_no_map_is_refused_before_anything_is_loaded(checkpoint: 
     assert len(on_meta(model)) == len(dict(model.named_parameters()))
 
 
-def test_an_index_of_the_weights_on_disk_is_enough_to_dispatch_later(
-    tower: Tower, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_model_is_dispatched_later_from_an_index_or_written_to_a_folder(
+    tower, checkpoint, tmp_path
+):
     folder = tmp_path / "offload"
     model = empty()
     with pytest.raises(ConfigError, match="no offload_folder was given"):
@@ -135,24 +133,17 @@ def test_an_index_of_the_weights_on_disk_is_enough_to_dispatch_later(
     model = dispatch_model(model, MIXED, offload_dir=folder)
     with torch.no_grad():
         assert torch.equal(model(TOKENS), tower(TOKENS))
-
-
-def test_a_model_in_memory_is_written_to_the_folder_that_it_is_dispatched_with(
-    tower: Tower, tmp_path: Path
-) -> None:
     with torch.no_grad():
         expected = tower(TOKENS)
         with pytest.raises(ConfigError, match=r"keeps layers\.1, layers\.2, norm on disk"):
             dispatch_model(tower, MIXED)
-        model = dispatch_model(tower, MIXED, offload_dir=tmp_path)
-        assert (tmp_path / "layers.1.weight.dat").is_file()
+        model = dispatch_model(tower, MIXED, offload_dir=tmp_path / "own")
+        assert (tmp_path / "own" / "layers.1.weight.dat").is_file()
         assert torch.equal(model(TOKENS), expected)
 
 
 @pytest.mark.parametrize("offload_buffers", [True, False])
-def test_whole_models_are_offloaded_to_the_host_or_the_disk(
-    tower: Tower, tmp_path: Path, offload_buffers: bool
-) -> None:
+def test_whole_models_are_offloaded_to_the_host_or_the_disk(tower, tmp_path, offload_buffers):
     with torch.no_grad():
         expected = tower(TOKENS)
         state = {name: tensor.clone() for name, tensor in tower.state_dict().items()}
@@ -172,7 +163,9 @@ def test_whole_models_are_offloaded_to_the_host_or_the_disk(
 
 
 # ------------------------------------------------------------------------------ refusals
-def test_a_model_with_weights_elsewhere_is_not_moved(checkpoint: Path) -> None:
+def test_a_model_with_weights_elsewhere_is_not_moved_not_trained_and_saved_whole(
+    checkpoint, tower, tmp_path
+):
     model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=MIXED)
     with pytest.raises(UnsafeMoment, match=r"cannot move the model: \d+ of its weights"):
         model.to("cpu")
@@ -181,26 +174,16 @@ def test_a_model_with_weights_elsewhere_is_not_moved(checkpoint: Path) -> None:
     )
     with pytest.warns(UserWarning, match="was placed by a device_map"):
         whole.to("cpu")
-
-
-def test_weights_on_disk_are_not_trained(checkpoint: Path) -> None:
-    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=MIXED)
     with pytest.raises(ConfigError, match=r"gradient of 'norm\.weight'.*would be lost"):
         model(TOKENS).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"kept in host memory or on disk.*fsdp_plugin"):
         Accelerator(cpu=True).prepare(model, optimizer)
-    prepared = Accelerator(cpu=True).prepare(model)
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
     with torch.no_grad():
         assert prepared(TOKENS).shape == (10, 10)
-
-
-def test_the_whole_state_is_saved_wherever_weights_are(
-    tower: Tower, checkpoint: Path, tmp_path: Path
-) -> None:
-    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=MIXED)
-    accelerator = Accelerator(cpu=True)
-    accelerator.save_model(accelerator.prepare(model), tmp_path / "saved")
+    accelerator.save_model(prepared, tmp_path / "saved")
     loaded = empty()
     load_checkpoint_in_model(loaded, tmp_path / "saved")
     with torch.no_grad():
@@ -210,9 +193,7 @@ def test_the_whole_state_is_saved_wherever_weights_are(
 # ------------------------------------------------------------------------------ reading ahead
 
 
-def test_a_read_that_fails_is_an_error_where_the_weight_is_needed(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_fails_is_an_error_where_the_weight_is_needed(checkpoint, monkeypatch):
     files, stored = WeightFiles(), read_checkpoint(checkpoint).tensors
     weights = StoredWeights(files, stored)
 
@@ -230,9 +211,7 @@ def test_a_read_that_fails_is_an_error_where_the_weight_is_needed(
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match")
 @pytest.mark.parametrize("share", [2.0, 0.7, 0.0])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_of_transformers_give_accelerates_numbers(
-    name: str, share: float, tmp_path: Path
-) -> None:
+def test_families_of_transformers_give_accelerates_numbers(name, share, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     import nbaccel
 

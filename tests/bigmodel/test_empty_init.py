@@ -32,7 +32,7 @@ class Tagged(nn.Parameter):
         return made
 
 
-def test_parameters_have_no_memory_and_buffers_do():
+def test_parameters_have_no_memory_and_buffers_do_unless_asked_for():
     with init_empty_weights():
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     assert {p.device.type for p in model.parameters()} == {"meta"}
@@ -40,9 +40,6 @@ def test_parameters_have_no_memory_and_buffers_do():
     assert model[0].weight.shape == (4, 3)
     assert model[0].weight.is_leaf
     assert model[0].weight.requires_grad
-
-
-def test_with_buffers_everything_is_made_without_memory():
     with init_empty_weights(include_buffers=True):
         model = nn.BatchNorm1d(4)
         model.register_buffer("from_numbers", torch.frombuffer(bytearray(8), dtype=torch.float32))
@@ -51,15 +48,20 @@ def test_with_buffers_everything_is_made_without_memory():
 
 
 @pytest.mark.parametrize(("text", "kind"), [("1", "meta"), ("no", "cpu"), ("", "cpu")])
-def test_the_environment_may_include_buffers(monkeypatch, text, kind):
+def test_the_environment_may_include_buffers_and_an_exception_ends_the_block(
+    monkeypatch, text, kind
+):
     monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", text)
     with init_empty_weights():
         assert nn.BatchNorm1d(2).running_mean.device.type == kind
     with init_empty_weights(include_buffers=False):
         assert nn.BatchNorm1d(2).running_mean.device.type == "cpu"
+    with pytest.raises(ZeroDivisionError), init_empty_weights():
+        nn.Linear(2, 2 // 0)
+    assert not nn.BatchNorm1d(2).weight.is_meta
 
 
-def test_class_attributes_and_requires_grad_are_kept():
+def test_what_is_tied_and_attributes_are_kept():
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -81,9 +83,6 @@ def test_class_attributes_and_requires_grad_are_kept():
     assert holder.plain.requires_grad
     assert holder.also_absent is None
     assert {p.device.type for p in holder.parameters()} == {"meta"}
-
-
-def test_what_is_tied_stays_tied():
     with init_empty_weights():
         model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
         model["b"].weight = model["a"].weight
@@ -96,7 +95,7 @@ def test_what_is_tied_stays_tied():
     assert not made_before.is_meta
 
 
-def test_the_innermost_block_counts():
+def test_the_innermost_block_counts_where_there_are_values():
     with init_empty_weights():
         outer = nn.Linear(2, 2)
         with init_on_device("cpu"):
@@ -106,22 +105,12 @@ def test_the_innermost_block_counts():
     assert outer_again.weight.is_meta
     assert not inner.weight.is_meta
     assert inner.weight.abs().sum() > 0
-
-
-def test_an_inner_block_cannot_move_what_has_no_values():
     with (
         init_empty_weights(include_buffers=True),
         init_on_device("cpu", include_buffers=False),
         pytest.raises(ConfigError, match=r"'weight' of Linear was made on meta.*include_buffers"),
     ):
         nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize("include_buffers", [False, True])
-def test_an_exception_leaves_torch_as_it_was(include_buffers):
-    with pytest.raises(ZeroDivisionError), init_empty_weights(include_buffers):
-        nn.Linear(2, 2 // 0)
-    assert not nn.BatchNorm1d(2).weight.is_meta
 
 
 def test_other_threads_build_with_memory():

@@ -53,12 +53,13 @@ def facts(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def story(hooks: Any, attach: Any, model: nn.Module, x: Any) -> list[Any]:
+def story(hooks: Any, way: str) -> list[Any]:
     """Attach, run twice, remove; what is seen after each step."""
-    attach(hooks, model)
+    model = make_model()
+    attach(hooks, model, way)
     seen: list[Any] = [facts(model)]
     for _ in range(2):
-        seen += [model(x), facts(model)]
+        seen += [model(X), facts(model)]
     hooks.remove_hook_from_submodules(model)
     return [*seen, {name: t.clone() for name, t in model.state_dict().items() if not t.is_meta}]
 
@@ -73,49 +74,39 @@ def alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def state_copy(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 PARTS = {"": "cpu", "0": "cpu", "1": "cpu", "2": "cpu"}
-WAYS = {
-    "offloaded": lambda h, m: h.attach_align_device_hook(
-        m, "cpu", offload=True, weights_map=state_copy(m)
-    ),
-    "without a map": lambda h, m: h.attach_align_device_hook(m, "cpu", offload=True),
-    "with buffers": lambda h, m: h.attach_align_device_hook(
-        m, "cpu", offload=True, offload_buffers=True, weights_map=state_copy(m)
-    ),
-    "preloaded": lambda h, m: h.attach_align_device_hook(
-        m, "cpu", offload=True, preload_module_classes=["Sequential"], weights_map=state_copy(m)
-    ),
-    "aligned": lambda h, m: h.attach_align_device_hook(m, "cpu"),
-    "execution device": lambda h, m: h.attach_execution_device_hook(m, "cpu"),
-    "blocks": lambda h, m: h.attach_align_device_hook_on_blocks(
-        m,
-        execution_device=PARTS,
-        offload={"0": True, "1": False, "2": True},
-        weights_map=state_copy(m),
-    ),
-    "blocks, one device": lambda h, m: h.attach_align_device_hook_on_blocks(
-        m, "cpu", offload={"0": True, "1": False, "2": True}, weights_map=state_copy(m)
-    ),
-    "one block": lambda h, m: h.attach_align_device_hook_on_blocks(
-        m, "cpu", offload=True, weights_map=state_copy(m)
-    ),
-    "all blocks stay": lambda h, m: h.attach_align_device_hook_on_blocks(m, PARTS, offload=False),
-    "appended": lambda h, m: (
-        h.add_hook_to_module(m[0], h.AlignDevicesHook(io_same_device=True), append=True),
-        h.attach_align_device_hook(m, "cpu", offload=True),
-    ),
+STAYS = {"0": True, "1": False, "2": True}
+# A function, its arguments, and whether weights are given in a map.
+ALIGN, BLOCKS = "attach_align_device_hook", "attach_align_device_hook_on_blocks"
+WAYS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "offloaded": (ALIGN, {"offload": True}, True),
+    "without a map": (ALIGN, {"offload": True}, False),
+    "with buffers": (ALIGN, {"offload": True, "offload_buffers": True}, True),
+    "preloaded": (ALIGN, {"offload": True, "preload_module_classes": ["Sequential"]}, True),
+    "aligned": (ALIGN, {}, False),
+    "execution device": ("attach_execution_device_hook", {}, False),
+    "blocks": (BLOCKS, {"execution_device": PARTS, "offload": STAYS}, True),
+    "blocks, one device": (BLOCKS, {"offload": STAYS}, True),
+    "one block": (BLOCKS, {"offload": True}, True),
+    "all blocks stay": (BLOCKS, {"execution_device": PARTS, "offload": False}, False),
+    "appended": (ALIGN, {"offload": True}, False),
 }
+
+
+def attach(hooks: Any, model: nn.Module, way: str) -> None:
+    name, options, with_map = WAYS[way]
+    if way == "appended":
+        aligned = hooks.AlignDevicesHook(io_same_device=True)
+        hooks.add_hook_to_module(model[0], aligned, append=True)
+    if with_map:
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        options = options | {"weights_map": weights}
+    getattr(hooks, name)(model, **{"execution_device": "cpu"} | options)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_hooks_do_the_same(way):
-    ours = story(our_hooks, WAYS[way], make_model(), X)
-    theirs = story(peer_hooks, WAYS[way], make_model(), X)
-    assert len(ours) == len(theirs)
+    ours, theirs = story(our_hooks, way), story(peer_hooks, way)
     for step, (own, other) in enumerate(zip(ours, theirs, strict=True)):
         assert alike(own, other), (step, own, other)
 
@@ -143,7 +134,7 @@ def test_folders_are_the_same(tmp_path):
 def test_hooks_of_accelerate_are_understood():
     """Transformers attaches them when it loads a model with a device map."""
     model = make_model()
-    WAYS["offloaded"](peer_hooks, model)
+    attach(peer_hooks, model, "offloaded")
     assert modeling.has_offloaded_params(model[0])
     with modeling.align_module_device(model[0]):
         assert torch.equal(model[0].weight, make_model()[0].weight)

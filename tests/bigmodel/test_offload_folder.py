@@ -22,6 +22,7 @@ from nbaccel.bigmodel.offload_folder import (
     save_offload_index,
 )
 from nbaccel.errors import CheckpointDamaged, ConfigError
+from tests.bigmodel.test_align_hooks import RecordingSource
 
 FORMATS = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -58,7 +59,7 @@ def test_every_format_comes_back(tmp_path, dtype):
     )
 
 
-def test_parameters_and_conjugates_are_written_as_their_values(tmp_path):
+def test_parameters_and_conjugates_are_written_and_never_changed(tmp_path):
     index = {}
     parameter, conjugate = nn.Parameter(torch.randn(3)), torch.tensor([1 + 2j]).conj()
     assert offload_weight(parameter, "p", tmp_path, index) is index
@@ -67,9 +68,6 @@ def test_parameters_and_conjugates_are_written_as_their_values(tmp_path):
     assert torch.equal(load_offloaded_weight(tmp_path / "p.dat", index["p"]), parameter)
     info = {"dtype": "complex64", "shape": [1]}
     assert load_offloaded_weight(tmp_path / "c.dat", info).item() == 1 - 2j
-
-
-def test_writing_to_a_weight_never_changes_its_file(tmp_path):
     offload_state_dict(tmp_path, {"w": torch.ones(4)})
     before = (tmp_path / "w.dat").read_bytes()
     (tmp_path / "w.dat").chmod(0o444)
@@ -94,28 +92,20 @@ def test_names_that_leave_the_folder_are_refused(tmp_path, name):
     )
     with pytest.raises(ConfigError, match="cannot be the name of a weight"):
         loader[name]
+    for weight in (torch.empty(2, device="meta"), "text", torch.eye(2).to_sparse()):
+        with pytest.raises(ConfigError, match="no plain numbers"):
+            offload_state_dict(folder, {"w": weight})
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "weight", [torch.empty(2, device="meta"), "text", torch.eye(2).to_sparse()]
-)
-def test_what_has_no_plain_numbers_is_refused(tmp_path, weight):
-    with pytest.raises(ConfigError, match="no plain numbers"):
-        offload_state_dict(tmp_path / "new", {"w": weight})
-    assert not (tmp_path / "new").exists()
+SHAPES = ([-1], [1.0], "1", [2**70], [0, 2**62, 2**62])
 
 
 @pytest.mark.parametrize(
     "info",
     [
-        {"dtype": "float33", "shape": [1]},
-        {"dtype": "quint8", "shape": [1]},
-        {"dtype": "float32", "shape": [-1]},
-        {"dtype": "float32", "shape": [1.0]},
-        {"dtype": "float32", "shape": "1"},
-        {"dtype": "float32", "shape": [2**70]},
-        {"dtype": "float32", "shape": [0, 2**62, 2**62]},
+        *({"dtype": dtype, "shape": [1]} for dtype in ("float33", "quint8")),
+        *({"dtype": "float32", "shape": shape} for shape in SHAPES),
         {"dtype": "float32"},
         {"shape": [1]},
         [],
@@ -207,22 +197,8 @@ def test_weights_come_from_safetensors(tmp_path):
         loader["v"]
 
 
-class Near(dict):
-    """A map that reads ahead, and remembers what it was told."""
-
-    def __init__(self, weights):
-        super().__init__(weights)
-        self.told = []
-
-    def prefetch(self, names):
-        self.told.append(("prefetch", list(names)))
-
-    def release(self, names):
-        self.told.append(("release", list(names)))
-
-
-def test_a_part_of_a_map_is_a_map():
-    whole = Near({"a.w": 1, "a.b": 2, "ab.w": 3})
+def test_parts_of_a_map_are_maps_and_entries_of_submodules_are_found():
+    whole = RecordingSource({"a.w": 1, "a.b": 2, "ab.w": 3})
     part = PrefixedDataset(whole, "a.")
     assert dict(part) == {"w": 1, "b": 2}
     assert len(part) == 2
@@ -231,28 +207,22 @@ def test_a_part_of_a_map_is_a_map():
     assert part.get("x") is None
     PrefixedDataset(part, "").prefetch(["w"])
     part.release(["b"])
-    assert whole.told == [("prefetch", ["a.w"]), ("release", ["a.b"])]
+    assert (whole.take("prefetch"), whole.take("release")) == (["a.w"], ["a.b"])
     plain = PrefixedDataset({"a.w": 1}, "a.")
     plain.prefetch(["w"])
     plain.release(["w"])
     assert plain["w"] == 1
-
-
-def test_the_entries_of_submodules_are_found():
     state = {"a.w": 1, "ab.w": 2, "a.b.w": 3, "c": 4}
     assert extract_submodules_state_dict(state, ["a", "c"]) == {"a.w": 1, "a.b.w": 3, "c": 4}
 
 
-def test_a_model_gets_its_weights_from_a_folder(tmp_path):
+def test_a_model_gets_its_weights_from_a_folder_unless_it_is_damaged(tmp_path):
     model, other = nn.Linear(3, 2), nn.Linear(3, 2, device="meta")
     offload_state_dict(tmp_path, model.state_dict())
     load_offloaded_weights(other, load_offload_index(tmp_path), tmp_path)
     assert torch.equal(other.weight, model.weight)
     assert other.weight.requires_grad
     load_offloaded_weights(other, None, tmp_path / "nowhere")
-
-
-def test_a_damaged_folder_changes_no_model(tmp_path):
     model = nn.Linear(3, 2, device="meta")
     offload_state_dict(tmp_path, nn.Linear(3, 2).state_dict())
     (tmp_path / "bias.dat").write_bytes(b"123")

@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from nbaccel.bigmodel.module_sizes import find_tied_parameters
-from nbaccel.bigmodel.tensor_placing import (
-    retie_parameters,
-    set_module_tensor_to_device,
-)
+from nbaccel.bigmodel.tensor_placing import retie_parameters, set_module_tensor_to_device
 from nbaccel.errors import ConfigError
 from nbaccel.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
 from nbaccel.utils import (
@@ -28,7 +25,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-def test_a_parameter_goes_and_comes_back_with_a_value():
+def test_parameters_and_buffers_go_and_come_back_with_a_value():
     model, value = make_model(), torch.randn(4, 3)
     set_module_tensor_to_device(model, "0.weight", "meta")
     assert model[0].weight.is_meta
@@ -39,9 +36,6 @@ def test_a_parameter_goes_and_comes_back_with_a_value():
     assert model[0].weight.data_ptr() == value.data_ptr(), "shared, not copied"
     assert model[0].weight.requires_grad
     assert model[0].weight.is_leaf
-
-
-def test_a_buffer_stays_one():
     model = make_model()
     model[1].register_buffer("fleeting", torch.ones(2), persistent=False)
     for name in ("1.running_mean", "1.fleeting"):
@@ -77,7 +71,7 @@ def test_what_cannot_be_placed_changes_nothing(arguments, message):
     assert {name: id(p) for name, p in model.named_parameters()} == before
 
 
-def test_a_tied_tensor_is_placed_once():
+def test_tied_tensors_are_placed_once_and_tied_again():
     one, two = nn.Linear(3, 3), nn.Linear(3, 3)
     two.weight = one.weight
     value = one.weight.data
@@ -90,9 +84,6 @@ def test_a_tied_tensor_is_placed_once():
     assert one.weight is two.weight
     assert [*places[value.data_ptr()]] == ["meta", "cpu"]
     set_module_tensor_to_device(one, "weight", "meta", tied_params_map={})
-
-
-def test_parameters_are_tied_again():
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     tied = find_tied_parameters(model)
@@ -129,7 +120,7 @@ def test_offloading_is_noticed():
     assert has_offloaded_params(plain), "also among others"
 
 
-def test_an_offloaded_module_has_its_weights_in_a_block():
+def test_an_offloaded_or_plain_module_has_its_weights_in_a_block():
     model, expected = offloaded_model(), make_model()
     with align_module_device(model[0]):
         assert torch.equal(model[0].weight, expected[0].weight)
@@ -141,9 +132,6 @@ def test_an_offloaded_module_has_its_weights_in_a_block():
     with pytest.raises(ZeroDivisionError), align_module_device(model[0]):
         model[0].weight / (1 // 0)
     assert model[0].weight.is_meta
-
-
-def test_a_plain_module_moves_for_a_block():
     module = nn.Linear(2, 2)
     values = module.weight.detach().clone()
     with align_module_device(module):
@@ -154,16 +142,13 @@ def test_a_plain_module_moves_for_a_block():
         assert module.weight.is_meta
 
 
-def test_weights_that_nothing_has_are_left_out_with_a_warning(caplog):
+def test_states_are_filled_from_one_module_and_what_nothing_has_is_left_out(caplog):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with caplog.at_level(logging.WARNING, "nbaccel"):
         found = get_state_dict_offloaded_model(model)
     assert set(found) == {"0.weight", "0.bias"}
     assert "2 tensors are on meta" in caplog.text
     assert "1.weight" in caplog.text
-
-
-def test_a_state_dict_is_filled_from_one_module():
     model, expected = offloaded_model(), make_model().state_dict()
     state = {"0.weight": "", "0.bias": "", "2.weight": ""}
     assert get_state_dict_from_offload(model[0], "0.weight", state) is state

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.isolation import ROOT
@@ -75,23 +71,6 @@ def of_rank(rank: int, printed: str) -> list[str]:
     """A rank's lines, in order, whether they were shown together with another's or not."""
     lines = [line.partition("] ") for line in printed.splitlines() if line.startswith("[")]
     return [text for ranks, _, text in lines if ranks in (f"[{rank}", "[0-1")]
-
-
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait for what a process is to do."""
-    deadline = time.monotonic() + 90
-    while not is_so():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def answers(endpoint: str) -> bool:
-    """Whether something listens at `host:port`."""
-    host, _, port = endpoint.rpartition(":")
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
-        return True
-    return False
 
 
 def nbaccel(*words: str, folder: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

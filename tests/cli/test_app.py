@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -20,14 +19,6 @@ HEAVY = (
     *("torch", "numpy", "pydantic", "transformers", "deepspeed", "ray", "huggingface_hub"),
     "IPython",
 )
-
-
-def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    return run_program(
-        [sys.executable, "-m", "nbaccel", *arguments],
-        check=False,
-        env={**os.environ, **(environment or {})},
-    )
 
 
 def commands() -> set[str]:
@@ -70,18 +61,25 @@ def test_every_command_has_help_without_torch(name, capsys):
     assert not re.search(r"<\w+( range)?>", told), "types of Python say nothing to people"
 
 
-def test_bash_completes_commands_and_options():
-    environment = {"_NBACCEL_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
-    done = run(environment={**environment, "COMP_WORDS": "nbaccel "})
-    assert commands() <= set(done.stdout.split())
-    environment["COMP_CWORD"] = "2"
-    done = run(environment={**environment, "COMP_WORDS": "nbaccel merge-weights --rem"})
-    assert done.stdout.split() == ["--remove-checkpoint-dir"]
+@pytest.mark.parametrize(
+    ("words", "number", "told"),
+    [
+        ("nbaccel ", "1", commands()),
+        ("nbaccel merge-weights --rem", "2", {"--remove-checkpoint-dir"}),
+    ],
+)
+def test_bash_completes_commands_and_options(words, number, told):
+    variables = {"_NBACCEL_COMPLETE": "complete_bash", "COMP_CWORD": number, "COMP_WORDS": words}
+    done = run_program([sys.executable, "-m", "nbaccel"], check=False, env=os.environ | variables)
+    assert told <= set(done.stdout.split())
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_told_and_underscores_are_dashes(capsys, tmp_path):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"nbaccel {__version__}\n"
+    assert main(["config", "default", "--config_file", str(tmp_path / "a.yaml")]) == 0
+    assert (tmp_path / "a.yaml").exists()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("arguments", [["confi"], ["env", "--jsn"], ["to-fp32"], []])
@@ -89,12 +87,6 @@ def test_a_wrong_command_line_is_told_with_the_usage(arguments, capsys):
     assert main(arguments) == 2
     told = capsys.readouterr()
     assert "Usage: nbaccel" in told.out + told.err
-
-
-def test_underscores_are_dashes(tmp_path, capsys):
-    assert main(["config", "default", "--config_file", str(tmp_path / "a.yaml")]) == 0
-    assert (tmp_path / "a.yaml").exists()
-    assert capsys.readouterr().err == ""
 
 
 def test_failures_have_their_own_status(tmp_path, monkeypatch, capsys):
@@ -120,7 +112,7 @@ def test_failures_have_their_own_status(tmp_path, monkeypatch, capsys):
         main(arguments)
 
 
-def test_the_report_names_what_a_bug_report_needs(tmp_path, monkeypatch, capsys):
+def test_the_report_names_what_a_bug_report_needs_also_as_json(tmp_path, monkeypatch, capsys):
     import torch
 
     path = tmp_path / "run.yaml"
@@ -136,9 +128,6 @@ def test_the_report_names_what_a_bug_report_needs(tmp_path, monkeypatch, capsys)
     assert "num_processes: 2" in told
     assert "CPU cores" in told
     assert "hf_abc" not in told
-
-
-def test_it_is_one_json_object(capsys):
     assert main(["env", "--json", "--config_file", "/nowhere.yaml"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["configuration file"] == {"path": "/nowhere.yaml", "content": "not there"}

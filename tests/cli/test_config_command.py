@@ -46,7 +46,7 @@ def config_of(file):
     return load_config_file(file).config
 
 
-def test_answers_become_the_file(file, answer):
+def test_answers_or_empty_lines_become_the_file(file, answer):
     status, told = answer(["config"], "n", "cpu", "2", "-", "bf16", "auto", "4", "n")
     assert status == 0, told
     assert config_of(file) == RunConfig(
@@ -54,6 +54,12 @@ def test_answers_become_the_file(file, answer):
     )
     assert "2 CPU workers" in told
     assert f"Written to {file}" in told
+    file.unlink()
+    status, told = answer(["config"], *[""] * 8)
+    assert status == 0, told
+    assert config_of(file).changed(num_processes=None, device="auto") == RunConfig(
+        gradient_accumulation_steps=1
+    )
 
 
 def test_a_wrong_answer_is_asked_again_with_the_rule(file, answer):
@@ -65,14 +71,6 @@ def test_a_wrong_answer_is_asked_again_with_the_rule(file, answer):
     assert "num_processes must be a whole number of at least 1, or None: got 'two'" in told
     assert "threads_per_process must be" in told
     assert config_of(file).threads_per_process == 1
-
-
-def test_empty_lines_take_the_defaults(file, answer):
-    status, told = answer(["config"], *[""] * 8)
-    assert status == 0, told
-    assert config_of(file).changed(num_processes=None, device="auto") == RunConfig(
-        gradient_accumulation_steps=1
-    )
 
 
 def test_several_machines_are_checked_against_each_other(file, answer):
@@ -102,7 +100,7 @@ def test_an_engine_that_starts_all_machines_is_not_asked_for_addresses(file, ans
 
 
 @DEEPSPEED_ROW
-def test_zero_with_offloading(file, answer):
+def test_zero_with_offloading_or_by_a_file_of_deepspeed(file, answer, tmp_path):
     status, told = answer(
         ["config"],
         *("n", "cpu", "2", "-", "bf16", "deepspeed", "n", "3", "2", "x", "0.5"),
@@ -120,10 +118,7 @@ def test_zero_with_offloading(file, answer):
             "stage3_gather_16bit_weights_on_model_save": True,
         },
     }
-
-
-@DEEPSPEED_ROW
-def test_a_file_of_deepspeed(file, answer, tmp_path):
+    file.unlink()
     document = tmp_path / "zero.json"
     document.write_text('{"zero_optimization": {"stage": 1}, "gradient_clipping": 2.0}')
     lines = ("n", "cpu", "1", "-", "no", "deepspeed", "y", str(tmp_path / "no.json"), str(document))
@@ -158,11 +153,15 @@ def test_sharding_eight_bits_and_compilation(file, answer):
     }
 
 
-def test_input_that_ends_writes_nothing(file, answer):
+def test_input_that_ends_or_what_the_machine_lacks_writes_nothing(file, answer):
     status, told = answer(["config"], "n")
     assert status == 2
     assert "nbaccel config default" in told
     assert not file.exists()
+    assert "Did you mean 'bf16'" in answer(["config", "default", "--mixed-precision", "bf17"])[1]
+    assert not file.exists()
+    file.parent.write_text("a file where the folder would be")
+    assert "cannot be written" in answer(["config", "default"])[1]
 
 
 def test_ctrl_c_writes_nothing(tmp_path):
@@ -214,7 +213,9 @@ def test_the_file_names_a_schema_that_knows_it(file, capsys):
     assert json.loads(capsys.readouterr().out) == schema
 
 
-def test_accelerates_file_is_taken_over_with_a_table(file, answer, tmp_path):
+def test_accelerates_file_is_taken_over_with_a_table_also_from_its_place(
+    file, answer, tmp_path, monkeypatch
+):
     source = tmp_path / "theirs.yaml"
     shutil.copy(FILES / "v0_20_sharded.yaml", source)
     before = source.read_text()
@@ -225,6 +226,14 @@ def test_accelerates_file_is_taken_over_with_a_table(file, answer, tmp_path):
     assert "fully_shard does it by itself" in told
     assert source.read_text() == before, "it is Accelerate's"
     assert config_of(file) == config_of(source)
+    file.unlink()
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert answer(["config", "import"])[0] == 2
+    folder = tmp_path / "accelerate"
+    folder.mkdir()
+    shutil.copy(FILES / "v0_11_one_process.yaml", folder / "default_config.yaml")
+    assert answer(["config", "import"])[0] == 0
+    assert config_of(file) == RunConfig(num_processes=1, device="cpu")
 
 
 def test_an_update_of_accelerates_file_asks_first(answer, tmp_path):
@@ -236,23 +245,6 @@ def test_an_update_of_accelerates_file_asks_first(answer, tmp_path):
     assert status == 0, told
     loaded = load_config_file(source)
     assert (loaded.is_accelerate, loaded.config) == (False, wanted)
-
-
-def test_the_place_of_accelerates_file_is_known(file, answer, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert answer(["config", "import"])[0] == 2
-    folder = tmp_path / "accelerate"
-    folder.mkdir()
-    shutil.copy(FILES / "v0_11_one_process.yaml", folder / "default_config.yaml")
-    assert answer(["config", "import"])[0] == 0
-    assert config_of(file) == RunConfig(num_processes=1, device="cpu")
-
-
-def test_what_the_machine_lacks_is_not_written(file, answer):
-    assert "Did you mean 'bf16'" in answer(["config", "default", "--mixed-precision", "bf17"])[1]
-    assert not file.exists()
-    file.parent.write_text("a file where the folder would be")
-    assert "cannot be written" in answer(["config", "default"])[1]
 
 
 def test_a_file_is_shown_as_it_is_read(file, answer):

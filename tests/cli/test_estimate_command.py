@@ -73,13 +73,16 @@ def test_a_model_is_counted_from_its_headers_without_torch(stored):
     ]
 
 
-def test_files_are_those_of_the_index(stored, capsys):
+def test_files_are_those_of_the_index_and_headers_do_not_tell_how_fsdp_wraps_layers(stored, capsys):
     save_file({"old.weight": torch.zeros(5000)}, stored / "stale.safetensors")
     index = {"weight_map": {"head.weight": "model.safetensors"}}
     (stored / "model.safetensors.index.json").write_text(json.dumps(index))
     assert estimate(capsys, stored)["parameters"] == 1000
     single = estimate(capsys, stored / "model.safetensors", "--dtypes", "int4", "fp8")
     assert [row["dtype"] for row in single["loaded"]] == ["int4", "fp8"]
+    told = estimate(capsys, stored, "--num-gpus", 2)
+    refusals = {row["refusal"] for row in told["trained"] if "FSDP" in row["way"]}
+    assert refusals == {"headers do not tell how the layers of its 5 tensors are wrapped"}
 
 
 @DEEPSPEED_ROW
@@ -115,12 +118,6 @@ def test_all_is_told_in_each_precision_or_in_the_one_that_is_asked_for(stored, c
     assert {row["precisions"][0] for row in alone["trained"]} == {"bf16"}
 
 
-def test_headers_do_not_tell_how_fsdp_wraps_layers(stored, capsys):
-    told = estimate(capsys, stored, "--num-gpus", 2)
-    refusals = {row["refusal"] for row in told["trained"] if "FSDP" in row["way"]}
-    assert refusals == {"headers do not tell how the layers of its 5 tensors are wrapped"}
-
-
 @DEEPSPEED_ROW
 @pytest.mark.parametrize("free", [15, None])
 def test_a_terminal_of_80_columns_has_a_column_for_each_precision(
@@ -149,7 +146,9 @@ def test_a_terminal_of_80_columns_has_a_column_for_each_precision(
     assert any("★" in line for line in lines) == bool(free)
 
 
-def test_accelerate_finds_the_same_sizes(built, tmp_path, capsys):
+def test_accelerate_finds_the_same_sizes_and_a_kind_of_model_has_its_default(
+    built, tmp_path, capsys
+):
     estimating = pytest.importorskip("accelerate.commands.estimate")
     told = estimate(capsys, tmp_path, "--dtypes", "float32", "float16", "int8", "int4")
     total, (largest, _) = estimating.calculate_maximum_sizes(built)
@@ -158,9 +157,6 @@ def test_accelerate_finds_the_same_sizes(built, tmp_path, capsys):
     for dtype in ("float32", "float16"):
         theirs = max(estimating.estimate_training_usage(total, dtype).values())
         assert ours[dtype]["training"] == theirs
-
-
-def test_a_kind_of_model_has_its_default_size(capsys):
     told = estimate(capsys, "gpt2")
     assert told["parameters"] == 124_439_808  # OpenAI's GPT-2
     assert any("default of this kind" in note for note in told["notes"])

@@ -104,7 +104,7 @@ def run(command: list[str], folder: Path, tries: int = 3) -> list:
 
 
 @pytest.mark.slow
-def test_the_script_trains_as_the_notebook_s_launch_did(notebook: Path, tmp_path: Path) -> None:
+def test_the_script_trains_as_the_notebook_s_launch_did(notebook, tmp_path):
     import torch
 
     assert main(["export", notebook.name]) == 0
@@ -129,7 +129,7 @@ def test_the_script_trains_as_the_notebook_s_launch_did(notebook: Path, tmp_path
             assert torch.equal(ours, notebooks), name
 
 
-def test_the_script_has_what_is_needed_and_nothing_else(notebook: Path, tmp_path: Path) -> None:
+def test_the_script_has_what_is_needed_and_nothing_else(notebook, tmp_path):
     made = make_script(read_notebook(notebook), notebook.name)
     assert made.cell_numbers == (1, 2, 3, 4, 5, 6, 7, 8)
     for part in ("BATCH = 4", "# What each worker does.\ndef train(", "LR = 0.1", "class Net"):
@@ -143,7 +143,7 @@ def test_the_script_has_what_is_needed_and_nothing_else(notebook: Path, tmp_path
     assert made.launch.settings == {"num_processes": 2, "start_method": "template"}
 
 
-def test_tagged_cells_are_the_script(tmp_path: Path) -> None:
+def test_tagged_cells_are_the_script_and_those_to_skip_are_left_out(tmp_path):
     cells = ["%pip install x\nimport os", "secret = 1", "%%accelerate -n 2\nprint(os.name)"]
     cells += ["def f(): pass", "notebook_launcher(f, num_processes=3)"]
     tags = {1: "export", 3: "export", 4: "export", 5: "export"}
@@ -155,15 +155,12 @@ def test_tagged_cells_are_the_script(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__":\n    f()' in made.text
     assert made.launch.settings == {"num_processes": 3}
     compile(made.text, "script", "exec")
-
-
-def test_cells_to_skip_are_left_out(tmp_path: Path) -> None:
     cells = ["import os", "def f(): return os", "def f(): return 1 +", "notebook_launcher(f)"]
     path = write_notebook(tmp_path / "n.ipynb", cells, {3: "nbaccel-skip"})
     assert make_script(read_notebook(path), path.name).cell_numbers == (1, 2)
 
 
-def test_settings_are_read_from_the_call_and_its_config(tmp_path: Path, capfd, monkeypatch) -> None:
+def test_settings_are_read_from_the_call_and_its_config(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cells = [
         "config = RunConfig(num_processes=2, mixed_precision='bf16', device='cpu')",
@@ -183,8 +180,8 @@ def test_settings_are_read_from_the_call_and_its_config(tmp_path: Path, capfd, m
 
 
 def test_the_notebook_comes_after_what_was_saved_and_before_a_file_that_is_given(
-    tmp_path: Path, capfd, monkeypatch
-) -> None:
+    tmp_path, capfd, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "saved.yaml"
     file.write_text("num_processes: 1\nmixed_precision: bf16\n")
@@ -219,7 +216,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_line_for_each_launcher(command: str, small: Path, capfd) -> None:
+def test_a_command_line_for_each_launcher(command, small, capfd):
     words = [*SETTINGS, "--mixed-precision", "bf16", "--to", command]
     assert main(["export", *words, small.name]) == 0
     assert f"    {COMMANDS[command]}\n" in capfd.readouterr().out
@@ -232,25 +229,15 @@ def test_a_command_line_for_each_launcher(command: str, small: Path, capfd) -> N
     assert ["num_nodes", "2"] in rows
 
 
-def test_a_deepspeed_configuration_goes_into_a_file_of_its_own(small: Path, capfd) -> None:
-    words = ["--deepspeed", '{"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}']
-    assert main(["export", *words, "--to", "torchrun", small.name]) == 0
-    assert "ACCELERATE_DEEPSPEED_CONFIG_FILE=ds_config.json" in capfd.readouterr().out
-    assert json.loads(Path("ds_config.json").read_text())["zero_optimization"]["stage"] == 2
-
-
-def test_an_sbatch_file(small: Path) -> None:
-    words = ["--to", "slurm", "--nproc-per-node", "8", "--num-nodes", "2"]
+def test_launchers_have_files_of_their_own(small):
+    words = ["--to", "slurm", "--nproc-per-node", "8", "--num-nodes", "2", "--overwrite"]
     assert main(["export", *words, small.name]) == 0
     subprocess.run(["bash", "-n", "n.sbatch"], check=True)
     text = Path("n.sbatch").read_text()
     for line in ("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"):
         assert line in text.replace("  #", "\n#")
     assert '--num-nodes 2 --node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR"' in text
-
-
-def test_a_job_for_ray(small: Path) -> None:
-    assert main(["export", "--to", "ray", "-n", "4", small.name]) == 0
+    assert main(["export", "--to", "ray", "-n", "4", "--overwrite", small.name]) == 0
     subprocess.run(["bash", "-n", "n_ray.sh"], check=True)
     text = Path("n_ray.sh").read_text()
     assert "ray job submit" in text
@@ -276,7 +263,7 @@ sys.exit(subprocess.run(subprocess.list2cmdline(words), shell=True).returncode)
 """
 
 
-def test_settings_of_a_job_for_ray_are_no_commands(small: Path) -> None:
+def test_settings_of_a_job_for_ray_are_no_commands(small):
     value = """$(touch ran) `touch ran` * ~ ${HOME} say "x" it's back\\slash\nlines ; touch ran"""
     words = ["--to", "ray", "-n", "2", "--log-dir", value, "--log-line-prefix-template", value]
     assert main(["export", *words, small.name]) == 0
@@ -297,7 +284,7 @@ def test_settings_of_a_job_for_ray_are_no_commands(small: Path) -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_manifest_for_kubernetes(num_nodes: int, small: Path) -> None:
+def test_a_manifest_for_kubernetes(num_nodes, small):
     words = ["--to", "kubernetes", "--nproc-per-node", "8", "--image", "registry/train:1"]
     words += ["--num-nodes", str(num_nodes)]
     assert main(["export", *words, small.name]) == 0
@@ -323,13 +310,17 @@ def test_a_manifest_for_kubernetes(num_nodes: int, small: Path) -> None:
         assert '--node-rank "$JOB_COMPLETION_INDEX" --master-addr n-0.n' in container["command"][2]
 
 
-def test_nothing_is_replaced_unasked(small: Path, capfd) -> None:
+def test_a_deepspeed_configuration_has_a_file_and_nothing_is_replaced_unasked(small, capfd):
     Path("n.py").write_text("mine")
     assert main(["export", small.name]) == 2
     assert "n.py would be replaced" in capfd.readouterr().err
     assert Path("n.py").read_text() == "mine"
     assert main(["export", small.name, "--overwrite"]) == 0
     assert "def f()" in Path("n.py").read_text()
+    words = ["--deepspeed", '{"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}']
+    assert main(["export", *words, "--to", "torchrun", "--overwrite", small.name]) == 0
+    assert "ACCELERATE_DEEPSPEED_CONFIG_FILE=ds_config.json" in capfd.readouterr().out
+    assert json.loads(Path("ds_config.json").read_text())["zero_optimization"]["stage"] == 2
 
 
 @pytest.mark.parametrize(
@@ -344,22 +335,17 @@ def test_nothing_is_replaced_unasked(small: Path, capfd) -> None:
     ],
     ids=["no launch", "two launches", "no Python"],
 )
-def test_a_notebook_that_cannot_be_exported(
-    cells: list[str], words: list[str], tmp_path: Path
-) -> None:
+def test_a_notebook_that_cannot_be_exported(cells, words, tmp_path):
     path = write_notebook(tmp_path / "n.ipynb", cells)
     with pytest.raises(ConfigError) as raised:
         make_script(read_notebook(path), path.name)
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-def test_one_of_several_launches_can_be_chosen(tmp_path: Path) -> None:
+def test_one_of_several_launches_can_be_chosen_and_what_is_no_notebook_is_refused(tmp_path):
     cells = ["def f(): pass", "def g(): pass", "notebook_launcher(f)", "notebook_launcher(g)"]
     made = make_script(read_notebook(write_notebook(tmp_path / "n.ipynb", cells)), "n.ipynb", "f")
     assert "def g" not in made.text
-
-
-def test_what_is_no_notebook_is_refused(tmp_path: Path) -> None:
     (tmp_path / "n.ipynb").write_text("{}")
     for name in ("n.ipynb", "gone.ipynb"):
         with pytest.raises(ConfigError, match="cannot be read as a notebook"):

@@ -40,19 +40,14 @@ def test_one_process_is_as_python_alone(tmp_path: Path, capfd) -> None:
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
 
 
-def test_a_module_is_run_by_its_name(tmp_path: Path, capfd) -> None:
+def test_a_module_is_run_by_its_name_and_a_program_without_python(tmp_path, capfd) -> None:
     scripts.write(tmp_path / "jobs" / "__init__.py", "")
     scripts.write(tmp_path / "jobs" / "train.py", scripts.PLACES)
     assert main([*TWO, "-m", "jobs.train", "--lr", "0.5"]) == 0
     printed = capfd.readouterr().out
     assert f"rank 1 of 2, lr 0.5, [], {tmp_path}/jobs/train.py, {tmp_path}" in printed
-
-
-def test_a_program_is_run_without_python(tmp_path: Path, capfd) -> None:
-    assert (
-        main([*TWO, "--no_python", "sh", "-c", "echo $RANK/$WORLD_SIZE; sleep $RANK; exit $RANK"])
-        == 1
-    )
+    program = ["sh", "-c", "echo $RANK/$WORLD_SIZE; sleep $RANK; exit $RANK"]
+    assert main([*TWO, "--no_python", *program]) == 1
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 0/2", "[1] 1/2"]
 
 
@@ -229,10 +224,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signal_number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
-)
+@pytest.mark.parametrize(("signal_number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_all_in_order(running, signal_number: int, status: int) -> None:
     process, pids = running
     process.send_signal(signal_number)

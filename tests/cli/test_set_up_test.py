@@ -42,12 +42,16 @@ def test_a_set_up_that_trains(words: list[str], capfd) -> None:
     assert "This set-up trains" in printed
 
 
-def test_the_settings_are_those_of_the_file(tmp_path: Path, capfd) -> None:
+def test_the_settings_are_those_of_the_file_and_what_cannot_be_is_refused(
+    tmp_path: Path, capfd
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("num_processes: 2\ndevice: cpu\nmixed_precision: bf16\n")
     assert main(["test", "--config_file", str(file)]) == 0
     _, printed = verdict(capfd)
     assert "2 CPU workers, 1 thread each, bf16" in printed
+    assert main(["test", "--multi_gpu", "-n", "2", "--mixed_precision", "fp17"]) == 2
+    assert "'fp17'" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -83,8 +87,3 @@ def test_what_is_broken_is_named_with_a_remedy(tmp_path: Path) -> None:
     rows = [line for line in done.stdout.splitlines() if line.startswith(CHECK_NAMES)]
     results = ["OK"] * position + ["failed"] + ["not run"] * (len(CHECK_NAMES) - position - 1)
     assert all(result in row for result, row in zip(results, rows, strict=True))
-
-
-def test_a_set_up_that_cannot_be_is_refused(capfd) -> None:
-    assert main(["test", "--multi_gpu", "-n", "2", "--mixed_precision", "fp17"]) == 2
-    assert "'fp17'" in capfd.readouterr().err

@@ -76,16 +76,16 @@ def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
-def test_without_a_run_it_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_run_or_a_number_it_says_so(folder, capsys):
     assert main(["status"]) == 0
     assert capsys.readouterr().out == "nbaccel: no run goes on\n"
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
+    assert main(["status", "--stop", "123"]) == 2
+    assert "--stop 123: no run of yours has this number now" in capsys.readouterr().err
 
 
-def test_a_run_is_listed_with_how_far_it_is(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_listed_with_how_far_it_is(folder, capsys):
     note = NoteFile("train")
     note.write(board_at(step=412))
     assert main(["status"]) == 0
@@ -102,7 +102,7 @@ def test_a_run_is_listed_with_how_far_it_is(
     assert noted_runs() == [], "after its end nothing is noted"
 
 
-def test_nobody_else_can_look_or_leave_something_there(folder: Path) -> None:
+def test_nobody_else_can_look_or_leave_something_there(folder):
     note = NoteFile("train")
     note.write(board_at(step=1))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -114,7 +114,7 @@ def test_nobody_else_can_look_or_leave_something_there(folder: Path) -> None:
     note.remove()
 
 
-def test_a_link_in_its_place_is_not_followed(folder: Path, tmp_path: Path) -> None:
+def test_a_link_in_its_place_is_not_followed(folder, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     folder.symlink_to(elsewhere)
@@ -125,7 +125,7 @@ def test_a_link_in_its_place_is_not_followed(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("change", ["process_began", "pid"])
-def test_what_a_process_has_left_that_is_gone_is_removed(folder: Path, change: str) -> None:
+def test_what_a_process_has_left_that_is_gone_is_removed(folder, change):
     note = NoteFile("train")
     note.write(board_at(step=1))
     (path,) = folder.iterdir()
@@ -139,15 +139,8 @@ def test_what_a_process_has_left_that_is_gone_is_removed(folder: Path, change: s
     assert list(folder.iterdir()) == []
 
 
-def test_what_cannot_be_stopped_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--stop", "123"]) == 2
-    assert "--stop 123: no run of yours has this number now" in capsys.readouterr().err
-
-
 @pytest.mark.slow
-def test_a_run_is_stopped_as_by_its_button(
-    training: subprocess.Popen[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_stopped_as_by_its_button(training, folder, capsys):
     (note_id,) = wait_for_note(training)
     assert main(["status", "--stop", note_id]) == 0
     assert "has been told to stop" in capsys.readouterr().out

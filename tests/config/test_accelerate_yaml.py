@@ -83,10 +83,7 @@ EXPECTED = {
                 "stage3_gather_16bit_weights_on_model_save": True,
             },
         },
-        "variables": {
-            "ACCELERATE_DEBUG_MODE": "true",
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-        },
+        "variables": {"ACCELERATE_DEBUG_MODE": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"},
     },
     "v1_15_zero_file": {
         "num_processes": 2,
@@ -143,14 +140,11 @@ def test_deepspeeds_file_decides_where_there_is_one():
     assert told["mixed_precision"] == (False, "DeepSpeed's file decides")
 
 
-def test_processes_are_counted_on_each_machine():
+def test_processes_are_counted_on_each_machine_and_mistakes_name_the_files_keys():
     text = "distributed_type: MULTI_CPU\nnum_machines: 2\nmain_process_ip: 10.0.0.1\n"
     assert read(f"{text}num_processes: 6\n").config.num_processes == 3
     with pytest.raises(ConfigError, match=r"num_processes=7 cannot be divided by num_machines=2"):
         read(f"{text}num_processes: 7\n")
-
-
-def test_a_mistake_names_the_key_that_stands_in_the_file():
     text = "distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: 4\nmachine_rank: 0\n"
     with pytest.raises(ConfigError, match=r"master_addr cannot be '127.0.0.1'.*main_process_ip"):
         read(f"{text}main_process_ip: 127.0.0.1\n")
@@ -246,12 +240,7 @@ def test_filters_of_hosts_are_settings_with_a_hostfile():
     assert read(text).config.include is None
 
 
-def test_no_sharding_is_data_parallel():
-    file = read("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n")
-    assert (file.config.strategy, file.config.fsdp) == ("auto", None)
-
-
-def test_ours_and_theirs_are_told_apart(tmp_path):
+def test_ours_and_theirs_are_told_apart_and_no_sharding_is_data_parallel(tmp_path):
     assert is_accelerate_file({"machine_rank": 0})
     assert not is_accelerate_file({"mixed_precision": "bf16", "num_processes": 2})
     ours = tmp_path / "ours.yaml"
@@ -260,23 +249,15 @@ def test_ours_and_theirs_are_told_apart(tmp_path):
     ours.write_text("num_proceses: 2\n")
     with pytest.raises(ConfigError, match=r"ours\.yaml: .*Did you mean 'num_processes'"):
         load_config_file(ours)
+    file = read("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n")
+    assert (file.config.strategy, file.config.fsdp) == ("auto", None)
 
 
-def test_a_json_file_is_yaml_too(tmp_path):
-    """`accelerate config default` writes JSON into a file that is called default_config.yaml."""
-    path = tmp_path / "default_config.yaml"
-    path.write_text('{"distributed_type": "NO", "mixed_precision": "no", "num_processes": 1}')
-    assert load_config_file(path).config == RunConfig(num_processes=1)
-
-
-def test_a_missing_file_is_named_and_a_missing_default_is_none(tmp_path, monkeypatch):
+def test_a_default_file_is_where_the_environment_says_if_it_is_there(tmp_path, monkeypatch):
     monkeypatch.setenv("NBACCEL_CONFIG", str(tmp_path / "none.yaml"))
     assert load_config_file().config == RunConfig()
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
         load_config_file(tmp_path / "none.yaml")
-
-
-def test_the_default_place_follows_the_environment(tmp_path, monkeypatch):
     from nbaccel.config import default_config_path
 
     monkeypatch.delenv("NBACCEL_CONFIG", raising=False)

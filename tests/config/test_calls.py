@@ -57,14 +57,6 @@ def test_arguments_that_do_not_fit(function: Any, args: Any, told: str) -> None:
     assert told in refused(function, args, num_processes=2)
 
 
-def test_the_rank_of_a_function_for_spawn_alone() -> None:
-    def work(rank: int) -> None: ...
-
-    told = refused(work, num_processes=2)
-    assert "def work() with rank = int(os.environ" in told
-    assert 'lambda : work(int(os.environ["RANK"])).' in told.replace("lambda:", "lambda :")
-
-
 @pytest.mark.parametrize(
     ("keywords", "told"),
     [
@@ -78,16 +70,19 @@ def test_keywords_that_the_launcher_does_not_have(keywords: dict[str, Any], told
     assert told in refused(train, **keywords)
 
 
-def test_a_call_without_a_function_and_one_with_an_argument_twice() -> None:
+def test_calls_without_a_function_with_an_argument_twice_and_of_others_are_told() -> None:
     assert "notebook_launcher() got no function" in refused(num_processes=2)
     assert "multiple values for argument 'args'" in refused(train, (1, 2), args=(1, 2))
-
-
-def test_the_debug_launcher_and_the_pool_say_so_too() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'num_processes'"):
         debug_launcher(nothing, nproceses=2)  # type: ignore[call-arg]
     with Pool(2, namespace={}) as pool, pytest.raises(ConfigError, match="needs model, epochs"):
         pool.call(train)
+
+    def work(rank: int) -> None: ...
+
+    told = refused(work, num_processes=2)
+    assert "def work() with rank = int(os.environ" in told
+    assert 'lambda : work(int(os.environ["RANK"])).' in told.replace("lambda:", "lambda :")
 
 
 class Adder:
@@ -144,14 +139,11 @@ class MyAccelerator(Accelerator):
         super().__init__(**settings)
 
 
-def test_arguments_of_an_accelerator_that_are_too_many_or_given_twice() -> None:
+def test_arguments_of_an_accelerator_are_those_that_its_signature_shows() -> None:
     with pytest.raises(ConfigError, match=r"Accelerator\(\) cannot be called: too many positional"):
         Accelerator(*range(40))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="multiple values for argument 'device_placement'"):
         Accelerator(True, device_placement=True)  # type: ignore[misc]
-
-
-def test_the_signature_of_the_accelerator_is_what_tools_see() -> None:
     names = [*inspect.signature(Accelerator).parameters]
     assert names[:3] == ["device_placement", "split_batches", "mixed_precision"]
     own = [*inspect.signature(Accelerator.__init__).parameters]

@@ -6,14 +6,11 @@ from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.errors import ConfigError
 
 
-def test_a_name_a_mapping_and_an_object_say_the_same():
+def test_names_mappings_words_and_lists_become_plain():
     wanted = Fp8Config(backend="te")
     assert RunConfig(fp8="te").fp8 == wanted
     assert RunConfig(fp8={"backend": "TE"}).fp8 == RunConfig(fp8=wanted).fp8 == wanted
     assert RunConfig(fp8=None).fp8 is None
-
-
-def test_words_and_lists_become_plain():
     config = Fp8Config(
         fp8_format="hybrid",
         opt_level="o1",
@@ -46,30 +43,20 @@ def test_te_recipe_variables_are_those_that_accelerate_reads(monkeypatch):
     """Its class wants the library first: told that it is there, it reads them all."""
     from accelerate.utils import dataclasses
 
-    wanted = Fp8Config(
-        backend="te",
-        fp8_format="E4M3",
-        margin=2,
-        interval=3,
-        amax_history_len=16,
-        amax_compute_algo="max",
-        override_linear_precision=(False, True, False),
-        use_autocast_during_eval=True,
-    )
-    for name, value in wanted.variables().items():
+    settings = {
+        "fp8_format": "E4M3",
+        "margin": 2,
+        "interval": 3,
+        "amax_history_len": 16,
+        "amax_compute_algo": "max",
+        "override_linear_precision": (False, True, False),
+        "use_autocast_during_eval": True,
+    }
+    for name, value in Fp8Config(backend="te", **settings).variables().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dataclasses, "is_transformer_engine_available", lambda: True)
     read = dataclasses.TERecipeKwargs()
-    for name in (
-        "fp8_format",
-        "margin",
-        "interval",
-        "amax_history_len",
-        "amax_compute_algo",
-        "override_linear_precision",
-        "use_autocast_during_eval",
-    ):
-        assert getattr(read, name) == getattr(wanted, name), name
+    assert {name: getattr(read, name) for name in settings} == settings
 
 
 def test_what_variables_tell_is_read_back(monkeypatch):

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,14 +25,8 @@ from nbaccel.utils import TorchDynamoPlugin
             lambda: GradientAccumulationPlugin(num_steps=0),
             r"num_steps=0\) must be a whole number of at least 1",
         ),
-        (
-            lambda: ProjectConfiguration(total_limit=0),
-            r"total_limit=0\) must be .* at least 1",
-        ),
-        (
-            lambda: ProjectConfiguration(iteration=-1),
-            r"iteration=-1\) must be .* at least 0",
-        ),
+        (lambda: ProjectConfiguration(total_limit=0), r"total_limit=0\) must be .* at least 1"),
+        (lambda: ProjectConfiguration(iteration=-1), r"iteration=-1\) must be .* at least 0"),
         (lambda: InitProcessGroupKwargs(timeout=0), r"timeout=0\) must be .* seconds above 0"),
         (lambda: DistributedDataParallelKwargs(comm_hook="zip"), r"comm_hook='zip'.*power_sgd"),
         (lambda: FullyShardedDataParallelPlugin(fsdp_version=3), r"fsdp_version=3\).*fully_shard"),
@@ -65,39 +56,28 @@ from nbaccel.utils import TorchDynamoPlugin
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_value_and_a_remedy(
-    make: Callable[[], Any], says: str
-) -> None:
+def test_what_makes_no_sense_is_refused_with_the_value_and_a_remedy(make, says):
     with pytest.raises(ConfigError, match=says):
         make()
 
 
-def test_all_mistakes_are_told_together() -> None:
+def test_fsdp1s_sharding_strategies_are_understood_and_all_mistakes_told():
+    for given, reshards in (("FULL_SHARD", True), ("ShardingStrategy.SHARD_GRAD_OP", False)):
+        plugin = FullyShardedDataParallelPlugin(
+            sharding_strategy=given, use_orig_params=True, sync_module_states=True
+        )
+        assert plugin.reshard_after_forward is reshards
     with pytest.raises(ConfigError) as caught:
         FullyShardedDataParallelPlugin(fsdp_version=3, state_dict_type="?", min_num_params=0)
     assert len(caught.value.mistakes) == 3
 
 
-@pytest.mark.parametrize(
-    ("given", "reshards"),
-    [("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("ShardingStrategy.FULL_SHARD", True)],
-)
-def test_fsdp1s_sharding_strategies_are_understood(given: str, reshards: bool) -> None:
-    plugin = FullyShardedDataParallelPlugin(
-        sharding_strategy=given, use_orig_params=True, sync_module_states=True
-    )
-    assert plugin.reshard_after_forward is reshards
-
-
-def test_only_what_differs_from_the_defaults_is_passed_on() -> None:
+def test_what_differs_from_the_defaults_is_passed_on_and_logs_go_to_the_projects_folder():
     assert AutocastKwargs().to_kwargs() == {}
     assert AutocastKwargs(cache_enabled=False).to_kwargs() == {"cache_enabled": False}
     hooks = DistributedDataParallelKwargs(comm_hook="bf16")
     assert hooks.to_kwargs() == {"comm_hook": DDPCommunicationHookType.BF16}
     assert hooks.to_dict()["bucket_cap_mb"] == 25
-
-
-def test_logs_go_to_the_projects_folder_unless_told_otherwise() -> None:
     assert ProjectConfiguration(project_dir="here").logging_dir == "here"
     assert ProjectConfiguration("here", logging_dir="there").logging_dir == "there"
     moved = ProjectConfiguration()
@@ -105,33 +85,7 @@ def test_logs_go_to_the_projects_folder_unless_told_otherwise() -> None:
     assert (moved.project_dir, moved.logging_dir) == (Path("new"), Path("new"))
 
 
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        ("utils", "set_seed gather reduce DistributedType LoggerType tqdm release_memory"),
-        ("utils.operations", "gather gather_object broadcast reduce pad_across_processes"),
-        ("utils.random", "set_seed synchronize_rng_states"),
-        ("utils.memory", "find_executable_batch_size release_memory"),
-        ("utils.dataclasses", "FullyShardedDataParallelPlugin ProjectConfiguration LoggerType"),
-        ("state", "PartialState AcceleratorState GradientState is_initialized"),
-        ("logging", "get_logger MultiProcessAdapter"),
-        ("tracking", "GeneralTracker on_main_process"),
-        ("data_loader", "DataLoaderShard skip_first_batches"),
-        ("optimizer", "AcceleratedOptimizer"),
-        ("scheduler", "AcceleratedScheduler"),
-        ("accelerator", "Accelerator"),
-        ("launchers", "notebook_launcher debug_launcher"),
-    ],
-)
-def test_modules_that_accelerates_users_import_from_have_the_names(module: str, names: str) -> None:
-    found = importlib.import_module(f"nbaccel.{module}")
-    theirs = importlib.import_module(f"accelerate.{module}")
-    for name in names.split():
-        assert hasattr(found, name), name
-        assert hasattr(theirs, name) or name in {"LoggerType", "on_main_process"}, name
-
-
-def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning() -> None:
+def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning():
     with pytest.warns(UserWarning, match="fully_shard, which is FSDP2") as told:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=1, use_orig_params=False, backward_prefetch="BACKWARD_PRE"
@@ -145,15 +99,20 @@ def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning() -> Non
     assert (plugin.fsdp_version, plugin.state_dict_type) == (2, "FULL_STATE_DICT")
 
 
-def test_accelerates_positions_and_defaults() -> None:
+def test_accelerates_positions_defaults_and_one_file_in_the_end():
     plugin = FullyShardedDataParallelPlugin(2, None, False, None, None, "no_wrap", True)
     assert plugin.reshard_after_forward is False
     assert plugin.cpu_offload is True
     assert FullyShardedDataParallelPlugin().reshard_after_forward is True
     assert FullyShardedDataParallelPlugin().state_dict_type == "SHARDED_STATE_DICT"
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert not plugin.writes_shards
+    with pytest.raises(ConfigError, match="'LOCAL'"):
+        plugin.set_state_dict_type("LOCAL")
 
 
-def test_torchs_own_objects_are_understood() -> None:
+def test_torchs_own_objects_are_understood():
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     whole = FullyShardedDataParallelPlugin(
         state_dict_config=fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
@@ -170,17 +129,7 @@ def test_torchs_own_objects_are_understood() -> None:
         )
 
 
-def test_a_sharded_run_may_save_one_file_in_the_end() -> None:
-    plugin = FullyShardedDataParallelPlugin()
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-    assert not plugin.writes_shards
-    with pytest.raises(ConfigError, match="'LOCAL'"):
-        plugin.set_state_dict_type("LOCAL")
-
-
-def test_a_dynamo_plugin_becomes_arguments_of_torch_compile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dynamo_plugin_becomes_arguments_of_torch_compile(monkeypatch):
     plugin = TorchDynamoPlugin(backend="EAGER", fullgraph=True, use_regional_compilation=True)
     assert plugin.to_kwargs() == {"backend": "eager", "fullgraph": True}
     assert not TorchDynamoPlugin().compiles

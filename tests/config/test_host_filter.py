@@ -24,10 +24,12 @@ def test_the_form_of_a_filter(filter_text: str, hosts: dict) -> None:
     assert slots_by_host(filter_text) == hosts
 
 
-def test_a_host_with_a_user_is_named_without_it() -> None:
+def test_a_host_with_a_user_is_named_without_it_and_a_filter_needs_a_hostfile() -> None:
     assert kept_slots(POOL, include="w3@w2:1") == {"w2": (1,), "user@w3": (0,)}
     assert kept_slots(POOL, exclude="w3:0@w1") == {"w2": (0, 1)}
     assert kept_slots(POOL) == {"w1": (0, 1, 2, 3), "w2": (0, 1), "user@w3": (0,)}
+    with pytest.raises(ConfigError, match=r"exclude='w1' needs hostfile=.*--gpu-ids"):
+        RunConfig(exclude="w1")
 
 
 @pytest.mark.parametrize(
@@ -52,11 +54,6 @@ def test_a_wrong_filter_is_refused_with_the_settings(settings: dict, words: list
     with pytest.raises(ConfigError) as caught:
         RunConfig(hostfile="hosts", **settings)
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_a_filter_needs_a_hostfile() -> None:
-    with pytest.raises(ConfigError, match=r"exclude='w1' needs hostfile=.*--gpu-ids"):
-        RunConfig(exclude="w1")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def nested(depth: int) -> dict[str, Any]:
     return found
 
 
-def test_what_json_cannot_hold_is_told_with_its_place():
+def test_what_json_cannot_hold_is_told_and_plain_values_become_pythons():
     for given, reason in (
         ({1: 2}, "names settings by text, and 1 is none"),
         ({"fp16": {None: 1}}, "None at fp16 is none"),
@@ -79,14 +79,11 @@ def test_what_json_cannot_hold_is_told_with_its_place():
             with pytest.raises(ConfigError, match=reason) as caught:
                 read(given)
             assert len(str(caught.value)) < 1000
-
-
-def test_plain_values_of_others_become_pythons():
     assert json_like({"a": (np.int64(1), np.float32(0.5))}) == {"a": [1, 0.5]}
     assert read_object('{"a": Infinity}', "A thing") == {"a": float("inf")}
 
 
-def test_what_is_nested_too_deeply_is_refused_in_a_few_words(tmp_path):
+def test_what_is_deep_or_long_is_told_in_a_few_words(tmp_path):
     deep = "[" * 20_000 + "]" * 20_000
     for read in (RunConfig.from_yaml, RunConfig.from_json):
         with pytest.raises(ConfigError, match="cannot be read from") as caught:
@@ -95,9 +92,6 @@ def test_what_is_nested_too_deeply_is_refused_in_a_few_words(tmp_path):
     (tmp_path / "nbaccel_manifest.json").write_text(deep)
     with pytest.raises(ConfigError, match="truncated or damaged"):
         read_manifest(tmp_path)
-
-
-def test_values_and_mistakes_are_shown_short():
     value: object = "lol" * 100
     for _ in range(8):
         value = {str(n): value for n in range(10)}

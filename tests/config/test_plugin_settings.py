@@ -48,14 +48,11 @@ def test_what_accelerates_launcher_sets_is_read(monkeypatch):
     assert FullyShardedDataParallelPlugin().reshard_after_forward is True
 
 
-def test_an_argument_wins_over_a_variable(monkeypatch):
+def test_an_argument_wins_over_a_variable_and_a_wrong_one_is_named(monkeypatch):
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     plugin = FullyShardedDataParallelPlugin(reshard_after_forward=False, cpu_offload=False)
     assert (plugin.reshard_after_forward, plugin.cpu_offload) == (False, False)
-
-
-def test_a_wrong_variable_is_named(monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "perhaps")
     with pytest.raises(ConfigError, match=r"FSDP_OFFLOAD_PARAMS.*'perhaps'"):
         FullyShardedDataParallelPlugin()

@@ -35,8 +35,7 @@ class Part:
 
     tests: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
-    dist: str = "load"
-    """How pytest-xdist shares out the tests; fixtures of modules want a file in one place."""
+    dist: str = "load"  # of pytest-xdist; fixtures of modules want a file in one place
 
 
 PARTS = {
@@ -46,7 +45,6 @@ PARTS = {
             "tests/devices/test_cuda.py",
             "tests/devices/test_device_contract.py",
             "tests/output/panel/test_shown.py",
-            "tests/plan/test_inventory.py",
         )
     ),
     "train": Part(("tests/gpu/test_accelerator_cuda.py", "tests/train/test_rng.py")),
@@ -81,7 +79,8 @@ def run_until(command: list[str], until: float, results: Path | None = None) -> 
     if time.monotonic() >= until:
         print(late, file=sys.stderr)
         return 124
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_search_path()])}
+    paths = filter(None, [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if results:
         environ[RESULTS] = str(results)
     # A group of its own, so that all that it has started is interrupted with it.
@@ -101,10 +100,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(child.pid, number)
                 child.wait(patience_s)
-
-
-def _search_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def main(arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ import pytest
 from tests import isolation, rerun_alone, selection
 from tests.apart import OUTCOMES
 from tests.isolation import ROOT, isolated
+from tests.programs import run_program
 
 FAILS_ONCE = """
 import pathlib
@@ -44,14 +45,8 @@ def run_pytest(folder: Path, *options: str, **sources: str) -> subprocess.Comple
     for name, source in sources.items():
         (folder / f"test_{name}.py").write_text(source)
     plugins = ["-pno:nbval", "-ptests.rerun_alone", "-pno:cacheprovider"]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, *options],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pytest", *plugins, *options]
+    return run_program(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
 
 
 @pytest.mark.slow
@@ -77,9 +72,16 @@ def test_many_failures_are_not_run_again(tmp_path):
     assert "again, alone" not in done.stdout
 
 
-def test_no_test_is_listed_twice():
+def test_no_test_is_listed_twice_and_landings_are_in_the_history():
     listed = re.findall(r"^\| `([^`]+)`", rerun_alone.LIST.read_text(), flags=re.MULTILINE)
     assert len(listed) == len(set(listed)), "mend or delete what is unsteady for the second time"
+    if selection.git("rev-parse", "HEAD") is None:
+        pytest.skip("not a git checkout")
+    noted = selection.landings()
+    assert noted
+    assert [
+        one for one in noted if selection.git("merge-base", "--is-ancestor", one, "HEAD") != ""
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -102,16 +104,6 @@ def test_a_changed_file_asks_for_the_tests_that_mirror_it(monkeypatch, changed, 
     selection.changed.cache_clear()
     assert selection.changed() == mirrored
     selection.changed.cache_clear()
-
-
-def test_the_landings_of_this_repository_are_in_its_history():
-    if selection.git("rev-parse", "HEAD") is None:
-        pytest.skip("not a git checkout")
-    noted = selection.landings()
-    assert noted
-    assert [
-        one for one in noted if selection.git("merge-base", "--is-ancestor", one, "HEAD") != ""
-    ] == []
 
 
 def test_slow_tests_that_would_begin_too_late_are_skipped_and_named(pytester):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -14,36 +13,27 @@ import psutil
 import pytest
 
 from tests import hardware
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.isolation import ROOT
+from tests.programs import run_program
 
 INI = "[pytest]\nmarkers =\n  no_memfd_growth: police the memfds\n  gpu: a gpu\n"
 CONFTEST = """
 pytest_plugins = ["tests.conftest"]
 from tests import leak_police
-leak_police.GRACE_S = {grace_s}
+leak_police.GRACE_S = 0.3
 """
 
 
-def run_pytest(folder: Path, sources: list[str], *, grace_s: float = 0.3) -> Verdicts:
+def run_pytest(folder: Path, sources: list[str]) -> Verdicts:
     """Run files of tests under this project's conftest, in one process, in their order."""
     (folder / "pytest.ini").write_text(INI)
-    (folder / "conftest.py").write_text(CONFTEST.format(grace_s=grace_s))
+    (folder / "conftest.py").write_text(CONFTEST)
     for number, source in enumerate(sources):
         (folder / f"test_{number:02}.py").write_text(source)
     # nbval imports for seconds, and there is no notebook.
     options = ["-p", "no:cacheprovider", "-p", "no:nbval", "--junitxml=report.xml"]
-    command = [sys.executable, "-m", "pytest", *options]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    command, environ = [sys.executable, "-m", "pytest"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = run_program([*command, *options], cwd=folder, env=environ, timeout=100, check=False)
     return Verdicts(done.stdout, folder / "report.xml")
 
 
@@ -185,14 +175,11 @@ def test_what_is_no_leak_is_not_called_one(verdicts, source, names):
     assert verdicts.of(len(LEAKS) + BESIDE.index(source)) == dict.fromkeys(names, "")
 
 
-def test_the_template_is_shut_down_when_the_session_ends(verdicts):
-    assert "template: shut down" in verdicts.output
-
-
-def test_nothing_of_a_leaked_process_survives_the_session(verdicts):
+def test_nothing_of_a_leaked_process_survives_the_session_nor_the_template(verdicts):
     leaked = [["sleep", seconds] for seconds in ("61", "64", "65")]
     assert verdicts.of(0)["test"], "a child leaked"
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] in leaked]
+    assert "template: shut down" in verdicts.output
 
 
 def test_gpu_tests_are_skipped_with_the_reason_where_there_is_none(verdicts):

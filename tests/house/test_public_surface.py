@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 import nbaccel
 from tests.house.public_names import listed, offered, why_gone
 from tests.house.source import ROOT, package_files
+from tests.programs import run_program
 
 HEAVY = {
     *("IPython", "deepspeed", "ipywidgets", "numpy", "psutil", "pydantic", "pynvml", "torch"),
@@ -27,15 +27,14 @@ LEAVING = (
 LISTING = "run python -m tests.house.public_names, python -m docs.tables; say it in CHANGELOG.md"
 
 
-def test_no_public_name_has_gone():
+def test_public_names_are_completed_listed_and_none_has_gone():
     gone = [f"{name}: {why}" for name in listed() if (why := why_gone(name))]
     assert not gone, "\n".join([*gone, LEAVING])
-
-
-def test_every_public_name_is_listed():
     new = sorted(offered() - set(listed()))
     assert not new, "\n".join([*new, LISTING])
     assert listed() == sorted(set(listed())), "python -m tests.house.public_names puts it in order"
+    assert len(nbaccel.__all__) > 60, "the imports for type checkers were not found"
+    assert set(nbaccel.__all__) <= set(dir(nbaccel))
 
 
 def test_the_groups_of_entry_points_are_these():
@@ -46,22 +45,14 @@ def test_the_groups_of_entry_points_are_these():
     assert [group for group in groups if f"`{group}`" not in page] == []
 
 
-def test_the_public_names_are_completed():
-    assert len(nbaccel.__all__) > 60, "the imports for type checkers were not found"
-    assert set(nbaccel.__all__) <= set(dir(nbaccel))
-
-
 @pytest.mark.parametrize("name", sorted({*nbaccel.__all__} - {"__version__"}))
 def test_a_public_name_is_documented(name):
     assert (getattr(nbaccel, name).__doc__ or "").strip(), f"nbaccel.{name} has no docstring"
 
 
-def test_an_unknown_name_is_an_attribute_error_that_names_it():
+def test_an_unknown_name_or_one_that_cannot_be_imported_is_told(monkeypatch):
     with pytest.raises(AttributeError, match="no attribute 'notebook_lunacher'"):
         nbaccel.notebook_lunacher  # noqa: B018 - the access is the test
-
-
-def test_an_attribute_that_is_missing_while_a_part_is_imported_is_told(monkeypatch):
     monkeypatch.setattr(nbaccel, "import_module", lambda name: object())
     monkeypatch.delitem(vars(nbaccel), "Pool", raising=False)
     with pytest.raises(ImportError, match=r"nbaccel\.Pool cannot be imported: 'object' object has"):
@@ -73,7 +64,7 @@ def test_importing_the_package_imports_nothing_heavy():
     assert not HEAVY & loaded_by("import nbaccel; dir(nbaccel); nbaccel.__version__")
 
 
-def test_planning_imports_no_torch():
+def test_planning_and_what_ray_runs_on_a_node_import_no_torch():
     loaded = loaded_by(
         "import nbaccel\n"
         "nbaccel.resolve(nbaccel.RunConfig(device='cpu')).explain()\n"
@@ -81,10 +72,6 @@ def test_planning_imports_no_torch():
         "for name in ('cpu', 'cuda'): nbaccel.plan.registry.device(name).hazards()"
     )
     assert not {"torch", "IPython", "ipywidgets", "numpy"} & loaded
-
-
-def test_what_ray_runs_on_a_node_imports_no_torch():
-    """Ray's workers have nice 15: on a busy node the import takes minutes."""
     assert "torch" not in loaded_by("import nbaccel.hosts.node_actor")
 
 
@@ -101,13 +88,4 @@ def test_a_launch_of_one_process_imports_nothing_that_its_function_does_not_use(
 def loaded_by(code):
     """The modules that a fresh process has loaded after running the code."""
     script = f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    return set(json.loads(run_program([sys.executable, "-c", script], cwd=ROOT).stdout))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-import pytest
-
 from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, STRATEGIES
 from tests.house.import_graph import arrows, cycles, imports, places
 from tests.house.source import SourceFile, package_files
@@ -172,22 +170,3 @@ def test_no_backend_is_told_by_its_name_outside_its_folder():
     wrong = [text for place, text in found.items() if place not in NO_BACKENDS]
     assert not wrong, "ask the capabilities row or the contract instead:\n" + "\n".join(wrong)
     assert NO_BACKENDS.keys() <= found.keys(), "an exception that nothing needs any more"
-
-
-@pytest.mark.parametrize(
-    ("code", "is_seen"),
-    [
-        ("if anything == 'ddp': pass", True),
-        ("match kind:\n    case 'fsdp': pass", True),
-        ("make = {'ddp': 1, 'fsdp': 2}[name]", True),
-        ("registry.strategy('deepspeed')", True),
-        ("row = {row.name: row for row in DEVICES}['cuda']", True),
-        ("self.strategy = strategy", False),
-        ("message = 'Give device=\"cpu\"'", False),
-        ("if tensor.device.type == 'cpu': pass", False),
-        ("if precision == 'no': pass", False),
-        ("torch.device('cpu')", False),
-    ],
-)
-def test_a_backend_by_name_is_seen_whatever_the_variable_is_called(code, is_seen):
-    assert bool([*findings(ast.parse(code))]) == is_seen

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from tests.house.source import ROOT
+from tests.programs import run_program
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 TESTS = (
     "tests/plan tests/notebook/picker/test_model.py",
     # A launch, and DeepSpeed as one strategy among others.
@@ -37,14 +38,13 @@ DeepSpeedPlugin()
 def without_row(source: str) -> str:
     """The capability rows without DeepSpeed's."""
     lines = source.splitlines(keepends=True)
-    rows = [
+    (row,) = (
         node
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) == "StrategyRow"
         and any(k.arg == "name" and ast.unparse(k.value) == "'deepspeed'" for k in node.keywords)
-    ]
-    (row,) = rows
+    )
     return "".join(lines[: row.lineno - 1] + lines[row.end_lineno :])
 
 
@@ -65,15 +65,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_house(house: Path, *words: str) -> subprocess.CompletedProcess[str]:
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=house,
-        env={**variables, "PYTHONPATH": str(house)},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
+    environ = {**variables, "PYTHONPATH": str(house)}
+    return run_program([sys.executable, *words], cwd=house, env=environ, timeout=800, check=False)
 
 
 def test_every_module_imports_and_asking_for_it_says_what_is_missing(house: Path) -> None:
@@ -83,7 +76,6 @@ def test_every_module_imports_and_asking_for_it_says_what_is_missing(house: Path
     assert "left out of this installation" in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tests", TESTS)
 def test_its_tests_pass(house: Path, tests: str) -> None:
     # nbval imports for seconds, and there is no notebook.

@@ -33,13 +33,7 @@ from tests import selection
 from tests.house.source import put_into
 from tests.isolation import ROOT
 from tests.lanes import builds
-from tests.lanes.environment import (
-    HOME,
-    Environment,
-    MissingPackages,
-    MissingPython,
-    check_shared,
-)
+from tests.lanes.environment import HOME, Environment, MissingPackages, MissingPython, check_shared
 from tests.lanes.lanes import LANES, TURNS, Lane
 
 RECORDS = ROOT / "benchmarks" / "results" / "lanes"
@@ -106,17 +100,13 @@ def _pretend_tpu(environment: Environment) -> None:
         f"{str(ROOT)!r}), __import__('tests.tpu.pretended', fromlist=['x']).install(), "
         "sys.path.remove({root!r}))\n".format(root=str(ROOT))
     )
-    if environment.run("-m", "tests.tpu.recorded_host", _host_folder(environment)):
+    if environment.run("-m", "tests.tpu.recorded_host", environment.folder.parent / "host"):
         raise RuntimeError("the files of the recorded TPU host could not be written")
-
-
-def _host_folder(environment: Environment) -> Path:
-    return environment.folder.parent / "host"
 
 
 def _variables(lane: Lane, environment: Environment) -> dict[str, str]:
     """The variables of a lane's tests and notebooks."""
-    pretended = {_PRETENDED: "1", _HOST: str(_host_folder(environment))}
+    pretended = {_PRETENDED: "1", _HOST: str(environment.folder.parent / "host")}
     return {**dict(lane.variables), **(pretended if lane.pretends_tpu else {})}
 
 
@@ -140,16 +130,16 @@ def _builds(name: str, lane: Lane, environment: Environment) -> None:
     tools = Environment(environment.folder.parent / "tools")
     tools.create(lane.python)
     tools.install(*builds.TOOLS)
-    built = builds.build(environment.folder.parent / "dist", tools)
-    if faults := builds.faults(built):
+    sdist, wheel = builds.build(environment.folder.parent / "dist", tools)
+    if faults := builds.faults(sdist, wheel):
         raise RuntimeError("\n".join(faults))
     tools.remove()
     environment.create(lane.python)
-    environment.install("--constraint", CONSTRAINTS / "cpu.txt", built.sdist, *lane.packages)
+    environment.install("--constraint", CONSTRAINTS / "cpu.txt", sdist, *lane.packages)
     _launch(environment)
-    environment.install("--reinstall", "--no-deps", built.wheel)
+    environment.install("--reinstall", "--no-deps", wheel)
     _launch(environment)
-    built.unpack_tests(environment.folder.parent / "unpacked")
+    builds.unpack_tests(sdist, environment.folder.parent / "unpacked")
 
 
 def _launch(environment: Environment) -> None:
@@ -192,13 +182,13 @@ def run_tests(
     asked = ["-m", "pytest", *options, *lane.tests]
     status = environment.run(*asked, cwd=cwd, variables=_variables(lane, environment))
     suite = ET.parse(report).getroot().find("testsuite")
-    count = {key: int(suite.get(key, 0)) if suite is not None else 0 for key in _COUNTED}
-    bad = count["failures"] + count["errors"]
-    passed = count["tests"] - bad - count["skipped"]
-    return status == 0, {"passed": passed, "failed": bad, "skipped": count["skipped"]}
-
-
-_COUNTED = ("tests", "failures", "errors", "skipped")
+    kinds = ("tests", "failures", "errors", "skipped")
+    total, failures, errors, skipped = (
+        int(suite.get(kind, 0)) if suite is not None else 0 for kind in kinds
+    )
+    failed = failures + errors
+    counts = {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+    return status == 0, counts
 
 
 def run_notebooks(environment: Environment, lane: Lane) -> bool:

@@ -11,51 +11,40 @@ from pathlib import Path
 from tests.isolation import ROOT
 from tests.lanes.environment import Environment
 
-__all__ = ["Builds", "build", "faults"]
-
 TOOLS = ("build", "twine")
 
 
-class Builds:
-    """What was built."""
-
-    def __init__(self, folder: Path) -> None:
-        (self.sdist,) = folder.glob("*.tar.gz")
-        (self.wheel,) = folder.glob("*.whl")
-
-    def unpack_tests(self, folder: Path) -> Path:
-        """Unpack the sdist without the package itself, so that tests find the installed one."""
-        with tarfile.open(self.sdist) as archive:
-            kept = [one for one in archive.getmembers() if one.name.split("/")[1] != "nbaccel"]
-            archive.extractall(folder, kept)
-        (unpacked,) = folder.iterdir()
-        return unpacked
-
-
-def build(folder: Path, tools: Environment) -> Builds:
-    """Build both, the wheel from the sdist, and have twine look at them."""
+def build(folder: Path, tools: Environment) -> tuple[Path, Path]:
+    """Build sdist and wheel, the wheel from the sdist, and have twine look at them."""
     python = [tools.python, "-m"]
     subprocess.run([*python, "build", "--outdir", folder, ROOT], check=True, capture_output=True)
-    builds = Builds(folder)
-    checked = [*python, "twine", "check", "--strict", builds.sdist, builds.wheel]
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    checked = [*python, "twine", "check", "--strict", sdist, wheel]
     subprocess.run(checked, check=True, stdout=sys.stderr)
-    return builds
+    return sdist, wheel
 
 
-def faults(builds: Builds) -> list[str]:
+def unpack_tests(sdist: Path, folder: Path) -> None:
+    """Unpack the sdist without the package itself, so that tests find the installed one."""
+    with tarfile.open(sdist) as archive:
+        kept = [one for one in archive.getmembers() if one.name.split("/")[1] != "nbaccel"]
+        archive.extractall(folder, kept)
+
+
+def faults(sdist: Path, wheel: Path) -> list[str]:
     """What is missing in them, and what should not be there."""
-    wheel = set(zipfile.ZipFile(builds.wheel).namelist())
-    with tarfile.open(builds.sdist) as archive:
-        sdist = {name.partition("/")[2] for name in archive.getnames()}
+    in_wheel = set(zipfile.ZipFile(wheel).namelist())
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "nbaccel").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    strange = {name for name in wheel if not name.split("/")[0].startswith(("nbaccel", "nbaccel-"))}
+    strange = {name for name in in_wheel if not name.startswith("nbaccel")}
     beside = {"pyproject.toml", "README.md", "LICENSE", "tests/conftest.py", "constraints/cpu.txt"}
     return [
-        *(f"not in the wheel: {name}" for name in sorted(wanted - wheel)),
+        *(f"not in the wheel: {name}" for name in sorted(wanted - in_wheel)),
         *(f"in the wheel, and no part of nbaccel: {name}" for name in sorted(strange)),
-        *(f"not in the sdist: {name}" for name in sorted((wanted | beside) - sdist)),
+        *(f"not in the sdist: {name}" for name in sorted((wanted | beside) - in_sdist)),
     ]

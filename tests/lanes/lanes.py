@@ -57,42 +57,24 @@ _FEW_THREADS = (("OMP_NUM_THREADS", "1"), ("TF_CPP_MIN_LOG_LEVEL", "2"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """One set of versions.
-
-    Attributes:
-        python: Which Python.
-        title: Whose versions these are.
-        source: What is installed: the checkout, on top of the versions in constraints/NAME.txt; the
-            sdist and the wheel that are built from it; or what `binder/` installs.
-        extras: Of nbaccel, with the checkout.
-        tests: Files of tests.
-        notebooks: Notebooks that are run from beginning to end.
-        with_nbval: Whether nbval runs its notebooks, as in `make test`: it compares outputs that
-            are marked for that.
-        packages: What is installed beside nbaccel.
-        operations: Whether DeepSpeed's C++ operations are built before.
-        variables: Of the environment of its tests and notebooks.
-        pretends_tpu: Whether its processes have two pretended chips (`tests/tpu/pretended.py`).
-        shared_python: Whether Python has to be built with a shared library.
-        may_be_missing: Whether its packages are not in every index: where one is missing, the lane
-            is skipped instead of failing.
-        front_end: Where a browser shows it; none where kernels alone are asked.
-    """
+    """One set of versions."""
 
     python: str
     title: str
+    # The checkout, on top of the versions in constraints/NAME.txt; the sdist and the wheel that are
+    # built from it; or what `binder/` installs.
     source: Literal["checkout", "builds", "binder"] = "checkout"
-    extras: str = "notebook"
+    extras: str = "notebook"  # of nbaccel, with the checkout
     tests: tuple[str, ...] = ()
     notebooks: tuple[str, ...] = ()
-    with_nbval: bool = False
-    packages: tuple[str, ...] = _TOOLS
-    operations: bool = False
+    with_nbval: bool = False  # compares outputs that are marked for that, as `make test` does
+    packages: tuple[str, ...] = _TOOLS  # beside nbaccel
+    operations: bool = False  # whether DeepSpeed's C++ operations are built before
     variables: tuple[tuple[str, str], ...] = ()
-    front_end: str = "kernel alone"
-    pretends_tpu: bool = False
-    shared_python: bool = False
-    may_be_missing: bool = False
+    front_end: str = "kernel alone"  # or where a browser shows it
+    pretends_tpu: bool = False  # two pretended chips (`tests/tpu/pretended.py`)
+    shared_python: bool = False  # whether Python has to be built with a shared library
+    may_be_missing: bool = False  # not every index has its packages: without them it is skipped
 
 
 LANES: dict[str, Lane] = {
@@ -161,10 +143,7 @@ LANES: dict[str, Lane] = {
         packages=(*_TOOLS, "ipywidgets"),
     ),
     "binder": Lane(
-        python="3.11",
-        title="`binder/`, installed",
-        source="binder",
-        notebooks=_NOTEBOOKS[:1],
+        python="3.11", title="`binder/`, installed", source="binder", notebooks=_NOTEBOOKS[:1]
     ),
     # Both drivers compute on the processor here. Nothing of this was run on a TPU.
     "torch_tpu": Lane(

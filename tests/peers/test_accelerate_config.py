@@ -10,7 +10,6 @@ import pytest
 from nbaccel.config import Fp8Config, RunConfig, load_config_file
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from nbaccel.plan.topology import run_variables
-from tests.needs import DEEPSPEED_ROW
 
 config_args = pytest.importorskip("accelerate.commands.config.config_args")
 launch = pytest.importorskip("accelerate.commands.launch")
@@ -73,14 +72,8 @@ def launched_variables(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("settings", "plugin"),
     [
-        (
-            {"distributed_type": "FSDP", "fsdp_config": SHARDED_1},
-            FullyShardedDataParallelPlugin,
-        ),
-        (
-            {"distributed_type": "FSDP", "fsdp_config": SHARDED_2},
-            FullyShardedDataParallelPlugin,
-        ),
+        ({"distributed_type": "FSDP", "fsdp_config": SHARDED_1}, FullyShardedDataParallelPlugin),
+        ({"distributed_type": "FSDP", "fsdp_config": SHARDED_2}, FullyShardedDataParallelPlugin),
         ({"distributed_type": "MULTI_GPU", "dynamo_config": COMPILED}, TorchDynamoPlugin),
     ],
     ids=["FSDP 1", "FSDP 2", "compilation"],
@@ -113,36 +106,6 @@ def test_eight_bits_in_the_words_of_its_questions(tmp_path):
         amax_history_len=32,
         override_linear_precision=(True, False, False),
     )
-
-
-@DEEPSPEED_ROW
-def test_zero_on_two_machines(tmp_path):
-    path = written(
-        tmp_path,
-        distributed_type="DEEPSPEED",
-        num_processes=8,
-        num_machines=2,
-        machine_rank=1,
-        main_process_ip="10.0.0.1",
-        main_process_port=29500,
-        mixed_precision="bf16",
-        deepspeed_config={
-            "zero_stage": 2,
-            "offload_optimizer_device": "cpu",
-            "offload_param_device": "none",
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 1.0,
-            "zero3_init_flag": False,
-            "deepspeed_multinode_launcher": "standard",
-        },
-    )
-    config = load_config_file(path).config
-    assert (config.num_processes, config.num_nodes, config.node_rank) == (4, 2, 1)
-    assert (config.zero_stage, config.gradient_accumulation_steps) == (2, 2)
-    assert config.deepspeed == {
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-    }
 
 
 def test_its_basic_file_is_read(tmp_path, monkeypatch):

@@ -13,11 +13,7 @@ from torch.utils.data import DataLoader
 
 import nbaccel
 from nbaccel import data_loader
-from nbaccel.data_loader import (
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    SkipDataLoader,
-)
+from nbaccel.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from nbaccel.errors import ConfigError
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.scheduler import AcceleratedScheduler
@@ -49,9 +45,7 @@ def theirs() -> Any:
     ],
 )
 @pytest.mark.parametrize("name", ["DataLoaderShard", "DataLoaderDispatcher"])
-def test_a_loader_made_by_hand_reads_as_accelerates(
-    theirs: Any, name: str, arguments: dict[str, Any]
-) -> None:
+def test_a_loader_made_by_hand_reads_as_accelerates(theirs, name, arguments):
     mine = getattr(data_loader, name)(torch.arange(10), **arguments)
     other = getattr(theirs, name)(torch.arange(10), **arguments)
     batches = [batch.tolist() for batch in mine]
@@ -63,12 +57,9 @@ def test_a_loader_made_by_hand_reads_as_accelerates(
     assert isinstance(mine, getattr(data_loader, name))
 
 
-def test_the_last_batch_of_a_loader_made_by_hand_is_known(theirs: Any) -> None:
+def test_loaders_made_by_hand_know_their_last_batch_and_skip_in_every_epoch(theirs):
     loader = DataLoaderShard(torch.arange(5), batch_size=2)
     assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
-
-
-def test_a_skipping_loader_skips_in_every_epoch(theirs: Any) -> None:
     mine, other = (
         module.SkipDataLoader(range(16), batch_size=4, skip_batches=2)
         for module in (data_loader, theirs)
@@ -78,19 +69,10 @@ def test_a_skipping_loader_skips_in_every_epoch(theirs: Any) -> None:
     assert isinstance(mine, SkipDataLoader)
 
 
-def test_a_mesh_is_refused_by_its_value() -> None:
-    for make in (DataLoaderShard, DataLoaderDispatcher, data_loader.prepare_data_loader):
-        loader: Any = DataLoader(range(4))
-        with pytest.raises(ConfigError, match=r"torch_device_mesh=tp.*Leave torch_device_mesh out"):
-            make(loader, torch_device_mesh="tp")
-
-
 @pytest.mark.parametrize("dispatch_batches", [None, True, False])
 @pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("skips", [True, False])
-def test_what_prepare_returns_is_an_instance_of_their_classes(
-    dispatch_batches: bool | None, stateful: bool, skips: bool
-) -> None:
+def test_what_prepare_returns_is_an_instance_of_their_classes(dispatch_batches, stateful, skips):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     accelerator = nbaccel.Accelerator(
@@ -113,7 +95,7 @@ def test_what_prepare_returns_is_an_instance_of_their_classes(
     assert not isinstance(DataLoader(range(2)), DataLoaderShard)
 
 
-def test_an_optimizer_and_a_scheduler_made_by_hand_step() -> None:
+def test_optimizers_schedulers_and_profilers_made_by_hand_work_and_a_mesh_is_refused():
     model = nn.Linear(2, 1)
     plain = torch.optim.SGD(model.parameters(), lr=0.5)
     optimizer = AcceleratedOptimizer(plain, True, None)
@@ -130,9 +112,6 @@ def test_an_optimizer_and_a_scheduler_made_by_hand_step() -> None:
     waits_for_torchs = AcceleratedScheduler(schedule, [plain], False, True)
     waits_for_torchs.step()
     assert waits_for_torchs.get_last_lr() == [0.125]
-
-
-def test_a_profiler_is_built_from_its_settings() -> None:
     options = {"wait": 0, "warmup": 1, "active": 1, "repeat": 1}
     settings = ProfileKwargs(activities=["cpu"], record_shapes=True, schedule_option=options)
     with settings.build() as profiler:
@@ -142,14 +121,16 @@ def test_a_profiler_is_built_from_its_settings() -> None:
     assert isinstance(ProfileKwargs().build(), torch.profiler.profile)
     with pytest.raises(ConfigError, match=r"\['gpu'\].*Give some of cpu, cuda"):
         ProfileKwargs(activities=["gpu"]).build()
+    for make in (DataLoaderShard, DataLoaderDispatcher, data_loader.prepare_data_loader):
+        loader: Any = DataLoader(range(4))
+        with pytest.raises(ConfigError, match=r"torch_device_mesh=tp.*Leave torch_device_mesh out"):
+            make(loader, torch_device_mesh="tp")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @isolated
-def test_the_state_of_a_stateful_loader_is_torchdatas_and_each_can_load_the_others(
-    num_workers: int,
-) -> None:
+def test_the_state_of_a_stateful_loader_is_torchdatas_and_each_can_load_the_others(num_workers):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def make() -> Any:

@@ -40,15 +40,22 @@ def build_model() -> Any:
 
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
             features, labels = batch
-            return (self.layer(features) - labels).square().mean()
+            loss = (self.layer(features) - labels).square().mean()
+            self.log("train_loss", loss, prog_bar=True)
+            return loss
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("val_loss", self.layer(batch[0]).mean())
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
         def train_dataloader(self) -> Any:
             torch.manual_seed(0)
-            data = [(torch.randn(2), torch.randn(1)) for _ in range(32)]
+            data = [(torch.randn(2), torch.randn(1)) for _ in range(24)]
             return torch.utils.data.DataLoader(data, batch_size=4)
+
+        val_dataloader = train_dataloader
 
     return Regression()
 
@@ -72,16 +79,11 @@ def test_several_workers_refuse_to_call_it() -> None:
         ):
             with pytest.raises(ConfigError, match=f"(?s){built_for}.*{REMEDY}"):
                 notebook_launcher(function, args, 2, timeout=60)
-
-
-@pytest.mark.slow
-@isolated(timeout_s=300)
-def test_the_other_package_is_known_too() -> None:
     import pytorch_lightning
 
     trainer = pytorch_lightning.Trainer(**QUIET, devices=1)
     with pytest.raises(ConfigError, match=r"trainer\.validate\(\) cannot be called in 2 workers"):
-        notebook_launcher(trainer.validate, (build_model(),), 2, timeout=60)
+        notebook_launcher(trainer.validate, (model,), 2, timeout=60)
 
 
 def built_inside(model: Any, trainer: Any = None) -> tuple[int, int, float]:
@@ -105,6 +107,10 @@ def test_what_is_built_in_the_workers_trains() -> None:
         found = notebook_launcher(built_inside, (model,), 2, start_method=start_method, timeout=200)
         total = model.layer.weight.sum().item()
         assert list(found) == [(2, 3, total), (2, 3, total)]
+        facts = found.report().facts
+        assert set(facts.metric_names) == {"train_loss", "val_loss"}
+        assert [len(facts.curves[name][0]) for name in ("train_loss", "val_loss")] == [3, 1]
+        assert [figures.steps for figures in facts.ranks] == [3, 3]
 
 
 @isolated(timeout_s=300)

@@ -70,12 +70,9 @@ def public(module):
     }
 
 
-def test_every_name_of_the_package_itself_is_there():
+def test_every_name_of_the_package_itself_and_of_its_utils_is_there():
     missing = public(accelerate) - {"find_executable_batch_size"} - set(nbaccel.__all__)
     assert not missing
-
-
-def test_every_name_of_its_utils_is_there():
     missing = public(importlib.import_module("accelerate.utils")) - set(utils.__all__)
     assert not missing
 
@@ -138,7 +135,7 @@ def test_everything_public_can_be_sent_to_workers(name):
         assert not callable(value) or pickle.loads(pickle.dumps(value)) is value, public_name
 
 
-def test_such_a_name_can_be_subclassed_and_compared_with():
+def test_what_is_still_to_come_can_be_subclassed_and_says_what_to_do_instead():
     hook = missing_name_of("prepare_pippy", PIPELINE_PARALLELISM, __name__)
     own = type("Own", (hook,), {})
     assert not isinstance(3, hook)

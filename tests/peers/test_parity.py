@@ -115,22 +115,19 @@ def train_all(library: str) -> Trained:
     return {case: train(library, case) for case in CASES}
 
 
-def both(num_processes: int) -> dict[str, list[Trained]]:
-    if num_processes == 1:  # a bare cell
-        return {library: [train_all(library)] for library in ("nbaccel", "accelerate")}
-    return {
-        library: list(notebook_launcher(train_all, (library,), num_processes=num_processes))
-        for library in ("nbaccel", "accelerate")
-    }
-
-
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2 processes"])
 def trained(request: pytest.FixtureRequest) -> Iterator[dict[str, list[Trained]]]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.setenv("OMP_NUM_THREADS", "1")  # or Accelerate sets the threads, with a warning
-        yield both(request.param)
+        yield {
+            # One process: a bare cell.
+            library: [train_all(library)]
+            if request.param == 1
+            else list(notebook_launcher(train_all, (library,), num_processes=2))
+            for library in ("nbaccel", "accelerate")
+        }
     torch.set_num_threads(threads)
 
 

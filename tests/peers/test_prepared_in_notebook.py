@@ -36,10 +36,7 @@ def test_a_loader_is_shared_out_anew(start_method: str) -> None:
 
 def test_a_loader_that_each_rank_would_read_whole_is_refused() -> None:
     prepared = Accelerator(cpu=True).prepare(ten())
-
-    def read(loader: Any) -> int:
-        return len(list(loader))
-
+    read = lambda loader: len(list(loader))  # noqa: E731
     with pytest.raises(ConfigError, match=r"prepared in one process and is read by 2.*prepare\(\)"):
         notebook_launcher(read, (prepared,), 2)
     assert list(notebook_launcher(read, (prepared,), 1)) == [5]
@@ -117,8 +114,15 @@ def built_inside(folder: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-@isolated
-def test_it_trains_as_one_that_was_built_in_the_workers() -> None:
+@isolated(timeout_s=600)
+def test_it_trains_as_one_that_was_built_in_the_workers_also_after_an_evaluation() -> None:
+    """Accelerate's mark on the model must not travel: each rank would train one of its own."""
+
+    def train(trainer: Any) -> tuple[str, float]:
+        trainer.train()
+        first = next(trainer.model.parameters())
+        return type(trainer.model_wrapped).__name__, float(first.detach().sum())
+
     with tempfile.TemporaryDirectory() as folder:
         expected = notebook_launcher(built_inside, (folder,), 2)[0]
         for start_method in ("template", "fork"):
@@ -128,21 +132,6 @@ def test_it_trains_as_one_that_was_built_in_the_workers() -> None:
             )
             assert [out.global_step for out in found] == [4, 4]
             assert [p.sum().item() for p in trainer.model.parameters()] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-@isolated
-def test_it_trains_all_ranks_together_after_it_has_evaluated_in_the_notebook() -> None:
-    """Accelerate's mark on the model must not travel: each rank would train one of its own."""
-
-    def train(trainer: Any) -> tuple[str, float]:
-        trainer.train()
-        first = next(trainer.model.parameters())
-        return type(trainer.model_wrapped).__name__, float(first.detach().sum())
-
-    with tempfile.TemporaryDirectory() as folder:
-        for start_method in ("template", "fork"):
             trainer = build(folder)
             trainer.evaluate()
             for _ in range(2):

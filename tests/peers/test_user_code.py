@@ -9,8 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import notebook_launcher
-from tests.isolation import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -319,8 +316,7 @@ def sharded(folder: Path) -> Any:
     accelerator = Accelerator(fsdp_plugin=plugin)
     torch.manual_seed(2)
     model = nn.Sequential(
-        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-        nn.Linear(8, 3),
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.Linear(8, 3)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(
@@ -343,13 +339,7 @@ def sharded(folder: Path) -> Any:
     return losses, shapes if accelerator.is_main_process else None
 
 
-BODIES = (
-    text_classification,
-    checkpoints_by_epoch_and_step,
-    own_tracker,
-    generative_pair,
-    sharded,
-)
+BODIES = (text_classification, checkpoints_by_epoch_and_step, own_tracker, generative_pair, sharded)
 LIBRARIES = ("accelerate", "nbaccel")
 
 # --------------------------------------------------------------------- with both libraries
@@ -411,48 +401,3 @@ def results(
 def test_only_the_import_is_changed_and_the_results_are_the_same(results: Any, body: Any) -> None:
     mine, theirs = ([found[body.__name__] for found in results[lib]] for lib in reversed(LIBRARIES))
     assert mine == theirs
-
-
-# --------------------------------------------------------------------- as scripts
-
-# A plain script of DDP and gloo sometimes ends so, without any library: threads of torch are still
-# there when the interpreter goes. nbaccel's own launchers leave their workers in another way.
-TORCHS_ABORT = "terminate called without an active exception"
-
-
-def as_script(body: Callable[..., Any], folder: Path) -> Path:
-    """A file as a user has it: imports, helpers, the body, and a call of it."""
-    parts = [
-        "import os\nfrom pathlib import Path\nfrom typing import Any\n\nimport torch\n"
-        "from torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n",
-        *(inspect.getsource(helper) for helper in (rows, classifier, numbers)),
-        source(body, "nbaccel"),
-        f"if __name__ == '__main__':\n    {body.__name__}(Path({str(folder)!r}))\n"
-        "    print('finished')\n",
-    ]
-    script = folder / f"{body.__name__}.py"
-    script.write_text("\n\n".join(parts))
-    return script
-
-
-@pytest.mark.parametrize("body", [text_classification, checkpoints_by_epoch_and_step])
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_as_a_script_it_runs_and_ends_without_a_complaint(
-    body: Any, num_processes: int, tmp_path: Path
-) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if num_processes > 1 else []), as_script(body, tmp_path)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.stdout.count("finished") == num_processes, done.stderr
-    if TORCHS_ABORT in done.stderr:
-        return
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    assert "Warning" not in done.stderr, done.stderr

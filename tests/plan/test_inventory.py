@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import psutil
@@ -9,27 +8,11 @@ import pytest
 
 from nbaccel.base import env
 from nbaccel.plan.inspecting import Limits, inspect_machine, read_limits
-from nbaccel.plan.inventory import Gpu
-
-T4 = Gpu(
-    index=0,
-    name="Tesla T4",
-    total_bytes=2**34,
-    free_bytes=2**33,
-    compute_capability=(7, 5),
-    uuid="GPU-1",
-)
+from tests.programs import run_program
 
 
-def run(code, *, timeout_s=800, environ=None):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        env=environ,
-    )
+def run(code, environ=None):
+    return run_program([sys.executable, "-c", code], check=False, env=environ)
 
 
 def test_what_is_found_fits_the_machine():
@@ -41,29 +24,9 @@ def test_what_is_found_fits_the_machine():
     assert found.platform == sys.platform
     assert found.python_version == ".".join(map(str, sys.version_info[:3]))
     assert found.front_end == "none"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux has fork, memfd and /dev/shm")
-def test_linux_has_what_launching_needs():
-    found = inspect_machine()
     assert found.fork_supported
     assert found.memfd_supported
     assert found.shm_bytes == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
-
-
-def test_affinity_is_respected():
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one core only")
-    done = run(
-        "import os\n"
-        "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])\n"
-        "from nbaccel.plan import inspect_machine\n"
-        "assert inspect_machine().cpu_cores == 1\n"
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_torch_version_is_read_without_torch():
     import torch
 
     assert inspect_machine().torch_version == torch.__version__
@@ -77,7 +40,9 @@ def num_threads():
     return len(os.listdir("/proc/self/task"))
 
 assert num_threads() == 1
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 found = inspect_machine()
+assert found.cpu_cores == 1
 assert num_threads() == threading.active_count() == 1, "inspecting started a thread"
 assert "torch" not in sys.modules, "inspecting imported torch"
 with open("/proc/self/maps") as maps:
@@ -137,22 +102,8 @@ GIB = 2**30
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 
 
-@pytest.fixture
-def machine(tmp_path):
-    """Writes files under a made-up root and reads the limits there."""
-
-    def build(files):
-        for name, text in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return read_limits(tmp_path)
-
-    return build
-
-
-def test_version_2(machine):
-    limits = machine(
+GROUPS = {
+    "version 2": (
         {
             "proc/self/cgroup": "0::/job\n",
             "proc/self/mountinfo": V2_MOUNT,
@@ -160,13 +111,10 @@ def test_version_2(machine):
             "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
             "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
             "sys/fs/cgroup/job/memory.stat": f"anon {GIB}\nfile {2 * GIB}\ninactive_file {GIB}\n",
-        }
-    )
-    assert limits == Limits(cpu_cores=1.5, memory_bytes=4 * GIB, memory_free_bytes=2 * GIB)
-
-
-def test_a_group_above_may_be_tighter(machine):
-    limits = machine(
+        },
+        Limits(cpu_cores=1.5, memory_bytes=4 * GIB, memory_free_bytes=2 * GIB),
+    ),
+    "a group above is tighter": (
         {
             "proc/self/cgroup": "0::/pod/job\n",
             "proc/self/mountinfo": V2_MOUNT,
@@ -176,13 +124,10 @@ def test_a_group_above_may_be_tighter(machine):
             "sys/fs/cgroup/pod/memory.max": f"{GIB}\n",
             "sys/fs/cgroup/pod/memory.current": "0\n",
             "sys/fs/cgroup/cpu.max": "400000 100000\n",
-        }
-    )
-    assert limits == Limits(cpu_cores=2.0, memory_bytes=GIB, memory_free_bytes=GIB)
-
-
-def test_version_1(machine):
-    limits = machine(
+        },
+        Limits(cpu_cores=2.0, memory_bytes=GIB, memory_free_bytes=GIB),
+    ),
+    "version 1": (
         {
             "proc/self/cgroup": "4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n0::/\n",
             "proc/self/mountinfo": (
@@ -200,25 +145,32 @@ def test_version_1(machine):
                 f"inactive_file 5\ntotal_inactive_file {GIB // 2}\n"
             ),
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        }
-    )
-    assert limits == Limits(cpu_cores=3.0, memory_bytes=2 * GIB, memory_free_bytes=GIB + GIB // 2)
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {"proc/self/cgroup": "0::/\n"},
-        {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2_MOUNT},
+        },
+        Limits(cpu_cores=3.0, memory_bytes=2 * GIB, memory_free_bytes=GIB + GIB // 2),
+    ),
+    "absent": ({}, Limits()),
+    "without a mount": ({"proc/self/cgroup": "0::/\n"}, Limits()),
+    "empty": ({"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2_MOUNT}, Limits()),
+    "odd": (
         {"proc/self/cgroup": "nonsense\n::\n", "proc/self/mountinfo": "nonsense\n - \n"},
+        Limits(),
+    ),
+    "odd numbers": (
         {
             "proc/self/cgroup": "0::/\n",
             "proc/self/mountinfo": V2_MOUNT,
             "sys/fs/cgroup/cpu.max": "",
             "sys/fs/cgroup/memory.max": "soon",
         },
-    ],
-)
-def test_what_is_absent_or_odd_limits_nothing(machine, files):
-    assert machine(files) == Limits()
+        Limits(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_limits_of_control_groups(tmp_path, name):
+    files, limits = GROUPS[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert read_limits(tmp_path) == limits

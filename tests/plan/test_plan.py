@@ -39,7 +39,7 @@ def test_the_headline(settings, line):
     assert str(plan) == plan.explain()
 
 
-def test_the_table_is_aligned_and_complete():
+def test_the_table_is_aligned_complete_and_long_reasons_go_on_under_themselves():
     plan = plan_of(num_processes=16, mixed_precision="fp16")
     lines = plan.explain().splitlines()
 
@@ -54,18 +54,12 @@ def test_the_table_is_aligned_and_complete():
     assert len(plan.warnings) == 2
     assert all(len(line) <= 100 for line in lines)
     assert all(line == line.rstrip() for line in lines)
-
-
-def test_a_long_reason_goes_on_under_itself():
     plan = plan_of(num_processes=2)
     long = dataclasses.replace(plan, choices=(Choice("device", "cpu", "because " * 30),))
     lines = long.explain().splitlines()[2:]
     column = lines[0].index("why")
     assert len(lines) > 3
     assert all(line[:column].strip() == "" for line in lines[2:])
-
-
-def test_without_warnings_nothing_is_said_of_them():
     assert "Warnings" not in plan_of(num_processes=2).explain()
 
 
@@ -78,18 +72,13 @@ def test_another_start_method_replaces_the_choice():
     assert "forked from this process" in other.headline()
     assert [choice.name for choice in other.choices] == [choice.name for choice in plan.choices]
     assert plan.start_method == "template"
+    for method in ("spawn", "auto", "inline"):
+        with pytest.raises(ConfigError, match=f"start_method.*{method}"):
+            plan.with_start_method(method, "because")
 
 
-@pytest.mark.parametrize("method", ["spawn", "auto", "inline"])
-def test_a_start_method_that_cannot_serve_is_refused(method):
-    with pytest.raises(ConfigError, match=f"start_method.*{method}"):
-        plan_of(num_processes=2).with_start_method(method, "because")
-
-
-def of_nodes(
-    workers_per_node: list[int], *, master_addr: str = "127.0.0.1", master_port: int = 1234
-) -> tuple[Topology, ...]:
-    return Topology.of_hosts(workers_per_node, master_addr=master_addr, master_port=master_port)
+def of_nodes(workers_per_node: list[int]) -> tuple[Topology, ...]:
+    return Topology.of_hosts(workers_per_node, master_addr="127.0.0.1", master_port=1234)
 
 
 def test_ranks_follow_the_nodes():
@@ -100,7 +89,7 @@ def test_ranks_follow_the_nodes():
     assert not any(worker.is_main for worker in workers)
 
 
-def test_variables_of_a_worker_on_one_machine():
+def test_variables_of_a_worker_respect_the_users_interface_and_other_nodes():
     worker = of_nodes([2])[1]
 
     assert worker.variables(mixed_precision="bf16", device="cpu", environ={}) == {
@@ -120,16 +109,10 @@ def test_variables_of_a_worker_on_one_machine():
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-
-
-def test_the_users_interface_and_other_nodes_are_respected():
     one = Topology(master_port=1).variables(environ={"GLOO_SOCKET_IFNAME": "eth0"})
     assert "GLOO_SOCKET_IFNAME" not in one
     assert one["NCCL_SOCKET_IFNAME"] == "lo"
 
     two = of_nodes([1, 1])[0].variables(environ={})
     assert not [name for name in two if name.endswith("IFNAME")]
-
-
-def test_a_gpu_run_does_not_force_the_cpu():
     assert "ACCELERATE_USE_CPU" not in Topology(master_port=1).variables(device="cuda", environ={})

@@ -8,15 +8,14 @@ from nbaccel.errors import InternalError, PlatformUnsupported
 from nbaccel.plan import registry
 
 
-def test_a_device_comes_by_name():
+def test_devices_strategies_and_precisions_come_by_name_and_others_are_a_bug():
     found = registry.device("cpu")
     assert isinstance(found, Device)
     assert found.name == "cpu"
-
-
-def test_a_strategy_and_a_precision_come_by_name():
     assert registry.strategy("single").name == "single"
     assert registry.precision("bf16").name == "bf16"
+    with pytest.raises(InternalError, match="'npu'"):
+        registry.device("npu")
 
 
 def test_a_backend_of_fp8_comes_by_name_and_a_missing_one_is_told(monkeypatch):
@@ -26,8 +25,3 @@ def test_a_backend_of_fp8_comes_by_name_and_a_missing_one_is_told(monkeypatch):
     assert registry.precision("fp8", device_name="cpu").__name__ == "NativeFp8"
     with pytest.raises(PlatformUnsupported, match=r"'fp8'.*torchao, which is not installed.*bf16"):
         registry.precision("fp8", Fp8Config(backend="ao"))
-
-
-def test_an_unknown_name_is_a_bug():
-    with pytest.raises(InternalError, match="'npu'"):
-        registry.device("npu")

@@ -52,7 +52,7 @@ def reason_of(plan, name):
     return choice.reason
 
 
-def test_the_default_on_a_cpu_is_one_worker_here():
+def test_the_default_is_one_worker_here_or_one_for_each_gpu():
     plan = plan_of()
 
     assert (plan.device, plan.num_processes, plan.start_method) == ("cpu", 1, "inline")
@@ -62,9 +62,6 @@ def test_the_default_on_a_cpu_is_one_worker_here():
     assert "NVML: no driver" in reason_of(plan, "device")
     assert "num_processes=2" in reason_of(plan, "num_processes")
     assert "4 cores" in reason_of(plan, "num_processes")
-
-
-def test_the_default_with_gpus_is_one_worker_each():
     plan = plan_of(with_gpus(2))
 
     assert (plan.device, plan.num_processes, plan.start_method) == ("cuda", 2, "template")
@@ -91,22 +88,19 @@ def test_every_choice_has_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("settings", "method"),
+    ("num_processes", "settings", "method"),
     [
-        ({"num_processes": 1}, "inline"),
-        ({"num_processes": 1, "start_method": "inline"}, "inline"),
-        ({"num_processes": 1, "start_method": "fork"}, "fork"),
-        ({"num_processes": 1, "start_method": "template"}, "template"),
-        ({"num_processes": 2}, "template"),
-        ({"num_processes": 2, "start_method": "fork"}, "fork"),
-        ({"num_processes": 1, "max_restarts": 1}, "template"),
-        ({"num_processes": 2, "max_restarts": 1, "start_method": "fork"}, "fork"),
-        ({"num_processes": 1, "num_nodes": 2, "master_addr": "10.0.0.1"}, "template"),
+        (1, {"start_method": "fork"}, "fork"),
+        (1, {"start_method": "template"}, "template"),
+        (2, {}, "template"),
+        (2, {"start_method": "fork"}, "fork"),
+        (1, {"max_restarts": 1}, "template"),
+        (2, {"max_restarts": 1, "start_method": "fork"}, "fork"),
+        (1, {"num_nodes": 2, "master_addr": "10.0.0.1"}, "template"),
     ],
 )
-def test_the_start_method(settings, method):
-    plan = plan_of(**settings)
-    assert plan.start_method == method
+def test_the_start_method(num_processes, settings, method):
+    assert plan_of(num_processes=num_processes, **settings).start_method == method
 
 
 WITH_TORCH_FOR_CPUS = dataclasses.replace(with_gpus(1), torch_version="2.13.0+cpu")
@@ -173,17 +167,14 @@ def test_what_trains_otherwise_than_one_might_think_is_warned_of(machine, settin
     assert all(part in warning for part in said), warning
 
 
-def test_where_all_is_well_nothing_is_warned_of():
+def test_where_all_is_well_nothing_is_warned_of_and_settings_that_nobody_reads_are_told():
     assert plan_of(with_gpus(1, (8, 0)), mixed_precision="bf16").warnings == ()
     assert plan_of(with_gpus(1, (8, 9)), mixed_precision="fp8", fp8="native").warnings == ()
     assert plan_of(with_gpus(2), device="cpu", num_processes=2).warnings == ()
-
-
-def test_one_process_drives_all_chips_by_spmd_with_torch_xla_alone():
-    driver = dataclasses.replace(TPU.tpu, torch_tpu="", torch_xla="2.9.0")
-    machine = dataclasses.replace(TPU, tpu=driver, torch_version="2.9.0")
-    plan = plan_of(machine, strategy="spmd")
-    assert (plan.num_processes, plan.strategy) == (1, "spmd")
+    fp8 = {"backend": "native", "opt_level": "O1", "amax_history_len": 16}
+    warnings = plan_of(with_gpus(1, (9, 0)), mixed_precision="fp8", fp8=fp8).warnings
+    assert "fp8.opt_level='O1' has no effect: native does not read it." in warnings
+    assert any("amax_history_len=16 has no effect with recipe='current'" in w for w in warnings)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +214,9 @@ def test_a_zero_stage_is_a_choice_with_its_reason_and_refuses_levels_of_msamp():
     assert plan.strategy == "deepspeed"
 
 
-def test_filters_leave_hosts_and_slots_out(tmp_path):
+def test_hostfiles_and_filters_say_how_many_workers_there_are(tmp_path):
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("one slots=4\ntwo slots=2\n")
+    hostfile.write_text("one slots=4\n\n# none\ntwo slots=2\n")
     for filters, num_workers in (({"include": "one:0,3@two"}, 4), ({"exclude": "one"}, 2)):
         plan = plan_of(hostfile=hostfile, **filters)
         assert plan.num_processes == num_workers
@@ -233,11 +224,6 @@ def test_filters_leave_hosts_and_slots_out(tmp_path):
     assert "the 1 slots of" in mistake
     assert "include='one:1'" in mistake
     assert "names host 'three'" in mistakes_of(hostfile=hostfile, exclude="three")[0]
-
-
-def test_a_hostfile_says_how_many_workers_there_are(tmp_path):
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("one slots=4\n\n# none\ntwo slots=2\n")
     plan = plan_of(hostfile=hostfile)
     assert (plan.engine, plan.num_processes, plan.warnings) == ("deepspeed", 6, ())
 
@@ -269,16 +255,16 @@ def test_threads_share_the_cores(workers, asked, threads, warned):
         assert "4 cores" in plan.warnings[0]
 
 
-def test_a_tpu_is_taken_with_a_process_per_chip_beside_the_notebook():
+def test_tpus_are_taken_with_a_process_per_chip_or_by_spmd():
     plan = plan_of(TPU)
     assert (plan.device, plan.num_processes, plan.start_method) == ("tpu", 8, "template")
     assert "torch_tpu 0.2.0" in plan.explain()
     # A single worker is a process of its own, too.
     assert plan_of(TPU, num_processes=1).start_method == "template"
-
-
-def _fp8_of(plan):
-    return {c.name: c for c in plan.choices if c.name.startswith("fp8.")}
+    driver = dataclasses.replace(TPU.tpu, torch_tpu="", torch_xla="2.9.0")
+    machine = dataclasses.replace(TPU, tpu=driver, torch_version="2.9.0")
+    plan = plan_of(machine, strategy="spmd")
+    assert (plan.num_processes, plan.strategy) == (1, "spmd")
 
 
 @pytest.mark.parametrize(
@@ -296,19 +282,12 @@ def test_auto_takes_what_is_installed_and_says_why(
     monkeypatch, installed, machine, backend, reason
 ):
     monkeypatch.setattr(capabilities, "is_installed", lambda name: name in installed)
-    choice = _fp8_of(plan_of(machine, mixed_precision="fp8"))["fp8.backend"]
-    assert choice.value == backend
-    assert reason in choice.reason
+    plan = plan_of(machine, mixed_precision="fp8")
+    assert {choice.name: choice.value for choice in plan.choices}["fp8.backend"] == backend
+    assert reason in reason_of(plan, "fp8.backend")
 
 
-def test_settings_that_nobody_reads_are_told():
-    fp8 = {"backend": "native", "opt_level": "O1", "amax_history_len": 16}
-    warnings = plan_of(with_gpus(1, (9, 0)), mixed_precision="fp8", fp8=fp8).warnings
-    assert "fp8.opt_level='O1' has no effect: native does not read it." in warnings
-    assert any("amax_history_len=16 has no effect with recipe='current'" in w for w in warnings)
-
-
-def test_only_gpus_that_are_used_are_judged(monkeypatch):
+def test_only_gpus_that_are_used_are_judged_and_all_mistakes_come_at_once(monkeypatch):
     monkeypatch.setattr(capabilities, "is_installed", lambda name: True)
     mixed = dataclasses.replace(
         CPU, gpus=(*with_gpus(1).gpus, *with_gpus(2, (7, 5), "T4").gpus[1:]), torch_version="2.13"
@@ -321,9 +300,6 @@ def test_only_gpus_that_are_used_are_judged(monkeypatch):
     unsure = dataclasses.replace(mixed, gpu_order_known=False)
     (message,) = mistakes_of(unsure, num_processes=1, mixed_precision="fp8", fp8="te")
     assert "GPU 1 (T4)" in message
-
-
-def test_all_mistakes_come_at_once():
     machine = dataclasses.replace(
         with_gpus(1, (7, 5)), torch_version="2.13.0+cpu", memfd_supported=False, platform="win32"
     )
@@ -394,13 +370,10 @@ def test_a_gpu_that_is_not_there_is_refused(setting: str, words: list[str]) -> N
     assert resolve(named(setting), CPU).device == "cpu"
 
 
-def test_numbers_are_the_machine_s_where_this_process_sees_a_part() -> None:
+def test_numbers_and_slots_are_the_gpus_of_their_machine() -> None:
     part = dataclasses.replace(with_gpus(2), gpu_setting="4,6")
     assert uuids(with_named_gpus(part, "6")[0]) == ["GPU-1"]
     assert "here are 2 GPUs (4, 6)" in with_named_gpus(part, "0")[1]
-
-
-def test_named_slots_are_the_gpus_of_their_host() -> None:
     hosts = [
         Host(name="one", address="one", slots=2, devices=(0, 2)),
         Host(name="two", address="two", slots=2),

@@ -31,22 +31,16 @@ def why(asked: TrainingRequest, found: ProcessFacts, name: str) -> str:
     return next(choice.reason for choice in plan.choices if choice.name == name)
 
 
-def test_one_process_several_and_shards_have_their_strategies() -> None:
+def test_each_has_its_strategy_and_the_headline_says_it():
     assert plan_training(TrainingRequest(), CPU).strategy == "single"
     assert plan_training(TrainingRequest(), PAIR).strategy == "ddp"
     assert plan_training(FSDP, PAIR).strategy == "fsdp"
     assert plan_training(FSDP, CPU).strategy == "fsdp"
-
-
-def test_without_a_launcher_nothing_is_sharded_and_the_plan_says_so() -> None:
     alone = ProcessFacts(device="cpu", device_name="cpu", can_join=False)
     plan = plan_training(FSDP, alone)
     assert plan.strategy == "single"
     assert "fsdp_plugin has no effect" in plan.explain()
     assert "fsdp_plugin" not in plan_training(TrainingRequest(), alone).explain()
-
-
-def test_the_headline_says_it_in_one_line() -> None:
     assert plan_training(TrainingRequest(), CPU).headline() == "one process, on CPU, float32"
     asked = TrainingRequest(mixed_precision="bf16", accumulation_steps=4)
     assert plan_training(asked, PAIR).headline() == (
@@ -54,7 +48,7 @@ def test_the_headline_says_it_in_one_line() -> None:
     )
 
 
-def test_every_choice_has_its_reason() -> None:
+def test_every_choice_has_its_reason():
     assert why(TrainingRequest(), CPU, "device") == "no GPU was found"
     assert why(TrainingRequest(device="cpu"), CPU, "device") == "the CPU was asked for"
     assert why(TrainingRequest(), gpu(9, 0), "device") == "this process computes on cuda:0"
@@ -83,7 +77,7 @@ def test_every_choice_has_its_reason() -> None:
     assert "2 x batch_size per step" in why(TrainingRequest(), PAIR, "batches")
 
 
-def test_the_explanation_is_a_table_with_warnings_under_it() -> None:
+def test_the_explanation_is_a_table_with_warnings_under_it():
     plan = plan_training(TrainingRequest(mixed_precision="fp16", precision_source="argument"), CPU)
     text = plan.explain()
     assert text == str(plan)
@@ -95,25 +89,17 @@ def test_the_explanation_is_a_table_with_warnings_under_it() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_unknown_and_impossible_precisions_are_refused() -> None:
+def test_precisions_that_are_unknown_impossible_or_imitated(monkeypatch):
     with pytest.raises(ConfigError, match="mixed_precision='int4' is unknown"):
         plan_training(TrainingRequest(mixed_precision="int4"), CPU)
     with pytest.raises(ConfigError, match="'te' needs transformer_engine"):
         plan_training(TrainingRequest(mixed_precision="fp8", fp8=Fp8Config(backend="te")), CPU)
-
-
-def test_a_library_of_fp8_that_a_chip_does_not_have_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setattr(capabilities, "is_installed", lambda name: True)
     request = TrainingRequest(mixed_precision="fp8", fp8=Fp8Config(backend="te"))
     for found in (CPU, gpu(8, 0)):
         with pytest.raises(ConfigError, match=r"needs .*compute capability 8\.9.*native.*emulates"):
             plan_training(request, found)
     assert "fp8.recipe" in plan_training(request, gpu(9, 0)).explain()
-
-
-def test_imitated_precisions_are_warned_of() -> None:
     assert plan_training(TrainingRequest(mixed_precision="bf16"), gpu(8, 0)).warnings == ()
     (warning,) = plan_training(TrainingRequest(mixed_precision="bf16"), gpu(7, 5)).warnings
     assert "only imitated by this GPU" in warning
@@ -122,9 +108,7 @@ def test_imitated_precisions_are_warned_of() -> None:
 @pytest.mark.parametrize(
     ("strategy", "found", "said"), [("ddp", CPU, "one process"), ("single", PAIR, "2 processes")]
 )
-def test_a_strategy_that_does_not_fit_the_number_of_processes_is_refused(
-    strategy: str, found: ProcessFacts, said: str
-) -> None:
+def test_a_strategy_that_does_not_fit_the_number_of_processes_is_refused(strategy, found, said):
     wanted = registry.wanted_strategy(Said(run=RunConfig(strategy=strategy)))
     assert wanted is not None
     assert wanted.source == "config"
@@ -133,7 +117,7 @@ def test_a_strategy_that_does_not_fit_the_number_of_processes_is_refused(
 
 
 @DEEPSPEED_ROW
-def test_two_strategies_are_refused_unless_one_has_more_say() -> None:
+def test_two_strategies_are_refused_unless_one_has_more_say():
     both = Said(run=RunConfig(strategy="fsdp", zero_stage=2))
     with pytest.raises(ConfigError, match=r"strategy=\"fsdp\" and zero_stage=2 were both given"):
         registry.wanted_strategy(both)

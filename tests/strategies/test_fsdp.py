@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from nbaccel import WorkerFailed, debug_launcher
+from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.strategy import ShardedCheckpoints
-from nbaccel.config.handlers import (
-    AutocastKwargs,
-    FullyShardedDataParallelPlugin,
-    GradScalerKwargs,
-)
+from nbaccel.config.handlers import AutocastKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.precision.native import Bf16, Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
+from tests.accelerator.loops import told
 from tests.strategies.needs import SHARDING
 from tests.strategies.test_ddp import largest_difference
 from tests.strategies.workers import Recipe, Tower, Training, place, train
@@ -107,17 +105,18 @@ def late_reduction() -> list[bool]:
         quiet_again = torch.equal(weight.grad.full_tensor(), reduced)
     expected = torch.zeros_like(reduced)
     whole = Tower()
-    whole.load_state_dict({n: gathered(t) for n, t in model.state_dict().items()})
+    whole.load_state_dict(
+        {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in model.state_dict().items()
+        }
+    )
     for rank in range(2):
         for step in range(2):
             expected += torch.autograd.grad(
                 training.loss(whole, step, rank) / 2, whole.embed.weight
             )[0]
     return [kept_back, torch.allclose(reduced, expected, atol=1e-6), quiet_again]
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_a_backward_can_reduce_what_was_kept_back_and_silence_returns_after_it():
@@ -194,13 +193,32 @@ def test_state_that_an_optimizer_has_already_goes_on_in_shards(optimizer):
     assert sharded["optimizer"]["state"][0]["step"] == 2 + recipe.steps
 
 
-def prepared_with(optimizer: str) -> None:
-    Training(replace(FSDP, optimizer=optimizer, steps_before=1), place())
+def what_is_refused(folder: str) -> list[str]:
+    here = place()
+    with torch.device("meta"):
+        empty = Tower()
+    training = Training(replace(FSDP, steps=1), here)
+    strategy, model, optimizer = training.strategy, training.model, training.optimizer
+    state = strategy.optimizer_state(model, optimizer)
+    fewer = torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
+    assert isinstance(strategy, ShardedCheckpoints)
+    strategy.save_sharded(model, None, Path(folder))
+    dist.barrier()
+    strategy.load_sharded(model, None, Path(folder))
+    return [
+        told(lambda: strategy.load_sharded(model, optimizer, Path(folder))),
+        told(lambda: fsdp(here).wrap(Bundle(models=(empty,)))),
+        told(lambda: strategy.load_optimizer_state(model, fewer, state)),
+        told(lambda: Training(replace(FSDP, optimizer="Adafactor", steps_before=1), here)),
+    ]
 
 
-def test_state_that_cannot_be_cut_is_refused_by_name():
-    with pytest.raises(WorkerFailed, match=r"'row_var' of shape \(11, 1\).*before the first step"):
-        debug_launcher(prepared_with, ("Adafactor",))
+def test_models_and_states_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path):
+    for without, on_meta, other, uncut in debug_launcher(what_is_refused, (str(tmp_path),)):
+        assert "has no optimizer in it" in without
+        assert "Tower.embed.weight is on the meta device" in on_meta
+        assert "saved optimizer has 19 parameters and this one has 2" in other
+        assert re.search(r"'row_var' of shape \(11, 1\).*before the first step", uncut)
 
 
 def partly_ignored() -> list[bool]:
@@ -221,21 +239,10 @@ def test_ignored_modules_are_left_alone_and_still_trained():
     assert debug_launcher(partly_ignored) == [[True, True]] * 2
 
 
-def on_meta() -> None:
-    with torch.device("meta"):
-        model = Tower()
-    fsdp(place()).wrap(Bundle(models=(model,)))
-
-
-def test_a_model_without_values_is_refused():
-    with pytest.raises(WorkerFailed, match=r"Tower.embed.weight is on the meta device"):
-        debug_launcher(on_meta)
-
-
 # ------------------------------------------------------------------------- precision
 
 
-def test_the_policy_follows_the_settings_else_the_precision():
+def test_the_policy_follows_the_settings_and_a_gpu_that_workers_share_is_refused():
     inner, root = fsdp(kind=Bf16)._inner, fsdp(kind=Bf16)._root
     assert inner.param_dtype == torch.bfloat16
     assert inner.reduce_dtype == torch.float32
@@ -248,9 +255,6 @@ def test_the_policy_follows_the_settings_else_the_precision():
     assert named._root == MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
     with pytest.raises(ConfigError, match=r"'fp12'.*Give one of"):
         fsdp(mixed_precision_policy="fp12")
-
-
-def test_a_gpu_that_workers_share_is_refused():
     # Seen on an H100 with torch 2.11: both workers were killed by SIGSEGV in get_state_dict.
     shared = Place(device=torch.device("cuda", 0), world_size=2, backend="gloo")
     with pytest.raises(PlatformUnsupported, match=r"2 processes talk by gloo .* cuda:0 .*NCCL"):
@@ -261,27 +265,24 @@ def test_a_gpu_that_workers_share_is_refused():
 # ------------------------------------------------------------------------- checkpoints
 
 
-def saved(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
+def kept(recipe: Recipe, loads: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train and save, or load; the state then."""
     training = Training(recipe, place())
-    training.run()
-    training.strategy.save_sharded(training.model, training.optimizer, recipe.folder)
-    state = training.strategy.model_state(training.model)
-    return state, training.strategy.optimizer_state(training.model, training.optimizer)
-
-
-def loaded(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
-    training = Training(recipe, place())
-    training.strategy.load_sharded(training.model, training.optimizer, recipe.folder)
-    state = training.strategy.model_state(training.model)
-    return state, training.strategy.optimizer_state(training.model, training.optimizer)
+    strategy, model, optimizer = training.strategy, training.model, training.optimizer
+    if loads:
+        strategy.load_sharded(model, optimizer, recipe.folder)
+    else:
+        training.run()
+        strategy.save_sharded(model, optimizer, recipe.folder)
+    return strategy.model_state(model), strategy.optimizer_state(model, optimizer)
 
 
 def test_shards_of_two_processes_are_read_by_three_and_by_torchs_tools(tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     recipe = replace(FSDP, optimizer="AdamW", folder=str(tmp_path / "kept"))
-    weights, state = debug_launcher(saved, (recipe,))[0]
-    again, again_state = debug_launcher(loaded, (recipe,), num_processes=3)[0]
+    weights, state = debug_launcher(kept, (recipe, False))[0]
+    again, again_state = debug_launcher(kept, (recipe, True), num_processes=3)[0]
     assert largest_difference(weights, again) == 0
     assert again_state["param_groups"] == state["param_groups"]
     for number, entry in state["state"].items():
@@ -289,29 +290,3 @@ def test_shards_of_two_processes_are_read_by_three_and_by_torchs_tools(tmp_path)
     dcp_to_torch_save(recipe.folder, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)["model"]
     assert largest_difference(weights, whole) == 0
-
-
-def without_optimizer(folder: str) -> None:
-    training = Training(FSDP, place())
-    assert isinstance(training.strategy, ShardedCheckpoints)
-    training.strategy.save_sharded(training.model, None, Path(folder))
-    dist.barrier()
-    training.strategy.load_sharded(training.model, None, Path(folder))
-    training.strategy.load_sharded(training.model, training.optimizer, Path(folder))
-
-
-def test_a_checkpoint_without_an_optimizer_says_so(tmp_path):
-    with pytest.raises(WorkerFailed, match="has no optimizer in it"):
-        debug_launcher(without_optimizer, (str(tmp_path),))
-
-
-def other_optimizer() -> None:
-    training = Training(replace(FSDP, steps=1), place())
-    kept = training.strategy.optimizer_state(training.model, training.optimizer)
-    fewer = torch.optim.SGD(list(training.model.parameters())[:2], lr=0.1)
-    training.strategy.load_optimizer_state(training.model, fewer, kept)
-
-
-def test_the_state_of_another_optimizer_is_refused():
-    with pytest.raises(WorkerFailed, match="saved optimizer has 19 parameters and this one has 2"):
-        debug_launcher(other_optimizer)

@@ -36,35 +36,28 @@ def test_blocks_are_found_by_their_class(settings):
     assert chosen(Tower(), **settings) == BLOCKS
 
 
-def test_modules_are_chosen_by_size_and_counted_without_what_is_chosen_inside():
+def test_modules_are_chosen_by_size_and_a_shared_parameter_or_the_model_itself_is_not():
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2)))
     by_size = {"auto_wrap_policy": "size_based_wrap"}
     assert chosen(model, **by_size, min_num_params=110) == ["1.0", "0"]
     assert chosen(model, **by_size, min_num_params=111) == ["1"]
     assert chosen(model, **by_size) == [], "100 million"
-
-
-def test_a_module_that_shares_a_parameter_with_others_is_left_to_the_model():
     assert chosen(Tower(1), auto_wrap_policy=lambda m: isinstance(m, nn.Embedding)) == []
     inside = nn.Sequential(nn.Linear(2, 2), Tower(1))
     found = chosen(inside, auto_wrap_policy=lambda m: isinstance(m, Tower))
     assert found == ["1"], "tied within itself"
-
-
-def test_the_model_itself_is_not_among_its_submodules():
     assert chosen(Tower(1), auto_wrap_policy=lambda m: isinstance(m, Tower)) == []
     assert chosen(Tower(1), auto_wrap_policy="no_wrap") == []
     assert chosen(nn.Linear(1, 1)) == []
 
 
-def test_a_class_that_is_not_there_is_named_with_those_that_are():
+def test_a_class_or_name_that_is_not_there_is_told_with_those_that_are():
     with pytest.raises(ConfigError, match=r"no module of class Layer.*It has Block, Embedding"):
         chosen(Tower(), transformer_cls_names_to_wrap=["Block", "Layer"])
-
-
-def test_a_policy_without_class_names_says_which_to_give():
     with pytest.raises(ConfigError, match=r"Linear names none.*transformer_cls_names_to_wrap"):
         chosen(nn.Linear(1, 1), auto_wrap_policy="transformer_based_wrap")
+    with pytest.raises(ConfigError, match=r"ignored_modules='block'.*'embed', 'blocks'"):
+        chosen(Tower(), ignored_modules="block")
 
 
 def test_ignored_modules_are_neither_chosen_nor_sharded():
@@ -77,8 +70,3 @@ def test_ignored_modules_are_neither_chosen_nor_sharded():
     assert ignored_parameters(model, listed) == set(model.blocks[0].parameters())
     alone = FullyShardedDataParallelPlugin(ignored_modules=model.blocks[0])
     assert ignored_parameters(model, alone) == set(model.blocks[0].parameters())
-
-
-def test_an_expression_that_matches_nothing_shows_what_names_look_like():
-    with pytest.raises(ConfigError, match=r"ignored_modules='block'.*'embed', 'blocks'"):
-        chosen(Tower(), ignored_modules="block")

@@ -26,11 +26,14 @@ def rows(rank: int) -> torch.Tensor:
     return torch.randn(6, 4)
 
 
+def strategy_of(rank: int) -> ReplicasStrategy:
+    cpu = torch.device("cpu")
+    return ReplicasStrategy(Place(rank=rank, world_size=dist.get_world_size(), device=cpu))
+
+
 def begin() -> tuple[int, ReplicasStrategy, nn.Module, torch.optim.Optimizer]:
     rank = join()
-    strategy = ReplicasStrategy(
-        Place(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-    )
+    strategy = strategy_of(rank)
     model = make_model()
     with torch.no_grad():
         # Each process begins with weights of its own, and has process 0's after `wrap`.
@@ -41,21 +44,6 @@ def begin() -> tuple[int, ReplicasStrategy, nn.Module, torch.optim.Optimizer]:
     return rank, strategy, model, optimizer
 
 
-def weights_before_placement() -> tuple[list[float], bool]:
-    """Of a model that each process has made with others, where it was made."""
-    rank = join()
-    strategy = ReplicasStrategy(
-        Place(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-    )
-    model = nn.Linear(2, 1)
-    with torch.no_grad():
-        model.weight.fill_(rank + 1)
-    weight = model.weight
-    assert strategy.before_placement is not None
-    strategy.before_placement([model])
-    return model.weight.flatten().tolist(), model.weight is weight
-
-
 def one_replica(backwards: int = 1) -> list[torch.Tensor]:
     """What one process computes that has the rows of both."""
     model = make_model()
@@ -63,28 +51,6 @@ def one_replica(backwards: int = 1) -> list[torch.Tensor]:
     for _ in range(backwards):
         loss = sum(model(rows(rank)).square().mean() for rank in (0, 1)) / 2
         loss.backward()
-    optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def by_the_strategy() -> list[torch.Tensor]:
-    rank, strategy, model, optimizer = begin()
-    strategy.backward(model(rows(rank)).square().mean(), sync=True)
-    optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def by_the_user() -> list[torch.Tensor]:
-    rank, _, model, optimizer = begin()
-    model(rows(rank)).square().mean().backward()
-    optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def twice_before_a_step() -> list[torch.Tensor]:
-    rank, strategy, model, optimizer = begin()
-    for sync in (False, True):
-        strategy.backward(model(rows(rank)).square().mean(), sync=sync)
     optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
@@ -101,13 +67,20 @@ def other_parts_of_the_model() -> None:
     strategy.backward(used(rows(rank)).square().mean(), sync=True)
 
 
-@pytest.mark.parametrize(
-    ("train", "backwards"),
-    [(by_the_strategy, 1), (by_the_user, 1), (twice_before_a_step, 2)],
-)
-def test_processes_step_as_one_that_has_all_rows(train, backwards):
-    for weights in debug_launcher(train):
-        for weight, expected in zip(weights, one_replica(backwards), strict=True):
+def stepped(how: str) -> list[torch.Tensor]:
+    rank, strategy, model, optimizer = begin()
+    if how == "by the user":
+        model(rows(rank)).square().mean().backward()
+    for sync in {"by the strategy": [True], "twice": [False, True]}.get(how, []):
+        strategy.backward(model(rows(rank)).square().mean(), sync=sync)
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["by the strategy", "by the user", "twice"])
+def test_processes_step_as_one_that_has_all_rows(how):
+    for weights in debug_launcher(stepped, (how,)):
+        for weight, expected in zip(weights, one_replica(1 + (how == "twice")), strict=True):
             torch.testing.assert_close(weight, expected)
 
 
@@ -122,6 +95,18 @@ def test_a_norm_is_that_of_the_averaged_gradients():
 def test_gradients_of_different_parameters_are_refused_on_every_process():
     with pytest.raises(WorkerFailed, match=r"process 0: 2, process 1: 4 of them.*cannot be avera"):
         debug_launcher(other_parts_of_the_model)
+
+
+def weights_before_placement() -> tuple[list[float], bool]:
+    rank = join()
+    strategy = strategy_of(rank)
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(rank + 1)
+    weight = model.weight
+    assert strategy.before_placement is not None
+    strategy.before_placement([model])
+    return model.weight.flatten().tolist(), model.weight is weight
 
 
 def test_all_begin_with_the_weights_of_process_0_before_they_are_moved():

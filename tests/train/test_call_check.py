@@ -51,12 +51,9 @@ def count_compared(c: Collectives) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("check", "counts"),
-    [("first", [2, 2, 4, 8]), ("always", [3, 6, 9, 14]), ("off", [0, 0, 0, 0])],
+    ("check", "counts"), [("first", [2, 2, 4, 8]), ("always", [3, 6, 9, 14]), ("off", [0, 0, 0, 0])]
 )
-def test_the_first_two_calls_of_a_kind_and_of_a_place_are_compared(
-    check: str, counts: list[int]
-) -> None:
+def test_the_first_two_calls_of_a_kind_and_of_a_place_are_compared(check, counts):
     assert list(together(count_compared, check=check)) == [counts] * 2
 
 
@@ -67,7 +64,7 @@ def gather_thrice(c: Collectives) -> Any:
     return rows
 
 
-def test_a_later_call_that_is_new_to_one_process_is_not_made_by_it() -> None:
+def test_a_later_call_that_is_new_to_one_process_is_not_made_by_it():
     """It waits, because the others do not compare what they have made before."""
     with pytest.raises(WorkerFailed, match="CollectiveTimeout") as caught:
         together(gather_thrice, timeout_s=1)
@@ -75,7 +72,7 @@ def test_a_later_call_that_is_new_to_one_process_is_not_made_by_it() -> None:
     assert f"{CHECK_VARIABLE}=always compares all" in str(caught.value)
 
 
-def test_different_places_of_right_calls_stop_nobody() -> None:
+def test_different_places_of_right_calls_stop_nobody():
     def body(c: Collectives) -> Any:
         began = time.monotonic()
         for turn in range(5):
@@ -92,9 +89,7 @@ def test_different_places_of_right_calls_stop_nobody() -> None:
 # ------------------------------------------------------------------------- the switch
 
 
-def test_notebooks_workers_compare_first_calls_and_scripts_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_notebooks_workers_compare_first_calls_and_scripts_none(monkeypatch):
     for name in (CHECK_VARIABLE, "FORK_LAUNCHED", "ACCELERATE_DEBUG_MODE"):
         monkeypatch.delenv(name, raising=False)
     assert wanted_check() == "off"
@@ -104,9 +99,6 @@ def test_notebooks_workers_compare_first_calls_and_scripts_none(
     assert wanted_check() == "always"
     monkeypatch.setenv(CHECK_VARIABLE, "Off ")
     assert wanted_check() == "off"
-
-
-def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_VARIABLE, "memory")
     with pytest.raises(ConfigError, match=r"must be one of first, always, off: got 'memory'"):
         wanted_check()
@@ -116,7 +108,7 @@ def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_a_process_whose_function_has_returned_is_told_at_once(leaver: int) -> None:
+def test_a_process_whose_function_has_returned_is_told_at_once(leaver):
     def body(c: Collectives) -> Any:
         c.barrier("warm up")
         if c.place.rank == leaver:
@@ -134,7 +126,7 @@ def test_a_process_whose_function_has_returned_is_told_at_once(leaver: int) -> N
     assert is_consequence
 
 
-def test_a_forked_child_cannot_take_its_parents_place() -> None:
+def test_a_forked_child_cannot_take_its_parents_place():
     def body(c: Collectives) -> Any:
         c.barrier()
         child = os.fork()

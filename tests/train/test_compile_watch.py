@@ -29,34 +29,14 @@ def step(watch: CompileWatch, device: CompilingDevice, rows: int, programs: int 
         return watch.phase
 
 
-def test_the_first_steps_are_said_to_compile():
+def test_what_compiles_is_said_and_numbers_that_change_are_suspected(capsys):
     device = CompilingDevice()
     watch = CompileWatch.of(device)
     phases = [step(watch, device, 8, programs) for programs in (7, 7, 0, 0)]
-    assert phases == [
-        "compiling, step 1 of about 3",
-        "compiling, step 2 of about 3",
-        "",
-        "",
-    ]
+    assert phases == ["compiling, step 1 of about 3", "compiling, step 2 of about 3", "", ""]
     assert watch.counts == CompileCounts(programs=14, seconds=21.0)
     assert watch.phase == ""
     assert watch.named_causes == set()
-
-
-def test_a_batch_of_another_size_is_named_once_with_the_remedy(capsys):
-    device = CompilingDevice()
-    watch = CompileWatch.of(device)
-    for rows, programs in ((8, 7), (8, 7), (8, 0), (5, 4), (3, 4)):
-        step(watch, device, rows, programs)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "float32 [5, 4], float32 [5]) than those before (float32 [8, 4], float32 [8])" in line
-    assert "6.0 s" not in line, "times differ by rank: the notebook could not fold their lines"
-    assert "drop_last=True" in line
-    assert "in evaluation, use the batch size of training" in line
-
-
-def test_numbers_that_change_are_suspected_when_known_shapes_compile_again_and_again(capsys):
     device = CompilingDevice()
     watch = CompileWatch.of(device)
     for programs in (7, 7, 0, 1, 1):
@@ -69,12 +49,18 @@ def test_numbers_that_change_are_suspected_when_known_shapes_compile_again_and_a
     assert "as a tensor on the device" in line
 
 
-def test_the_dashboard_says_what_compiles_and_what_that_took():
+def test_a_batch_of_another_size_is_named_and_the_dashboard_says_what_compiles(capsys):
+    device = CompilingDevice()
+    watch = CompileWatch.of(device)
+    for rows, programs in ((8, 7), (8, 7), (8, 0), (5, 4), (3, 4)):
+        step(watch, device, rows, programs)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "float32 [5, 4], float32 [5]) than those before (float32 [8, 4], float32 [8])" in line
+    assert "6.0 s" not in line, "times differ by rank: the notebook could not fold their lines"
+    assert "drop_last=True" in line
+    assert "in evaluation, use the batch size of training" in line
     board = RunBoard([0], began_at=0.0)
-    board.receive(
-        0,
-        Metrics(time=1.0, steps=1, phase="compiling, step 2 of about 3"),
-    )
+    board.receive(0, Metrics(time=1.0, steps=1, phase="compiling, step 2 of about 3"))
     assert "compiling, step 2 of about 3" in live_line(board)
     board.receive(0, Metrics(time=9.0, steps=90, programs=14, compile_s=21.0))
     assert "14 programs compiled in 21.0 s" in live_line(board)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from nbaccel import ConfigError, notebook_launcher
+from nbaccel import notebook_launcher
 from nbaccel.train.gradient import GradientState
 from tests.train.data import Numbers, here, lists
 
@@ -21,10 +20,6 @@ def rows(length, size, settings):
     loader = here(DataLoader(data, batch_size=size, drop_last=drop), state=state, **settings)
     found = [(batch.tolist(), state.remainder) for batch in loader]
     return [batch for batch, _ in found], [r for _, r in found], len(loader), len(data.read)
-
-
-def several(cases):
-    return [rows(*case[:2], dict(case[2])) for case in cases]
 
 
 DISPATCH = {"dispatch_batches": True}
@@ -40,8 +35,10 @@ TABLE = [
 
 
 def test_rows_are_shared_as_the_table_says():
-    cases = [(length, size, DISPATCH | how) for (length, size, how), _, _ in TABLE]
-    first, second = notebook_launcher(several, (cases,), 2)
+    def several():
+        return [rows(length, size, DISPATCH | how) for (length, size, how), _, _ in TABLE]
+
+    first, second = notebook_launcher(several, (), 2)
     for number, (case, expected, remainders) in enumerate(TABLE):
         one, other = first[number], second[number]
         assert (one[0], other[0]) == expected, case
@@ -124,59 +121,38 @@ class Uneven:
         return 2
 
 
-def telling(make):
+def telling(make, split=False):
     """The error that this rank gets."""
     try:
-        lists(here(make(), dispatch_batches=True, split_batches=False))
+        lists(here(make(), dispatch_batches=True, split_batches=split))
     except Exception as error:  # the parent looks at whatever it is
         return type(error).__name__, str(error)
     return None
 
 
-def split_unevenly():
+def short_in_the_middle():
     data = DataLoader(Numbers(8), batch_sampler=Uneven())
     data.batch_sampler.batch_size = 4
-    try:
-        lists(here(data, dispatch_batches=True, split_batches=True))
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def of_different_sizes():
-    return DataLoader(Growing(4), batch_size=1)
-
-
-def with_texts():
-    return DataLoader(Texts(4), batch_size=2, collate_fn=collate)
-
-
-def breaking():
-    return DataLoader(Broken(8), batch_size=2)
+    return data
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "split", "message"),
     [
-        (of_different_sizes, r"do not fit together.*dispatch_batches=False"),
-        (with_texts, r"holds '0' \(str\).*collate_fn"),
+        (lambda: DataLoader(Growing(4)), False, r"do not fit together.*dispatch_batches=False"),
+        (lambda: DataLoader(Texts(4), 2, collate_fn=collate), False, r"'0' \(str\).*collate_fn"),
+        (short_in_the_middle, True, "^A batch of 3 samples does not divide equally between 2 proc"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_on_every_process(make, message):
-    found = notebook_launcher(partial(telling, make), (), 2)
+def test_what_cannot_be_cut_is_refused_on_every_process(make, split, message):
+    found = notebook_launcher(telling, (make, split), 2)
     assert found[0] == found[1]
     assert found[0][0] == "ConfigError"
     assert re.search(message, found[0][1])
 
 
 def test_when_process_0_cannot_read_the_others_hear_why():
-    first, second = notebook_launcher(partial(telling, breaking), (), 2)
+    first, second = notebook_launcher(telling, (lambda: DataLoader(Broken(8), 2),), 2)
     assert first == ("LookupError", "no sample 5 on this disk")
     assert second[0] == "CollectiveMismatch"
     assert "LookupError: no sample 5 on this disk" in second[1]
-
-
-def test_a_short_batch_that_is_not_the_last_is_refused():
-    first, second = notebook_launcher(split_unevenly, (), 2)
-    assert first == second
-    assert first.startswith("A batch of 3 samples does not divide equally between 2 processes")

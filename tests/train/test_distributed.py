@@ -22,7 +22,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_processes_find_each_other_and_arriving_again_changes_nothing() -> None:
+def test_processes_find_each_other_or_meet_at_a_place_of_the_users_own(tmp_path):
     def body() -> Any:
         before = dist.is_initialized()
         settings = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=40))
@@ -43,8 +43,6 @@ def test_processes_find_each_other_and_arriving_again_changes_nothing() -> None:
         )
         assert "gloo" in place.backend
 
-
-def test_processes_may_meet_at_a_place_of_the_users_own(tmp_path: Any) -> None:
     def body() -> Any:
         settings = InitProcessGroupKwargs(init_method=f"file://{tmp_path}/meet")
         place = distributed.init_process(cpu=True, settings=settings)
@@ -65,9 +63,7 @@ def test_processes_may_meet_at_a_place_of_the_users_own(tmp_path: Any) -> None:
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
     ],
 )
-def test_an_environment_that_contradicts_itself_is_refused(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str
-) -> None:
+def test_an_environment_that_contradicts_itself_is_refused(monkeypatch, variables, words):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     message = told(lambda: distributed.init_process(cpu=True))
@@ -76,9 +72,7 @@ def test_an_environment_that_contradicts_itself_is_refused(
     assert not dist.is_initialized()
 
 
-def test_the_cpu_can_be_asked_for_by_argument_or_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_cpu_can_be_asked_for_by_argument_or_environment(monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     assert not distributed.wants_cpu()
     assert distributed.wants_cpu(True)

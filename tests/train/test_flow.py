@@ -19,14 +19,6 @@ def each(body: Any, n: int = 2) -> list[Any]:
     return list(notebook_launcher(run, num_processes=n))
 
 
-def split(inputs: Any, n: int, **options: Any) -> list[Any]:
-    def body(state: PartialState) -> Any:
-        with state.split_between_processes(inputs, **options) as part:
-            return part
-
-    return each(body, n)
-
-
 def test_every_process_knows_its_numbers() -> None:
     def body(state: PartialState) -> Any:
         return (
@@ -48,25 +40,36 @@ def test_every_process_knows_its_numbers() -> None:
     assert body(PartialState(cpu=True)) == (0, 0, 1, True, True, True, False, "cpu")
 
 
-def test_inputs_are_split_into_contiguous_parts() -> None:
-    assert split([0, 1, 2, 3, 4], 3) == [[0, 1], [2, 3], [4]]
-    assert split((0, 1, 2), 2) == [(0, 1), (2,)]
-    assert split([7], 3) == [[7], [], []]
-    assert split([], 2) == [[], []]
-    assert split("text", 2) == ["text", "text"]
-    assert split({"a": [1, 2, 3], "b": "xyz"[0:0] or [4, 5, 6]}, 2) == [
-        {"a": [1, 2], "b": [4, 5]},
-        {"a": [3], "b": [6]},
+def test_inputs_are_split_into_contiguous_parts_and_tensors_by_rows() -> None:
+    rows = torch.arange(6).view(3, 2)
+    padded = {"apply_padding": True}
+    cases: list[tuple[Any, dict[str, Any], list[Any]]] = [
+        ((0, 1, 2), {}, [(0, 1), (2,)]),
+        ([], {}, [[], []]),
+        ("text", {}, ["text", "text"]),
+        ({"a": [1, 2], "b": [4, 5]}, {}, [{"a": [1], "b": [4]}, {"a": [2], "b": [5]}]),
+        (rows, {}, [[[0, 1], [2, 3]], [[4, 5]]]),
+        (rows, padded, [[[0, 1], [2, 3]], [[4, 5], [4, 5]]]),
+        (torch.arange(1), padded, [[0], [0]]),
     ]
 
+    def body(state: PartialState) -> Any:
+        parts = []
+        for inputs, options, _ in cases:
+            with state.split_between_processes(inputs, **options) as part:
+                parts.append(part.tolist() if isinstance(part, torch.Tensor) else part)
+        return parts
 
-def test_tensors_are_split_and_padded_by_rows() -> None:
-    rows = torch.arange(6).view(3, 2)
-    first, second = split(rows, 2)
-    assert (first.tolist(), second.tolist()) == ([[0, 1], [2, 3]], [[4, 5]])
-    first, second = split(rows, 2, apply_padding=True)
-    assert second.tolist() == [[4, 5], [4, 5]]
-    assert split(torch.arange(1), 2, apply_padding=True)[1].tolist() == [0]
+    def by_three(state: PartialState) -> Any:
+        with (
+            state.split_between_processes([0, 1, 2, 3, 4]) as five,
+            state.split_between_processes([7]) as one,
+        ):
+            return five, one
+
+    for found, (_, _, expected) in zip(zip(*each(body), strict=True), cases, strict=True):
+        assert list(found) == expected
+    assert each(by_three, 3) == [([0, 1], [7]), ([2, 3], []), ([4], [])]
 
 
 def test_values_of_different_lengths_are_refused_and_one_process_gets_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 
 import pytest
@@ -27,7 +28,7 @@ def loader(state):
     return prepare(DataLoader(Numbers(), batch_size=3), state)
 
 
-def test_it_is_a_torch_loader_that_reads_like_its_base(loader):
+def test_it_reads_like_its_base_and_the_last_batch_is_known(loader, state):
     assert isinstance(loader, DataLoader)
     assert (loader.batch_size, loader.drop_last, loader.num_workers) == (3, False, 0)
     assert len(loader.dataset) == 10
@@ -38,9 +39,6 @@ def test_it_is_a_torch_loader_that_reads_like_its_base(loader):
     assert (len(loader), loader.total_batch_size, loader.total_dataset_length) == (4, 3, 10)
     with pytest.raises(AttributeError, match="colour"):
         loader.colour  # noqa: B018 - the access is the test
-
-
-def test_the_last_batch_is_known_while_it_is_in_the_body(loader, state):
     ends = []
     for batch in loader:
         ends.append((state.end_of_dataloader, loader.end_of_dataloader, state.remainder))
@@ -53,34 +51,24 @@ def test_the_last_batch_is_known_while_it_is_in_the_body(loader, state):
     assert (loader.iteration, loader.batches_seen) == (1, 0)
 
 
-def leave_by_break(loader):
-    for _ in loader:
-        break
+def leave(loader, how):
+    if how == "dropped":
+        next(iter(loader))
+        return
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in loader:
+            if how == "raised":
+                raise ZeroDivisionError
+            break
 
 
-def leave_by_exception(loader):
-    with pytest.raises(ZeroDivisionError):
-        stumble(loader)
-
-
-def stumble(loader):
-    for _ in loader:
-        raise ZeroDivisionError
-
-
-def leave_by_dropping(loader):
-    iterator = iter(loader)
-    next(iterator)
-    del iterator
-
-
-@pytest.mark.parametrize("leave", [leave_by_break, leave_by_exception, leave_by_dropping])
-def test_leaving_early_leaves_nothing_behind(loader, state, leave):
+@pytest.mark.parametrize("how", ["broken", "raised", "dropped"])
+def test_leaving_early_leaves_nothing_behind(loader, state, how):
     """After a `break`, Accelerate keeps the loader active: an outer loop never sees its end."""
     outer = prepare(DataLoader(Numbers(4), batch_size=2), state)
     ends = []
     for _ in outer:
-        leave(loader)
+        leave(loader, how)
         ends.append(state.end_of_dataloader)
         assert state.active_dataloader is outer
     assert ends == [False, True]
@@ -89,13 +77,20 @@ def test_leaving_early_leaves_nothing_behind(loader, state, leave):
     assert lists(loader)[0] == [0, 1, 2]
 
 
-def test_a_loader_may_run_inside_itself(loader, state):
+def test_a_loader_may_run_inside_itself_and_the_epoch_is_told(loader, state):
     ends = []
     for _ in loader:
         assert len(lists(loader)) == 4
         ends.append(state.end_of_dataloader)
     assert ends == [False, False, False, True]
     assert not state.in_dataloader
+    loader = prepare(DataLoader(Shuffled(), batch_size=5), state)
+    lists(loader)
+    lists(loader)
+    loader.set_epoch(7)
+    lists(loader)
+    assert loader.dataset.epochs == (0, 1, 7, 7)
+    assert loader.iteration == 8
 
 
 @pytest.mark.parametrize(
@@ -119,16 +114,6 @@ class Shuffled(Stream):
 
     def set_epoch(self, epoch):
         self.epochs = (*self.epochs, epoch)
-
-
-def test_the_epoch_is_told_to_whoever_wants_to_know(state):
-    loader = prepare(DataLoader(Shuffled(), batch_size=5), state)
-    lists(loader)
-    lists(loader)
-    loader.set_epoch(7)
-    lists(loader)
-    assert loader.dataset.epochs == (0, 1, 7, 7)
-    assert loader.iteration == 8
 
 
 def drawn_after_sharing():

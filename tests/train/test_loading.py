@@ -25,22 +25,15 @@ from tests.train.data import Numbers, Stream, here, lists, prepare
 FIRST_OF_TWO = Place(world_size=2, local_world_size=2, device=torch.device("cpu"))
 
 
-def test_with_one_process_the_users_own_loader_reads():
+def test_a_loader_that_reads_in_its_own_way_is_for_one_process():
     class Doubling(DataLoader):
         def __iter__(self):
             return (2 * batch for batch in super().__iter__())
 
     own = Doubling(Numbers(4), batch_size=2)
-    assert lists(prepare(own)) == [[0, 2], [4, 6]]
-
-
-def test_a_loader_that_reads_in_its_own_way_cannot_be_shared_out():
-    class Doubling(DataLoader):
-        def __iter__(self):
-            return (2 * batch for batch in super().__iter__())
-
     with pytest.raises(ConfigError, match=r"Doubling reads its dataset in its own way.*2 proc"):
-        prepare(Doubling(Numbers(4), batch_size=2), place=FIRST_OF_TWO)
+        prepare(own, place=FIRST_OF_TWO)
+    assert lists(prepare(own)) == [[0, 2], [4, 6]]
 
 
 @pytest.mark.parametrize(
@@ -138,13 +131,10 @@ def test_the_first_batches_are_left_out(prepared, dataset, skip):
     assert lists(loader) == every
 
 
-def test_samples_that_are_left_out_are_not_read():
+def test_samples_that_are_left_out_are_not_read_and_count_as_seen():
     data = Numbers()
     lists(skip_first_batches(prepare(DataLoader(data, batch_size=3)), 2))
     assert data.read == [6, 7, 8, 9]
-
-
-def test_what_was_left_out_counts_as_seen_and_the_epoch_as_done():
     state = GradientState()
     loader = prepare(DataLoader(Numbers(), batch_size=3), state)
     seen = [(loader.batches_seen, state.end_of_dataloader) for _ in skip_first_batches(loader, 2)]

@@ -150,18 +150,10 @@ def test_worker_processes_change_nothing_about_it(kind, tmp_path):
     assert whole.seen == again
 
 
-def test_the_loader_knows_by_itself_how_many_to_skip(tmp_path):
-    goes_on(tmp_path / "state", "plain", 2, None)
-
-
 @pytest.mark.parametrize("kind", ["plain", "augmented", "generator", "stream"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_stateful_loader_goes_on_in_the_middle(kind, step, tmp_path):
     goes_on(tmp_path / "state", kind, step, None, skips=False, use_stateful_dataloader=True)
-
-
-def test_skipping_from_the_beginning_of_a_stateful_loader_leaves_out_as_many_once(tmp_path):
-    goes_on(tmp_path / "state", "plain", 2, 2, use_stateful_dataloader=True)
 
 
 def test_a_stateful_loader_saved_at_its_last_batch_begins_the_next_epoch(tmp_path):
@@ -177,11 +169,19 @@ def test_a_stateful_loader_saved_at_its_last_batch_begins_the_next_epoch(tmp_pat
     assert later.end == whole.end
 
 
-def test_a_seeded_order_and_its_seed_come_back(tmp_path):
-    goes_on(tmp_path / "state", "plain", 2, 2, use_seedable_sampler=True, data_seed=5)
+@pytest.mark.parametrize(
+    ("skipped", "settings"),
+    [
+        (None, {}),  # the loader knows by itself how many to skip
+        (2, {"use_stateful_dataloader": True}),  # left out once
+        (2, {"use_seedable_sampler": True, "data_seed": 5}),
+    ],
+)
+def test_skipping_fits_what_was_restored(skipped, settings, tmp_path):
+    goes_on(tmp_path / "state", "plain", 2, skipped, **settings)
 
 
-def test_telling_the_epoch_again_keeps_what_was_restored_and_another_one_does_not(tmp_path):
+def test_telling_the_epoch_again_keeps_what_was_restored_and_anothers_state_is_refused(tmp_path):
     whole = Run("plain")
     unbroken(whole, 1, tmp_path / "state")
     later = Run("plain", seed=99)
@@ -191,9 +191,6 @@ def test_telling_the_epoch_again_keeps_what_was_restored_and_another_one_does_no
     assert later.loader.position.is_within_epoch
     later.loader.set_epoch(0)
     assert not later.loader.position.is_within_epoch
-
-
-def test_another_librarys_state_is_refused():
     with pytest.raises(ConfigError, match=r"it has '_num_yielded', '_snapshot'"):
         prepare(make("plain")).load_state_dict({"_snapshot": {}, "_num_yielded": 3})
 

@@ -9,9 +9,7 @@ from nbaccel.train.progress import Progress
 from tests.train.data import ALONE
 
 
-def test_a_bar_counts_batches_and_samples_and_passes_them_on(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_bar_counts_batches_and_samples_and_is_closed_when_the_loop_is_left_or_fails(capsys):
     batches = [torch.ones(4, 2), torch.ones(3, 2)]
     shown = Progress(batches, ALONE, "evaluation")
     assert len(shown) == 2
@@ -25,9 +23,6 @@ def test_a_bar_counts_batches_and_samples_and_passes_them_on(
     assert "evaluation: 100%" in text
     assert "loss=1.5" in text
     assert "processes" not in text
-
-
-def test_a_bar_is_closed_when_the_loop_is_left_or_fails() -> None:
     shown = Progress(range(5), ALONE)
     for number in shown:
         if number == 2:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 
 import numpy as np
@@ -16,6 +15,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.train import rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
+from tests.programs import run_program
 
 CPU = Place(device=torch.device("cpu"))
 
@@ -30,12 +30,17 @@ def draw_seed_and_fail() -> None:
     raise KeyError
 
 
-def test_a_seed_repeats_all_generators():
+def test_a_seed_repeats_all_generators_and_a_device_specific_one_adds_the_rank(monkeypatch):
     rng.set_seed(7)
     first = draw()
     assert draw() != first
     rng.set_seed(7)
     assert draw() == first
+    monkeypatch.setenv("RANK", "3")
+    rng.set_seed(7, device_specific=True)
+    specific = draw()
+    rng.set_seed(10)
+    assert draw() == specific
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7"])
@@ -46,50 +51,33 @@ def test_a_seed_that_numpy_could_not_take_is_refused(seed):
     assert random.getstate() == before, "some generators were seeded, others not"
 
 
-def test_a_device_specific_seed_adds_the_rank(monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    rng.set_seed(7, device_specific=True)
-    specific = draw()
-    rng.set_seed(10)
-    assert draw() == specific
-
-
-def test_deterministic_algorithms_can_be_asked_for():
+def test_deterministic_algorithms_can_be_asked_for_and_no_cuda_is_woken():
     try:
         rng.set_seed(0, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+    code = (
+        "import torch\nfrom nbaccel.abc.place import Place\nfrom nbaccel.train import rng\n"
+        "rng.set_seed(3)\nrng.capture_rng_states(Place(device=torch.device('cpu')))\n"
+        "with rng.preserve_rng_states(): pass\nassert not torch.cuda.is_initialized()\n"
+    )
+    run_program([sys.executable, "-c", code])
 
 
-def test_what_was_captured_comes_back():
+def test_what_was_captured_or_drawn_in_a_block_comes_back():
     rng.set_seed(1)
     random.gauss(0, 1)  # leaves a half-used pair of numbers in the state
     state = rng.capture_rng_states(CPU)
     first = (*draw(), random.gauss(0, 1), np.random.standard_normal())
     rng.restore_rng_states(CPU, state)
     assert (*draw(), random.gauss(0, 1), np.random.standard_normal()) == first
-
-
-def test_a_block_can_leave_everything_as_it_was():
     rng.set_seed(5)
     expected = draw()
     rng.set_seed(5)
     with pytest.raises(KeyError), rng.preserve_rng_states():
         draw_seed_and_fail()
     assert draw() == expected
-
-
-def test_seeding_and_capturing_wake_no_cuda():
-    code = (
-        "import torch\nfrom nbaccel.abc.place import Place\nfrom nbaccel.train import rng\n"
-        "rng.set_seed(3)\nrng.capture_rng_states(Place(device=torch.device('cpu')))\n"
-        "with rng.preserve_rng_states(): pass\nassert not torch.cuda.is_initialized()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
@@ -122,11 +110,8 @@ def test_every_process_draws_what_process_0_would():
     assert first[1] == second[1]
 
 
-def test_an_unknown_generator_is_refused_with_a_guess():
+def test_a_generator_that_is_unknown_or_not_given_is_refused():
     with pytest.raises(ConfigError, match=r"'troch'.*Did you mean 'torch'"):
         rng.synchronize_rng_states(["troch"], None, Collectives(CPU))
-
-
-def test_a_generator_that_is_not_given_is_missed():
     with pytest.raises(ConfigError, match=r"generator=None"):
         rng.synchronize_rng_states(["generator"], None, Collectives(CPU))

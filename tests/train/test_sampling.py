@@ -7,19 +7,11 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from nbaccel import ConfigError
-from nbaccel.train.sampling import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-)
+from nbaccel.train.sampling import BatchSamplerShard, IterableDatasetShard
 from tests.train.data import Stream
 
 
-def shards(length, size, *, drop_last=False, **how):
-    batches = BatchSampler(SequentialSampler(range(length)), size, drop_last)
-    return [BatchSamplerShard(batches, 2, rank, **how) for rank in range(2)]
-
-
-def test_a_short_batch_in_the_middle_is_not_lost():
+def test_what_needs_a_size_or_a_split_that_divides():
     """Accelerate drops the round it ends."""
 
     class Buckets:
@@ -31,12 +23,11 @@ def test_a_short_batch_in_the_middle_is_not_lost():
 
     pair = [BatchSamplerShard(Buckets(), 2, rank) for rank in range(2)]
     assert [list(shard) for shard in pair] == [[[0, 1], [3, 4]], [[2], [5, 6]]]
-
-
-def test_single_indices_go_to_the_processes_in_turn():
     pair = [BatchSamplerShard(SequentialSampler(range(5)), 2, rank) for rank in range(2)]
     assert [list(shard) for shard in pair] == [[0, 2, 4], [1, 3, 0]]
     assert [shard.remainder for shard in pair] == [-1, -1]
+    with pytest.raises(ConfigError, match=r"SequentialSampler.*batch_size=None"):
+        BatchSamplerShard(SequentialSampler(range(4)), 2, 0, True)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
@@ -44,14 +35,9 @@ def test_batches_that_do_not_divide_are_refused(size):
     with pytest.raises(
         ConfigError, match=rf"batch_size={size}.*2 processes.*batch_size={size + 1}"
     ):
-        shards(10, size, split_batches=True)
+        BatchSamplerShard(BatchSampler(SequentialSampler(range(10)), size, False), 2, 0, True)
     with pytest.raises(ConfigError, match=rf"batch_size={size}.*Stream|Stream.*batch_size={size}"):
         IterableDatasetShard(Stream(), size, False, 2, 0, True)
-
-
-def test_a_split_needs_a_size():
-    with pytest.raises(ConfigError, match=r"SequentialSampler.*batch_size=None"):
-        BatchSamplerShard(SequentialSampler(range(4)), 2, 0, True)
 
 
 def test_a_stream_counts_what_was_real_in_its_last_round():

@@ -56,21 +56,10 @@ def lines(path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------- the base class
-
-
-def test_a_tracker_that_lacks_something_says_what():
-    class Half(GeneralTracker):
-        name = "half"
-
-    with pytest.raises(NotImplementedError, match=r"Half.*requires_logging_directory, tracker"):
-        Half()
-
-
 # ------------------------------------------------------------------------- jsonl
 
 
-def test_jsonl_writes_one_object_per_line_and_the_configuration_first(tmp_path):
+def test_jsonl_writes_one_object_per_line_the_configuration_first(tmp_path):
     tracker = JsonlTracker("run", tmp_path)
     tracker.store_init_configuration({"lr": np.float32(0.5), "net": {"width": 8}, "act": len})
     tracker.log({"loss": torch.tensor(1.5), "hits": np.int64(3), "name": "a"}, step=2)
@@ -80,22 +69,17 @@ def test_jsonl_writes_one_object_per_line_and_the_configuration_first(tmp_path):
     assert line["step"] == 2
     assert line["values"] == {"loss": 1.5, "hits": 3, "name": "a"}
     assert config["time"] <= line["time"]
-
-
-def test_jsonl_holds_numbers_that_json_does_not_know(tmp_path):
-    tracker = JsonlTracker("run", tmp_path)
+    tracker = JsonlTracker("odd", tmp_path)
     tracker.log(
         {"loss": math.nan, "top": torch.tensor(math.inf), "many": torch.ones(2), "no": None}
     )
     tracker.finish()
     values = lines(tracker.path)[0]["values"]
     assert values == {"loss": "nan", "top": "inf", "many": [1.0, 1.0], "no": None}
-
-
-def test_a_tracker_that_was_not_used_leaves_no_file(tmp_path):
-    JsonlTracker("run", tmp_path).finish()
-    TensorBoardTracker("run", tmp_path).finish()
-    assert not list(tmp_path.iterdir())
+    # One that was not used leaves no file.
+    JsonlTracker("unused", tmp_path).finish()
+    TensorBoardTracker("unused", tmp_path).finish()
+    assert {path.name for path in tmp_path.iterdir()} == {"run.jsonl", "odd.jsonl"}
 
 
 # ------------------------------------------------------------------------- tensorboard
@@ -140,17 +124,19 @@ def test_tensorboard_keeps_a_nested_configuration_flat(tmp_path):
     assert b"net.width" in plugin["_hparams_/session_start_info"].plugin_data.content
 
 
-def test_tensorboard_names_a_value_that_it_cannot_show(tmp_path):
+def test_tensorboard_shows_images_and_names_a_value_that_it_cannot_show(tmp_path):
     tracker = TensorBoardTracker("run", tmp_path)
     with pytest.raises(ConfigError, match=r"'weights': \[1.0, 1.0\].*add_histogram"):
         tracker.log({"weights": torch.ones(2)})
+    tracker.log_images({"picture": torch.zeros(2, 3, 4, 4)}, step=1)
     tracker.finish()
+    assert any(path.stat().st_size > 100 for path in (tmp_path / "run").iterdir())
 
 
 # ------------------------------------------------------------------------- finding
 
 
-def test_trackers_are_found_by_name_class_and_instance(tmp_path):
+def test_trackers_are_found_by_name_class_and_instance_and_all_mistakes_told(tmp_path):
     own = Recording()
     assert filter_trackers(None) == []
     assert filter_trackers("jsonl", tmp_path) == [JsonlTracker]
@@ -161,6 +147,11 @@ def test_trackers_are_found_by_name_class_and_instance(tmp_path):
     assert filter_trackers(Recording) == [Recording]
     everything = filter_trackers(["all", own], tmp_path)
     assert [everything[0], everything[1], everything[-1]] == [JsonlTracker, TensorBoardTracker, own]
+    with pytest.raises(ConfigError) as caught:
+        filter_trackers(["jsonl", "nothing-like-it"])
+    unknown, homeless = caught.value.mistakes
+    assert "'nothing-like-it'" in unknown
+    assert "logging_dir=None" in homeless
 
 
 def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):
@@ -171,7 +162,7 @@ def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):
         assert filter_trackers(["jsonl", missing[0]], tmp_path) == [JsonlTracker]
 
 
-def test_a_class_can_be_registered():
+def test_a_class_can_be_registered_and_says_what_it_lacks():
     register_tracker_class(Recording)
     assert LOGGER_TYPE_TO_CLASS[Recording.name] is Recording
     assert filter_trackers("recording") == [Recording]
@@ -184,27 +175,17 @@ def test_a_class_can_be_registered():
         register_tracker_class(nameless)
     del LOGGER_TYPE_TO_CLASS[Recording.name]
 
+    class Half(GeneralTracker):
+        name = "half"
 
-def test_tensorboard_shows_images(tmp_path):
-    pytest.importorskip("tensorboard")
-    tracker = TensorBoardTracker("run", tmp_path)
-    tracker.log_images({"picture": torch.zeros(2, 3, 4, 4)}, step=1)
-    tracker.finish()
-    assert any(path.stat().st_size > 100 for path in (tmp_path / "run").iterdir())
-
-
-def test_all_mistakes_come_together():
-    with pytest.raises(ConfigError) as caught:
-        filter_trackers(["jsonl", "nothing-like-it"])
-    unknown, homeless = caught.value.mistakes
-    assert "'nothing-like-it'" in unknown
-    assert "logging_dir=None" in homeless
+    with pytest.raises(NotImplementedError, match=r"Half.*requires_logging_directory, tracker"):
+        Half()
 
 
 # ------------------------------------------------------------------------- starting
 
 
-def test_trackers_start_with_name_folder_options_and_configuration(tmp_path):
+def test_trackers_start_with_what_they_are_given_on_processes_that_want_them(tmp_path):
     own = Recording("mine")
     found = filter_trackers([own, Recording, "jsonl"], tmp_path)
     first, second, third = start_trackers(
@@ -220,10 +201,7 @@ def test_trackers_start_with_name_folder_options_and_configuration(tmp_path):
     assert first.tracker == ["mine", {}, {"lr": 1}]
     assert second.tracker == ["project", {"tag": 2}, {"lr": 1}]
     assert lines(tmp_path / "project.jsonl")[0]["config"] == {"lr": 1}
-
-
-def test_another_process_has_only_trackers_that_want_all(tmp_path):
     found = [JsonlTracker, Everywhere, Recording()]
     started = start_trackers(found, OTHER, "project", logging_dir=tmp_path, config={"lr": 1})
     assert [type(tracker) for tracker in started] == [Everywhere]
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["project.jsonl"]

@@ -19,7 +19,7 @@ from nbaccel.utils import (
 from nbaccel.utils.launch import PrepareForLaunch
 
 
-def test_variables_are_set_for_a_block_and_put_back_after_an_error(monkeypatch) -> None:
+def test_variables_are_set_or_cleared_for_a_block_and_put_back(monkeypatch) -> None:
     monkeypatch.setenv("NB_TEST_A", "before")
     seen = []
 
@@ -33,9 +33,6 @@ def test_variables_are_set_for_a_block_and_put_back_after_an_error(monkeypatch) 
     assert seen == [("1", "new")]
     assert os.environ["NB_TEST_A"] == "before"
     assert "NB_TEST_B" not in os.environ
-
-
-def test_a_cleared_environment_comes_back() -> None:
     before = dict(os.environ)
     with clear_environment():
         assert not os.environ
@@ -57,7 +54,7 @@ def test_accelerates_variables_do_not_outlive_a_test(monkeypatch) -> None:
     assert os.environ["ACCELERATE_KEPT"] == "1"
 
 
-def test_yes_no_and_numbers(monkeypatch) -> None:
+def test_yes_no_numbers_and_what_would_break_a_file_of_variables(monkeypatch) -> None:
     assert (str_to_bool("Yes"), str_to_bool("off", to_bool=True)) == (1, False)
     with pytest.raises(ConfigError, match=r"'maybe'\) is neither yes nor no"):
         str_to_bool("maybe")
@@ -68,23 +65,17 @@ def test_yes_no_and_numbers(monkeypatch) -> None:
     assert parse_flag_from_env("NB_FLAG") is True
     assert parse_flag_from_env("NB_NONE", True) is True
     assert parse_choice_from_env("NB_NONE") == "no"
-
-
-def test_what_would_break_a_file_of_variables_is_left_out() -> None:
     lines = convert_dict_to_env_variables({"A": "1", "B": "x;rm", "C": "", "D": "two words"})
     assert lines == ["A=1\n"]
 
 
-def test_the_place_of_this_process_as_launchers_tell_it(monkeypatch) -> None:
+def test_the_place_of_this_process_is_that_which_launchers_tell(monkeypatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     monkeypatch.setenv("PMI_SIZE", "4")
     found = get_cpu_distributed_information()
     assert (found.rank, found.world_size, found.local_rank) == (3, 4, 0)
-
-
-def test_a_function_prepared_for_launch_knows_its_number(monkeypatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "FORK_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
     with patch_environment(nproc=2, node_rank=1, rank="", local_rank="", fork_launched=""):

@@ -33,13 +33,11 @@ def test_nothing_heavy_is_imported_to_find_out() -> None:
     assert not {"deepspeed", "transformers", "pandas", "datasets", "wandb"} & {*loaded.split()}
 
 
-def test_a_version_that_will_not_do_counts_as_missing() -> None:
+def test_a_version_that_will_not_do_counts_as_missing_which_is_said_before_it_begins() -> None:
     found = importlib.metadata.version("pytest")
     assert _is_there("pytest", versions=f">={found}")
     assert not _is_there("pytest", versions=f"<{found}")
 
-
-def test_what_needs_a_package_says_so_before_it_begins() -> None:
     def convert() -> str:
         return "done"
 

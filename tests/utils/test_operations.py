@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers.utils import ModelOutput
 
 from nbaccel import notebook_launcher
 from nbaccel.utils import (
@@ -13,6 +15,7 @@ from nbaccel.utils import (
     convert_outputs_to_fp32,
     convert_to_fp32,
     copy_tensor_to_devices,
+    find_batch_size,
     find_device,
     get_data_structure,
     honor_type,
@@ -32,12 +35,28 @@ class Pair(NamedTuple):
     b: Any
 
 
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """Like transformers' BatchEncoding: a mapping that moves itself."""
+
+    moved_to: Any = None
+
+    def to(self, device: Any) -> Encoding:
+        self.moved_to = device
+        return self
+
+
+@dataclass
+class Output(ModelOutput):
+    logits: torch.Tensor | None = None
+
+
 def test_a_function_reaches_all_tensors_and_containers_keep_their_type() -> None:
-    data = Pair(torch.ones(2), [OrderedDict(x=torch.ones(1)), "text"])
+    data = Pair(torch.ones(2), [OrderedDict(x=torch.ones(1)), "text", Output(torch.ones(1))])
     found = recursively_apply(lambda t, by, plus=0: t * by + plus, data, 2, plus=1)
-    assert listify(found) == Pair([3.0, 3.0], [OrderedDict(x=[3.0]), "text"])
+    assert listify(found) == Pair([3.0, 3.0], [OrderedDict(x=[3.0]), "text", Output([3.0])])
     assert isinstance(found, Pair)
-    assert isinstance(found.b[0], OrderedDict)
+    assert [type(part) for part in found.b] == [OrderedDict, str, Output]
+    assert data.a.tolist() == [1, 1]
     assert recursively_apply(str, [1, "a"], test_type=lambda o: isinstance(o, int)) == ["1", "a"]
     with pytest.raises(TypeError, match="abs cannot be applied to a str"):
         recursively_apply(abs, ["text"], error_on_other_type=True)
@@ -54,6 +73,9 @@ def test_keys_may_be_left_where_they_are() -> None:
     assert moved["inner"][0]["stay"].device.type == "cpu"
     both = send_to_device(tensor=batch, device="meta", skip_keys=["stay", "x"])
     assert both["x"] is batch["x"]
+    encoding = Encoding(ids=torch.ones(2))
+    assert send_to_device(encoding, "cpu") is encoding
+    assert encoding.moved_to == "cpu"
 
 
 def test_numbers_cut_padded_and_described() -> None:
@@ -66,9 +88,12 @@ def test_numbers_cut_padded_and_described() -> None:
     assert (like.shape, like.dtype) == ((5,), torch.bfloat16)
     assert find_device(["text", {"x": torch.ones(1, device="meta")}]) == torch.device("meta")
     assert find_device("text") is None
+    # That of the first tensor with rows.
+    assert find_batch_size({"label": 1, "x": [torch.tensor(0.0), torch.ones(5)]}) == 5
+    assert find_batch_size(["a", "b"]) is None
 
 
-def test_half_precision_becomes_float32_and_nothing_else() -> None:
+def test_half_precision_becomes_float32_and_only_tensors_are_joined() -> None:
     half, whole = torch.ones(1).half(), torch.ones(1, dtype=torch.int8)
     assert convert_to_fp32([half, whole])[0].dtype is torch.float32
     assert convert_to_fp32([half, whole])[1] is whole
@@ -78,6 +103,12 @@ def test_half_precision_becomes_float32_and_nothing_else() -> None:
         return {"y": x.bfloat16()}
 
     assert forward(torch.ones(1))["y"].dtype is torch.float32
+    batch = {"inputs": [torch.ones(2, 3)], "name": "one"}
+    assert concatenate([batch]) is batch
+    with pytest.raises(TypeError, match=r"got str among the tensors of 2 batches.*Take the others"):
+        concatenate([batch, batch])
+    joined = concatenate([{"x": (torch.ones(2, 3),)}, {"x": (torch.zeros(2, 3),)}], dim=1)
+    assert joined["x"][0].shape == (2, 6)
 
 
 def test_one_process_gives_its_tensor_to_all() -> None:
@@ -88,15 +119,6 @@ def test_one_process_gives_its_tensor_to_all() -> None:
         return copy_tensor_to_devices(mine).tolist()
 
     assert notebook_launcher(copied, num_processes=2) == [[1.5, 2.5]] * 2
-
-
-def test_only_tensors_are_joined() -> None:
-    batch = {"inputs": [torch.ones(2, 3)], "name": "one"}
-    assert concatenate([batch]) is batch
-    with pytest.raises(TypeError, match=r"got str among the tensors of 2 batches.*Take the others"):
-        concatenate([batch, batch])
-    joined = concatenate([{"x": (torch.ones(2, 3),)}, {"x": (torch.zeros(2, 3),)}], dim=1)
-    assert joined["x"][0].shape == (2, 6)
 
 
 def test_a_nested_tensor_is_not_padded_and_that_is_said() -> None:

@@ -39,7 +39,7 @@ def net() -> nn.Sequential:
 
 # Torch tells of its own deprecated parts when its compiler is imported, and of DataParallel.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_model_comes_out_of_its_wrappers() -> None:
+def test_a_model_comes_out_of_its_wrappers():
     model = net()
     assert extract_model_from_parallel(nn.DataParallel(nn.DataParallel(model))) is model
     compiled = torch.compile(model)
@@ -52,7 +52,7 @@ def test_a_model_comes_out_of_its_wrappers() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_repeated_blocks_are_compiled_one_by_one() -> None:
+def test_repeated_blocks_are_compiled_one_by_one():
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -74,16 +74,22 @@ def test_repeated_blocks_are_compiled_one_by_one() -> None:
     assert not has_compiled_regions(model)
 
 
-def test_what_is_saved_is_read_and_runs_no_code(tmp_path: Path) -> None:
+def test_what_is_saved_runs_no_code_and_shared_tensors_are_stored_once(tmp_path, caplog):
     save({"x": torch.ones(2)}, tmp_path / "a.bin")
     assert load(str(tmp_path / "a.bin"))["x"].tolist() == [1, 1]
     save({"x": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
     torch.save(Path("evil"), tmp_path / "b.bin")
     with pytest.raises(CheckpointDamaged, match=r"b\.bin"):
         load(tmp_path / "b.bin")
+    model = nn.Module()
+    model.a = model.b = nn.Linear(2, 2)
+    with caplog.at_level(logging.WARNING, logger="nbaccel"):
+        save(model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
+    (record,) = caplog.records
+    assert "['b.weight', 'b.bias']" in record.getMessage()
 
 
-def test_facts_about_modules() -> None:
+def test_facts_about_modules_and_small_ones():
     model = net()
     model[1].weight = model[0].bias
     assert find_tied_parameters(model) == [["0.bias", "1.weight"]]
@@ -93,9 +99,6 @@ def test_facts_about_modules() -> None:
     assert not is_peft_model(model)
     assert [type(m).__name__ for m in get_module_children_bottom_up(model)][-1] == "Sequential"
     assert get_module_children_bottom_up(model, return_fqns=True)[-1][0] == ""
-
-
-def test_small_ones() -> None:
     assert merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
     assert recursive_getattr(net(), "0.weight").shape == (2, 2)
     assert get_pretty_name(net) == "net"
@@ -111,7 +114,7 @@ def test_small_ones() -> None:
         assert is_port_in_use(taken.getsockname()[1])
 
 
-def test_a_basic_configuration_is_written_once(tmp_path: Path, capsys) -> None:
+def test_a_basic_configuration_is_written_once(tmp_path, capsys):
     path = tmp_path / "cache" / "config.yaml"
     assert write_basic_config("BF16", save_location=str(path)) == path
     content = yaml.safe_load(path.read_text())
@@ -122,7 +125,7 @@ def test_a_basic_configuration_is_written_once(tmp_path: Path, capsys) -> None:
         write_basic_config("fp12", save_location=tmp_path / "other.yaml")
 
 
-def test_an_old_kernel_is_told(caplog, monkeypatch) -> None:
+def test_an_old_kernel_is_told(caplog, monkeypatch):
     from nbaccel.utils import check_os_kernel
 
     monkeypatch.setattr("platform.release", lambda: "4.15.0-generic")
@@ -130,12 +133,3 @@ def test_an_old_kernel_is_told(caplog, monkeypatch) -> None:
     with caplog.at_level(logging.WARNING, logger="nbaccel"):
         check_os_kernel()
     assert "4.15.0-generic is older than 5.5" in caplog.text
-
-
-def test_saving_shared_tensors_says_which_are_stored_once(tmp_path, caplog) -> None:
-    model = nn.Module()
-    model.a = model.b = nn.Linear(2, 2)
-    with caplog.at_level(logging.WARNING, logger="nbaccel"):
-        save(model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
-    (record,) = caplog.records
-    assert "['b.weight', 'b.bias']" in record.getMessage()

@@ -12,10 +12,7 @@ import pytest
 from nbaccel import debug_launcher
 from nbaccel.errors import CheckpointFailed, ConfigError
 from nbaccel.train.checkpoint import load_state, save_state
-from nbaccel.train.checkpoint.folder_writing import (
-    find_checkpoint,
-    new_checkpoint,
-)
+from nbaccel.train.checkpoint.folder_writing import find_checkpoint, new_checkpoint
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from tests.train.checkpoint.training import ALONE, Training, arrived
@@ -42,7 +39,7 @@ def names(folder: Path) -> list[str]:
 # ------------------------------------------------------------------------- one process
 
 
-def test_a_folder_of_that_name_is_replaced_and_a_users_files_stay(tmp_path):
+def test_a_folder_or_what_a_link_leads_to_is_replaced_and_a_users_files_stay(tmp_path):
     target = build(tmp_path / "ckpt", "old")
     (target / "optimizer_7.bin").touch()
     (target / "notes").mkdir()
@@ -52,9 +49,15 @@ def test_a_folder_of_that_name_is_replaced_and_a_users_files_stay(tmp_path):
     assert names(target) == ["nbaccel_manifest.json", "notes", "optimizer.bin"]
     assert (target / "optimizer.bin").read_text() == "new"
     assert (target / "notes" / "mine.txt").read_text() == "keep"
+    build(tmp_path / "real", "old")
+    link = tmp_path / "latest"
+    link.symlink_to("real")
+    assert build(link) == (tmp_path / "real").resolve()
+    assert link.is_symlink()
+    assert (link / "optimizer.bin").read_text() == "new"
 
 
-def test_a_failure_leaves_the_old_and_nothing_of_the_new(tmp_path):
+def test_a_failure_leaves_the_old_one_which_is_found_between_the_two_renames(tmp_path):
     target = build(tmp_path / "ckpt", "old")
     inode = target.stat().st_ino
     with pytest.raises(CheckpointFailed, match=r"Process 0: KeyError: 'odd'.*unchanged") as caught:
@@ -62,10 +65,6 @@ def test_a_failure_leaves_the_old_and_nothing_of_the_new(tmp_path):
     assert isinstance(caught.value.__cause__, KeyError)
     assert names(tmp_path) == ["ckpt"]
     assert target.stat().st_ino == inode
-
-
-def test_between_the_two_renames_the_old_one_is_found_and_put_back(tmp_path):
-    target = build(tmp_path / "ckpt", "old")
     target.rename(tmp_path / ".ckpt.old")
     assert (find_checkpoint(target) / "optimizer.bin").read_text() == "old"
     with pytest.raises(CheckpointFailed), new_checkpoint(target, ALONE, COLLECTIVES):
@@ -86,15 +85,6 @@ def test_leftovers_of_this_name_are_cleared_away_and_no_others(tmp_path):
     assert names(tmp_path) == [*left, "ckpt"]
     build(tmp_path / "checkpoint_10", series=True)
     assert names(tmp_path) == [*left[1:], "checkpoint_10", "ckpt"]
-
-
-def test_what_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
-    build(tmp_path / "real", "old")
-    link = tmp_path / "latest"
-    link.symlink_to("real")
-    assert build(link) == (tmp_path / "real").resolve()
-    assert link.is_symlink()
-    assert (link / "optimizer.bin").read_text() == "new"
 
 
 def test_folders_that_cannot_be_replaced_are_refused(tmp_path, monkeypatch):
@@ -211,21 +201,20 @@ def save_on_two_nodes(shared: str, own: list[str]) -> list[str]:
     return names(Path("ckpt"))
 
 
-def test_nodes_that_share_a_disk_write_one_checkpoint(tmp_path):
-    first, second = debug_launcher(save_on_two_nodes, args=(str(tmp_path), []))
-    assert first == second
-    assert {"random_states_0.pkl", "random_states_1.pkl", "model.safetensors"} < set(first)
-    assert names(tmp_path) == ["ckpt"]
-
-
-def test_nodes_with_disks_of_their_own_have_a_whole_one_each(tmp_path, capfd):
+@pytest.mark.parametrize("shares", [True, False])
+def test_nodes_that_share_a_disk_write_one_checkpoint_and_others_one_each(tmp_path, capfd, shares):
     own = [tmp_path / "a", tmp_path / "b"]
     for disk in own:
         disk.mkdir()
-    first, second = debug_launcher(save_on_two_nodes, args=("", [str(p) for p in own]))
+    shared = str(own[0]) if shares else ""
+    first, second = debug_launcher(save_on_two_nodes, args=(shared, [str(disk) for disk in own]))
     assert "model.safetensors" in first
     assert "model.safetensors" in second
-    assert "complete for its own processes" in capfd.readouterr().err
-    assert "random_states_0.pkl" in set(first) - set(second)
-    assert "random_states_1.pkl" in set(second) - set(first)
-    assert [names(disk) for disk in own] == [["ckpt"], ["ckpt"]]
+    if shares:
+        assert first == second
+        assert {"random_states_0.pkl", "random_states_1.pkl"} < set(first)
+    else:
+        assert "complete for its own processes" in capfd.readouterr().err
+        assert "random_states_0.pkl" in set(first) - set(second)
+        assert "random_states_1.pkl" in set(second) - set(first)
+    assert [names(disk) for disk in own] == [["ckpt"], [] if shares else ["ckpt"]]

@@ -25,15 +25,15 @@ pytestmark = pytest.mark.slow
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
-def checkpoints(training: Training, folder: Path, *, numbered: bool) -> Checkpoints:
+def checkpoints(
+    training: Training, folder: Path, numbered: bool
+) -> tuple[Checkpoints, Path | None]:
+    """What saves and loads, and where."""
     configuration = ProjectConfiguration(
         project_dir=folder, automatic_checkpoint_naming=numbered, total_limit=2
     )
-    return Checkpoints(configuration, ALONE, training.collectives)
-
-
-def target(folder: Path, numbered: bool) -> Path | None:
-    return None if numbered else folder / "ckpt"
+    where = None if numbered else folder / "ckpt"
+    return Checkpoints(configuration, ALONE, training.collectives), where
 
 
 def save(folder: Path, mark: int, *, numbered: bool, training: Training | None = None) -> None:
@@ -45,24 +45,19 @@ def save(folder: Path, mark: int, *, numbered: bool, training: Training | None =
     training.counter.value = mark
     training.loaders[0].at = mark
     training.loaders[2].at = mark
-    where = checkpoints(training, folder, numbered=numbered)
-    where.save(target(folder, numbered), training.parts, step=mark)
+    saving, where = checkpoints(training, folder, numbered)
+    saving.save(where, training.parts, step=mark)
 
 
 def load(folder: Path, *, numbered: bool) -> int:
     """Load the latest checkpoint; returns its mark, which must be the same in all files."""
     training = Training(seed=1)
-    where = checkpoints(training, folder, numbered=numbered)
-    step = where.load(target(folder, numbered), training.parts)
+    loading, where = checkpoints(training, folder, numbered)
+    step = loading.load(where, training.parts)
     values = {v for t in training.model.state_dict().values() for v in t.flatten().tolist()}
-    marks = {
-        *values,
-        step,
-        training.optimizer.param_groups[0]["lr"],
-        training.counter.value,
-        training.loaders[0].at,
-        training.loaders[2].at,
-    }
+    places = {training.loaders[0].at, training.loaders[2].at}
+    marks = {step, training.optimizer.param_groups[0]["lr"], training.counter.value}
+    marks |= values | places
     assert len(marks) == 1, f"a mixture: {marks}"
     return int(marks.pop())
 

@@ -108,39 +108,33 @@ def load(folder: Path, model: nn.Module, **options: Any) -> None:
     accelerator.load_state(folder, **options)
 
 
-def test_a_model_that_trains_them_now_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_trains_them_now_or_another_one_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "state", Adapted(), exclude_frozen_parameters=True)
-    model = Adapted(1)
+    model, wider, without = Adapted(1), Adapted(), Adapted()
     model.base.requires_grad_(True)
+    wider.more = nn.Linear(2, 2).requires_grad_(False)
+    without.base = nn.Identity()
     before = model.adapter.weight.clone()
     with pytest.raises(ConfigError, match=r"no values for base\.bias \(2 such .*is trained in the"):
         load(folder, model)
+    with pytest.raises(ConfigError, match=r"it has no more\.weight, more\.bias"):
+        load(folder, wider)
+    with pytest.raises(ConfigError, match=r"base\.bias.*is not in the Adapted now"):
+        load(folder, without)
     assert torch.equal(model.adapter.weight, before)
     load(folder, model, strict=False)
     assert torch.equal(model.adapter.weight, Adapted().adapter.weight)
 
 
-def test_another_model_is_refused_as_ever(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "state", Adapted(), exclude_frozen_parameters=True)
-    wider, without = Adapted(), Adapted()
-    wider.more = nn.Linear(2, 2).requires_grad_(False)
-    without.base = nn.Identity()
-    with pytest.raises(ConfigError, match=r"it has no more\.weight, more\.bias"):
-        load(folder, wider)
-    with pytest.raises(ConfigError, match=r"base\.bias.*is not in the Adapted now"):
-        load(folder, without)
-
-
-def test_nothing_is_left_out_unasked_and_nothing_of_a_trained_model(tmp_path: Path) -> None:
+def test_nothing_is_left_out_unasked_and_the_names_are_checked_as_other_files_are(
+    tmp_path: Path,
+) -> None:
     everything = TRAINED | FROZEN | {"seen"}
     assert load_file(saved(tmp_path / "a", Adapted()) / "model.safetensors").keys() == everything
     trained = Adapted().requires_grad_(True)
     folder = saved(tmp_path / "b", trained, exclude_frozen_parameters=True)
     assert load_file(folder / "model.safetensors").keys() == everything
     assert not (folder / "nbaccel_left_out.json").exists()
-
-
-def test_the_names_are_checked_as_other_files_are(tmp_path: Path) -> None:
     folder = saved(tmp_path / "state", Adapted(), exclude_frozen_parameters=True)
     path = folder / "nbaccel_left_out.json"
     assert json.loads(path.read_text()) == {

@@ -35,24 +35,19 @@ def numbers(project: Path) -> list[int]:
     return sorted(int(path.name.split("_")[1]) for path in (project / "checkpoints").iterdir())
 
 
-def test_the_oldest_by_number_go_beyond_the_limit(tmp_path):
+def test_the_oldest_by_number_go_beyond_the_limit_when_the_new_one_is_there(tmp_path):
     run = Run(tmp_path, total_limit=2, iteration=8)
     for _ in range(4):
         run.save()
     assert numbers(tmp_path) == [10, 11]
-
-
-def test_an_old_one_goes_only_when_the_new_one_is_there(tmp_path):
-    run = Run(tmp_path, total_limit=1)
-    run.save()
     run.checkpoints.register_save_state_pre_hook(lambda *_: {}["no"])
     with pytest.raises(RuntimeError, match=r"KeyError"):
         run.save()
-    assert numbers(tmp_path) == [0]
-    assert run.configuration.iteration == 1
+    assert numbers(tmp_path) == [10, 11]
+    assert run.configuration.iteration == 12
 
 
-def test_after_a_restart_numbers_go_on_behind_what_is_there(tmp_path):
+def test_after_a_restart_numbers_go_on_behind_the_highest_not_the_last_in_the_alphabet(tmp_path):
     for step in range(2):
         Run(tmp_path).save(step=step)
     assert numbers(tmp_path) == [0, 1]
@@ -60,29 +55,20 @@ def test_after_a_restart_numbers_go_on_behind_what_is_there(tmp_path):
     assert resumed.load() == 1
     assert resumed.configuration.iteration == 2
     assert resumed.save().name == "checkpoint_2"
-
-
-def test_the_latest_is_the_highest_number_and_not_the_last_in_the_alphabet(tmp_path):
-    run = Run(tmp_path, iteration=9)
-    run.save(step=9)
-    run.save(step=10)
+    resumed.configuration.iteration = 9
+    resumed.save(step=9)
+    resumed.save(step=10)
     (tmp_path / "checkpoints" / "checkpoint_best").mkdir()
     (tmp_path / "checkpoints" / "checkpoint_99").touch()
     assert Run(tmp_path).load() == 10
 
 
-def test_where_there_is_none_it_is_said_where_one_would_be(tmp_path):
+def test_numbers_need_a_project_and_without_them_a_folder_is_needed(tmp_path):
     with pytest.raises(ConfigError, match=r"no checkpoint_<number> in .*checkpoints"):
         Run(tmp_path).load()
-
-
-def test_numbers_need_a_project(tmp_path):
     for action in (Run(None).save, Run(None).load):
         with pytest.raises(ConfigError, match=r"project_dir=None"):
             action()
-
-
-def test_without_numbers_a_folder_is_needed(tmp_path):
     run = Run(tmp_path, automatic_checkpoint_naming=False)
     with pytest.raises(ConfigError, match=r"output_dir=None"):
         run.save()

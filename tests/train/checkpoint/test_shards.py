@@ -19,11 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
-from nbaccel.config.handlers import (
-    AutocastKwargs,
-    FullyShardedDataParallelPlugin,
-    GradScalerKwargs,
-)
+from nbaccel.config.handlers import AutocastKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs
 from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
@@ -76,18 +72,26 @@ def load_sharded(folder: str) -> dict[str, Any]:
     return whole(training)
 
 
-@pytest.mark.slow
 @KINDS
-def test_a_sharded_training_comes_back(tmp_path, in_shards):
+def test_a_sharded_training_comes_back_in_more_processes_and_alone_if_whole(tmp_path, in_shards):
     folder = tmp_path / "ckpt"
     saved, _ = debug_launcher(save_sharded, args=(str(folder), in_shards))
     assert (folder / "pytorch_model_fsdp_0").is_dir() == in_shards
     assert (folder / "model.safetensors").is_file() != in_shards
     assert (folder / "optimizer.bin").is_file() != in_shards
-    loaded, _ = debug_launcher(load_sharded, args=(str(folder),))
-    assert loaded == saved
     by_three, *_ = debug_launcher(load_sharded, args=(str(folder),), num_processes=3)
     assert by_three == saved
+    alone = Training(seed=9)
+    before = alone.state()
+    if in_shards:
+        with pytest.raises(ConfigError, match=r"1 model in shards"):
+            load_state(folder, alone.parts, ALONE, alone.collectives)
+        assert alone.state() == before
+    else:
+        load_state(folder, alone.parts, ALONE, alone.collectives)
+        weights, moments, *_ = alone.state()
+        assert weights == saved["weights"]
+        assert [entry["exp_avg"] for entry in moments] == saved["moments"]
 
 
 def two_nodes(training: Training, disks: list[str]) -> str:
@@ -166,12 +170,8 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
-def torch_metadata(folder: Path) -> Any:
-    return FileSystemReader(folder).read_metadata()
-
-
 def point_outside(folder: Path) -> None:
-    metadata = torch_metadata(folder)
+    metadata = FileSystemReader(folder).read_metadata()
     for index, info in metadata.storage_data.items():
         metadata.storage_data[index] = replace(
             info, relative_path=f"../pytorch_model_fsdp_0/{info.relative_path}"
@@ -181,7 +181,7 @@ def point_outside(folder: Path) -> None:
 
 def evil_entry(folder: Path, code: Path) -> None:
     """Put an object that runs code in the place of an optimizer's setting."""
-    metadata = torch_metadata(folder)
+    metadata = FileSystemReader(folder).read_metadata()
     index = next(i for i in metadata.storage_data if i.fqn.startswith("optimizer.param_groups"))
     info = metadata.storage_data[index]
     path = folder / info.relative_path
@@ -196,7 +196,7 @@ def evil_entry(folder: Path, code: Path) -> None:
 
 
 def flip_in_a_tensor(folder: Path) -> None:
-    metadata = torch_metadata(folder)
+    metadata = FileSystemReader(folder).read_metadata()
     index = next(i for i in metadata.storage_data if i.fqn == "model.first.weight")
     info = metadata.storage_data[index]
     path = folder / info.relative_path
@@ -222,26 +222,28 @@ SHARD_DAMAGES = {
 
 def damaged_shards(saved: Path, to: Path) -> dict[str, Path]:
     """Copies of a checkpoint, each with a damage; those without a manifest are as others write."""
-    name = "pytorch_model_fsdp_0"
     made = {}
     for kind in SHARD_DAMAGES:
-        folder = to / kind
-        shutil.copytree(saved, folder)
-        shard = next(iter(sorted((folder / name).glob("*.distcp"))))
-        code = to / f"{kind} was here"
-        {
-            "truncated": lambda path=shard: damage.truncate(path),
-            "missing": lambda path=shard: path.unlink(),
-            "flipped": lambda path=folder: flip_in_a_tensor(path / name),
-            "evil entry": lambda path=folder, code=code: evil_entry(path / name, code),
-            "evil metadata": lambda path=folder, code=code: (path / name / ".metadata").write_bytes(
-                pickle.dumps(Runs(code))
-            ),
-            "no metadata": lambda path=folder: (path / name / ".metadata").unlink(),
-            "outside": lambda path=folder: point_outside(path / name),
-        }[kind]()
-        (folder / "nbaccel_manifest.json").unlink()
-        made[kind] = folder
+        made[kind], code = to / kind, to / f"{kind} was here"
+        shutil.copytree(saved, made[kind])
+        (made[kind] / "nbaccel_manifest.json").unlink()
+        folder = made[kind] / "pytorch_model_fsdp_0"
+        shard, metadata = min(folder.glob("*.distcp")), folder / ".metadata"
+        match kind:
+            case "truncated":
+                damage.truncate(shard)
+            case "missing":
+                shard.unlink()
+            case "flipped":
+                flip_in_a_tensor(folder)
+            case "evil entry":
+                evil_entry(folder, code)
+            case "evil metadata":
+                metadata.write_bytes(pickle.dumps(Runs(code)))
+            case "no metadata":
+                metadata.unlink()
+            case "outside":
+                point_outside(folder)
     return made
 
 
@@ -274,23 +276,3 @@ def test_damaged_shards_are_named_to_all_before_anything_is_loaded(tmp_path):
                 merge_fsdp_weights(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "bad").glob("*was here")), "code was run"
-
-
-def test_a_whole_one_is_read_without_sharding(tmp_path):
-    folder = tmp_path / "ckpt"
-    saved, _ = debug_launcher(save_sharded, args=(str(folder), False))
-    training = Training(seed=9)
-    load_state(folder, training.parts, ALONE, training.collectives)
-    weights, moments, *_ = training.state()
-    assert weights == saved["weights"]
-    assert [entry["exp_avg"] for entry in moments] == saved["moments"]
-
-
-def test_one_in_shards_is_refused_where_nothing_is_sharded(tmp_path):
-    folder = tmp_path / "ckpt"
-    debug_launcher(save_sharded, args=(str(folder), True))
-    training = Training(seed=9)
-    before = training.state()
-    with pytest.raises(ConfigError, match=r"1 model in shards"):
-        load_state(Path(folder), training.parts, ALONE, training.collectives)
-    assert training.state() == before

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nbaccel import debug_launcher
+from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import Checkpoints, layout, load_state, save_state
@@ -76,21 +77,14 @@ def test_the_files_are_named_as_accelerate_names_them(tmp_path):
     ]
 
 
-def test_states_can_be_read_onto_the_device(tmp_path):
-    first, second = Training(), Training(seed=1)
-    first.step()
-    load(second, save(first, tmp_path / "ckpt"), map_location="on_device")
-    assert second.state() == first.state()
-
-
-def test_another_place_for_states_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"map_location='cuda:0'"):
-        load(Training(), tmp_path, map_location="cuda:0")
-
-
 def test_options_reach_torch(tmp_path):
-    folder = save(Training(), tmp_path / "ckpt")
-    wider = Training()
+    first, second, wider = Training(), Training(seed=1), Training()
+    first.step()
+    folder = save(first, tmp_path / "ckpt")
+    with pytest.raises(TypeError, match=r"map_location='cuda:0'"):
+        load(second, folder, map_location="cuda:0")
+    load(second, folder, map_location="on_device")
+    assert second.state() == first.state()
     wider.model.third = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"model.safetensors .* no third.weight, third.bias"):
         load(wider, folder)
@@ -157,14 +151,8 @@ def test_random_states_of_a_process_that_was_not_there_begin_anew(tmp_path, capl
 # ------------------------------------------------------------------------- hooks
 
 
-def hooked(training, tmp_path):
-    return Checkpoints(configuration(tmp_path), ALONE, training.collectives)
-
-
-def configuration(folder):
-    from nbaccel.config.handlers import ProjectConfiguration
-
-    return ProjectConfiguration(project_dir=folder)
+def hooked(training, folder):
+    return Checkpoints(ProjectConfiguration(project_dir=folder), ALONE, training.collectives)
 
 
 def test_hooks_see_models_weights_and_folder_and_can_take_over(tmp_path):
