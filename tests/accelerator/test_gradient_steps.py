@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import Accelerator, AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from nbaccel import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
 from nbaccel.errors import ConfigError, UserMistake
 from tests.accelerator.loops import line, numbers, sgd, together, told, weight
 
@@ -202,19 +202,6 @@ def test_the_forward_and_the_context_compute_in_the_precision(precision: str, dt
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     assert accelerator.native_amp is (dtype is not None)
     assert (accelerator.scaler is not None) is (precision == "fp16")
-
-
-def test_autocast_is_as_the_handler_says() -> None:
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)]
-    )
-    with accelerator.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-    seen: list[torch.dtype] = []
-    inner = line()
-    inner.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    accelerator.prepare(nn.Sequential(inner))(torch.ones(1, 1))
-    assert seen == [torch.float32]
 
 
 @pytest.mark.parametrize("clips", [False, True])

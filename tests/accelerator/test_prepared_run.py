@@ -102,7 +102,7 @@ def test_settings_can_be_read_from_the_accelerator(tmp_path: Any) -> None:
     assert config.even_batches  # the user's own stays
 
 
-def test_the_plan_says_what_was_decided_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_and_the_state_say_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     text = accelerator.plan.explain()
     assert "one process, on CPU, bf16, 2 batches per step" in text
@@ -110,9 +110,6 @@ def test_the_plan_says_what_was_decided_and_why(monkeypatch: pytest.MonkeyPatch)
     assert str(accelerator.plan) == text
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     assert "the CPU was asked for" in Accelerator().plan.explain()
-
-
-def test_the_state_prints_as_users_know_it() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     text = str(accelerator.state)
     assert text.startswith("Distributed environment: NO\nNum processes: 1\nProcess index: 0\n")

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, Pool, RunConfig, notebook_launcher
 from nbaccel.config import Fp8Config
 from nbaccel.errors import ConfigError, WorkerFailed
-from nbaccel.precision.fp8.scaled_adam import ScaledAdam
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.precision.torchao import has_layers
 from nbaccel.utils import (
@@ -131,22 +130,6 @@ def test_what_stays_in_bfloat16_is_told_with_its_reason(capfd):
     assert "0 (the first layer); 9 (the last layer)" in told
     Run.begin(network(), {**NATIVE, "skip_first_and_last": False})
     assert "nbaccel" not in capfd.readouterr().err
-
-
-@each(O1, O2)
-def test_levels_hold_what_they_say(settings):
-    run = Run.begin(network(), settings)
-    run.train(epochs=1)
-    weights = [p for p in run.model.parameters() if isinstance(p, ScaledTensor)]
-    assert len(weights) == 4
-    assert {weight.payload.dtype for weight in weights} == {torch.float16}
-    assert isinstance(run.optimizer.optimizer, ScaledAdam) == (settings is O2)
-    loss = run.model(next(iter(batches()))[0]).square().mean()
-    run.accelerator.backward(loss)
-    assert {weight.grad.payload.dtype for weight in weights} == {torch.float8_e4m3fn}
-    state: Any = run.optimizer.state[weights[0]]
-    short = isinstance(state["exp_avg"], ScaledTensor)
-    assert short == (settings is O2)
 
 
 def test_other_optimizers_train_at_o1_and_are_refused_at_o2():

@@ -85,15 +85,12 @@ def test_single_passes_can_be_exact(case, number):
     assert all(e > 0.02 for index, e in enumerate(errors) if index != number)
 
 
-def test_evaluation_computes_in_higher_precision_unless_asked(case):
+def test_evaluation_is_exact_unless_asked_and_only_payloads_are_kept_for_the_backward_pass(case):
     layer, values, _ = case
     plain = converted(layer).eval()
     assert torch.equal(plain(values), layer(values))
     asked = converted(layer, in_evaluation=True).eval()
     assert not torch.equal(asked(values), layer(values))
-
-
-def test_only_payloads_are_kept_for_the_backward_pass(case):
     layer, values, _ = case
     kept: list[torch.Tensor] = []
 
@@ -164,14 +161,11 @@ def after(amaxes: list[float], **settings: Any) -> float:
     return float(steps.scales[INPUT, 0])
 
 
-def test_the_largest_of_a_window_decides_or_the_latest():
+def test_weights_take_their_own_scale_until_there_is_history(case):
     assert after([7.0, 1.0]) == 64.0  # 448 / 7
     assert after([7.0, 1.0], takes_latest=True) == 256.0  # 448 / 1, a power of two
     assert after([7.0, 1.0, 1.0, 1.0, 1.0]) == 256.0  # 7 has left the window of four
     assert after([7.0], margin=1) == 32.0
-
-
-def test_a_layer_without_history_takes_its_own_scale_and_collects(case):
     layer, values, gradient = case
     steps = history()
     delayed = converted(layer, history=steps)
@@ -262,7 +256,7 @@ class Model(nn.Module):
         self.head = nn.Linear(16, 32)
 
 
-def test_first_last_and_odd_sizes_stay_each_with_its_reason():
+def test_layers_that_stay_have_a_reason_and_a_model_without_any_other_is_refused():
     model = Model()
     selection = select_layers(model, skip_first_and_last=True)
     assert list(selection.chosen) == ["inner"]
@@ -278,9 +272,6 @@ def test_first_last_and_odd_sizes_stay_each_with_its_reason():
         "inner",
         "head",
     }
-
-
-def test_a_model_of_which_no_layer_computes_in_8_bits_is_refused():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     selection = select_layers(model, skip_first_and_last=True)
     with pytest.raises(Exception, match=r"no layer of Sequential.*0 \(the first layer\).*False"):

@@ -48,7 +48,7 @@ def test_it_steps_like_torchs_with_the_error_of_8_bits(optimizer_class, options)
     assert ((stored.detach().dequantize() - plain).norm() / moved).item() < 0.03
 
 
-def test_a_schedule_of_the_given_optimizer_sets_its_learning_rate():
+def test_it_follows_a_schedule_and_goes_on_from_a_file_bit_by_bit():
     _, _, stored, scaled = pair(torch.optim.AdamW)
     schedule = torch.optim.lr_scheduler.StepLR(scaled.given, 1, gamma=0.5)
     stored.grad = ScaledTensor.of(gradients(1)[0], E4M3)
@@ -57,9 +57,6 @@ def test_a_schedule_of_the_given_optimizer_sets_its_learning_rate():
     assert scaled.param_groups[0]["lr"] == pytest.approx(5e-3)
     scaled.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(scaled.param_groups) == 2
-
-
-def test_it_goes_on_from_a_file_bit_by_bit():
     _, _, stored, scaled = pair(torch.optim.AdamW)
     for gradient in gradients(5):
         stored.grad = ScaledTensor.of(gradient, E4M3)

@@ -69,7 +69,7 @@ def test_to_torch_it_is_float32_and_in_memory_it_is_short(number_format):
     assert number_format.name in repr(tensor)
 
 
-def test_a_product_with_one_number_is_exact():
+def test_operations_write_in_place_and_a_product_with_one_number_is_exact():
     tensor = stored(E4M3)
     before, payload = tensor.dequantize(), tensor.payload.clone()
     tensor.mul_(0.3)
@@ -77,17 +77,11 @@ def test_a_product_with_one_number_is_exact():
     tensor.div_(4)
     assert torch.equal(tensor.payload.view(torch.uint8), payload.view(torch.uint8))
     assert torch.allclose(tensor.dequantize(), before * 0.15, rtol=1e-6)
-
-
-def test_operations_on_many_tensors_write_to_each():
     tensors = [stored(seed=1), stored(seed=2)]
     expected = [tensor.dequantize() * 3 for tensor in tensors]
     torch._foreach_mul_(tensors, 3.0)
     for tensor, values in zip(tensors, expected, strict=True):
         assert torch.allclose(tensor.dequantize(), values, rtol=2e-3)
-
-
-def test_detached_tensors_share_and_clones_do_not():
     tensor = stored()
     tensor.detach().zero_()
     assert tensor.dequantize().eq(0).all()
