@@ -55,29 +55,20 @@ class Tied(nn.Module):
 
 
 # ---------------------------------------------------------------- counting
-def test_tied_weights_count_once():
+def test_parameters_are_counted_once_as_what_they_stand_for():
     shape = measure(Tied())
     assert (shape.total, shape.largest_layer) == (800, 800)
-
-
-def test_a_model_on_meta_counts_as_what_it_will_be():
-    """DeepSpeed's own count is by address, and all tensors on meta have the same."""
+    # DeepSpeed's own count is by address, and all tensors on meta have the same.
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
     shape = measure(model)
     assert shape.total == sum(p.numel() for p in model.parameters()) == 830
     assert shape.largest_layer == 620
-
-
-def test_a_placeholder_of_zero_3_counts_as_what_it_stands_for():
     model = nn.Linear(3, 5)
     for parameter in model.parameters():
         parameter.ds_numel = parameter.numel()
         parameter.data = torch.empty(0)
     assert measure(model).total == 20
-
-
-def test_frozen_parameters_have_no_gradients_and_no_states():
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 1))
     model[0].requires_grad_(False)
     found = estimate(shape=model).device
@@ -117,20 +108,14 @@ def test_more_processes_need_less_each(stage):
     assert (among_four.parameters < alone.parameters) == (stage == 3)
 
 
-def test_hosts_divide_the_work_as_processes_do():
+def test_hosts_divide_the_work_and_what_is_offloaded_moves():
     config = zero(3, optimizer="cpu")
     alone, among_four = (estimate(config, num_nodes=n).host for n in (1, 4))
     assert among_four.total * 4 == alone.total
-
-
-def test_what_is_offloaded_moves_and_nothing_is_lost():
     stays, moves = estimate(zero(3)), estimate(zero(3, optimizer="cpu", param="cpu"))
     assert stays.host.model_states == 0
     assert moves.device.model_states == 0
     assert moves.host.model_states == stays.device.model_states
-
-
-def test_overlap_doubles_the_buckets():
     once, twice = (
         estimate(
             zero(2, reduce_bucket_size=1000, overlap_comm=overlap), inventory=gpus(1)
@@ -141,7 +126,7 @@ def test_overlap_doubles_the_buckets():
 
 
 # ---------------------------------------------------------------- how it is told
-def test_it_is_compared_with_what_is_free():
+def test_it_is_compared_with_what_is_free_on_each_device_or_on_the_host_that_they_share():
     config = zero(0)
     model = (2 * 10**9, 10**6)
     assert not estimate(config, model, gpus(2, free=24 * GIB), num_processes=2).fits
@@ -149,9 +134,6 @@ def test_it_is_compared_with_what_is_free():
     found = estimate(config, model, gpus(2, free=24 * GIB), num_processes=2)
     assert found.device_free == 24 * GIB - 1, "the fuller of the two"
     assert "does not fit: 20.7 GiB per device too little" in str(found)
-
-
-def test_processes_on_a_cpu_share_the_host():
     shape = (8 * 10**8, 10**6)
     found = estimate(shape=shape, num_processes=2)
     assert found.host_needed == 2 * (16 * 8 * 10**8 + 4 * 5 * 10**8), "reduced 5e8 at once"
@@ -159,7 +141,7 @@ def test_processes_on_a_cpu_share_the_host():
     assert not estimate(shape=shape, num_processes=3).fits
 
 
-def test_the_table_has_a_line_for_each_kind_of_content():
+def test_the_table_has_a_line_for_each_kind_of_content_and_says_what_is_not_in_it():
     text = str(estimate(zero(2, optimizer="cpu"), num_processes=2))
     words = [line.split()[0] for line in text.splitlines()[2:10]]
     assert words == [
@@ -169,9 +151,6 @@ def test_the_table_has_a_line_for_each_kind_of_content():
     assert text.startswith(
         "1,000,000 parameters, ZeRO-2, bf16, optimizer on cpu, 1 host of 2 processes\n"
     )
-
-
-def test_a_cell_shows_a_table():
     found = estimate(zero(3))
     html = found._repr_html_()
     assert found._repr_mimebundle_() == {"text/plain": str(found), "text/html": html}
@@ -179,21 +158,12 @@ def test_a_cell_shows_a_table():
     assert len(repr(found)) < 200
     assert html.count("<tr>") == 9
     assert "ZeRO-3" in html
-
-
-def test_activations_are_added_where_they_are_known():
     assert "Activations are not in it" in str(estimate())
     found = estimate(activation_bytes=5 * GIB)
     assert found.device.activations == 5 * GIB
     assert "Activations are not" not in str(found)
-
-
-def test_on_cpus_it_says_by_how_much_the_system_counts_more():
     assert "the system may count a third more" in str(estimate())
     assert "the system counts" not in str(estimate(inventory=gpus(1)))
-
-
-def test_auto_is_named():
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
     assert "zero_optimization.reduce_bucket_size" in str(estimate(config))
 
@@ -208,14 +178,6 @@ def test_what_is_lacking_is_told_by_place(tmp_path):
     assert found.lacking["nvme"] == found.nvme.peak - found.nvme_free
     assert re.search(r"does not fit: .* of host memory and .* of disk too little", str(found))
     assert not (tmp_path / "new").exists()
-
-
-def test_the_peak_is_where_the_optimizer_begins_unless_activations_are_more():
-    """In 16 bit without ZeRO gradients are there three times then: 6 bytes beside 18."""
-    config = {**zero(0), "optimizer": {"type": "AdamW"}}
-    assert estimate(config).device.peak == 24_000_000
-    assert estimate(config, activation_bytes=5_000_000).device.peak == 24_000_000
-    assert estimate(config, activation_bytes=7_000_000).device.peak == 25_000_000
 
 
 @pytest.mark.parametrize(("machine", "temporaries"), [(HOST, 8), (gpus(1), 4)])
@@ -243,14 +205,25 @@ def test_buffers_that_nothing_is_written_to_take_no_memory_on_cpus():
     assert on_cpu.in_step == 8 * 10**6
     small = estimate(zero(2, reduce_bucket_size=1000)).device
     assert small.in_backward == 2000
+    # In 16 bit without ZeRO gradients are there three times then: 6 bytes beside 18.
+    config = {**zero(0), "optimizer": {"type": "AdamW"}}
+    assert estimate(config).device.peak == 24_000_000
+    assert estimate(config, activation_bytes=5_000_000).device.peak == 24_000_000
+    assert estimate(config, activation_bytes=7_000_000).device.peak == 25_000_000
 
 
-def test_auto_is_decided_by_the_run():
+def test_auto_is_decided_by_the_run_and_the_model(llama):
     config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto"}}
     found = estimate(config, run=RunConfig(mixed_precision="bf16", zero_stage=3))
     assert (found.settings.precision, found.settings.stage) == ("bf16", 3)
     with pytest.raises(ConfigError, match=r"stage is 2 in the file and 3 by the run"):
         estimate(zero(2), run=RunConfig(zero_stage=3))
+    open_sizes = {"stage": 2, "reduce_bucket_size": "auto"}
+    config = {"zero_optimization": open_sizes, "train_batch_size": "auto"}
+    found = estimate_memory(llama, config)
+    assert found.settings.zero["reduce_bucket_size"] == 64 * 64
+    assert found.settings.unknown == ()
+    assert "auto" not in str(found)
 
 
 # ---------------------------------------------------------------- what it is given
@@ -306,7 +279,7 @@ def tokens():
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def test_a_model_of_transformers_on_meta_is_measured_with_and_without(llama, tokens):
+def test_a_model_of_transformers_on_meta_is_measured_with_a_batch(llama, tokens):
     plain, again = (
         estimate_memory(llama, sample_batch=tokens, gradient_checkpointing=on).device.activations
         for on in (False, True)
@@ -314,9 +287,6 @@ def test_a_model_of_transformers_on_meta_is_measured_with_and_without(llama, tok
     assert 0 < again < plain / 2
     assert not checkpoints_gradients(llama)
     assert all(p.is_meta for p in llama.parameters())
-
-
-def test_the_configurations_batch_size_counts(llama, tokens):
     two, eight = (
         estimate_memory(
             llama, {"train_micro_batch_size_per_gpu": rows}, sample_batch=tokens
@@ -324,16 +294,5 @@ def test_the_configurations_batch_size_counts(llama, tokens):
         for rows in (2, 8)
     )
     assert eight == pytest.approx(4 * two, rel=0.1)
-
-
-def test_auto_is_filled_in_from_the_model(llama):
-    zero = {"stage": 2, "reduce_bucket_size": "auto"}
-    found = estimate_memory(llama, {"zero_optimization": zero, "train_batch_size": "auto"})
-    assert found.settings.zero["reduce_bucket_size"] == 64 * 64
-    assert found.settings.unknown == ()
-    assert "auto" not in str(found)
-
-
-def test_a_batch_needs_a_model_and_no_second_number(tokens):
     with pytest.raises(ConfigError, match=r"(?s)sample_batch needs the model.*both given"):
         estimate_memory((100, 10), sample_batch=tokens, activation_bytes=5)

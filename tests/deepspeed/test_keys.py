@@ -72,13 +72,10 @@ def test_what_resembles_a_key_is_refused(key, meant):
     assert meant in told.partition("silently ignore it.")[2]
 
 
-def test_an_old_name_that_is_still_documented_is_read_by_its_new_one():
+def test_keys_without_a_field_and_old_names_are_read_as_deepspeed_does():
     made = checked(aio={"thread_count": 3, "block_size": 1 << 20})
     assert made.config.to_dict()["aio"] == {"intra_op_parallelism": 3, "block_size": 1 << 20}
     assert made.warnings == ("thread_count is an old form: write intra_op_parallelism=3.",)
-
-
-def test_a_key_without_a_field_is_judged_by_deepspeeds_own_model():
     settings = {"stage": 1, "legacy_stage1": True, "elastic_checkpoint": "auto"}
     (warning,) = checked(**{ZERO: settings}).warnings
     key = "zero_optimization.elastic_checkpoint"
@@ -111,7 +108,7 @@ def test_auto_where_deepspeed_takes_its_default():
     }
 
 
-def test_a_removed_section_is_told_at_once_whatever_stands_in_it():
+def test_a_removed_section_is_told_at_once_and_second_shards_must_come_out_even():
     settings = {**BATCH, "amp": {"enabled": "auto", "opt_level": "auto"}}
     with pytest.raises(ConfigError) as caught:
         resolve_auto(settings)
@@ -120,9 +117,6 @@ def test_a_removed_section_is_told_at_once_whatever_stands_in_it():
     with pytest.raises(ConfigError) as caught:
         check_config(settings, check_tools=False, allow_auto=True)
     assert len(caught.value.mistakes) == 1
-
-
-def test_second_shards_must_come_out_even():
     zero = {"stage": 3, "zero_hpz_partition_size": 4}
     settings = {**BATCH, ZERO: zero}
     with pytest.raises(ConfigError, match=r"=4 does not divide 6 processes.*Give 2 or 3 or 6"):

@@ -20,7 +20,7 @@ FILE = {
 }
 
 
-def test_each_fact_stands_in_one_place():
+def test_each_fact_stands_in_one_place_and_the_whole_is_put_together_again():
     config = RunConfig(deepspeed=FILE)
 
     assert (config.zero_stage, config.mixed_precision) == (3, "bf16")
@@ -30,6 +30,22 @@ def test_each_fact_stands_in_one_place():
         "gradient_clipping": 0.5,
     }
     assert FILE["zero_optimization"]["stage"] == 3, "what was given is left alone"
+    whole = engine_config(RunConfig(deepspeed=FILE))
+
+    assert whole == FILE | {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    assert engine_config(RunConfig()) is None
+    assert engine_config(RunConfig(zero_stage=0)) is None, "no engine for nothing"
+    assert engine_config(RunConfig(deepspeed={}))["zero_optimization"] == {"stage": 0}
+    assert engine_config(RunConfig(zero_stage=2))["zero_optimization"] == {"stage": 2}
+    auto = {"zero_optimization": {"stage": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}}
+    config = RunConfig(deepspeed=auto, mixed_precision="fp16", zero_stage=3)
+
+    assert engine_config(config)["fp16"] == {"enabled": True, "loss_scale": 0}
+    assert RunConfig(deepspeed=auto).zero_stage == 2, "as Accelerate does"
+    assert engine_config(RunConfig(deepspeed=auto))["fp16"] == {"enabled": False, "loss_scale": 0}
 
 
 @pytest.mark.parametrize("form", ["text", "path", "object", "mapping"])
@@ -43,28 +59,6 @@ def test_a_file_may_come_in_any_form(form, tmp_path):
         "mapping": FILE,
     }
     assert RunConfig(deepspeed=given[form]) == RunConfig(deepspeed=FILE)
-
-
-def test_the_whole_is_put_together_again():
-    whole = engine_config(RunConfig(deepspeed=FILE))
-
-    assert whole == FILE | {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-    }
-    assert engine_config(RunConfig()) is None
-    assert engine_config(RunConfig(zero_stage=0)) is None, "no engine for nothing"
-    assert engine_config(RunConfig(deepspeed={}))["zero_optimization"] == {"stage": 0}
-    assert engine_config(RunConfig(zero_stage=2))["zero_optimization"] == {"stage": 2}
-
-
-def test_auto_leaves_the_run_to_decide():
-    auto = {"zero_optimization": {"stage": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}}
-    config = RunConfig(deepspeed=auto, mixed_precision="fp16", zero_stage=3)
-
-    assert engine_config(config)["fp16"] == {"enabled": True, "loss_scale": 0}
-    assert RunConfig(deepspeed=auto).zero_stage == 2, "as Accelerate does"
-    assert engine_config(RunConfig(deepspeed=auto))["fp16"] == {"enabled": False, "loss_scale": 0}
 
 
 def test_contradictions_are_told_before_anything_starts():
@@ -89,12 +83,6 @@ def test_a_precision_is_taken_however_deepspeed_lets_it_be_written(name, on):
     assert config.mixed_precision == "bf16"
     assert engine_config(config)["bf16"] == {"enabled": True}
     assert "bfloat16" not in engine_config(config)
-
-
-def test_older_forms_of_a_stage_are_read():
-    assert RunConfig(deepspeed={"zero_optimization": {"stage": "3"}}).zero_stage == 3
-    assert RunConfig(deepspeed={"zero_optimization": True}).zero_stage == 1
-    assert RunConfig(deepspeed={"zero_optimization": None, "bf16": None}).mixed_precision == "no"
 
 
 @pytest.mark.parametrize(

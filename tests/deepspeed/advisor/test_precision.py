@@ -24,16 +24,20 @@ def chosen(asked="auto", config=(), model=None, inventory=HOPPER):
     )
 
 
-def test_a_gpu_that_has_bf16_trains_in_it_and_an_older_one_in_fp16():
+def test_the_format_that_was_asked_for_is_taken_or_the_best_of_the_device():
     assert chosen().precision == "bf16"
     assert chosen(inventory=TURING).precision == "fp16"
-
-
-def test_a_model_pretrained_in_bf16_is_warned_of_fp16():
     model = nn.Linear(8, 8)
     model.config = SimpleNamespace(dtype=torch.bfloat16)
     assert "65504" in str(chosen(model=model, inventory=TURING))
     assert "65504" not in str(chosen(model=model))
+    assert chosen("float32").precision == "fp32"
+    assert chosen(config={"fp16": {"enabled": True}}).precision == "fp16"
+    assert chosen(config={"bf16": {"enabled": False}}, inventory=TURING).precision == "fp16"
+    with pytest.raises(ConfigError, match=r"mixed_precision='no' contradicts .*'fp16'"):
+        chosen("fp32", config={"fp16": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"precision='int8' is no precision.*bf16"):
+        chosen("int8")
 
 
 @pytest.mark.parametrize(("has_bf16", "name"), [(True, "bf16"), (False, "fp32")])
@@ -41,16 +45,3 @@ def test_a_cpu_trains_in_bf16_where_it_has_instructions(monkeypatch, has_bf16, n
     monkeypatch.setattr(ways, "computes_in_bf16", lambda: has_bf16)
     assert chosen(inventory=NO_GPU).precision == name
     assert chosen(model=nn.Linear(8, 8).half(), inventory=NO_GPU).precision == "bf16"
-
-
-def test_what_was_asked_for_or_written_is_taken():
-    assert chosen("float32").precision == "fp32"
-    assert chosen(config={"fp16": {"enabled": True}}).precision == "fp16"
-    assert chosen(config={"bf16": {"enabled": False}}, inventory=TURING).precision == "fp16"
-
-
-def test_two_formats_are_refused_and_so_is_none():
-    with pytest.raises(ConfigError, match=r"mixed_precision='no' contradicts .*'fp16'"):
-        chosen("fp32", config={"fp16": {"enabled": True}})
-    with pytest.raises(ConfigError, match=r"precision='int8' is no precision.*bf16"):
-        chosen("int8")

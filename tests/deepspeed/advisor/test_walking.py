@@ -110,16 +110,15 @@ def test_each_configuration_is_one_that_deepspeed_takes(all_rungs, name):
     assert places == [placement.optimizer, placement.parameters]
 
 
-def test_a_byte_too_little_goes_one_rung_further(ask, all_rungs):
+def test_a_byte_too_little_goes_one_rung_further_or_makes_the_same_step_of_smaller_batches(
+    ask, all_rungs
+):
     budget = needed(all_rungs["ZeRO-2"])
     found = ask(**budget | {"device_memory": budget["device_memory"] - 1, "host_memory": 9 * GIB})
     assert found.chosen.name == "ZeRO-2, optimizer on the CPU"
     rung = found.rungs[PUBLISHED.index("ZeRO-2")]
     assert rung.estimate.lacking == {"device": 1}
     assert rung.reason.startswith("1 B too little on each of cuda:0 to cuda:1")
-
-
-def test_a_smaller_batch_makes_the_same_step(ask, all_rungs):
     budget = needed(all_rungs["ZeRO-3"])
     found = ask(nvme_path=None, **budget | {"device_memory": budget["device_memory"] - 2**20})
     assert (found.batch_size, found.accumulation_steps) == (2048, 2)
@@ -142,24 +141,24 @@ def test_where_nothing_fits_it_says_what_comes_nearest_and_what_is_missing(ask):
     assert found.headline().endswith("per device")
 
 
-def test_what_the_machine_lacks_is_not_available(ask):
+def test_what_is_lacking_is_said(ask):
     found = ask(nvme_path=None, model=nn.Linear(2048, 8))
     by_name = {rung.name: rung for rung in found.rungs}
     assert by_name[PUBLISHED[1]].verdict == "not available"
     assert "Linear has no gradient_checkpointing_enable()" in by_name[PUBLISHED[1]].reason
     assert "Needs a folder on a fast disk" in by_name[PUBLISHED[-1]].reason
     assert not by_name["ZeRO-2"].gradient_checkpointing
-
-
-def test_without_a_batch_activations_are_left_out_and_that_is_said(ask):
     found = ask(batch=None)
     assert found.chosen.estimate.device.activations == 0
     assert any("Give sample_batch" in warning for warning in found.warnings)
     nothing = ask(batch=None, device_memory=1, nvme_path=None)
     assert len(nothing.rungs) == len(PUBLISHED), "a smaller batch would change nothing"
+    found = advise(Blocks(), torch.empty(8, WIDTH), num_processes=2, inventory=machine(0))
+    assert found.chosen.estimate.device_free is None
+    assert found.chosen.estimate.host_needed == 2 * found.chosen.estimate.device.peak
 
 
-def test_what_the_ladder_does_not_decide_is_kept(ask):
+def test_the_configuration_given_is_kept_and_auto_is_decided_by_the_model(ask):
     config = {
         "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
         "gradient_clipping": 0.3,
@@ -172,9 +171,6 @@ def test_what_the_ladder_does_not_decide_is_kept(ask):
     assert found.config["gradient_clipping"] == 0.3
     assert found.config["zero_optimization"]["round_robin_gradients"] is True
     assert config["zero_optimization"]["stage"] == 2, "the user's own is as it was"
-
-
-def test_auto_is_decided_by_the_model_and_the_run(ask):
     config = {
         "train_batch_size": "auto",
         "bf16": {"enabled": "auto"},
@@ -183,12 +179,6 @@ def test_auto_is_decided_by_the_model_and_the_run(ask):
     rung = ask(config=config).rungs[2]
     assert rung.config["bf16"]["enabled"] is True
     assert rung.config["zero_optimization"]["reduce_bucket_size"] == 2048**2
-
-
-def test_on_a_cpu_the_host_is_the_device():
-    found = advise(Blocks(), torch.empty(8, WIDTH), num_processes=2, inventory=machine(0))
-    assert found.chosen.estimate.device_free is None
-    assert found.chosen.estimate.host_needed == 2 * found.chosen.estimate.device.peak
 
 
 @pytest.mark.parametrize(
@@ -211,7 +201,7 @@ def test_a_mistake_says_what_to_give(ask, more, words):
 
 
 # ---------------------------------------------------------------- how it is told
-def test_the_table_has_a_line_and_a_reason_for_each_rung(ask):
+def test_the_table_has_a_line_and_a_reason_for_each_rung_also_in_a_cell(ask):
     found = ask()
     text = found.explain()
     assert text.startswith("ZeRO-0, bf16, batch 4096, 2 processes: fits by estimate\n")
@@ -220,9 +210,6 @@ def test_the_table_has_a_line_and_a_reason_for_each_rung(ask):
         assert rung.name in text
         assert rung.reason.split()[-1] in text
     assert sum(line.startswith("→") for line in text.splitlines()) == 1
-
-
-def test_a_cell_shows_a_table(ask):
     found = ask(device_memory="1 MiB", nvme_path=None)
     shown = found._repr_mimebundle_()
     assert shown["text/plain"] == found.explain()

@@ -141,6 +141,11 @@ def test_a_claim_leaves_what_others_have_in_the_folder(tmp_path):
     third.release()
     other.release()
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
+    given = settings(tmp_path, "cpu")
+    found, claimed = local_shards.claim(given, rank=0)
+    assert found == given
+    assert not claimed.folders
+    claimed.release()
 
 
 def test_a_forked_process_leaves_the_files_of_its_parent(tmp_path):
@@ -172,14 +177,6 @@ class TestWithoutLauncher:
         told = told_by(PROGRAM, str(tmp_path), "Expert", timeout_s=800)
         assert "transformer_moe_cls_names='Expert'" in told["refused"]
         assert told["claims"] == 0
-
-
-def test_what_does_not_swap_claims_nothing(tmp_path):
-    given = settings(tmp_path, "cpu")
-    found, claimed = local_shards.claim(given, rank=0)
-    assert found == given
-    assert not claimed.folders
-    claimed.release()
 
 
 # ----------------------------------------------------------------------------- loading

@@ -136,9 +136,6 @@ def test_what_cannot_be_read_or_served():
         DeepSpeedPlugin(hf_ds_config="/no/such.json")
     with pytest.raises(PlatformUnsupported, match=r"(?s)enable_msamp=True.*mixed_precision='fp8'"):
         DeepSpeedPlugin(enable_msamp=True)
-
-
-def test_precision_and_stage_are_taken_however_deepspeed_lets_them_be_written():
     plugin = DeepSpeedPlugin(
         hf_ds_config={"bfloat16": {"enabled": "true"}, "zero_optimization": {"stage": "3"}}
     )
@@ -152,7 +149,7 @@ def test_precision_and_stage_are_taken_however_deepspeed_lets_them_be_written():
 
 
 # ---------------------------------------------------------------------- with an Accelerator
-def test_the_plan_says_deepspeed_and_nothing_is_begun():
+def test_the_plan_says_deepspeed_whoever_asks_for_it_and_nothing_is_begun(monkeypatch):
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), cpu=True)
     assert accelerator.plan.strategy == "deepspeed"
     assert accelerator.distributed_type == "DEEPSPEED"
@@ -160,9 +157,6 @@ def test_the_plan_says_deepspeed_and_nothing_is_begun():
     assert "ds_config: " in repr(accelerator.state)
     assert accelerator.deepspeed_config["zero_optimization"] == {"stage": 1}
     assert not torch.distributed.is_initialized()
-
-
-def test_a_run_config_and_the_environment_ask_for_it_too(monkeypatch):
     config = RunConfig(zero_stage=2, device="cpu")
     assert Accelerator(config=config).deepspeed_plugin.zero_stage == 2
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
@@ -188,29 +182,20 @@ def test_several_plugins_by_name_and_one_in_force():
         Accelerator(cpu=True).state.select_deepspeed_plugin("a")
 
 
-def test_a_file_says_precision_and_accumulation_where_nobody_else_does():
+def test_a_file_says_precision_and_accumulation_and_contradicts_the_call():
     config = {**STAGE_2, "bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
     assert accelerator.mixed_precision == "bf16"
     assert accelerator.gradient_accumulation_steps == 4
-
-
-def test_precision_of_file_and_call_contradict_each_other():
     plugin = DeepSpeedPlugin(hf_ds_config={**STAGE_2, "bf16": {"enabled": True}})
     with pytest.raises(ConfigError, match=r"mixed_precision='fp16' contradicts.*'bf16'"):
         Accelerator(deepspeed_plugin=plugin, mixed_precision="fp16", cpu=True)
-
-
-def test_accumulation_of_file_and_call_contradict_each_other_before_an_engine_is_made():
     plugin = DeepSpeedPlugin(hf_ds_config={**STAGE_2, "gradient_accumulation_steps": 4})
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2, cpu=True)
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"is 4 in the file and 2 by the run"):
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert not torch.distributed.is_initialized()
-
-
-def test_two_ways_to_shard_are_one_too_many():
     with pytest.raises(ConfigError, match=r"each shards models in its own way"):
         Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(),
