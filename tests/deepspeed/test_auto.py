@@ -43,32 +43,19 @@ FACTS = TrainingFacts(
     warmup_steps=10,
     total_steps=100,
 )
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BUCKETS = (
+    *("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+)
+OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
+SCHEDULE = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 EVERYTHING = {
-    "train_batch_size": AUTO,
-    "train_micro_batch_size_per_gpu": AUTO,
-    "gradient_accumulation_steps": AUTO,
-    "gradient_clipping": AUTO,
+    **dict.fromkeys((*SIZES, "gradient_clipping"), AUTO),
     "fp16": {"enabled": AUTO, "initial_scale_power": 12},
     "bf16": {"enabled": AUTO},
-    ZERO: {
-        "stage": 3,
-        "reduce_bucket_size": AUTO,
-        "stage3_prefetch_bucket_size": AUTO,
-        "stage3_param_persistence_threshold": AUTO,
-    },
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": AUTO,
-            "warmup_max_lr": AUTO,
-            "warmup_num_steps": AUTO,
-            "total_num_steps": AUTO,
-        },
-    },
+    ZERO: {"stage": 3, **dict.fromkeys(BUCKETS, AUTO)},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(OPTIMIZER, AUTO)},
+    "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(SCHEDULE, AUTO)},
 }
 
 
@@ -242,36 +229,24 @@ def test_what_nothing_decides_is_told_together():
         resolve_auto({**EVERYTHING, "aio": {"block_size": AUTO}})
     told = {text.partition('="auto"')[0] for text in caught.value.mistakes}
     assert told == {
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
-        "optimizer.params.lr",
-        "scheduler.params.warmup_max_lr",
-        "scheduler.params.total_num_steps",
-        f"{ZERO}.reduce_bucket_size",
-        f"{ZERO}.stage3_prefetch_bucket_size",
-        f"{ZERO}.stage3_param_persistence_threshold",
-        "aio.block_size",
+        *("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
+        *("scheduler.params.total_num_steps", "aio.block_size", *SIZES[:2]),
+        *(f"{ZERO}.{name}" for name in BUCKETS),
     }
     assert "give the model" in str(caught.value)
 
 
 def test_contradictions_are_told_together_each_with_both_values():
+    rates = {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    warmup = {"warmup_max_lr": 1e-5, "warmup_num_steps": 3, "total_num_steps": 7}
     settings = {
-        "train_batch_size": 9,
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 3,
+        **dict(zip(SIZES, (9, 3, 3), strict=True)),
         "gradient_clipping": 1.0,
         "bf16": {"enabled": False},
         "fp16": {"enabled": True},
         ZERO: {"stage": 3},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-        },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"warmup_max_lr": 1e-5, "warmup_num_steps": 3, "total_num_steps": 7},
-        },
+        "optimizer": {"type": "AdamW", "params": rates},
+        "scheduler": {"type": "WarmupDecayLR", "params": warmup},
     }
     with pytest.raises(ConfigError) as caught:
         resolve_auto(settings, facts=FACTS, run=RunConfig(zero_stage=2))
