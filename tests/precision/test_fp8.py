@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import nbaccel
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, Pool, RunConfig, notebook_launcher
 from nbaccel.config import Fp8Config
 from nbaccel.errors import ConfigError, WorkerFailed
@@ -67,6 +69,10 @@ def batches(rows: int = 512) -> DataLoader[Any]:
     inputs = torch.randn(rows, 32, generator=generator)
     classes = (inputs @ torch.randn(32, 16, generator=generator)).argmax(1)
     return DataLoader(TensorDataset(inputs, classes), batch_size=64)
+
+
+def in_fp8(*handlers: Any, made_by: Any = nbaccel) -> Any:
+    return made_by.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[*handlers])
 
 
 @dataclasses.dataclass
@@ -133,9 +139,7 @@ def test_what_stays_in_bfloat16_is_told_with_its_reason(capfd):
 
 
 def test_other_optimizers_train_at_o1_and_are_refused_at_o2():
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp8", kwargs_handlers=[MSAMPRecipeKwargs(opt_level="O1")]
-    )
+    accelerator = in_fp8(MSAMPRecipeKwargs(opt_level="O1"))
     model = network()
     before = model[3].weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -143,9 +147,7 @@ def test_other_optimizers_train_at_o1_and_are_refused_at_o2():
     accelerator.backward(model(torch.randn(16, 32)).square().mean())
     optimizer.step()
     assert not torch.equal(model[3].weight.dequantize(), before)
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp8", kwargs_handlers=[MSAMPRecipeKwargs()]
-    )
+    accelerator = in_fp8(MSAMPRecipeKwargs())
     model = network()
     with pytest.raises(ConfigError, match=r"optimizer is SGD.*O1"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -215,9 +217,7 @@ def test_an_unwrapped_model_is_the_users_own_again(settings):
 
 def test_an_optimizer_may_be_prepared_later():
     for settings in (DELAYED, O2):
-        accelerator = Accelerator(
-            cpu=True, mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(**settings)]
-        )
+        accelerator = in_fp8(FP8RecipeKwargs(**settings))
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         model = accelerator.prepare(model)
@@ -261,11 +261,7 @@ def test_handlers_without_fp8_and_two_of_them_are_refused():
         with pytest.raises(ConfigError, match=r"nothing would compute in 8 bits.*'fp8'"):
             Accelerator(cpu=True, kwargs_handlers=[FP8RecipeKwargs()], **wrong)
     with pytest.raises(ConfigError, match=r"two AORecipeKwargs and MSAMPRecipeKwargs"):
-        Accelerator(
-            cpu=True,
-            mixed_precision="fp8",
-            kwargs_handlers=[AORecipeKwargs(), MSAMPRecipeKwargs()],
-        )
+        in_fp8(AORecipeKwargs(), MSAMPRecipeKwargs())
     config = RunConfig(mixed_precision="fp8", fp8="native")
     with pytest.raises(ConfigError, match=r"config.fp8 is .*only one can hold"):
         Accelerator(cpu=True, config=config, kwargs_handlers=[MSAMPRecipeKwargs()])
@@ -278,8 +274,7 @@ def test_torchaos_own_objects_are_passed_on():
         config=float8.Float8LinearConfig(emulate=True),
         module_filter_func=lambda layer, name: name == "3",
     )
-    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler])
-    model = accelerator.prepare(network())
+    model = in_fp8(handler).prepare(network())
     assert has_ao_layers(model)
     assert [type(m).__name__ for m in model if "Linear" in type(m).__name__] == [
         *("Linear", "Float8Linear", "Linear", "Linear")
@@ -317,16 +312,8 @@ def test_accelerates_torchao_trains_to_the_same_numbers():
     # Other tests of this process may have asked it for another precision.
     accelerate.state.AcceleratorState._reset_state(True)
     config = Float8LinearConfig(emulate=True, pad_inner_dim=True)
-    ours = losses(
-        Accelerator(
-            cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config=config)]
-        )
-    )
-    theirs = losses(
-        accelerate.Accelerator(
-            cpu=True, mixed_precision="fp8", kwargs_handlers=[TheirRecipe(config=config)]
-        )
-    )
+    ours = losses(in_fp8(AORecipeKwargs(config=config)))
+    theirs = losses(in_fp8(TheirRecipe(config=config), made_by=accelerate))
     accelerate.state.AcceleratorState._reset_state(True)
     assert ours == theirs
 
@@ -389,14 +376,28 @@ def test_weights_come_home_in_the_notebooks_format(settings, num_processes, tmp_
     assert loss < 2.4  # log(16) is 2.77
 
 
+SHARDED = {name_of(settings): settings for settings in (NATIVE, DELAYED, AO)}
+
+
+@functools.cache
+def replicated_loss(name: str) -> float:
+    return launch(SHARDED[name], num_processes=2)[1][0]["loss"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [NATIVE, DELAYED, AO], ids=name_of)
-def test_sharded_models_compute_in_8_bits(settings):
-    model, found = launch(settings, num_processes=2, fsdp=True)
-    assert {result["type"] for result in found} == {"FSDP"}
-    assert all(torch.equal(p, found[0]["state"][n]) for n, p in model.named_parameters())
-    _, replicated = launch(settings, num_processes=2)
-    assert found[0]["loss"] == pytest.approx(replicated[0]["loss"], rel=0.01)
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(
+    "way",
+    [{"fsdp": True}, *(pytest.param({"zero_stage": stage}, marks=DEEPSPEED) for stage in (1, 3))],
+    ids=name_of,
+)
+def test_sharded_models_compute_in_8_bits(name, way):
+    model, found = launch(SHARDED[name], num_processes=2, **way)
+    assert {result["type"] for result in found} == {"FSDP" if "fsdp" in way else "DEEPSPEED"}
+    assert {type(m) for m in model} == {nn.Linear, nn.LayerNorm, nn.ReLU}
+    if "fsdp" in way:
+        assert all(torch.equal(p, found[0]["state"][n]) for n, p in model.named_parameters())
+    assert found[0]["loss"] == pytest.approx(replicated_loss(name), rel=0.02)
 
 
 def gathered_in_fp8(model: nn.Module, gathers: bool) -> tuple[str, float, str]:
@@ -426,18 +427,6 @@ def test_fsdp_gathers_weights_in_8_bits_with_torchao():
     assert short[0][1] == pytest.approx(plain[0][1], rel=0.02)
     assert type(model[3].weight) is nn.Parameter
     assert not torch.equal(model[3].weight, before)
-
-
-@DEEPSPEED
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("settings", [NATIVE, DELAYED, AO], ids=name_of)
-def test_deepspeeds_models_compute_in_8_bits(settings, stage):
-    model, found = launch(settings, num_processes=2, zero_stage=stage)
-    assert {result["type"] for result in found} == {"DEEPSPEED"}
-    assert {type(m) for m in model} == {nn.Linear, nn.LayerNorm, nn.ReLU}
-    _, replicated = launch(settings, num_processes=2)
-    assert found[0]["loss"] == pytest.approx(replicated[0]["loss"], rel=0.02)
 
 
 def test_a_request_that_nobody_reads_raises():
@@ -478,6 +467,3 @@ for _ in range(5):
             torch.equal(first["3.weight"], second["3.weight"])
             for first, second in itertools.pairwise(states)
         )
-
-
-# ------------------------------------- cells of Accelerate's guide to low-precision training

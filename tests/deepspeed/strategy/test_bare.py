@@ -22,10 +22,7 @@ from tests.deepspeed.programs import told_by
 from tests.deepspeed.strategy.runs import Row, loader, net, train
 from tests.deepspeed.strategy.test_stories import some_steps, zero
 
-pytestmark = [
-    pytest.mark.slow,
-    *needs.ENGINE,
-]
+pytestmark = [pytest.mark.slow, *needs.ENGINE]
 
 ORDER = (3, 2, 3, 1, 0, 3)
 """DeepSpeed alone fails on a model that goes from stage 3 to 2."""
