@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import warnings
 from importlib import import_module
@@ -22,6 +21,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory
 from tests.deepspeed.advisor.models import machine
 from tests.house.source import ROOT
+from tests.programs import run_program
 
 CPU = Inventory(cpu_cores=2, host_total_bytes=8 << 30, host_available_bytes=8 << 30)
 BATCH = {"train_micro_batch_size_per_gpu": 4}
@@ -253,11 +253,8 @@ def test_the_number_of_processes_and_an_open_stage_come_from_the_run():
     run = RunConfig(num_processes=3)
     with pytest.raises(ConfigError, match="no multiple of 3 processes"):
         check_config({"train_batch_size": 4}, run=run, inventory=CPU)
-    zero = {
-        "stage": AUTO,
-        "offload_param": {"device": "cpu"},
-        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-    }
+    half = {"device": "cpu", "ratio": 0.5}
+    zero = {"stage": AUTO, "offload_param": {"device": "cpu"}, "offload_optimizer": half}
     settings = {**BATCH, ZERO: zero}
     assert check_config(settings, inventory=CPU, allow_auto=True).config.stage == AUTO
     assert len(mistakes_of({ZERO: {**zero, "stage": 2}}, allow_auto=True)) == 2
@@ -277,10 +274,7 @@ def fp16_on_the_cpu():
     """What is said of fp16, and of float32 on disk, which DeepSpeed makes depend on the same."""
     half = ZeroConfig(fp16={"enabled": True})
     disk = ZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"})
-    said = [
-        *device_mistakes(half, device="cpu"),
-        *doubts(disk, device="cpu"),
-    ]
+    said = [*device_mistakes(half, device="cpu"), *doubts(disk, device="cpu")]
     return [text for text in said if "float16" in text]
 
 
@@ -292,28 +286,17 @@ def test_fp16_on_a_cpu_is_refused_where_deepspeed_refuses_it():
 @pytest.mark.slow
 def test_fp16_on_an_older_cpu_is_refused():
     code = "from tests.deepspeed import test_checking as t; print('\\n'.join(t.fp16_on_the_cpu()))"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=800,
-        check=True,
-    )
+    older = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DS_ACCELERATOR": "cpu"}
+    done = run_program([sys.executable, "-W", "ignore", "-c", code], env=older, cwd=ROOT)
     refused, doubted = done.stdout.splitlines()[-2:]
     assert refused.startswith("fp16.enabled cannot be true on this CPU")
     assert refused.endswith("Use bf16.")
     assert "keeps the weights as bfloat16" in doubted
 
 
-def test_a_gpu_takes_fp16_and_needs_no_part_for_it():
-    assert check_config(
-        {**BATCH, "fp16": {"enabled": True}}, inventory=machine(1)
-    ).config.fp16.enabled
-
-
 def test_what_would_not_work_here_is_advice_for_a_file_alone_and_refused_for_a_device():
+    half = {**BATCH, "fp16": {"enabled": True}}
+    assert check_config(half, inventory=machine(1)).config.fp16.enabled, "a GPU takes it"
     settings = {**BATCH, "optimizer": {"type": "Lamb"}}
     says = "'Lamb' cannot be made on the CPU"
     warned = check_config(settings).warnings
@@ -382,15 +365,8 @@ def test_without_deepspeed_the_remedy_is_one_line():
         "try:\n    check_config({'train_batch_size': 1})\n"
         "except MissingBackend as error:\n    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=800,
-        check=True,
-    )
-    assert install_line("deepspeed") in done.stdout
+    told = run_program([sys.executable, "-c", code], cwd=ROOT).stdout
+    assert install_line("deepspeed") in told
 
 
 WRONG = [

@@ -24,6 +24,7 @@ from tests.deepspeed.advisor.models import machine
 from tests.deepspeed.engines import SWAPPED_WIDTH, world
 from tests.deepspeed.needs import marked, on_disk
 from tests.deepspeed.programs import told_by
+from tests.programs import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -258,11 +259,7 @@ def test_an_environment_left_open_is_closed_at_exit():
         "atexit.register(lambda: print('group at exit:', dist.is_initialized()))\n"
         "kept = deepspeed_environment()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "group at exit: False" in done.stdout
+    assert "group at exit: False" in run_program([sys.executable, "-c", code]).stdout
 
 
 # ---------------------------------------------------------------- transformers
