@@ -65,6 +65,10 @@ def held_bytes(model: nn.Module, fp8: dict[str, Any] | None, steps: int = 1) -> 
     return tuple(sum(map(stored, tensors)) for tensors in (parameters, gradients, states))
 
 
+def states_of(estimated: Any) -> tuple[float, ...]:
+    return estimated.parameters, estimated.gradients, estimated.optimizer
+
+
 def run_config(fp8: dict[str, Any] | None, **settings: Any) -> RunConfig:
     return RunConfig(mixed_precision="no" if fp8 is None else "fp8", fp8=fp8, **settings)
 
