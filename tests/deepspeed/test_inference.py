@@ -227,13 +227,6 @@ def test_whole_weights_come_out_and_go_in_and_the_module_is_whole_afterwards(
         assert torch.equal(models[place].state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@ON_DISK
-def test_the_large_matrices_are_on_disk(launched, alone, processes):
-    for told in launched[0] if processes == 2 else [alone]:
-        assert told["nvme"]["files"] == [2 * WIDTH * INNER // processes] * FILES
-
-
 def test_the_guides_script_runs_in_a_cell(alone):
     expected, said = alone["raw"]
     assert said == expected
@@ -242,7 +235,9 @@ def test_the_guides_script_runs_in_a_cell(alone):
 
 # ------------------------------------------------------------------------ said before it fails
 @ON_DISK
-def test_what_fails_on_disk_is_told(alone):
+def test_the_large_matrices_are_on_disk_and_what_fails_there_is_told(launched, alone):
+    for told, processes in (*((rank, 2) for rank in launched[0]), (alone, 1)):
+        assert told["nvme"]["files"] == [2 * WIDTH * INNER // processes] * FILES
     told = alone["refused"]
     assert told.startswith("ConfigError: fp16.enabled cannot be true on this CPU")
     assert "Use bf16" in told

@@ -6,6 +6,7 @@ import base64
 import copy
 import dataclasses
 import json
+import sys
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import Accelerator, DeepSpeedPlugin, RunConfig
+from nbaccel import Accelerator, DeepSpeedPlugin, RunConfig, notebook_launcher
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.deepspeed.zero_memory import check_host_memory, estimate_memory
-from nbaccel.errors import ConfigError, PlatformUnsupported
+from nbaccel.errors import ConfigError, MissingBackend, PlatformUnsupported
 from nbaccel.plan import inspect_machine
 from tests.deepspeed import needs
 
@@ -84,9 +85,7 @@ def test_the_configuration_answers_as_accelerates_does():
     plugin = DeepSpeedPlugin(zero_stage=3, offload_param_device="cpu")
     asked = plugin.hf_ds_config
     assert asked.config is plugin.deepspeed_config
-    assert asked.is_zero3()
-    assert not asked.is_zero2()
-    assert asked.is_offload()
+    assert (asked.is_zero3(), asked.is_zero2(), asked.is_offload()) == (True, False, True)
     assert asked.get_value("zero_optimization.stage") == 3
     assert asked.get_value("bf16.enabled") is None
     asked.config["bf16"] = {"enabled": True}
@@ -223,18 +222,11 @@ def test_too_little_host_memory_is_said_before_the_system_kills_anybody():
         check(1 << 30, 30 << 20)
     with pytest.warns(UserWarning, match=r"may kill it.*offload_optimizer\.device"):
         check(1 << 30, 1 << 20)
-    with pytest.raises(
-        ConfigError, match=r"about .* MiB of host memory for 2 process.*nbaccel\.advise"
-    ):
+    with pytest.raises(ConfigError, match=r"MiB of host memory for 2 process.*nbaccel\.advise"):
         check(2 << 20, 1 << 20)
 
 
 def test_a_launch_at_a_stage_is_refused_where_the_tools_are_missing(monkeypatch):
-    import sys
-
-    from nbaccel import notebook_launcher
-    from nbaccel.errors import MissingBackend
-
     monkeypatch.setattr(sys, "executable", "/nowhere/bin/python")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
