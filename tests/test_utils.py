@@ -113,13 +113,9 @@ def test_a_batch_size_from_the_caller_or_nowhere_to_put_it_is_a_mistake() -> Non
     assert free(1, 2, 3) == (4, (1, 2, 3))
 
 
-def test_memory_is_released_in_return_for_nones() -> None:
-    one, two = torch.ones(3), torch.ones(3)
-    one, two = utils.release_memory(one, two)  # type: ignore[assignment]
-    assert (one, two) == (None, None)
+def test_memory_is_released_and_collectives_work_without_an_accelerator() -> None:
+    assert [*utils.release_memory(torch.ones(3), torch.ones(3))] == [None, None]
 
-
-def test_collectives_work_without_an_accelerator() -> None:
     def body() -> Any:
         rank = PartialState().process_index
         generator = torch.Generator().manual_seed(rank)

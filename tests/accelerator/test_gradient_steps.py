@@ -39,14 +39,9 @@ def test_five_batches_in_groups_of_two_sync_at_the_second_fourth_and_last() -> N
 
 
 def test_a_group_may_go_on_over_the_end_of_a_loader() -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=2, sync_with_dataloader=False
-        ),
-    )
-    model = line()
-    model, loader = accelerator.prepare(model, numbers(3, 1))
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model, loader = accelerator.prepare(line(), numbers(3, 1))
     synced = []
     for _ in range(2):
         for _ in loader:
@@ -110,11 +105,8 @@ def test_steps_and_syncing_can_be_set_while_training() -> None:
 
 
 def test_a_step_skipped_by_the_scaler_leaves_weights_and_schedule() -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp16",
-        kwargs_handlers=[GradScalerKwargs(init_scale=16.0, growth_interval=1)],
-    )
+    handlers = [GradScalerKwargs(init_scale=16.0, growth_interval=1)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
     model = line()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
@@ -125,9 +117,8 @@ def test_a_step_skipped_by_the_scaler_leaves_weights_and_schedule() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        seen.append(
-            (accelerator.optimizer_step_was_skipped, scheduler.last_epoch, weight(model) == 1.0)
-        )
+        skipped = accelerator.optimizer_step_was_skipped
+        seen.append((skipped, scheduler.last_epoch, weight(model) == 1.0))
     assert seen == [(True, 0, True), (True, 0, True), (False, 1, False)]
     assert accelerator.scaler is not None
     assert accelerator.scaler.get_scale() == 8.0  # halved twice, doubled once

@@ -109,26 +109,22 @@ def by_transformers(peers, settings, facts: TrainingFacts, its_model):
 @pytest.mark.parametrize(
     "its_model",
     [
+        None,
         model(hidden_size=64),
         model(hidden_sizes=[32, 96, 48]),
         model(text_config=SimpleNamespace(hidden_size=40)),
         model(text_config=SimpleNamespace(hidden_sizes=[8, 24])),
     ],
-    ids=["hidden_size", "hidden_sizes", "text", "texts"],
+    ids=["GPT-2", "hidden_size", "hidden_sizes", "text", "texts"],
 )
 def test_every_value_is_what_transformers_makes_of_it(peers, change, its_model):
     said = {name: getattr(FACTS, name) for name in FACTS.__slots__}
     facts = TrainingFacts(**{**said, **change})
+    if its_model is None:
+        its_config = import_module("transformers").GPT2Config(n_embd=32)  # its name for a width
+        its_model = SimpleNamespace(config=its_config)
     mine = resolve_auto(EVERYTHING, facts=facts, model=its_model).config.to_dict()
     assert mine == by_transformers(peers, EVERYTHING, facts, its_model)
-
-
-def test_a_real_config_of_transformers_is_read_as_transformers_does(peers):
-    its_config = import_module("transformers").GPT2Config(n_embd=32)  # it calls its width n_embd
-    gpt = SimpleNamespace(config=its_config)
-    mine = resolve_auto(EVERYTHING, facts=FACTS, model=gpt).config.to_dict()
-    assert mine == by_transformers(peers, EVERYTHING, FACTS, gpt)
-    assert mine[ZERO]["reduce_bucket_size"] == 32 * 32
 
 
 def test_a_file_with_auto_is_checked_and_each_decision_has_a_row_with_its_reason():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +29,12 @@ pytestmark = [
 
 def fit(folder: Path, deepspeed: dict[str, Any] | None) -> dict[str, Any]:
     """As in a user's cell: nothing says that this is a CPU, or that there are several processes."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM
 
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        deepspeed=deepspeed,
-        max_steps=3,
-        learning_rate=0.01,
-        per_device_train_batch_size=4,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    shapes = {tuple(p.shape) for p in model.parameters()}
-    rows = [{"input_ids": [1, 2, number % 5], "labels": [1, 2, 3]} for number in range(32)]
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
-    trainer.train()
-    engine = trainer.model_wrapped
-    stage = engine.zero_optimization_stage() if trainer.is_deepspeed_enabled else None
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    world_size = arguments.world_size
-    return {"stage": stage, "world_size": world_size, "shapes": shapes, "losses": losses}
+    from tests.deepspeed import transformers_runs
+
+    read = partial(AutoModelForCausalLM.from_pretrained, folder / "model")
+    return transformers_runs.fit(read, deepspeed, folder)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +55,7 @@ def test_a_trainer_with_a_configuration_trains_with_its_stage(folder):
     for one in found:
         assert (one["stage"], one["world_size"]) == (3, 2)
         assert one["losses"] == pytest.approx(plain["losses"], rel=1e-4)
-    assert found[0]["shapes"] == {(0,)}, "read in pieces, as on GPUs"
+    assert found[0]["shapes"] == [(0,)], "read in pieces, as on GPUs"
 
 
 def by_the_run(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from nbaccel.config import RunConfig, run_config_of
+from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.text_forms import read_yaml
 from nbaccel.deepspeed.zero_config import ZeroConfig
@@ -147,16 +147,6 @@ def test_workers_are_told_by_accelerates_variables():
     }
     fp8 = run_variables(RunConfig(mixed_precision="fp8", fp8="ao"))
     assert fp8["ACCELERATE_FP8_BACKEND"] == "AO"
-
-
-def test_what_has_a_config_is_as_good_as_one():
-    class Picker:
-        config = RunConfig(num_processes=2)
-
-    assert run_config_of(Picker()) is Picker.config
-    assert run_config_of(Picker.config) is Picker.config
-    with pytest.raises(ConfigError, match="config must be a RunConfig, or a picker: got 'bf16'"):
-        run_config_of("bf16")
 
 
 def test_yaml_has_the_numbers_of_json():

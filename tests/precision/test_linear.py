@@ -245,33 +245,7 @@ def test_compiled_layers_train_the_same_in_one_graph(with_history):
 # ---------------------------------------------------------------- which layers
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, 16)
-        self.first = nn.Linear(16, 32)
-        self.odd = nn.Linear(32, 10)
-        self.inner = nn.Linear(32, 32)
-        self.attention = nn.MultiheadAttention(16, 2)
-        self.head = nn.Linear(16, 32)
-
-
-def test_layers_that_stay_have_a_reason_and_a_model_without_any_other_is_refused():
-    model = Model()
-    selection = select_layers(model, skip_first_and_last=True)
-    assert list(selection.chosen) == ["inner"]
-    assert selection.left == {
-        "first": "the first layer",
-        "odd": "10 outputs are not divisible by 16",
-        "head": "the last layer",
-    }
-    told = selection.describe()
-    assert told.startswith("1 of 4 linear layers; in bfloat16 stay first (the first layer)")
-    assert set(select_layers(model, skip_first_and_last=False).chosen) == {
-        "first",
-        "inner",
-        "head",
-    }
+def test_a_model_of_which_no_layer_computes_in_8_bits_is_refused():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     selection = select_layers(model, skip_first_and_last=True)
     with pytest.raises(Exception, match=r"no layer of Sequential.*0 \(the first layer\).*False"):
