@@ -37,13 +37,8 @@ def config(case: Case) -> dict[str, Any]:
             # Accelerate gathers the state dict only where this is set.
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    return {
-        "zero_optimization": zero,
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": 0.5,
-    }
+    sizes = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+    return {"zero_optimization": zero, "gradient_clipping": 0.5, **dict.fromkeys(sizes, "auto")}
 
 
 def accelerator(library: str, case: Case) -> Any:

@@ -116,8 +116,9 @@ def exact_loss() -> float:
 
 @pytest.mark.slow
 @each(*IN_ONE)
-def test_it_trains_as_well_as_float32(settings, exact_loss, capfd):
-    run = Run.begin(network(), settings)
+def test_it_trains_as_well_as_float32_and_goes_on_bit_by_bit(settings, exact_loss, capfd, tmp_path):
+    model = network()
+    run = Run.begin(model, settings)
     assert run.accelerator.mixed_precision == "fp8"
     assert run.accelerator.fp8_backend == settings["backend"]
     output = run.model(next(iter(batches()))[0])
@@ -127,6 +128,17 @@ def test_it_trains_as_well_as_float32(settings, exact_loss, capfd):
     assert "fp8 layers of Sequential" in text
     assert "emulated" in text
     assert capfd.readouterr().err.count("nbaccel: Sequential in fp8") <= 1  # told once
+    run.accelerator.save_state(tmp_path / "saved")
+    wanted = run.train(epochs=1)
+    other = Run.begin(network(), settings)
+    other.accelerator.load_state(tmp_path / "saved")
+    assert other.train(epochs=1) == wanted
+    # An unwrapped model is the user's own again.
+    state = run.accelerator.get_state_dict(run.model)
+    assert run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False) is model
+    assert {type(m) for m in model} == {nn.Linear, nn.LayerNorm, nn.ReLU}
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
 def test_what_stays_in_bfloat16_is_told_with_its_reason(capfd):
@@ -174,18 +186,6 @@ def test_a_tied_head_keeps_its_embedding():
 
 
 @pytest.mark.slow
-@each(*IN_ONE)
-def test_a_checkpoint_continues_bit_by_bit(settings, tmp_path):
-    run = Run.begin(network(), settings)
-    run.train(epochs=1)
-    run.accelerator.save_state(tmp_path / "saved")
-    wanted = run.train(epochs=1)
-    other = Run.begin(network(), settings)
-    other.accelerator.load_state(tmp_path / "saved")
-    assert other.train(epochs=1) == wanted
-
-
-@pytest.mark.slow
 def test_a_checkpoint_of_another_precision_can_be_loaded(tmp_path):
     plain = Run.begin(network(), None)
     plain.train(epochs=1)
@@ -199,20 +199,6 @@ def test_a_checkpoint_of_another_precision_can_be_loaded(tmp_path):
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert {type(value) for value in state.values()} == {torch.Tensor}
     network().load_state_dict(state)
-
-
-@pytest.mark.slow
-@each(NATIVE, DELAYED, AO, O2)
-def test_an_unwrapped_model_is_the_users_own_again(settings):
-    model = network()
-    run = Run.begin(model, settings)
-    run.train(epochs=1)
-    state = run.accelerator.get_state_dict(run.model)
-    plain = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
-    assert plain is model
-    assert {type(m) for m in model} == {nn.Linear, nn.LayerNorm, nn.ReLU}
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
 def test_an_optimizer_may_be_prepared_later():
