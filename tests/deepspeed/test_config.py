@@ -63,37 +63,26 @@ def test_every_key_round_trips_says_what_it_means_and_refuses_what_is_no_value(p
         ZeroConfig.from_dict(nested(path, []))
 
 
-# ------------------------------------------------------------- every key of DeepSpeed itself
-
-
 def nested(path, value):
     for part in reversed(path):
         value = {part: value}
     return value
 
 
-# ------------------------------------------------------------------ any configuration at all
-
-
 # ------------------------------------------------------------------------------ by hand
 def test_a_short_word_stands_for_a_section_and_copies_are_independent():
     config = ZeroConfig(stage=3, offload_optimizer="cpu", offload_param=OffloadParam(device="cpu"))
     assert config.offload_optimizer == OffloadOptimizer(device="cpu")
-    assert config.to_dict() == {
-        ZERO: {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "offload_param": {"device": "cpu"},
-        }
-    }
+    cpu = {"device": "cpu"}
+    made = {ZERO: {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}}
+    assert config.to_dict() == made
     config = ZeroConfig(stage=1)
     assert config.changed(stage=2).stage == 2
     assert config.stage == 1
     with pytest.raises(ConfigError, match="Did you mean 'stage'"):
         config.changed(stge=2)
-    config = ZeroConfig.from_dict(
-        {"optimizer": {"type": "Adam", "params": {"lr": 1}}, "x": {"y": [1]}}
-    )
+    adam = {"type": "Adam", "params": {"lr": 1}}
+    config = ZeroConfig.from_dict({"optimizer": adam, "x": {"y": [1]}})
     out = config.to_dict()
     out["optimizer"]["params"]["lr"] = 2
     out["x"]["y"].append(2)
@@ -124,14 +113,9 @@ def test_values_become_what_deepspeed_reads(given, kept):
 
 
 def test_all_mistakes_are_told_at_once_each_where_it_stands():
+    zero = {"stage": 4, "offload_optimizer": {"device": "gpu"}, "overlap_comm": 2}
     with pytest.raises(ConfigError) as caught:
-        ZeroConfig.from_dict(
-            {
-                ZERO: {"stage": 4, "offload_optimizer": {"device": "gpu"}, "overlap_comm": 2},
-                "gradient_clipping": "much",
-                "bf16": 3,
-            }
-        )
+        ZeroConfig.from_dict({ZERO: zero, "gradient_clipping": "much", "bf16": 3})
     starts = [mistake.split(" must be ")[0] for mistake in caught.value.mistakes]
     of_zero = ("stage", "overlap_comm", "offload_optimizer.device")
     assert set(starts) == {*(f"{ZERO}.{key}" for key in of_zero), "gradient_clipping", "bf16"}

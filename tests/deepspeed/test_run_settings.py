@@ -30,12 +30,8 @@ def test_each_fact_stands_in_one_place_and_the_whole_is_put_together_again():
         "gradient_clipping": 0.5,
     }
     assert FILE["zero_optimization"]["stage"] == 3, "what was given is left alone"
-    whole = engine_config(RunConfig(deepspeed=FILE))
-
-    assert whole == FILE | {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-    }
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    assert engine_config(RunConfig(deepspeed=FILE)) == FILE | sizes
     assert engine_config(RunConfig()) is None
     assert engine_config(RunConfig(zero_stage=0)) is None, "no engine for nothing"
     assert engine_config(RunConfig(deepspeed={}))["zero_optimization"] == {"stage": 0}
@@ -76,13 +72,11 @@ def test_contradictions_are_told_before_anything_starts():
         RunConfig(deepspeed=3)
 
 
-@pytest.mark.parametrize("on", [True, "true", "True", " TRUE "])
-@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
-def test_a_precision_is_taken_however_deepspeed_lets_it_be_written(name, on):
-    config = RunConfig(deepspeed={name: {"enabled": on}})
-    assert config.mixed_precision == "bf16"
-    assert engine_config(config)["bf16"] == {"enabled": True}
-    assert "bfloat16" not in engine_config(config)
+@pytest.mark.parametrize("on", [True, "true", " TRUE "])
+def test_a_precision_is_taken_however_deepspeed_lets_it_be_written(on):
+    for name in ("bf16", "bfloat16"):
+        config = engine_config(RunConfig(deepspeed={name: {"enabled": on}}))
+        assert (config["bf16"], "bfloat16" in config) == ({"enabled": True}, False)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +85,9 @@ def test_a_precision_is_taken_however_deepspeed_lets_it_be_written(name, on):
         ({"bf16": {"enabled": 1}}, "bf16.enabled must be true or false: got 1"),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true or false: got 'yes'"),
         ({"bf16": True}, "bf16 must be a section: got True"),
-        ({"fp16": "on"}, "fp16 must be a section: got 'on'"),
-        ({"zero_optimization": [3]}, r"zero_optimization must be a section: got \[3\]"),
         ({"zero_optimization": 3}, "zero_optimization must be a section: got 3"),
         ({"steps_per_print": float("inf")}, "steps_per_print is infinite"),
-        (
-            {"fp16": {"enabled": True}, "bf16": {"enabled": "true"}},
-            "fp16.enabled and bf16.enabled are both true",
-        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": "true"}}, "16.enabled are both true"),
     ],
 )
 def test_what_would_train_something_else_is_refused(settings, told):
@@ -137,14 +126,10 @@ def test_workers_are_told_by_accelerates_variables():
         "NBACCEL_ACTIVATION_CHECKPOINTING": "1",
     }
     assert run_variables(RunConfig(mixed_precision="bf16")) == {}
-    assert run_variables(RunConfig(zero_stage=2)) == {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
-    }
-    assert run_variables(RunConfig(strategy="fsdp")) == {
-        "NBACCEL_STRATEGY": "fsdp",
-        "ACCELERATE_USE_FSDP": "true",
-    }
+    at_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    assert run_variables(RunConfig(zero_stage=2)) == at_2
+    fsdp = {"NBACCEL_STRATEGY": "fsdp", "ACCELERATE_USE_FSDP": "true"}
+    assert run_variables(RunConfig(strategy="fsdp")) == fsdp
     fp8 = run_variables(RunConfig(mixed_precision="fp8", fp8="ao"))
     assert fp8["ACCELERATE_FP8_BACKEND"] == "AO"
 
