@@ -195,9 +195,10 @@ def test_a_cell_that_prepares_can_be_run_again_and_its_engine_be_destroyed(pool:
     pool.run("accelerator.free_memory()\ndel engine, optimizer, accelerator")
     assert all(map(torch.equal, trained.values(), model.state_dict().values()))
     fill(model)
-    pool.run(PREPARE)
     # DeepSpeed makes its float32 copies from the weights it has cast.
-    assert_copies_are(pool, [tensor.bfloat16().float() for tensor in state_of(model).values()])
+    cast = [tensor.bfloat16().float() for tensor in state_of(model).values()]
+    pool.run(PREPARE)
+    assert_copies_are(pool, cast)
 
 
 @pytest.mark.parametrize("stages", [(3, 2), (1, 3), (2, 1)])

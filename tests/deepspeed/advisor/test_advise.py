@@ -98,9 +98,12 @@ HERE = machine(0)
 
 # ---------------------------------------------------------------- a rung that runs out of memory
 @marked
-def test_a_rung_that_runs_out_of_memory_is_survived_and_the_next_is_chosen(tmp_path, monkeypatch):
+def test_a_rung_that_runs_out_of_memory_is_survived_and_the_next_is_chosen(
+    tmp_path_factory, monkeypatch
+):
+    folder = tmp_path_factory.mktemp("tried")
     # Test processes beside this one give advice too, and their folders are in the common one.
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     model, batch = Greedy(), torch.randn(256, WIDTH)
     before = [p.clone() for p in model.parameters()]
     seed, processes = torch.get_rng_state(), set(psutil.Process().children())
@@ -124,7 +127,7 @@ def test_a_rung_that_runs_out_of_memory_is_survived_and_the_next_is_chosen(tmp_p
     assert not model.is_gradient_checkpointing
     assert torch.equal(seed, torch.get_rng_state())
     assert len(set(psutil.Process().children()) - processes) <= 1
-    assert list(tmp_path.glob("nbaccel-trial-*")) == []
+    assert list(folder.glob("nbaccel-trial-*")) == []
 
 
 # ---------------------------------------------------------------- several processes
