@@ -21,8 +21,8 @@ from nbaccel.errors import (
     UnsafeMoment,
 )
 from tests.deepspeed.advisor.models import machine
-from tests.deepspeed.engines import SWAPPED_WIDTH, world
-from tests.deepspeed.needs import marked, on_disk
+from tests.deepspeed.engines import world
+from tests.deepspeed.needs import marked
 from tests.deepspeed.programs import told_by
 from tests.programs import run_program
 
@@ -239,16 +239,6 @@ def test_zero_init_makes_placeholders_that_train_and_stage_2_refuses(runs):
     # The error is DeepSpeed's own, and documented: make the model anew for each engine.
     assert runs["zero_init"]["stage_2"] in ("KeyError", "IndexError", "RuntimeError")
     assert runs["trained"][-1]["losses"], "the runs came after it"
-
-
-@on_disk
-def test_where_float32_on_disk_becomes_bfloat16_it_was_said_before(runs):
-    """DeepSpeed's own mistake, on a CPU without float16: when this fails it has been mended."""
-    found = runs["disk"]
-    said = any("keeps the weights as bfloat16" in text for text in found["warnings"])
-    kind, size = ("bfloat16params", 2) if said else ("float32params", 4)
-    sizes = [num for name, num in found["files"].items() if f"/{kind}/" in name]
-    assert sizes == 2 * [size * SWAPPED_WIDTH**2]
 
 
 @marked
