@@ -19,8 +19,8 @@ from nbaccel.errors import NbaccelError
 from tests.deepspeed import needs
 from tests.deepspeed.engines import changes, world
 from tests.deepspeed.programs import told_by
-from tests.deepspeed.strategy.runs import Row, loader, net, train
 from tests.deepspeed.strategy.test_stories import some_steps, zero
+from tests.deepspeed.strategy.test_training import Row, loader, net, train
 
 pytestmark = [pytest.mark.slow, *needs.ENGINE]
 

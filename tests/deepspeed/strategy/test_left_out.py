@@ -11,7 +11,7 @@ import torch
 from nbaccel import Accelerator, load_fp32_state_dict, notebook_launcher
 from tests.deepspeed import needs
 from tests.deepspeed.programs import refusal
-from tests.deepspeed.strategy.runs import Row
+from tests.deepspeed.strategy.test_training import Row
 from tests.train.checkpoint.test_left_out import TRAINED, Adapted, goes_on
 
 pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]

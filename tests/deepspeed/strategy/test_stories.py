@@ -19,8 +19,7 @@ from nbaccel.utils import DummyOptim, DummyScheduler
 from tests.damage import damaged_copy
 from tests.deepspeed import needs
 from tests.deepspeed.programs import refusal
-from tests.deepspeed.strategy.runs import loader, net
-from tests.deepspeed.strategy.test_training import distance
+from tests.deepspeed.strategy.test_training import distance, loader, net
 
 pytestmark = [
     pytest.mark.slow,
