@@ -111,21 +111,6 @@ def test_settings_can_be_read_from_the_accelerator(tmp_path: Any) -> None:
     assert config.even_batches  # the user's own stays
 
 
-def test_the_plan_and_the_state_say_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    text = accelerator.plan.explain()
-    assert "one process, on CPU, bf16, 2 batches per step" in text
-    assert "the CPU was asked for" in text
-    assert str(accelerator.plan) == text
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    assert "the CPU was asked for" in Accelerator().plan.explain()
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    text = str(accelerator.state)
-    assert text.startswith("Distributed environment: NO\nNum processes: 1\nProcess index: 0\n")
-    assert text.endswith("Device: cpu\n\nMixed precision type: bf16\n")
-    assert accelerator.state.distributed_type == accelerator.distributed_type == "NO"
-
-
 # ------------------------------------------------------------------------- a configuration
 
 
