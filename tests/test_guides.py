@@ -32,7 +32,7 @@ def as_parameter(page: Path) -> Any:
     return pytest.param(page, id=page.stem, marks=needs.ENGINE)
 
 
-@pytest.mark.parametrize("page", map(as_parameter, GUIDES))
+@pytest.mark.parametrize("page", [as_parameter(page) for page in GUIDES])
 def test_its_code_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
     printed = run_page(page, tmp_path)
     for block in printed_by(page):

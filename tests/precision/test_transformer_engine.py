@@ -84,8 +84,8 @@ def test_an_installed_one_that_does_not_load_is_told_in_plain_words():
 
 
 def settings_of(fp8: Fp8Config, **more: object) -> PrecisionSettings:
-    device = torch.device("cpu")
-    return PrecisionSettings(device, AutocastKwargs(), GradScalerKwargs(), fp8=fp8, **more)
+    given = {"autocast": AutocastKwargs(), "scaler": GradScalerKwargs(), "fp8": fp8}
+    return PrecisionSettings(device=torch.device("cpu"), **given, **more)
 
 
 def precision(**fp8: object) -> engine.TransformerEngineFp8:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -75,10 +77,7 @@ def test_accelerate_reads_the_same(monkeypatch):
     assert theirs.gradient_accumulation_steps == ours.gradient_accumulation_steps == 2
 
 
-@pytest.mark.parametrize(
-    "start",
-    [lambda wrong: notebook_launcher(print, config=wrong), lambda wrong: Pool(config=wrong)],
-)
+@pytest.mark.parametrize("start", [functools.partial(notebook_launcher, print), Pool])
 def test_mistakes_are_told_before_any_process_starts(start, monkeypatch):
     monkeypatch.setattr(launching, "launch_plan", lambda *_: pytest.fail("a process was started"))
     wrong = RunConfig(
