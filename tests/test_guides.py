@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,6 @@ from tests.isolation import ROOT
 
 pytestmark = pytest.mark.slow
 
-# The DeepSpeed guide has a test of its own, which needs a compiler: tests/deepspeed/test_guide.py
 GUIDES = [
     page
     for page in (
@@ -19,11 +19,20 @@ GUIDES = [
         *sorted((PAGES / "guides").glob("*.md")),
         *sorted((PAGES / "recipes").glob("*.md")),
     )
-    if python_of(page) and page.stem != "deepspeed"
+    if python_of(page)
 ]
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def as_parameter(page: Path) -> Any:
+    """With the marks of a page that needs a compiler."""
+    if page.stem != "deepspeed":
+        return pytest.param(page, id=page.stem)
+    from tests.deepspeed import needs
+
+    return pytest.param(page, id=page.stem, marks=needs.ENGINE)
+
+
+@pytest.mark.parametrize("page", [as_parameter(page) for page in GUIDES])
 def test_its_code_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
     printed = run_page(page, tmp_path)
     for block in printed_by(page):

@@ -31,8 +31,6 @@ def test_weights_drift_apart_and_are_averaged_every_few_steps_and_at_the_end() -
     assert one == [-1.0, -3.0, -4.0, -4.5]
     assert two == [-2.0, -3.0, -5.0, -4.5]
 
-
-def test_turned_off_it_trains_as_if_it_were_not_there() -> None:
     def body(accelerator: Accelerator) -> list[float]:
         return train(accelerator, 2, 8, enabled=False)
 

@@ -57,9 +57,6 @@ def test_it_is_the_optimizer_in_all_but_name(state):
     assert "AdamW" in repr(optimizer)
     with pytest.raises(AttributeError, match="shoe_size"):
         _ = optimizer.shoe_size
-
-
-def test_hooks_of_the_prepared_optimizer_are_those_of_the_inner_one(state):
     weight = parameter()
     inner = torch.optim.SGD([weight], lr=1.0)
     optimizer = AcceleratedOptimizer(inner, gradient_state=state)
@@ -73,7 +70,7 @@ def test_hooks_of_the_prepared_optimizer_are_those_of_the_inner_one(state):
     assert heard == ["pre", "post", "pre"]
 
 
-def test_a_closure_is_passed_on(state):
+def test_a_closure_is_passed_on_but_for_scaled_gradients(state):
     weight = parameter(4.0)
     optimizer = AcceleratedOptimizer(torch.optim.LBFGS([weight], lr=1.0), gradient_state=state)
 
@@ -85,9 +82,6 @@ def test_a_closure_is_passed_on(state):
 
     assert optimizer.step(closure).item() == 9.0
     assert weight.item() == pytest.approx(1.0)
-
-
-def test_scaled_gradients_and_a_closure_do_not_go_together(state):
     optimizer = AcceleratedOptimizer(
         torch.optim.SGD([parameter()], lr=1.0), scaler=scaler(), gradient_state=state
     )

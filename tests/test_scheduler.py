@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from nbaccel.config.handlers import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from nbaccel.config.handlers import GradientAccumulationPlugin
 from nbaccel.optimizer import AcceleratedOptimizer
-from nbaccel.precision.native import Fp16
 from nbaccel.scheduler import AcceleratedScheduler
 from nbaccel.train.gradient import GradientState
 
@@ -18,24 +17,17 @@ from nbaccel.train.gradient import GradientState
 class Loop:
     """One weight, one prepared optimizer and one prepared schedule."""
 
-    def __init__(self, make, *, steps_per_call=1, with_optimizer=True, plugin=None, scaler=None):
+    def __init__(self, make, *, steps_per_call=1, plugin=None):
         self.weight = nn.Parameter(torch.tensor([1.0]))
         # Settings, or it would be the state of an accelerator that another test has left behind.
         self.state = GradientState(plugin or GradientAccumulationPlugin())
         inner = torch.optim.SGD([self.weight], lr=1.0)
-        self.optimizer = AcceleratedOptimizer(inner, scaler=scaler, gradient_state=self.state)
-        self.scheduler = AcceleratedScheduler(
-            make(inner),
-            [self.optimizer],
-            with_optimizer,
-            gradient_state=self.state,
-            num_processes=steps_per_call,
-        )
+        self.optimizer = AcceleratedOptimizer(inner, gradient_state=self.state)
+        shared = {"gradient_state": self.state, "num_processes": steps_per_call}
+        self.scheduler = AcceleratedScheduler(make(inner), [self.optimizer], True, **shared)
 
-    def batch(self, factor: float = 0.0) -> None:
-        loss = self.weight.sum() * factor
-        scaler = self.optimizer.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward()
+    def batch(self) -> None:
+        (self.weight.sum() * 0.0).backward()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -67,16 +59,6 @@ def one_cycle(optimizer):
 )
 def test_it_advances_as_often_as_there_are_processes_and_stops_at_its_end(make, steps, expected):
     assert Loop(make, steps_per_call=steps).epochs(len(expected)) == expected
-
-
-def test_it_waits_where_the_optimizer_skipped_its_step():
-    precision = Fp16(torch.device("cpu"), AutocastKwargs(), GradScalerKwargs(init_scale=8.0))
-    loop = Loop(linear, scaler=precision.scaler)
-    loop.batch(1.0)
-    loop.batch(float("inf"))
-    assert loop.scheduler.last_epoch == 1
-    loop.batch(1.0)
-    assert loop.scheduler.last_epoch == 2
 
 
 def test_a_schedule_written_in_batches_advances_by_every_batch():

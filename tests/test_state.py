@@ -71,7 +71,7 @@ def test_states_and_accelerators_of_a_process_agree() -> None:
 
 @pytest.mark.slow
 @isolated(timeout_s=60)
-def test_a_state_without_arguments_is_that_of_the_newest_accelerator():
+def test_states_without_arguments_are_those_of_the_newest_accelerator_until_a_reset():
     from nbaccel import Accelerator
     from nbaccel.state import is_initialized
 
@@ -99,21 +99,6 @@ def test_a_state_without_arguments_is_that_of_the_newest_accelerator():
     del first
     gc.collect()
     assert refused()
-
-
-@pytest.mark.slow
-@isolated(timeout_s=60)
-def test_after_a_reset_there_is_no_accelerator_to_describe_and_those_there_go_on():
-    state, accelerator = PartialState(cpu=True), Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert state.num_processes == accelerator.state.num_processes == 1
-    with pytest.raises(ConfigError, match="nothing to describe"):
-        AcceleratorState()
-
-
-@pytest.mark.slow
-@isolated(timeout_s=60)
-def test_a_gradient_state_without_settings_is_that_of_the_newest_accelerator():
     plugin = GradientAccumulationPlugin(num_steps=4)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     assert GradientState().num_steps == GradientState(plugin).num_steps == 4
@@ -123,3 +108,8 @@ def test_a_gradient_state_without_settings_is_that_of_the_newest_accelerator():
     assert (state.num_steps, found.sync_gradients, accelerator.sync_gradients) == (2, False, True)
     GradientState._reset_state()
     assert GradientState().num_steps == 1
+    state, accelerator = PartialState(cpu=True), Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert state.num_processes == accelerator.state.num_processes == 1
+    with pytest.raises(ConfigError, match="nothing to describe"):
+        AcceleratorState()

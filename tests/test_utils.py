@@ -70,39 +70,28 @@ def test_the_next_size_may_be_chosen_and_the_decorator_be_bare() -> None:
     assert halve.__name__ == "train"
 
 
-def test_where_nothing_fits_it_is_said_at_the_end() -> None:
+@pytest.mark.parametrize(
+    ("start", "said", "error", "words", "expected"),
+    [
+        (3, "CPU out of memory.", NothingFits, "from 3 down to 1", [3, 2, 1]),
+        (8, "shapes cannot be multiplied", RuntimeError, "shapes", [8]),
+        (99, "CPU out of memory.", RuntimeError, "out of memory", [99]),  # it does not shrink
+    ],
+)
+def test_where_nothing_fits_or_something_else_is_wrong_it_is_said(
+    start: int, said: str, error: type[Exception], words: str, expected: list[int]
+) -> None:
     tried: list[int] = []
+    shrink = None if start < 99 else (lambda size: size)
 
-    @find_executable_batch_size(starting_batch_size=3)
+    @find_executable_batch_size(starting_batch_size=start, reduce_batch_size_fn=shrink)
     def train(batch_size: int) -> None:
         tried.append(batch_size)
-        out_of_memory()
+        raise RuntimeError(said)
 
-    with pytest.raises(NothingFits, match="from 3 down to 1"):
+    with pytest.raises(error, match=words):
         train()
-    assert tried == [3, 2, 1]
-
-
-def test_other_errors_pass_at_once() -> None:
-    tried: list[int] = []
-
-    @find_executable_batch_size(starting_batch_size=8)
-    def train(batch_size: int) -> None:
-        tried.append(batch_size)
-        raise RuntimeError("shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="shapes"):
-        train()
-    assert tried == [8]
-
-
-def test_a_size_that_does_not_shrink_ends_the_search() -> None:
-    @find_executable_batch_size(starting_batch_size=4, reduce_batch_size_fn=lambda size: size)
-    def train(batch_size: int) -> None:
-        out_of_memory()
-
-    with pytest.raises(RuntimeError, match="can't allocate"):
-        train()
+    assert tried == expected
 
 
 def test_a_batch_size_from_the_caller_or_nowhere_to_put_it_is_a_mistake() -> None:
@@ -124,13 +113,9 @@ def test_a_batch_size_from_the_caller_or_nowhere_to_put_it_is_a_mistake() -> Non
     assert free(1, 2, 3) == (4, (1, 2, 3))
 
 
-def test_memory_is_released_in_return_for_nones() -> None:
-    one, two = torch.ones(3), torch.ones(3)
-    one, two = utils.release_memory(one, two)  # type: ignore[assignment]
-    assert (one, two) == (None, None)
+def test_memory_is_released_and_collectives_work_without_an_accelerator() -> None:
+    assert [*utils.release_memory(torch.ones(3), torch.ones(3))] == [None, None]
 
-
-def test_collectives_work_without_an_accelerator() -> None:
     def body() -> Any:
         rank = PartialState().process_index
         generator = torch.Generator().manual_seed(rank)

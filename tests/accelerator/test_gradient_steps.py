@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import Accelerator, AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from nbaccel import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
 from nbaccel.errors import ConfigError, UserMistake
 from tests.accelerator.loops import line, numbers, sgd, together, told, weight
 
@@ -39,14 +39,9 @@ def test_five_batches_in_groups_of_two_sync_at_the_second_fourth_and_last() -> N
 
 
 def test_a_group_may_go_on_over_the_end_of_a_loader() -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=2, sync_with_dataloader=False
-        ),
-    )
-    model = line()
-    model, loader = accelerator.prepare(model, numbers(3, 1))
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model, loader = accelerator.prepare(line(), numbers(3, 1))
     synced = []
     for _ in range(2):
         for _ in loader:
@@ -110,11 +105,8 @@ def test_steps_and_syncing_can_be_set_while_training() -> None:
 
 
 def test_a_step_skipped_by_the_scaler_leaves_weights_and_schedule() -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp16",
-        kwargs_handlers=[GradScalerKwargs(init_scale=16.0, growth_interval=1)],
-    )
+    handlers = [GradScalerKwargs(init_scale=16.0, growth_interval=1)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
     model = line()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
@@ -125,9 +117,8 @@ def test_a_step_skipped_by_the_scaler_leaves_weights_and_schedule() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        seen.append(
-            (accelerator.optimizer_step_was_skipped, scheduler.last_epoch, weight(model) == 1.0)
-        )
+        skipped = accelerator.optimizer_step_was_skipped
+        seen.append((skipped, scheduler.last_epoch, weight(model) == 1.0))
     assert seen == [(True, 0, True), (True, 0, True), (False, 1, False)]
     assert accelerator.scaler is not None
     assert accelerator.scaler.get_scale() == 8.0  # halved twice, doubled once
@@ -202,19 +193,6 @@ def test_the_forward_and_the_context_compute_in_the_precision(precision: str, dt
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     assert accelerator.native_amp is (dtype is not None)
     assert (accelerator.scaler is not None) is (precision == "fp16")
-
-
-def test_autocast_is_as_the_handler_says() -> None:
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)]
-    )
-    with accelerator.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-    seen: list[torch.dtype] = []
-    inner = line()
-    inner.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    accelerator.prepare(nn.Sequential(inner))(torch.ones(1, 1))
-    assert seen == [torch.float32]
 
 
 @pytest.mark.parametrize("clips", [False, True])

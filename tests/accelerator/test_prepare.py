@@ -35,24 +35,13 @@ def test_things_come_back_ready_in_the_order_given() -> None:
     assert isinstance(found[2], torch.optim.Optimizer)
     assert found[0].optimizers == (found[2],)  # though it came before its optimizer
     assert found[4] is model
-
-
-def test_a_schedulers_optimizer_may_have_been_prepared_before_it() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = line()
     one, other = sgd(model), sgd(model)
     first, second = accelerator.prepare(one, other)
     assert accelerator.prepare(schedule(other)).optimizers == (second,)
     assert accelerator.prepare_scheduler(schedule(one)).optimizers == (first,)
 
 
-def test_device_placement_is_wanted_for_every_argument() -> None:
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="1 entries for 2 arguments"):
-        accelerator.prepare(line(), numbers(), device_placement=[True])
-
-
-def test_models_move_only_where_they_are_to() -> None:
+def test_models_and_batches_move_only_where_they_are_to() -> None:
     accelerator = Accelerator(cpu=True)
     with torch.device("meta"):
         away = nn.Linear(2, 2)
@@ -60,6 +49,12 @@ def test_models_move_only_where_they_are_to() -> None:
     assert Accelerator(cpu=True, device_placement=False).prepare(away).weight.is_meta
     with pytest.raises(ConfigError, match=r"2 weights of Linear .* load_checkpoint_in_model"):
         Accelerator(cpu=True).prepare(away)
+    with pytest.raises(ConfigError, match="1 entries for 2 arguments"):
+        accelerator.prepare(line(), numbers(), device_placement=[True])
+    loader = accelerator.prepare_data_loader(numbers(4, 2), device_placement=False)
+    assert loader.device is None
+    assert accelerator.prepare_data_loader(loader) is loader
+    assert [rows(batch) for batch in loader] == [[0, 1], [2, 3]]
 
 
 def test_a_model_for_evaluation_or_without_gradients_is_not_wrapped() -> None:
@@ -84,9 +79,7 @@ def test_a_model_spread_over_devices_cannot_be_trained_by_several_processes() ->
     for message in together(body):
         assert message.startswith("ConfigError")
         assert "{'a': 0, 'b': 'cpu'}" in message
-    alone: Any = line()
-    alone.hf_device_map = {"a": 0, "b": "cpu"}
-    assert Accelerator(cpu=True).prepare(alone) is alone
+    assert together(body, 1) == ["nothing was raised"]
 
 
 def test_weights_in_memory_train_beside_frozen_ones_on_disk(tmp_path: Path) -> None:
@@ -161,17 +154,15 @@ def test_a_model_that_the_user_compiled_keeps_its_names() -> None:
         model = accelerator.prepare(torch.compile(mine, backend="eager"))
         after = torch.compile(accelerator.prepare(line()), backend="eager")
         return (
-            sorted(accelerator.get_state_dict(model)),
-            sorted(accelerator.get_state_dict(after)),
+            *(sorted(accelerator.get_state_dict(one)) for one in (model, after)),
             accelerator.unwrap_model(model, keep_torch_compile=False) is mine,
             type(accelerator.unwrap_model(after, keep_torch_compile=False)).__name__,
             type(accelerator.unwrap_model(after)).__name__,
         )
 
+    expected = (["weight"], ["weight"], True, "Linear", "OptimizedModule")
     for n in (1, 2):
-        for names, after, is_mine, kind, kept in together(body, n):
-            assert (names, after, is_mine, kind) == (["weight"], ["weight"], True, "Linear")
-            assert kept == "OptimizedModule"
+        assert together(body, n) == [expected] * n
 
 
 @pytest.mark.parametrize("compiled", ["saved", "loaded", "a part of the saved"])
@@ -203,14 +194,6 @@ def test_a_deep_copy_is_the_accelerator_itself_and_a_pickled_one_is_equal() -> N
     assert copy.deepcopy({"it": accelerator})["it"] is accelerator
     sent = pickle.loads(pickle.dumps(accelerator))
     assert (sent.mixed_precision, sent.gradient_accumulation_steps) == ("bf16", 3)
-
-
-def test_a_loader_may_be_prepared_alone_with_a_placement_of_its_own() -> None:
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare_data_loader(numbers(4, 2), device_placement=False)
-    assert loader.device is None
-    assert accelerator.prepare_data_loader(loader) is loader
-    assert [rows(batch) for batch in loader] == [[0, 1], [2, 3]]
 
 
 def test_what_is_given_twice_or_again_is_prepared_once() -> None:
@@ -256,11 +239,8 @@ def test_a_scheduler_that_was_sent_with_its_optimizer_does_not_warn_of_an_overri
     sent = pickle.dumps((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)))
     model = line()
     received, scheduler = pickle.loads(sent)
-    ready, ready_optimizer, ready_scheduler = Accelerator(cpu=True).prepare(
-        model, received, scheduler
-    )
-    ready_optimizer.step()
-    ready_scheduler.step()  # warnings are errors
-    assert ready_scheduler.get_last_lr() == pytest.approx([0.01])
-    pickle.dumps(ready_optimizer)
-    del ready
+    _, optimizer, scheduler = Accelerator(cpu=True).prepare(model, received, scheduler)
+    optimizer.step()
+    scheduler.step()  # warnings are errors
+    assert scheduler.get_last_lr() == pytest.approx([0.01])
+    pickle.dumps(optimizer)

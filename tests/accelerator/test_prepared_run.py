@@ -20,6 +20,8 @@ from nbaccel import (
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from tests.strategies.needs import SHARDING
 
+THREE = GradientAccumulationPlugin(num_steps=3)
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -27,10 +29,7 @@ from tests.strategies.needs import SHARDING
         ({"mixed_precision": "fp12"}, "mixed_precision='fp12' is unknown"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
         (
-            {
-                "gradient_accumulation_steps": 2,
-                "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3),
-            },
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": THREE},
             "contradicts gradient_accumulation_plugin.num_steps=3",
         ),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "got two AutocastKwargs"),
@@ -62,14 +61,24 @@ def test_nonsense_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, t
         Accelerator(cpu=True)
 
 
-def test_a_configuration_gives_way_to_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_gives_way_to_a_configuration_and_both_to_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    config = Picker.config
-    accelerator = Accelerator(config=config, mixed_precision="no", gradient_accumulation_steps=2)
-    assert accelerator.mixed_precision == "no"
-    assert accelerator.gradient_accumulation_steps == 2
-    assert Accelerator(config=config).mixed_precision == "bf16"
-    assert Accelerator(cpu=True).mixed_precision == "fp16"
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7")
+    plugin = GradientAccumulationPlugin(num_steps=5)
+    for arguments, precision, steps in (
+        ({"config": Picker(), "mixed_precision": "no", "gradient_accumulation_steps": 2}, "no", 2),
+        ({"config": Picker()}, "bf16", 3),
+        ({"gradient_accumulation_steps": 1}, "fp16", 1),  # also what would be the default
+        ({"gradient_accumulation_plugin": plugin}, "fp16", 5),
+        ({}, "fp16", 7),
+    ):
+        accelerator = Accelerator(**{"cpu": True, **arguments})
+        found = (accelerator.mixed_precision, accelerator.gradient_accumulation_steps)
+        assert found == (precision, steps)
+    choices = {choice.name: choice.reason for choice in Accelerator(config=Picker()).plan.choices}
+    assert "config" in choices["gradient_accumulation_steps"]
 
 
 def test_settings_can_be_read_from_the_accelerator(tmp_path: Any) -> None:
@@ -102,24 +111,6 @@ def test_settings_can_be_read_from_the_accelerator(tmp_path: Any) -> None:
     assert config.even_batches  # the user's own stays
 
 
-def test_the_plan_says_what_was_decided_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    text = accelerator.plan.explain()
-    assert "one process, on CPU, bf16, 2 batches per step" in text
-    assert "the CPU was asked for" in text
-    assert str(accelerator.plan) == text
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    assert "the CPU was asked for" in Accelerator().plan.explain()
-
-
-def test_the_state_prints_as_users_know_it() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    text = str(accelerator.state)
-    assert text.startswith("Distributed environment: NO\nNum processes: 1\nProcess index: 0\n")
-    assert text.endswith("Device: cpu\n\nMixed precision type: bf16\n")
-    assert accelerator.state.distributed_type == accelerator.distributed_type == "NO"
-
-
 # ------------------------------------------------------------------------- a configuration
 
 
@@ -138,23 +129,11 @@ class Picker:
     config = RunConfig(device="cpu", mixed_precision="bf16", gradient_accumulation_steps=3)
 
 
-def test_a_picker_is_taken_as_its_configuration():
-    accelerator = Accelerator(config=Picker())
-
-    assert accelerator.mixed_precision == "bf16"
-    assert accelerator.gradient_accumulation_steps == 3
-    choices = {choice.name: choice.reason for choice in accelerator.plan.choices}
-    assert "config" in choices["gradient_accumulation_steps"]
-
-
 def test_activations_are_recomputed_where_that_is_asked_for():
     model = Switched(2, 2)
     Accelerator(config=RunConfig(device="cpu", activation_checkpointing=True)).prepare(model)
     assert model.recomputes
 
-    left_alone = Switched(2, 2)
-    Accelerator(config=RunConfig(device="cpu")).prepare(left_alone)
-    assert not left_alone.recomputes
     with pytest.raises(ConfigError, match=r"Linear has no gradient_checkpointing_enable\(\)"):
         Accelerator(config=RunConfig(device="cpu", activation_checkpointing=True)).prepare(
             nn.Linear(2, 2)
@@ -172,20 +151,12 @@ def asked(model):
 
 
 def test_workers_are_told_what_was_picked():
-    config = RunConfig(
-        num_processes=2,
-        device="cpu",
-        mixed_precision="bf16",
-        gradient_accumulation_steps=4,
-        activation_checkpointing=True,
-    )
-    assert notebook_launcher(asked, (Switched(2, 2),), config=config) == [(True, 4, "bf16")] * 2
-
-
-def test_inline_is_told_the_same_and_forgets_it():
     config = RunConfig(num_processes=1, device="cpu", gradient_accumulation_steps=4)
     assert notebook_launcher(asked, (Switched(2, 2),), config=config) == [(False, 4, "no")]
-    assert Accelerator(cpu=True).gradient_accumulation_steps == 1
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 1, "inline forgets it"
+    more = {"mixed_precision": "bf16", "activation_checkpointing": True}
+    config = config.changed(num_processes=2, **more)
+    assert notebook_launcher(asked, (Switched(2, 2),), config=config) == [(True, 4, "bf16")] * 2
 
 
 class Block(nn.Module):

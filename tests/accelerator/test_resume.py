@@ -92,10 +92,11 @@ def weights(model: nn.Module) -> list[Any]:
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-def stop(model: nn.Module, folder: Path, wait_at: int, form: str, config: RunConfig) -> str:
+def stopped(folder: Path, function: Any, args: tuple[Any, ...], config: RunConfig) -> str:
+    """What is said of a launch whose function puts files into the folder when it may be stopped."""
     folder.mkdir()
     with pressing_stop(folder, after_s=0.1), pytest.raises(LaunchInterrupted) as caught:
-        notebook_launcher(train, (model, folder, wait_at, form), config=config)
+        notebook_launcher(function, args, config=config)
     return str(caught.value)
 
 
@@ -106,7 +107,8 @@ def assert_goes_on(tmp_path: Path, form: str, *moments: int, **settings: Any) ->
     model = new_model()
     going_on = config.changed(resume=True)
     for number, wait_at in enumerate(moments):
-        words = stop(model, tmp_path / str(number), wait_at, form, going_on)
+        seen = tmp_path / str(number)
+        words = stopped(seen, train, (model, seen, wait_at, form), going_on)
         assert "its weights are in `args[0]`; run it again to go on from there" in words
     left = notebook_launcher(train, (model, None, 0, form), config=going_on)
     assert weights(model) == weights(unbroken)
@@ -129,9 +131,8 @@ def test_it_goes_on_to_the_bit(form: str, tmp_path: Path) -> None:
     ("form", "moment"),
     [
         # An epoch has eight steps of each rank, or five.
-        *itertools.product(["progress", "range"], [1, 5, 6, 7, 8]),
-        ("break", 3),
-        ("break", 5),
+        *itertools.product(["progress", "range"], [1, 7, 8]),
+        *itertools.product(["break"], [3, 5]),
         *itertools.product(["phases"], [3, 11, 19]),  # in each of its phases
         ("numbered", 11),  # checkpoints of the function's own are none of these
     ],
@@ -159,7 +160,8 @@ def test_one_process_goes_on_in_a_folder(tmp_path: Path) -> None:
     assert_goes_on(tmp_path, "range", 21, 9, num_processes=1)
     config = RunConfig(num_processes=1, resume=tmp_path / "kept")
     model = new_model()
-    stop(model, tmp_path / "seen", 3, "range", config)
+    seen = tmp_path / "seen"
+    stopped(seen, train, (model, seen, 3, "range"), config)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["0"]
     steps, _ = notebook_launcher(train, (model, None, 0, "range"), config=config)[0]
     assert steps < EPOCHS * BATCHES
@@ -212,14 +214,10 @@ def train_with_it(
 def test_without_room_for_the_state_the_next_launch_begins_anew(tmp_path: Path) -> None:
     config = RunConfig(num_processes=1, resume=tmp_path / "kept")
     model = new_model()
-    endings = []
     for name in ("first", "second"):
         seen = tmp_path / name
-        seen.mkdir()
-        with pressing_stop(seen, after_s=0.1), pytest.raises(LaunchInterrupted) as caught:
-            notebook_launcher(train_with_it, (model, tmp_path, seen), config=config)
-        endings.append("run it again to go on from there" in str(caught.value))
-    assert endings == [True, False]
+        told = stopped(seen, train_with_it, (model, tmp_path, seen), config)
+        assert ("run it again to go on from there" in told) == (name == "first")
     # Not from the first Stop: the model has learned more since.
     assert notebook_launcher(train_with_it, (model, tmp_path, None), config=config) == [100]
 
@@ -230,17 +228,15 @@ def test_a_state_that_takes_longer_than_a_step_is_kept(
     monkeypatch.setattr(time_limits, "STEP_S", 0.3)
     config = RunConfig(num_processes=1, resume=tmp_path / "kept")
     seen = tmp_path / "seen"
-    seen.mkdir()
-    args = (new_model(), tmp_path, seen, SlowToSave)
-    with pressing_stop(seen, after_s=0.1), pytest.raises(LaunchInterrupted) as caught:
-        notebook_launcher(train_with_it, args, config=config)
-    assert "run it again to go on from there" in str(caught.value)
+    told = stopped(seen, train_with_it, (new_model(), tmp_path, seen, SlowToSave), config)
+    assert "run it again to go on from there" in told
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     config = RunConfig(num_processes=2, device="cpu", resume=tmp_path / "kept")
     model = new_model()
-    stop(model, tmp_path / "seen", 3, "range", config)
+    seen = tmp_path / "seen"
+    stopped(seen, train, (model, seen, 3, "range"), config)
     before = weights(model)
     with pytest.raises(ConfigError, match=r"had 2 processes, and this one has 1.*num_processes=2"):
         notebook_launcher(train, (model, None, 0, "range"), config=config.changed(num_processes=1))

@@ -12,7 +12,6 @@ from nbaccel import (
     Accelerator,
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
 )
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.utils import TERecipeKwargs
@@ -29,20 +28,6 @@ def test_split_batches_as_an_argument_is_honoured() -> None:
     ]
     with pytest.raises(ConfigError, match="contradicts dataloader_config"):
         Accelerator(split_batches=True, dataloader_config=DataLoaderConfiguration())
-
-
-def test_what_the_call_says_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    plain = Accelerator(cpu=True)
-    assert (plain.gradient_accumulation_steps, plain.mixed_precision) == (7, "bf16")
-    said = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="no")
-    assert (said.gradient_accumulation_steps, said.mixed_precision) == (4, "no")
-    # Also where it says what would be the default.
-    assert Accelerator(cpu=True, gradient_accumulation_steps=1).gradient_accumulation_steps == 1
-    plugin = GradientAccumulationPlugin(num_steps=3)
-    by_plugin = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    assert by_plugin.gradient_accumulation_steps == 3
 
 
 def test_a_failed_start_says_why_and_does_not_poison_the_next_one() -> None:

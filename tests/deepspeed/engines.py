@@ -8,9 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,12 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.environment import deepspeed_environment
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.memory.estimate import measure
-from tests.deepspeed import operations
-from tests.deepspeed.needs import ABORTS_ON_DISK
 from tests.leak_police import IMPORT_TIME_VARIABLES
 
 WIDTH = 256
@@ -165,33 +160,9 @@ def zero_init() -> dict[str, Any]:
     }
 
 
-# Layers of this width are swapped; smaller ones DeepSpeed keeps in memory, whatever it is told.
-SWAPPED_WIDTH = 1024
-
-
-def float32_on_disk() -> dict[str, Any] | None:
-    """ZeRO-3 with its parameters on disk; what was said before, and the size of each file."""
-    import deepspeed
-
-    if operations.not_built(operations.DISK) or ABORTS_ON_DISK:
-        return None
-    with tempfile.TemporaryDirectory() as text:
-        settings, folder = config(3), Path(text)
-        settings["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": text}
-        warnings = check_config(settings).warnings
-        network = nn.Sequential(*(nn.Linear(SWAPPED_WIDTH, SWAPPED_WIDTH) for _ in range(2)))
-        with deepspeed_environment():
-            engine, *_ = deepspeed.initialize(model=network, config=settings)
-            engine.backward(engine(torch.ones(4, SWAPPED_WIDTH)).float().square().mean())
-            engine.step()
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-    return {"files": sizes, "warnings": warnings}
-
-
 if __name__ == "__main__":
     first = zero_init()
     gc.collect()  # the model whose engine failed holds that engine by its hooks, and so its group
     gc.freeze()  # a million objects of imported modules need not be looked through each time
     trained = [run(**settings) for settings in RUNS]
-    print(json.dumps({"zero_init": first, "trained": trained, "disk": float32_on_disk()}))
+    print(json.dumps({"zero_init": first, "trained": trained}))

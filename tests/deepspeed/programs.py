@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 from nbaccel.errors import NbaccelError
 from tests.isolation import ROOT
+from tests.programs import run_program
 
 
 def told_by(module: str, *arguments: str, timeout_s: float) -> Any:
     """What a module tells; the test fails if it does not come to its end."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    words = [sys.executable, "-m", module, *arguments]
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = run_program(words, cwd=ROOT, env=environ, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,13 +39,6 @@ def by_the_accelerator() -> None:
     Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(CONFIG)).prepare(nn.Linear(2, 2))
 
 
-@contextlib.contextmanager
-def said_to(path: Path) -> Iterator[None]:
-    """What this process writes to its standard error goes to a file."""
-    with path.open("w") as file, contextlib.redirect_stderr(file):
-        yield
-
-
 @pytest.mark.parametrize("way", [raw_in_workers, by_the_accelerator])
 @isolated
 def test_it_is_told_and_the_compiler_is_called(way: Callable[[], None], tmp_path: Path) -> None:
@@ -58,8 +51,9 @@ def test_it_is_told_and_the_compiler_is_called(way: Callable[[], None], tmp_path
     os.environ["PATH"] = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "extensions")
     os.environ.pop("CXX", None)
-    with said_to(tmp_path / "stderr"), pytest.raises(Exception, match="deepspeed_shm_comm"):
-        way()
+    with (tmp_path / "stderr").open("w") as file, contextlib.redirect_stderr(file):
+        with pytest.raises(Exception, match="deepspeed_shm_comm"):
+            way()
     said = (tmp_path / "stderr").read_text()
     assert (tmp_path / "called").exists()
     lines = [line for line in said.splitlines(keepends=True) if line.endswith(LINE)]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import warnings
 from importlib import import_module
@@ -14,18 +13,130 @@ import pytest
 
 from nbaccel.base.optional_packages import install_line
 from nbaccel.config import RunConfig
+from nbaccel.deepspeed.auto_values import resolve_auto
 from nbaccel.deepspeed.checking import check_config, device_mistakes, doubts, value_mistakes
 from nbaccel.deepspeed.library import missing_tools, needed_ops, quiet_logger
-from nbaccel.deepspeed.schema import deepspeed_schema
-from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, config_fields
+from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, config_fields, old_forms
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory
 from tests.deepspeed import needs
 from tests.deepspeed.advisor.models import machine
 from tests.house.source import ROOT
+from tests.programs import run_program
+
+pytestmark = needs.DEEPSPEED
 
 CPU = Inventory(cpu_cores=2, host_total_bytes=8 << 30, host_available_bytes=8 << 30)
 BATCH = {"train_micro_batch_size_per_gpu": 4}
+
+
+def checked(**settings):
+    return check_config({**BATCH, **settings}, check_tools=False)
+
+
+def refused(**settings) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_config({**BATCH, **settings}, check_tools=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["_comment", "//", "// why", "#", "$schema", "comment"])
+def test_a_comment_is_left_alone(key):
+    assert checked(**{key: "for the small model"}).warnings == ()
+    assert checked(optimizer={"type": "AdamW", key: "as in the paper"}).warnings == ()
+
+
+def test_a_comment_where_deepspeed_refuses_it_is_told_with_a_place_for_it():
+    told = refused(**{ZERO: {"stage": 2, "_comment": "fast"}})
+    assert "zero_optimization._comment is a comment, and DeepSpeed " in told
+    assert "Move it to the top level." in told
+
+
+@pytest.mark.parametrize("key", ["comms_config", "monitor_config", "cuda_visible_devices"])
+def test_what_resembles_no_key_is_ignored_with_a_warning(key):
+    (warning,) = checked(**{key: {"enabled": True}}).warnings
+    assert warning.startswith(f"{key} is no key of DeepSpeed ")
+    assert "which ignores it" in warning
+
+
+RESEMBLING = {
+    "batch_size": "train_batch_size", "micro_batch_size": "train_batch_size", "accumulation_steps": "gradient_accumulation_steps",
+    "max_grad_norm": "gradient_clipping", "clip_grad_norm": "gradient_clipping", "mixed_precision": "bf16", "BF16": "bf16",
+    "lr_scheduler": "scheduler", "optim": "optimizer", "zero_opt": ZERO, "zero_stage": ZERO, "offload_optimizer_device": ZERO,
+    "learning_rate": "optimizer.params", "monitor_csv": "csv_monitor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "meant"), RESEMBLING.items())
+def test_what_resembles_a_key_is_refused(key, meant):
+    told = refused(**{key: 1})
+    assert f"{key} is no key of DeepSpeed" in told
+    assert meant in told.partition("silently ignore it.")[2]
+
+
+def test_keys_without_a_field_and_old_names_are_read_as_deepspeed_does():
+    made = checked(aio={"thread_count": 3, "block_size": 1 << 20})
+    assert made.config.to_dict()["aio"] == {"intra_op_parallelism": 3, "block_size": 1 << 20}
+    assert made.warnings == ("thread_count is an old form: write intra_op_parallelism=3.",)
+    settings = {"stage": 1, "legacy_stage1": True, "elastic_checkpoint": "auto"}
+    (warning,) = checked(**{ZERO: settings}).warnings
+    key = "zero_optimization.elastic_checkpoint"
+    assert warning == f'{key}="auto" leaves it to DeepSpeed, whose default is False.'
+    told = refused(**{ZERO: {"stage": 1, "legacy_stage1": "old"}})
+    assert "zero_optimization.legacy_stage1 is refused by DeepSpeed: got 'old'. It says: " in told
+    assert "'legacy_stage1'" in refused(**{ZERO: {"stage": 1, "legacy_stage": True}})
+
+
+def test_auto_where_deepspeed_takes_its_default():
+    zero = {
+        "stage": 3,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_max_live_parameters": "auto",
+        "offload_param": {"device": "cpu", "buffer_size": "auto"},
+    }
+    assert sorted(checked(**{ZERO: zero}).warnings) == [
+        'zero_optimization.offload_param.buffer_size="auto" leaves it to DeepSpeed, whose default '
+        "is 100000000.",
+        'zero_optimization.stage3_max_live_parameters="auto" leaves it to DeepSpeed, whose default '
+        "is 1000000000.",
+    ]
+    resolved = resolve_auto({**BATCH, ZERO: zero})
+    made = resolved.config.to_dict()[ZERO]
+    assert "stage3_max_live_parameters" not in made
+    assert made["offload_param"] == {"device": "cpu"}
+    assert {choice.name: choice.value for choice in resolved.choices} == {
+        "zero_optimization.stage3_max_live_parameters": 1_000_000_000,
+        "zero_optimization.offload_param.buffer_size": 100_000_000,
+    }
+
+
+def test_a_removed_section_is_told_at_once_and_second_shards_must_come_out_even():
+    settings = {**BATCH, "amp": {"enabled": "auto", "opt_level": "auto"}}
+    with pytest.raises(ConfigError) as caught:
+        resolve_auto(settings)
+    assert len(set(caught.value.mistakes)) == 1
+    assert "is of the past." in caught.value.mistakes[0]
+    with pytest.raises(ConfigError) as caught:
+        check_config(settings, check_tools=False, allow_auto=True)
+    assert len(caught.value.mistakes) == 1
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    settings = {**BATCH, ZERO: zero}
+    with pytest.raises(ConfigError, match=r"=4 does not divide 6 processes.*Give 2 or 3 or 6"):
+        check_config(settings, world_size=6, check_tools=False)
+    check_config(settings, world_size=8, check_tools=False)
+    check_config(settings, check_tools=False)
+    with pytest.raises(ConfigError, match="does not divide 6"):
+        check_config(settings, run=RunConfig(num_processes=6), check_tools=False, allow_auto=True)
+
+
+def test_no_key_of_deepspeed_is_taken_for_a_misspelt_one_where_it_is_not_installed():
+    for section_path, known_keys in deepspeed_schema().sections.items():
+        for key in known_keys:
+            nested = {key: True}
+            for step in reversed(section_path.split(".") if section_path else []):
+                nested = {step: nested}
+            assert list(misspelt_keys(old_forms(nested)[0])) == []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,18 +171,11 @@ TYPOS = [
     ({"gradient_accumulation_step": 2}, "gradient_accumulation_step", "'gradient_accumulation_steps'"),
     ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "'zero_optimization'"),
     ({"fp_16": {"enabled": True}}, "fp_16", "'fp16'"),
-    ({"schedular": {"type": "WarmupLR"}}, "schedular", "'scheduler'"),
-    ({"wall_clock_breakdwn": True}, "wall_clock_breakdwn", "'wall_clock_breakdown'"),
     ({"optimizer": {"typ": "Adam"}}, "optimizer.typ", "'type'"),
     ({"scheduler": {"Type": "WarmupLR"}}, "scheduler.Type", "'type'"),
     ({"optimizer": {"type": "Adam", "param": {}}}, "optimizer.param", "'params'"),
     ({"aio": {"block_sise": 1}}, "aio.block_sise", "'block_size'"),
-    (
-        {"activation_checkpointing": {"partition_activation": True}},
-        "activation_checkpointing.partition_activation",
-        "'partition_activations'",
-    ),
-    ({"flops_profiler": {"enable": True}}, "flops_profiler.enable", "'enabled'"),
+    ({"activation_checkpointing": {"partition_activation": True}}, "activation_checkpointing.partition_activation", "'partition_activations'"),
     ({"checkpoint": {"load_universl": True}}, "checkpoint.load_universl", "'load_universal'"),
     ({"data_types": {"grad_accum_type": "fp32"}}, "data_types.grad_accum_type", "'grad_accum_dtype'"),
     ({"overlap_comm": True}, "overlap_comm", "It belongs in zero_optimization."),
@@ -82,12 +186,7 @@ TYPOS = [
     # What DeepSpeed refuses too, in its own words.
     ({ZERO: {"stge": 2}}, "zero_optimization.stge", "'stage'"),
     ({ZERO: {"offload_optimiser": {}}}, "zero_optimization.offload_optimiser", "'offload_optimizer'"),
-    (
-        {ZERO: {"stage": 3, "offload_param": {"devise": "cpu"}}},
-        "zero_optimization.offload_param.devise",
-        "'device'",
-    ),
-    ({"fp16": {"enable": False}}, "fp16.enable", "'enabled'"),
+    ({ZERO: {"stage": 3, "offload_param": {"devise": "cpu"}}}, "zero_optimization.offload_param.devise", "'device'"),
     ({"timers": {"throughput": {"enable": True}}}, "timers.throughput.enable", "'enabled'"),
 ]  # fmt: skip
 
@@ -99,13 +198,10 @@ def test_a_typo_is_told_with_the_key_that_was_meant(settings, key, remedy):
     assert remedy in told.partition("It would ")[2]
 
 
-def test_inside_a_misspelt_section_keys_are_read_as_if_it_were_right():
+def test_everything_is_told_at_once_also_inside_a_misspelt_section():
     told = mistakes_of({"zero_optimisation": {"stge": 2}})
     starts = [text.partition(" is no key")[0] for text in told]
     assert starts == ["zero_optimisation", "zero_optimization.stge"]
-
-
-def test_everything_is_told_at_once():
     told = mistakes_of(
         {
             "gradient_cliping": 1,
@@ -132,29 +228,16 @@ def test_everything_is_told_at_once():
     assert len(told) == 7
 
 
-def test_every_key_that_deepspeed_removed_is_refused_with_its_own_sentence():
+def test_keys_are_those_that_deepspeed_knows_or_has_removed():
     schema = deepspeed_schema()
     assert {"amp", "elasticity", "nebula"} <= set(schema.removed)
     for key, sentence in schema.removed.items():
         section, _, name = key.rpartition(".")
         settings = {section: {name: 1}} if section else {name: 1}
         assert mistakes_of(settings) == [f"{key}=1 is of the past. {sentence}".rstrip()]
-
-
-def test_every_named_key_is_one_that_deepspeed_knows():
     schema = deepspeed_schema()
     for place, name, _ in config_fields():
         assert name in schema.sections[place], f"{place}.{name}"
-
-
-def test_the_schema_holds_what_no_documentation_lists_together():
-    schema = deepspeed_schema()
-    assert {"train_batch_size", ZERO, "sequence_parallel_size", "bfloat16"} <= schema.sections[""]
-    assert "legacy_fusion" in schema.sections["optimizer"]
-    places = [path for path, keys in schema.sections.items() if "pin_memory" in keys]
-    assert places == [f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer"]
-    assert schema.models[ZERO].__name__ == "DeepSpeedZeroConfig"
-    assert deepspeed_schema() is schema, "asked once per process"
 
 
 # -------------------------------------------------------------------- what trains on a CPU
@@ -278,21 +361,15 @@ def test_batch_sizes_multiply_out(sizes, world_size, says):
         check_config(settings, world_size=world_size, inventory=CPU)
 
 
-def test_what_depends_on_an_open_stage_waits_until_it_is_resolved():
-    zero = {
-        "stage": AUTO,
-        "offload_param": {"device": "cpu"},
-        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-    }
-    settings = {**BATCH, ZERO: zero}
-    assert check_config(settings, inventory=CPU, allow_auto=True).config.stage == AUTO
-    assert len(mistakes_of({ZERO: {**zero, "stage": 2}}, allow_auto=True)) == 2
-
-
-def test_processes_come_from_the_run():
+def test_the_number_of_processes_and_an_open_stage_come_from_the_run():
     run = RunConfig(num_processes=3)
     with pytest.raises(ConfigError, match="no multiple of 3 processes"):
         check_config({"train_batch_size": 4}, run=run, inventory=CPU)
+    half = {"device": "cpu", "ratio": 0.5}
+    zero = {"stage": AUTO, "offload_param": {"device": "cpu"}, "offload_optimizer": half}
+    settings = {**BATCH, ZERO: zero}
+    assert check_config(settings, inventory=CPU, allow_auto=True).config.stage == AUTO
+    assert len(mistakes_of({ZERO: {**zero, "stage": 2}}, allow_auto=True)) == 2
 
 
 def test_what_may_disappoint_is_a_warning():
@@ -309,10 +386,7 @@ def fp16_on_the_cpu():
     """What is said of fp16, and of float32 on disk, which DeepSpeed makes depend on the same."""
     half = ZeroConfig(fp16={"enabled": True})
     disk = ZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"})
-    said = [
-        *device_mistakes(half, device="cpu"),
-        *doubts(disk, device="cpu"),
-    ]
+    said = [*device_mistakes(half, device="cpu"), *doubts(disk, device="cpu")]
     return [text for text in said if "float16" in text]
 
 
@@ -324,28 +398,17 @@ def test_fp16_on_a_cpu_is_refused_where_deepspeed_refuses_it():
 @pytest.mark.slow
 def test_fp16_on_an_older_cpu_is_refused():
     code = "from tests.deepspeed import test_checking as t; print('\\n'.join(t.fp16_on_the_cpu()))"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=800,
-        check=True,
-    )
+    older = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DS_ACCELERATOR": "cpu"}
+    done = run_program([sys.executable, "-W", "ignore", "-c", code], env=older, cwd=ROOT)
     refused, doubted = done.stdout.splitlines()[-2:]
     assert refused.startswith("fp16.enabled cannot be true on this CPU")
     assert refused.endswith("Use bf16.")
     assert "keeps the weights as bfloat16" in doubted
 
 
-def test_a_gpu_takes_fp16_and_needs_no_part_for_it():
-    assert check_config(
-        {**BATCH, "fp16": {"enabled": True}}, inventory=machine(1)
-    ).config.fp16.enabled
-
-
 def test_what_would_not_work_here_is_advice_for_a_file_alone_and_refused_for_a_device():
+    half = {**BATCH, "fp16": {"enabled": True}}
+    assert check_config(half, inventory=machine(1)).config.fp16.enabled, "a GPU takes it"
     settings = {**BATCH, "optimizer": {"type": "Lamb"}}
     says = "'Lamb' cannot be made on the CPU"
     warned = check_config(settings).warnings
@@ -414,24 +477,8 @@ def test_without_deepspeed_the_remedy_is_one_line():
         "try:\n    check_config({'train_batch_size': 1})\n"
         "except MissingBackend as error:\n    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=800,
-        check=True,
-    )
-    assert install_line("deepspeed") in done.stdout
-
-
-def test_a_zero_config_is_not_read_again(monkeypatch):
-    """Its values were checked when it was made; keys, sizes and combinations still are."""
-    config = ZeroConfig.from_dict({"zero_optimization": {"stage": 2}, "train_batch_size": 4})
-    monkeypatch.setattr(ZeroConfig, "from_dict", None)
-    assert check_config(config, check_tools=False).config is config
-    with pytest.raises(ConfigError, match="stage3_prefetch"):
-        check_config(ZeroConfig(train_batch_size=4, extra={"stage3_prefetch": 1}))
+    told = run_program([sys.executable, "-c", code], cwd=ROOT).stdout
+    assert install_line("deepspeed") in told
 
 
 WRONG = [
@@ -457,35 +504,24 @@ def test_a_wrong_value_is_told_with_what_to_write(section, name, value, says):
     assert says in told
 
 
-def test_right_values_are_left_alone():
+def test_right_values_are_left_alone_and_numbers_written_as_text_are_read():
     optimizer = {"lr": 3e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "momentum": 0.9}
     assert not list(value_mistakes("optimizer", optimizer))
     assert not list(value_mistakes("optimizer", dict.fromkeys(optimizer, "auto")))
     schedule = {"warmup_min_lr": 0, "warmup_max_lr": [1e-3, 1e-4], "warmup_num_steps": 1e3}
     assert not list(value_mistakes("scheduler", {**schedule, "warmup_type": "log"}))
-
-
-@needs.DEEPSPEED
-def test_numbers_written_as_text_are_read_as_numbers():
+    rates = {"lr": "3e-5", "betas": ["0.9", "0.999"], "eps": "1e-8"}
+    warmup = {"warmup_max_lr": "3e-5", "warmup_num_steps": "10", "warmup_type": "linear"}
     settings = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "3e-5", "betas": ["0.9", "0.999"], "eps": "1e-8"},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_max_lr": "3e-5", "warmup_num_steps": "10", "warmup_type": "linear"},
-        },
+        "optimizer": {"type": "AdamW", "params": rates},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"},
     }
     made = check_config(settings, check_tools=False).config.to_dict()
     assert made["optimizer"]["params"] == {"lr": 3e-5, "betas": [0.9, 0.999], "eps": 1e-8}
-    assert made["scheduler"]["params"] == {
-        "warmup_max_lr": 3e-5,
-        "warmup_num_steps": 10,
-        "warmup_type": "linear",
-    }
+    warmup = {"warmup_max_lr": 3e-5, "warmup_num_steps": 10, "warmup_type": "linear"}
+    assert made["scheduler"]["params"] == warmup
     assert made["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     # What Accelerate and the Trainer read in workers is the run's own copy.
     kept = RunConfig(num_processes=2, deepspeed=settings).deepspeed

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +18,61 @@ from torch import nn
 
 from nbaccel import advise
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.zero_memory import estimate_memory
+from nbaccel.deepspeed.zero_config import ZeroConfig
+from nbaccel.deepspeed.zero_memory import check_disk, estimate_memory
 from nbaccel.errors import ConfigError
 from nbaccel.memory.estimate import measure
 from nbaccel.plan.inventory import Inventory
 from nbaccel.strategies.model_blocks import checkpoints_gradients
 from tests.deepspeed.advisor.models import machine
+
+FULL = 12 << 20
+
+
+def check_room(model: nn.Module, config: ZeroConfig, num_processes: int) -> None:
+    check_disk(estimate_memory(model, config, num_processes=num_processes))
+
+
+def swapped_to(folder: Path | str) -> dict[str, object]:
+    part = {"device": "nvme", "nvme_path": str(folder)}
+    return {"zero_optimization": {"stage": 3, "offload_optimizer": part}}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 12 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={FULL}", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a disk of its own needs the right to mount one")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_too_little_room_is_told_with_both_numbers(small_disk):
+    model = nn.Linear(1024, 1024)  # 12 MiB of weights and states in float32, and gradients
+    settings = swapped_to(small_disk / "swap")
+    with pytest.raises(ConfigError, match=r"has too little room: .*\(\d+ bytes\).*2 process") as e:
+        check_room(model, ZeroConfig.from_dict(settings), 2)
+    assert str(small_disk / "swap") in str(e.value)
+    settings["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
+    check_room(model, ZeroConfig.from_dict(settings), 2)
+
+    # What an earlier run left is overwritten, and counts as room.
+    old = small_disk / "zero_stage_3" / "optimizer" / "rank0"
+    old.mkdir(parents=True)
+    (old / "1.tensor.swp").write_bytes(bytes(8 << 20))
+    model = nn.Linear(512, 512)  # 4 MiB, with gradients
+    config = ZeroConfig.from_dict(swapped_to(small_disk))
+
+    check_room(model, config, 1)
+    (old / "1.tensor.swp").rename(small_disk / "of somebody else")
+    with pytest.raises(ConfigError, match="too little room"):
+        check_room(model, config, 1)
+
 
 GIB = 2**30
 HOST = Inventory(cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=32 * GIB)
@@ -55,29 +108,20 @@ class Tied(nn.Module):
 
 
 # ---------------------------------------------------------------- counting
-def test_tied_weights_count_once():
+def test_parameters_are_counted_once_as_what_they_stand_for():
     shape = measure(Tied())
     assert (shape.total, shape.largest_layer) == (800, 800)
-
-
-def test_a_model_on_meta_counts_as_what_it_will_be():
-    """DeepSpeed's own count is by address, and all tensors on meta have the same."""
+    # DeepSpeed's own count is by address, and all tensors on meta have the same.
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
     shape = measure(model)
     assert shape.total == sum(p.numel() for p in model.parameters()) == 830
     assert shape.largest_layer == 620
-
-
-def test_a_placeholder_of_zero_3_counts_as_what_it_stands_for():
     model = nn.Linear(3, 5)
     for parameter in model.parameters():
         parameter.ds_numel = parameter.numel()
         parameter.data = torch.empty(0)
     assert measure(model).total == 20
-
-
-def test_frozen_parameters_have_no_gradients_and_no_states():
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 1))
     model[0].requires_grad_(False)
     found = estimate(shape=model).device
@@ -87,27 +131,49 @@ def test_frozen_parameters_have_no_gradients_and_no_states():
 
 # ---------------------------------------------------------------- where it goes
 ALL_ON_DISK = zero(3, optimizer="nvme", param="nvme")
+ADAM = {"optimizer": {"type": "AdamW"}}
+TORCHS = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+GPU = {"inventory": gpus(1)}
+SMALL = {"reduce_bucket_size": 1000}
+OWN = {"zero_force_ds_cpu_optimizer": False}
 
 
 @pytest.mark.parametrize(
-    ("config", "where", "expected"),
+    ("config", "more", "where", "expected"),
     [
-        (None, "device.model_states", 16_000_000),
-        (None, "host.total", 0),
-        (ALL_ON_DISK, "nvme.parameters", 2_000_000),
-        (ALL_ON_DISK, "nvme.optimizer", 12_000_000),
-        (ALL_ON_DISK, "nvme.gradients", 4_000_000),  # in the optimizer's format
-        (ALL_ON_DISK, "host.buckets", 2 * 5 * 10**8 + 4 * 4 * 10**6),  # room to read them
-        (zero(2, optimizer="nvme"), "nvme.total", 0),  # DeepSpeed takes it as cpu
-        (zero(2, optimizer="nvme"), "host.optimizer", 12_000_000),
-        (zero(2, param="cpu"), "host.total", 0),  # ignored below stage 3
-        ({"optimizer": {"type": "AdamW"}}, "device.optimizer", 8_000_000),
-        ({"optimizer": {"type": "Lion"}}, "device.optimizer", 4_000_000),
-        ({"optimizer": {"type": "SGD"}}, "device.optimizer", 0),
+        (None, {}, "device.model_states", 16_000_000),
+        (None, {}, "host.total", 0),
+        (ALL_ON_DISK, {}, "nvme.parameters", 2_000_000),
+        (ALL_ON_DISK, {}, "nvme.optimizer", 12_000_000),
+        (ALL_ON_DISK, {}, "nvme.gradients", 4_000_000),  # in the optimizer's format
+        (ALL_ON_DISK, {}, "host.buckets", 2 * 5 * 10**8 + 4 * 4 * 10**6),  # room to read them
+        (zero(2, optimizer="nvme"), {}, "nvme.total", 0),  # DeepSpeed takes it as cpu
+        (zero(2, optimizer="nvme"), {}, "host.optimizer", 12_000_000),
+        (zero(2, param="cpu"), {}, "host.total", 0),  # ignored below stage 3
+        (ADAM, {}, "device.optimizer", 8_000_000),
+        ({"optimizer": {"type": "Lion"}}, {}, "device.optimizer", 4_000_000),
+        ({"optimizer": {"type": "SGD"}}, {}, "device.optimizer", 0),
+        (zero(2, **SMALL, overlap_comm=False), GPU, "device.buckets", 2_000),
+        (zero(2, **SMALL, overlap_comm=True), GPU, "device.buckets", 4_000),
+        # DeepSpeed reserves 5e8 numbers, which take no memory on a CPU until they are written.
+        (zero(2), GPU, "device.buckets", 10**9),
+        (zero(2), {}, "device.buckets", 0),
+        (zero(2, **SMALL), {}, "device.in_backward", 2000),
+        # Torch's own optimizers hold copies of the updated part, two on CPUs and one on GPUs;
+        # flat gradients come before.
+        *(({**zero(2), **own}, {}, "device.in_step", 8 * 10**6) for own in ({}, TORCHS)),
+        *(({**zero(2), **own}, GPU, "device.in_step", 4 * 10**6) for own in ({}, TORCHS)),
+        *(({**zero(2), **ADAM}, more, "device.in_step", 4 * 10**6) for more in ({}, GPU)),
+        ({**zero(2, optimizer="cpu"), **OWN}, {}, "host.in_step", 8 * 10**6),
+        (zero(2, optimizer="cpu"), {}, "host.in_step", 0),  # it is made into DeepSpeed's
+        # In 16 bit without ZeRO gradients are there three times then: 6 bytes beside 18.
+        ({**zero(0), **ADAM}, {}, "device.peak", 24_000_000),
+        ({**zero(0), **ADAM}, {"activation_bytes": 5_000_000}, "device.peak", 24_000_000),
+        ({**zero(0), **ADAM}, {"activation_bytes": 7_000_000}, "device.peak", 25_000_000),
     ],
 )
-def test_what_is_where(config, where, expected):
-    assert attrgetter(where)(estimate(config, num_processes=1)) == expected
+def test_what_is_where(config, more, where, expected):
+    assert attrgetter(where)(estimate(config, num_processes=1, **more)) == expected
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -117,31 +183,18 @@ def test_more_processes_need_less_each(stage):
     assert (among_four.parameters < alone.parameters) == (stage == 3)
 
 
-def test_hosts_divide_the_work_as_processes_do():
+def test_hosts_divide_the_work_and_what_is_offloaded_moves():
     config = zero(3, optimizer="cpu")
     alone, among_four = (estimate(config, num_nodes=n).host for n in (1, 4))
     assert among_four.total * 4 == alone.total
-
-
-def test_what_is_offloaded_moves_and_nothing_is_lost():
     stays, moves = estimate(zero(3)), estimate(zero(3, optimizer="cpu", param="cpu"))
     assert stays.host.model_states == 0
     assert moves.device.model_states == 0
     assert moves.host.model_states == stays.device.model_states
 
 
-def test_overlap_doubles_the_buckets():
-    once, twice = (
-        estimate(
-            zero(2, reduce_bucket_size=1000, overlap_comm=overlap), inventory=gpus(1)
-        ).device.buckets
-        for overlap in (False, True)
-    )
-    assert (once, twice) == (2_000, 4_000)
-
-
 # ---------------------------------------------------------------- how it is told
-def test_it_is_compared_with_what_is_free():
+def test_it_is_compared_with_what_is_free_on_each_device_or_on_the_host_that_they_share():
     config = zero(0)
     model = (2 * 10**9, 10**6)
     assert not estimate(config, model, gpus(2, free=24 * GIB), num_processes=2).fits
@@ -149,9 +202,6 @@ def test_it_is_compared_with_what_is_free():
     found = estimate(config, model, gpus(2, free=24 * GIB), num_processes=2)
     assert found.device_free == 24 * GIB - 1, "the fuller of the two"
     assert "does not fit: 20.7 GiB per device too little" in str(found)
-
-
-def test_processes_on_a_cpu_share_the_host():
     shape = (8 * 10**8, 10**6)
     found = estimate(shape=shape, num_processes=2)
     assert found.host_needed == 2 * (16 * 8 * 10**8 + 4 * 5 * 10**8), "reduced 5e8 at once"
@@ -159,7 +209,7 @@ def test_processes_on_a_cpu_share_the_host():
     assert not estimate(shape=shape, num_processes=3).fits
 
 
-def test_the_table_has_a_line_for_each_kind_of_content():
+def test_the_table_has_a_line_for_each_kind_of_content_and_says_what_is_not_in_it():
     text = str(estimate(zero(2, optimizer="cpu"), num_processes=2))
     words = [line.split()[0] for line in text.splitlines()[2:10]]
     assert words == [
@@ -169,9 +219,6 @@ def test_the_table_has_a_line_for_each_kind_of_content():
     assert text.startswith(
         "1,000,000 parameters, ZeRO-2, bf16, optimizer on cpu, 1 host of 2 processes\n"
     )
-
-
-def test_a_cell_shows_a_table():
     found = estimate(zero(3))
     html = found._repr_html_()
     assert found._repr_mimebundle_() == {"text/plain": str(found), "text/html": html}
@@ -179,21 +226,12 @@ def test_a_cell_shows_a_table():
     assert len(repr(found)) < 200
     assert html.count("<tr>") == 9
     assert "ZeRO-3" in html
-
-
-def test_activations_are_added_where_they_are_known():
     assert "Activations are not in it" in str(estimate())
     found = estimate(activation_bytes=5 * GIB)
     assert found.device.activations == 5 * GIB
     assert "Activations are not" not in str(found)
-
-
-def test_on_cpus_it_says_by_how_much_the_system_counts_more():
     assert "the system may count a third more" in str(estimate())
     assert "the system counts" not in str(estimate(inventory=gpus(1)))
-
-
-def test_auto_is_named():
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
     assert "zero_optimization.reduce_bucket_size" in str(estimate(config))
 
@@ -210,47 +248,18 @@ def test_what_is_lacking_is_told_by_place(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_the_peak_is_where_the_optimizer_begins_unless_activations_are_more():
-    """In 16 bit without ZeRO gradients are there three times then: 6 bytes beside 18."""
-    config = {**zero(0), "optimizer": {"type": "AdamW"}}
-    assert estimate(config).device.peak == 24_000_000
-    assert estimate(config, activation_bytes=5_000_000).device.peak == 24_000_000
-    assert estimate(config, activation_bytes=7_000_000).device.peak == 25_000_000
-
-
-@pytest.mark.parametrize(("machine", "temporaries"), [(HOST, 8), (gpus(1), 4)])
-def test_torchs_optimizers_hold_temporaries_that_deepspeeds_do_not(machine, temporaries):
-    """Two copies of the updated part on CPUs, one on GPUs; flat gradients come before."""
-    own, deepspeeds, torch_adam = (
-        estimate({**zero(2), **more}, inventory=machine).device
-        for more in (
-            {},
-            {"optimizer": {"type": "AdamW"}},
-            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}},
-        )
-    )
-    assert own.in_step == torch_adam.in_step == temporaries * 10**6
-    assert deepspeeds.in_step == 4 * 10**6
-    offloaded = {**zero(2, optimizer="cpu"), "zero_force_ds_cpu_optimizer": False}
-    assert estimate(offloaded).host.in_step == 8 * 10**6
-    assert estimate(zero(2, optimizer="cpu")).host.in_step == 0, "it is made into DeepSpeed's"
-
-
-def test_buffers_that_nothing_is_written_to_take_no_memory_on_cpus():
-    """DeepSpeed reserves 5e8 numbers, whatever the model's size."""
-    on_cpu, on_gpu = (estimate(zero(2), inventory=machine).device for machine in (HOST, gpus(1)))
-    assert (on_gpu.buckets, on_cpu.buckets) == (10**9, 0)
-    assert on_cpu.in_step == 8 * 10**6
-    small = estimate(zero(2, reduce_bucket_size=1000)).device
-    assert small.in_backward == 2000
-
-
-def test_auto_is_decided_by_the_run():
+def test_auto_is_decided_by_the_run_and_the_model(llama):
     config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto"}}
     found = estimate(config, run=RunConfig(mixed_precision="bf16", zero_stage=3))
     assert (found.settings.precision, found.settings.stage) == ("bf16", 3)
     with pytest.raises(ConfigError, match=r"stage is 2 in the file and 3 by the run"):
         estimate(zero(2), run=RunConfig(zero_stage=3))
+    open_sizes = {"stage": 2, "reduce_bucket_size": "auto"}
+    config = {"zero_optimization": open_sizes, "train_batch_size": "auto"}
+    found = estimate_memory(llama, config)
+    assert found.settings.zero["reduce_bucket_size"] == 64 * 64
+    assert found.settings.unknown == ()
+    assert "auto" not in str(found)
 
 
 # ---------------------------------------------------------------- what it is given
@@ -261,10 +270,7 @@ def test_auto_is_decided_by_the_run():
     [
         (lambda: estimate("nowhere.json"), r"'nowhere\.json'.*Give the path of a JSON file"),
         (lambda: estimate(zero(4)), r"stage must be one of 0, 1, 2, 3: got 4"),
-        (
-            lambda: estimate(zero(3, optimizer="disk")),
-            r"device must be one of.*got 'disk'.*nvme",
-        ),
+        (lambda: estimate(zero(3, optimizer="disk")), r"device must be.*got 'disk'.*nvme"),
         (lambda: estimate(shape=7), r"from 7: its size is unknown.*Give the module"),
         (lambda: estimate(shape=(5, 6)), r"5 parameters cannot have a largest layer of 6"),
         (lambda: estimate(num_processes=0), r"num_processes=0.*Use 1 or more"),
@@ -279,9 +285,7 @@ def test_a_mistake_says_what_to_give(call, words):
 def test_a_class_and_a_model_without_shapes_have_no_size(estimate: Any) -> None:
     with pytest.raises(ConfigError, match=r"model=Linear is a class.*Give an object"):
         estimate(nn.Linear)
-    with pytest.raises(
-        ConfigError, match=r"weights without a shape \(weight, bias\).*Call it once"
-    ):
+    with pytest.raises(ConfigError, match=r"without a shape \(weight, bias\).*Call it once"):
         estimate(nn.LazyLinear(3))
 
 
@@ -289,13 +293,8 @@ def test_a_class_and_a_model_without_shapes_have_no_size(estimate: Any) -> None:
 @pytest.fixture(scope="module")
 def llama():
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-    )
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=4)
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(config)
 
@@ -306,7 +305,7 @@ def tokens():
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def test_a_model_of_transformers_on_meta_is_measured_with_and_without(llama, tokens):
+def test_a_model_of_transformers_on_meta_is_measured_with_a_batch(llama, tokens):
     plain, again = (
         estimate_memory(llama, sample_batch=tokens, gradient_checkpointing=on).device.activations
         for on in (False, True)
@@ -314,9 +313,6 @@ def test_a_model_of_transformers_on_meta_is_measured_with_and_without(llama, tok
     assert 0 < again < plain / 2
     assert not checkpoints_gradients(llama)
     assert all(p.is_meta for p in llama.parameters())
-
-
-def test_the_configurations_batch_size_counts(llama, tokens):
     two, eight = (
         estimate_memory(
             llama, {"train_micro_batch_size_per_gpu": rows}, sample_batch=tokens
@@ -324,16 +320,5 @@ def test_the_configurations_batch_size_counts(llama, tokens):
         for rows in (2, 8)
     )
     assert eight == pytest.approx(4 * two, rel=0.1)
-
-
-def test_auto_is_filled_in_from_the_model(llama):
-    zero = {"stage": 2, "reduce_bucket_size": "auto"}
-    found = estimate_memory(llama, {"zero_optimization": zero, "train_batch_size": "auto"})
-    assert found.settings.zero["reduce_bucket_size"] == 64 * 64
-    assert found.settings.unknown == ()
-    assert "auto" not in str(found)
-
-
-def test_a_batch_needs_a_model_and_no_second_number(tokens):
     with pytest.raises(ConfigError, match=r"(?s)sample_batch needs the model.*both given"):
         estimate_memory((100, 10), sample_batch=tokens, activation_bytes=5)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from nbaccel.base.optional_packages import is_installed
 from nbaccel.config import RunConfig
 from tests.deepspeed import needs
 from tests.house.source import ROOT
+from tests.programs import run_program
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,33 +29,12 @@ pytestmark = [
 
 def fit(folder: Path, deepspeed: dict[str, Any] | None) -> dict[str, Any]:
     """As in a user's cell: nothing says that this is a CPU, or that there are several processes."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM
 
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        deepspeed=deepspeed,
-        max_steps=3,
-        learning_rate=0.01,
-        per_device_train_batch_size=4,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    shapes = {tuple(p.shape) for p in model.parameters()}
-    rows = [{"input_ids": [1, 2, number % 5], "labels": [1, 2, 3]} for number in range(32)]
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
-    trainer.train()
-    engine = trainer.model_wrapped
-    stage = engine.zero_optimization_stage() if trainer.is_deepspeed_enabled else None
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {
-        "stage": stage,
-        "world_size": arguments.world_size,
-        "shapes": shapes,
-        "losses": losses,
-    }
+    from tests.deepspeed import transformers_runs
+
+    read = partial(AutoModelForCausalLM.from_pretrained, folder / "model")
+    return transformers_runs.fit(read, deepspeed, folder)
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +46,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> dict[str, Any]:
-    """The same without DeepSpeed: what every stage must compute, too."""
-    return notebook_launcher(fit, (folder, None), num_processes=2, timeout=240)[0]
-
-
-def test_a_trainer_without_deepspeed_is_as_before(plain):
-    assert (plain["stage"], plain["world_size"]) == (None, 2)
-
-
-def test_a_trainer_with_a_configuration_trains_with_its_stage(folder, plain):
+def test_a_trainer_with_a_configuration_trains_with_its_stage(folder):
     from tests.deepspeed.transformers_runs import settings
 
+    plain = notebook_launcher(fit, (folder, None), num_processes=2, timeout=240)[0]
     found = notebook_launcher(fit, (folder, settings(3)), num_processes=2, timeout=240)
+    assert (plain["stage"], plain["world_size"]) == (None, 2)
     for one in found:
         assert (one["stage"], one["world_size"]) == (3, 2)
         assert one["losses"] == pytest.approx(plain["losses"], rel=1e-4)
-    assert found[0]["shapes"] == {(0,)}, "read in pieces, as on GPUs"
+    assert found[0]["shapes"] == [(0,)], "read in pieces, as on GPUs"
 
 
 def by_the_run(folder: Path) -> dict[str, Any]:
@@ -130,12 +102,8 @@ print([hasattr(method, "__wrapped__") for method in made])
 
 
 def test_on_a_gpu_accelerate_is_as_it_is():
-    done = subprocess.run(
-        [sys.executable, "-c", ON_A_GPU], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run_program([sys.executable, "-c", ON_A_GPU], cwd=ROOT)
     assert done.stdout == "[False, False]\n", done.stderr
-
-
-def test_nothing_is_changed_in_the_notebook():
+    # Nor is it changed in the notebook.
     changed = {getattr(finder, "module_name", "") for finder in sys.meta_path}
     assert not changed & {"accelerate.state", "accelerate.utils.dataclasses"}

@@ -87,36 +87,40 @@ def fill(model: nn.Module) -> None:
         model[3].bias.zero_()  # type: ignore[operator]
 
 
+NAMES: dict[str, Any] = {}
+
+
 @pytest.fixture(scope="module")
-def three() -> Iterator[tuple[Pool, dict[str, Any]]]:
-    names: dict[str, Any] = {}
-    with Pool(2, namespace=names, zero_stage=3, mixed_precision="bf16") as found:
-        names["model"] = net()
+def shared() -> Iterator[Pool]:
+    with Pool(2, namespace=NAMES, zero_stage=3, mixed_precision="bf16") as found:
+        NAMES["model"] = net()
         found.run(PREPARE)  # its ports are there from the start
-        yield found, names
+        yield found
 
 
 @pytest.fixture
-def pool(three: tuple[Pool, dict[str, Any]]) -> Pool:
-    return three[0]
+def pool(shared: Pool) -> Iterator[Pool]:
+    """With a model of the notebook's."""
+    torch.manual_seed(1)
+    inputs, labels = torch.randn(8, 64), torch.randint(0, 10, (8,))
+    NAMES.update(model=net(), inputs=inputs, labels=labels, F=F, precision="no", offload="none")
+    yield shared
+    NAMES.clear()
 
 
-@pytest.fixture
-def model(three: tuple[Pool, dict[str, Any]]) -> Iterator[nn.Module]:
-    """A model of the notebook's."""
-    names = three[1]
-    names["model"] = net()
-    yield names["model"]
-    names.clear()
+def assert_copies_are(pool: Pool, tensors: Any) -> None:
+    """Those in float32 that engines keep."""
+    pool.run(COPIES)
+    for copies in pool.pull("copies")["copies"]:
+        assert all(map(torch.equal, copies, tensors))
 
 
 # ------------------------------------------------------------------------- cells that train
 
 
 @pytest.mark.slow
-def test_weights_come_home_after_each_cell_from_everyone_s_part(
-    pool: Pool, model: nn.Module
-) -> None:
+def test_weights_come_home_after_each_cell_from_everyone_s_part(pool: Pool) -> None:
+    model = NAMES["model"]
     assert "bf16, ZeRO-3" in pool.plan.headline()
     assert "bf16, ZeRO-3" in str(pool.status())
     pool.run(PREPARE + "found = accelerator.distributed_type.value, next(model.parameters()).dtype")
@@ -124,10 +128,8 @@ def test_weights_come_home_after_each_cell_from_everyone_s_part(
     for _ in range(2):
         before = state_of(model)
         pool.run(TRAIN)
-        pool.run(COPIES)
+        assert_copies_are(pool, list(model.parameters()))
         assert moved(model, before)
-        for copies in pool.pull("copies")["copies"]:
-            assert all(map(torch.equal, copies, model.parameters()))
         assert not any(in_bf16(parameter) for parameter in model.parameters()), "it is rounded"
     pool.run(
         "from nbaccel.deepspeed.strategy.local_shards import local_pieces\n"
@@ -135,9 +137,8 @@ def test_weights_come_home_after_each_cell_from_everyone_s_part(
     )
     first, second = pool.pull("parts")["parts"]
     assert (first[2], second[2]) == (55445, 55444)
-    assert [a + b for a, b in zip(first, second, strict=True)] == [
-        parameter.numel() for parameter in model.parameters()
-    ]
+    whole = [parameter.numel() for parameter in model.parameters()]
+    assert [a + b for a, b in zip(first, second, strict=True)] == whole
 
 
 @pytest.mark.slow
@@ -147,23 +148,17 @@ def test_weights_come_home_after_each_cell_from_everyone_s_part(
      (3, "bf16", "cpu"), (3, "no", "none")],
 )  # fmt: skip
 def test_an_engine_goes_on_with_what_the_notebook_writes(
-    three: tuple[Pool, dict[str, Any]], model: nn.Module, stage: int, precision: str, offload: str
+    pool: Pool, stage: int, precision: str, offload: str
 ) -> None:
-    pool, names = three
-    torch.manual_seed(1)
-    inputs, labels = torch.randn(8, 64), torch.randint(0, 10, (8,))
-    names.update(
-        stage=stage, precision=precision, offload=offload, inputs=inputs, labels=labels, F=F
-    )
+    model, inputs, labels = (NAMES[name] for name in ("model", "inputs", "labels"))
+    NAMES.update(stage=stage, precision=precision, offload=offload)
     before = state_of(model)
     pool.run(PLUGIN)
     pool.run(STEP)
     assert moved(model, before)
 
     fill(model)
-    pool.run(COPIES)
-    for copies in pool.pull("copies")["copies"]:
-        assert all(map(torch.equal, copies, model.parameters()))
+    assert_copies_are(pool, list(model.parameters()))
 
     low = copy.deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     expected = low(inputs.to(next(low.parameters()).dtype)).float()
@@ -181,26 +176,13 @@ def test_an_engine_goes_on_with_what_the_notebook_writes(
 # ------------------------------------------------------------------------- engines that end
 
 
-def test_an_engine_can_be_destroyed_in_a_cell(pool: Pool, model: nn.Module) -> None:
-    pool.run(PREPARE + TRAIN)
-    trained = state_of(model)
-    pool.run("accelerator.free_memory()\ndel engine, optimizer, accelerator")
-    assert all(map(torch.equal, trained.values(), model.state_dict().values()))
-    fill(model)
-    wanted = state_of(model)
-    pool.run(PREPARE + COPIES)
-    for copies in pool.pull("copies")["copies"]:
-        # DeepSpeed makes its float32 copies from the weights it has cast.
-        assert all(map(torch.equal, copies, (t.bfloat16().float() for t in wanted.values())))
-
-
-def test_a_cell_that_prepares_can_be_run_again(pool: Pool, model: nn.Module) -> None:
+def test_a_cell_that_prepares_can_be_run_again_and_its_engine_be_destroyed(pool: Pool) -> None:
     count = (
         "import gc\ngc.collect()\nfrom deepspeed.runtime.engine import DeepSpeedEngine\n"
         "engines = sum(type(found) is DeepSpeedEngine for found in gc.get_objects())\n"
         "hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())"
     )
-    found = []
+    model, found = NAMES["model"], []
     for _ in range(3):
         pool.run(PREPARE)
         before = state_of(model)
@@ -209,19 +191,22 @@ def test_a_cell_that_prepares_can_be_run_again(pool: Pool, model: nn.Module) -> 
         pool.run(count)
         found.append(pool.pull("engines", "hooks"))
     assert found[1:] == found[:-1], "the engine before is gone"
+    trained = state_of(model)
+    pool.run("accelerator.free_memory()\ndel engine, optimizer, accelerator")
+    assert all(map(torch.equal, trained.values(), model.state_dict().values()))
+    fill(model)
+    # DeepSpeed makes its float32 copies from the weights it has cast.
+    cast = [tensor.bfloat16().float() for tensor in state_of(model).values()]
+    pool.run(PREPARE)
+    assert_copies_are(pool, cast)
 
 
 @pytest.mark.parametrize("stages", [(3, 2), (1, 3), (2, 1)])
-def test_another_stage_takes_the_trained_weights_over(
-    three: tuple[Pool, dict[str, Any]], model: nn.Module, stages: tuple[int, int]
-) -> None:
-    pool, names = three
-    torch.manual_seed(1)
-    names.update(precision="no", offload="none", inputs=torch.randn(8, 64))
-    names.update(labels=torch.randint(0, 10, (8,)), stage=stages[0])
+def test_another_stage_takes_the_trained_weights_over(pool: Pool, stages: tuple[int, int]) -> None:
+    NAMES["stage"] = stages[0]
     pool.run(PLUGIN + STEP)
-    expected = model(names["inputs"]).detach()
-    names["stage"] = stages[1]
+    expected = NAMES["model"](NAMES["inputs"]).detach()
+    NAMES["stage"] = stages[1]
     pool.run(PLUGIN + STEP)
     for output in pool.pull("output")["output"]:
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
@@ -253,13 +238,13 @@ def test_after_a_cell_that_failed_in_a_collective_training_can_begin_again() -> 
         assert pool.call(os.getpid) == pids, "all in the same workers"
 
 
-def test_an_error_in_a_cell_leaves_the_engine_as_it_was(pool: Pool, model: nn.Module) -> None:
+def test_an_error_in_a_cell_leaves_the_engine_as_it_was(pool: Pool) -> None:
     pool.run(PREPARE + TRAIN)
     with pytest.raises(ZeroDivisionError):
         pool.run("engine(torch.randn(8, 64)).sum()\n1 / 0")
-    before = state_of(model)
+    before = state_of(NAMES["model"])
     pool.run(TRAIN)
-    assert moved(model, before)
+    assert moved(NAMES["model"], before)
 
 
 # ------------------------------------------------------------------------- pulling
@@ -267,27 +252,20 @@ def test_an_error_in_a_cell_leaves_the_engine_as_it_was(pool: Pool, model: nn.Mo
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_an_engine_holds_is_pulled_without_it(
-    three: tuple[Pool, dict[str, Any]],
-    model: nn.Module,
-    stage: int,
-    capfd: pytest.CaptureFixture[str],
+    pool: Pool, stage: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pool, names = three
-    names.update(stage=stage, precision="bf16", offload="none", inputs=torch.randn(8, 64))
-    names.update(labels=torch.randint(0, 10, (8,)))
+    NAMES.update(stage=stage, precision="bf16")
     pool.run(PLUGIN + STEP)
     for name in ("model", "engine"):
         for rank, found in enumerate(pool.pull(name)[name]):
             assert type(found) is nn.Sequential
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in found.modules())
-            assert [vars(m).keys() for m in found.modules()] == [
-                vars(m).keys() for m in net().modules()
-            ]
-            shapes = [tuple(p.shape) for p in found.parameters()]
-            whole = [tuple(p.shape) for p in model.parameters()]
+            attributes = [vars(m).keys() for m in net().modules()]
+            assert [vars(m).keys() for m in found.modules()] == attributes
+            whole = [tuple(p.shape) for p in NAMES["model"].parameters()]
             if stage == 3:
                 whole[2] = (55445 - rank,)
-            assert shapes == whole
+            assert [tuple(p.shape) for p in found.parameters()] == whole
     said = capfd.readouterr().err
     assert ("has only a piece of 1 sharded tensor(s) in model" in said) is (stage == 3)
     for name in ("optimizer", "accelerator"):

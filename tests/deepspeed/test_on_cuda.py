@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nbaccel import notebook_launcher
-from tests.deepspeed.strategy.runs import Row, net, train_all
-from tests.deepspeed.strategy.test_training import distance
+from tests.deepspeed.strategy.test_training import Row, distance, net, train_all
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from nbaccel.config import RunConfig, run_config_of
+from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.text_forms import read_yaml
 from nbaccel.deepspeed.zero_config import ZeroConfig
@@ -20,7 +20,7 @@ FILE = {
 }
 
 
-def test_each_fact_stands_in_one_place():
+def test_each_fact_stands_in_one_place_and_the_whole_is_put_together_again():
     config = RunConfig(deepspeed=FILE)
 
     assert (config.zero_stage, config.mixed_precision) == (3, "bf16")
@@ -30,6 +30,18 @@ def test_each_fact_stands_in_one_place():
         "gradient_clipping": 0.5,
     }
     assert FILE["zero_optimization"]["stage"] == 3, "what was given is left alone"
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    assert engine_config(RunConfig(deepspeed=FILE)) == FILE | sizes
+    assert engine_config(RunConfig()) is None
+    assert engine_config(RunConfig(zero_stage=0)) is None, "no engine for nothing"
+    assert engine_config(RunConfig(deepspeed={}))["zero_optimization"] == {"stage": 0}
+    assert engine_config(RunConfig(zero_stage=2))["zero_optimization"] == {"stage": 2}
+    auto = {"zero_optimization": {"stage": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}}
+    config = RunConfig(deepspeed=auto, mixed_precision="fp16", zero_stage=3)
+
+    assert engine_config(config)["fp16"] == {"enabled": True, "loss_scale": 0}
+    assert RunConfig(deepspeed=auto).zero_stage == 2, "as Accelerate does"
+    assert engine_config(RunConfig(deepspeed=auto))["fp16"] == {"enabled": False, "loss_scale": 0}
 
 
 @pytest.mark.parametrize("form", ["text", "path", "object", "mapping"])
@@ -43,28 +55,6 @@ def test_a_file_may_come_in_any_form(form, tmp_path):
         "mapping": FILE,
     }
     assert RunConfig(deepspeed=given[form]) == RunConfig(deepspeed=FILE)
-
-
-def test_the_whole_is_put_together_again():
-    whole = engine_config(RunConfig(deepspeed=FILE))
-
-    assert whole == FILE | {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-    }
-    assert engine_config(RunConfig()) is None
-    assert engine_config(RunConfig(zero_stage=0)) is None, "no engine for nothing"
-    assert engine_config(RunConfig(deepspeed={}))["zero_optimization"] == {"stage": 0}
-    assert engine_config(RunConfig(zero_stage=2))["zero_optimization"] == {"stage": 2}
-
-
-def test_auto_leaves_the_run_to_decide():
-    auto = {"zero_optimization": {"stage": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}}
-    config = RunConfig(deepspeed=auto, mixed_precision="fp16", zero_stage=3)
-
-    assert engine_config(config)["fp16"] == {"enabled": True, "loss_scale": 0}
-    assert RunConfig(deepspeed=auto).zero_stage == 2, "as Accelerate does"
-    assert engine_config(RunConfig(deepspeed=auto))["fp16"] == {"enabled": False, "loss_scale": 0}
 
 
 def test_contradictions_are_told_before_anything_starts():
@@ -82,19 +72,11 @@ def test_contradictions_are_told_before_anything_starts():
         RunConfig(deepspeed=3)
 
 
-@pytest.mark.parametrize("on", [True, "true", "True", " TRUE "])
-@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
-def test_a_precision_is_taken_however_deepspeed_lets_it_be_written(name, on):
-    config = RunConfig(deepspeed={name: {"enabled": on}})
-    assert config.mixed_precision == "bf16"
-    assert engine_config(config)["bf16"] == {"enabled": True}
-    assert "bfloat16" not in engine_config(config)
-
-
-def test_older_forms_of_a_stage_are_read():
-    assert RunConfig(deepspeed={"zero_optimization": {"stage": "3"}}).zero_stage == 3
-    assert RunConfig(deepspeed={"zero_optimization": True}).zero_stage == 1
-    assert RunConfig(deepspeed={"zero_optimization": None, "bf16": None}).mixed_precision == "no"
+@pytest.mark.parametrize("on", [True, "true", " TRUE "])
+def test_a_precision_is_taken_however_deepspeed_lets_it_be_written(on):
+    for name in ("bf16", "bfloat16"):
+        config = engine_config(RunConfig(deepspeed={name: {"enabled": on}}))
+        assert (config["bf16"], "bfloat16" in config) == ({"enabled": True}, False)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +85,9 @@ def test_older_forms_of_a_stage_are_read():
         ({"bf16": {"enabled": 1}}, "bf16.enabled must be true or false: got 1"),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true or false: got 'yes'"),
         ({"bf16": True}, "bf16 must be a section: got True"),
-        ({"fp16": "on"}, "fp16 must be a section: got 'on'"),
-        ({"zero_optimization": [3]}, r"zero_optimization must be a section: got \[3\]"),
         ({"zero_optimization": 3}, "zero_optimization must be a section: got 3"),
         ({"steps_per_print": float("inf")}, "steps_per_print is infinite"),
-        (
-            {"fp16": {"enabled": True}, "bf16": {"enabled": "true"}},
-            "fp16.enabled and bf16.enabled are both true",
-        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": "true"}}, "16.enabled are both true"),
     ],
 )
 def test_what_would_train_something_else_is_refused(settings, told):
@@ -149,26 +126,12 @@ def test_workers_are_told_by_accelerates_variables():
         "NBACCEL_ACTIVATION_CHECKPOINTING": "1",
     }
     assert run_variables(RunConfig(mixed_precision="bf16")) == {}
-    assert run_variables(RunConfig(zero_stage=2)) == {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
-    }
-    assert run_variables(RunConfig(strategy="fsdp")) == {
-        "NBACCEL_STRATEGY": "fsdp",
-        "ACCELERATE_USE_FSDP": "true",
-    }
+    at_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    assert run_variables(RunConfig(zero_stage=2)) == at_2
+    fsdp = {"NBACCEL_STRATEGY": "fsdp", "ACCELERATE_USE_FSDP": "true"}
+    assert run_variables(RunConfig(strategy="fsdp")) == fsdp
     fp8 = run_variables(RunConfig(mixed_precision="fp8", fp8="ao"))
     assert fp8["ACCELERATE_FP8_BACKEND"] == "AO"
-
-
-def test_what_has_a_config_is_as_good_as_one():
-    class Picker:
-        config = RunConfig(num_processes=2)
-
-    assert run_config_of(Picker()) is Picker.config
-    assert run_config_of(Picker.config) is Picker.config
-    with pytest.raises(ConfigError, match="config must be a RunConfig, or a picker: got 'bf16'"):
-        run_config_of("bf16")
 
 
 def test_yaml_has_the_numbers_of_json():

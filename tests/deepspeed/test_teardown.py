@@ -58,7 +58,7 @@ def leases():
         lease.give_up()
 
 
-def test_it_ends_with_its_last_user(leases):
+def test_the_environment_ends_with_its_last_user_and_not_with_one_of_a_closed_one(leases):
     first, second = leases
     first.take()
     second.take()
@@ -67,9 +67,6 @@ def test_it_ends_with_its_last_user(leases):
     assert dist.is_initialized()
     second.give_up()
     assert not dist.is_initialized()
-
-
-def test_a_user_of_one_that_was_closed_does_not_end_the_next(leases):
     first, second = leases
     first.take()
     deepspeed_environment().close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -13,20 +12,9 @@ from safetensors.torch import load_file
 from nbaccel import load_fp32_state_dict
 from nbaccel.cli import main
 from tests.isolation import ROOT
+from tests.programs import run_program
 
 NUM_ELEMENTS = 32 * 2**20  # 128 MiB of fp32
-
-
-def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
-    program = ["-c", code] if code else ["-m", "nbaccel"]
-    return subprocess.run(
-        [sys.executable, *program, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +40,8 @@ def test_a_conversion_is_small_in_memory_and_tells_what_it_wrote(checkpoint, tmp
         "facts = {'status': status, 'mib': peak() - before, 'heavy': 'deepspeed' in sys.modules}\n"
         "print(json.dumps(facts))"
     )
-    done = run("to-fp32", str(checkpoint), str(tmp_path / "out"), code=code)
-    assert done.returncode == 0, done.stderr
+    words = ["to-fp32", str(checkpoint), str(tmp_path / "out")]
+    done = run_program([sys.executable, "-c", code, *words], cwd=ROOT)
     told, facts = done.stdout.splitlines()
     assert told.startswith("2 tensors, 128.0 MiB, in 1 file (model.safetensors) in ")
     found = json.loads(facts)

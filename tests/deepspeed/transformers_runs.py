@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +70,29 @@ def in_pieces(name: str, saved: Path) -> dict[str, Any]:
     return found
 
 
-def fit(name: str, deepspeed: dict[str, Any] | str | None, folder: str) -> dict[str, Any]:
+def fit(make: Any, deepspeed: Any, folder: Path, **more: Any) -> dict[str, Any]:
+    """Train a model, which is made once it is known whether it is made in pieces."""
+    options = {"report_to": [], "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
     arguments = TrainingArguments(
-        output_dir=folder,
+        output_dir=str(folder),
         deepspeed=deepspeed,
         max_steps=4,
         learning_rate=0.01,
         per_device_train_batch_size=4,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
+        **options,
+        **more,
     )
-    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 16
-    trainer = Trainer(model=tiny_model(name), args=arguments, train_dataset=rows)
+    model = make()
+    made = shapes(model)
+    rows = [{"input_ids": [1, 2, number % 5], "labels": [1, 2, 3]} for number in range(32)]
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
+    engine, enabled = trainer.model_wrapped, trainer.is_deepspeed_enabled
     return {
-        "deepspeed": trainer.is_deepspeed_enabled,
-        "wrapped": type(trainer.model_wrapped).__name__,
+        "wrapped": type(engine).__name__,
+        "stage": engine.zero_optimization_stage() if enabled else None,
+        "world_size": arguments.world_size,
+        "shapes": made,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "trap": TRAP in os.environ,
     }
@@ -109,9 +114,9 @@ def trained(folder: Path) -> dict[str, Any]:
     for name, how, given in (("gpt2", "dictionary", settings(2)), ("t5", "path", str(path))):
         before = world()
         with deepspeed_environment():
-            told[how] = fit(name, given, str(folder))
+            told[how] = fit(partial(tiny_model, name), given, folder, use_cpu=True)
         told[how]["left"] = changes(before, world())
-    told["none"] = fit("t5", None, str(folder))
+    told["none"] = fit(partial(tiny_model, "t5"), None, folder, use_cpu=True)
     return told
 
 

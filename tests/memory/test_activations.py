@@ -67,30 +67,21 @@ def x():
     return torch.randn(ROWS, WIDTH)
 
 
-def test_each_linear_layer_keeps_its_input(x):
+def test_what_is_kept_for_the_backward_pass_is_counted(x):
     assert measure_activations(stack(5), x).saved == 5 * ROWS * WIDTH * 4
-
-
-def test_16_bit_keeps_half(x):
     full, half = (measure_activations(stack(), x, precision=p).saved for p in ("fp32", "bf16"))
     assert full == 2 * half
-
-
-def test_parameters_and_frozen_layers_are_no_activations(x):
     model = stack(5)
     for layer in model[:4]:
         layer.requires_grad_(requires_grad=False)
     assert measure_activations(model, x).saved == ROWS * WIDTH * 4
 
 
-def test_gradient_checkpointing_keeps_less(x):
+def test_gradient_checkpointing_keeps_less_whoever_has_turned_it_on(x):
     as_it_is = measure_activations(Checkpointed(), x)
     again = measure_activations(Checkpointed(), x, gradient_checkpointing=True)
     assert again.saved < as_it_is.saved / 3
     assert again.saved < again.peak < as_it_is.peak
-
-
-def test_what_is_on_already_is_measured_as_it_is(x):
     model = Checkpointed()
     model.gradient_checkpointing_enable()
     assert measure_activations(model, x) == measure_activations(
@@ -121,27 +112,12 @@ def memory_events(found):
             yield event.start_ns(), event.nbytes()
 
 
-def test_the_collection_of_garbage_waits_for_the_end(x):
-    class Looks(nn.Linear):
-        def forward(self, values):
-            seen.append(gc.isenabled())
-            return super().forward(values)
-
-    seen = []
-    for was_on in (True, False):
-        (gc.enable if was_on else gc.disable)()
-        try:
-            measure_activations(Looks(WIDTH, WIDTH), x)
-            assert (seen.pop(), gc.isenabled()) == (False, was_on)
-        finally:
-            gc.enable()
-
-
 def test_the_users_model_and_random_numbers_are_as_before(x):
     model = nn.Sequential(stack(2), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH)).eval()
     before, keys = copy.deepcopy(model.state_dict()), [id(p) for p in model.parameters()]
     seed = torch.get_rng_state()
     measure_activations(model, x)
+    assert gc.isenabled()
     assert torch.equal(torch.get_rng_state(), seed)
     assert not model.training
     assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
@@ -151,7 +127,7 @@ def test_the_users_model_and_random_numbers_are_as_before(x):
     )
 
 
-def test_a_model_that_needs_values_is_run_on_a_real_copy(x):
+def test_a_model_that_needs_values_is_run_on_a_real_copy_and_refused_without(x):
     model = NeedsValues()
     before = [p.clone() for p in model.parameters()]
     assert measure_activations(model, x).saved >= 3 * ROWS * WIDTH * 4
@@ -159,9 +135,6 @@ def test_a_model_that_needs_values_is_run_on_a_real_copy(x):
         torch.equal(a, b) and b.grad is None
         for a, b in zip(before, model.parameters(), strict=True)
     )
-
-
-def test_one_without_values_that_needs_them_is_refused(x):
     with torch.device("meta"):
         model = NeedsValues()
     with pytest.raises(ConfigError, match=r"NeedsValues cannot be measured.*activation_bytes"):
@@ -182,7 +155,7 @@ def mebi(number):
     return torch.empty(number * MIB, dtype=torch.uint8)
 
 
-def test_what_is_freed_is_counted_no_more_and_the_peak_stays():
+def test_bytes_count_once_while_they_live_with_their_peak():
     with LiveBytes() as live:
         first = mebi(3)
         second = mebi(2)
@@ -190,9 +163,6 @@ def test_what_is_freed_is_counted_no_more_and_the_peak_stays():
         third = mebi(1)
         assert (live.now, live.peak) == (3 * MIB, 5 * MIB)
     del second, third
-
-
-def test_a_view_is_not_counted_again():
     with LiveBytes() as live:
         whole = mebi(4)
         part = whole[:MIB].view(-1, 2)
@@ -201,9 +171,6 @@ def test_a_view_is_not_counted_again():
         assert live.now == 4 * MIB, "the view holds it"
         del part
         assert live.now == 0
-
-
-def test_what_was_there_counts_when_it_is_adopted_and_once():
     there = mebi(2)
     with LiveBytes([there]) as live:
         view = there[1:]
@@ -212,6 +179,16 @@ def test_what_was_there_counts_when_it_is_adopted_and_once():
         assert (live.now, live.peak) == (2 * MIB, 2 * MIB)
         del there, view
         assert live.now == 0
+    with LiveBytes() as live:
+        grown = mebi(1)
+        grown.resize_(3 * MIB)
+        assert live.now == 3 * MIB
+    del grown
+    with LiveBytes(device="cpu") as live:
+        away = torch.empty(MIB, device="meta")
+        here = mebi(1)
+        assert live.now == MIB
+    del away, here
 
 
 def test_one_that_is_made_where_another_was_freed_is_counted():
@@ -225,27 +202,11 @@ def test_one_that_is_made_where_another_was_freed_is_counted():
         del made
 
 
-def test_a_storage_that_grows_counts_as_what_it_has_become():
-    with LiveBytes() as live:
-        grown = mebi(1)
-        grown.resize_(3 * MIB)
-        assert live.now == 3 * MIB
-    del grown
-
-
-def test_other_devices_are_left_out():
-    with LiveBytes(device="cpu") as live:
-        away = torch.empty(MIB, device="meta")
-        here = mebi(1)
-        assert live.now == MIB
-    del away, here
-
-
 # ---------------------------------------------------------------- batches
 Pair = namedtuple("Pair", "inputs targets")  # noqa: PYI024 - as users write it
 
 
-def test_a_batch_is_cut_and_repeated_along_its_samples():
+def test_a_batch_is_cut_and_repeated_along_its_samples_and_keeps_its_form():
     batch = {
         "x": torch.arange(6).view(3, 2),
         "mask": torch.ones(2),
@@ -258,23 +219,14 @@ def test_a_batch_is_cut_and_repeated_along_its_samples():
     assert more["x"].shape == (7, 2)
     assert more["x"][3:5].tolist() == [[0, 1], [2, 3]]
     assert (more["mask"].shape, more["n"], more["scale"].shape) == ((2,), 7, ())
-
-
-def test_the_form_stays():
     pair = Pair(torch.ones(4), [torch.ones(4), (torch.ones(4), None)])
     found = resized(pair, 2)
     assert isinstance(found, Pair)
     assert found.targets[1][0].shape == (2,)
     assert found.targets[1][1] is None
     assert mapped(UserDict(a=torch.ones(1)), lambda t: t + 1)["a"].item() == 2
-
-
-def test_what_was_cut_does_not_hold_the_whole():
     whole = torch.ones(1000)
     assert resized(whole, 2).untyped_storage().nbytes() == 8
-
-
-def test_a_batch_without_tensors_is_refused():
     with pytest.raises(ConfigError, match=r"is a dict without tensors.*what your loader gives"):
         num_samples({"text": "words"})
 

@@ -65,6 +65,10 @@ def held_bytes(model: nn.Module, fp8: dict[str, Any] | None, steps: int = 1) -> 
     return tuple(sum(map(stored, tensors)) for tensors in (parameters, gradients, states))
 
 
+def states_of(estimated: Any) -> tuple[float, ...]:
+    return estimated.parameters, estimated.gradients, estimated.optimizer
+
+
 def run_config(fp8: dict[str, Any] | None, **settings: Any) -> RunConfig:
     return RunConfig(mixed_precision="no" if fp8 is None else "fp8", fp8=fp8, **settings)
 
@@ -82,10 +86,7 @@ IN_ONE = (
 @pytest.mark.parametrize("fp8", IN_ONE, ids=str)
 def test_one_process_holds_what_is_estimated(fp8):
     estimated = model_states(Net(), formats=short_formats(run_config(fp8)))
-    held = held_bytes(Net(), fp8)
-    assert estimated.parameters == pytest.approx(held[0], rel=0.02)
-    assert estimated.gradients == pytest.approx(held[1], rel=0.02)
-    assert estimated.optimizer == pytest.approx(held[2], rel=0.02)
+    assert states_of(estimated) == pytest.approx(held_bytes(Net(), fp8), rel=0.02)
     assert estimated.buckets == 0
 
 
@@ -95,10 +96,8 @@ def test_several_processes_at_o3_divide_the_states_as_estimated():
         held_bytes, (Net(), fp8), num_processes=2, mixed_precision="fp8", use_port=0
     )
     estimated = model_states(Net(), world_size=2, formats=short_formats(run_config(fp8)))
-    largest = [max(column) for column in zip(*results, strict=True)]
-    assert estimated.parameters == pytest.approx(largest[0], rel=0.02)
-    assert estimated.gradients == pytest.approx(largest[1], rel=0.02)
-    assert estimated.optimizer == pytest.approx(largest[2], rel=0.02)
+    largest = tuple(max(column) for column in zip(*results, strict=True))
+    assert states_of(estimated) == pytest.approx(largest, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -177,38 +176,30 @@ def train_a_step() -> tuple[int, int, int]:
     return parameters, gradients, states
 
 
-def test_each_process_holds_its_part_of_everything():
+def estimated(*, compute_bytes: int, offloads: bool) -> Any:
     model = network()
-    sizes = wrapped_sizes(model, POLICY)
-    estimate = fsdp_estimate(
+    return fsdp_estimate(
         measure(model),
-        sizes,
-        compute_bytes=4,
-        offloads=False,
+        wrapped_sizes(model, POLICY),
+        compute_bytes=compute_bytes,
+        offloads=offloads,
         num_processes=2,
         num_nodes=1,
         activation_bytes=0,
         inventory=MACHINE,
     )
-    of_device = estimate.device
+
+
+def test_each_process_holds_its_part_of_everything():
+    sizes = wrapped_sizes(network(), POLICY)
+    of_device = estimated(compute_bytes=4, offloads=False).device
     for held in debug_launcher(train_a_step, num_processes=2):
-        assert held == (of_device.parameters, of_device.gradients, of_device.optimizer)
+        assert held == states_of(of_device)
     assert sizes.largest_layer == 128 * 128 + 128
     assert sizes.root == 4 * 128 + 4
     assert of_device.buckets == 4 * sizes.root, "the root stays whole until its backward pass"
 
-
-def test_offloaded_shards_are_in_host_memory():
-    model = network()
-    arguments = {
-        "compute_bytes": 2,
-        "num_processes": 2,
-        "num_nodes": 1,
-        "activation_bytes": 0,
-        "inventory": MACHINE,
-    }
-    sizes = wrapped_sizes(model, POLICY)
-    kept = fsdp_estimate(measure(model), sizes, offloads=False, **arguments)
-    left = fsdp_estimate(measure(model), sizes, offloads=True, **arguments)
+    # Offloaded shards are in host memory.
+    kept, left = (estimated(compute_bytes=2, offloads=offloads) for offloads in (False, True))
     assert left.device.model_states == 0
     assert left.host.model_states == 2 * kept.device.model_states

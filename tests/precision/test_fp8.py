@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import sys
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import nbaccel
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, Pool, RunConfig, notebook_launcher
 from nbaccel.config import Fp8Config
 from nbaccel.errors import ConfigError, WorkerFailed
-from nbaccel.precision.fp8.scaled_adam import ScaledAdam
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.precision.torchao import has_layers
 from nbaccel.utils import (
@@ -70,6 +71,10 @@ def batches(rows: int = 512) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, classes), batch_size=64)
 
 
+def in_fp8(*handlers: Any, made_by: Any = nbaccel) -> Any:
+    return made_by.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[*handlers])
+
+
 @dataclasses.dataclass
 class Run:
     """A prepared model that is trained step by step."""
@@ -111,8 +116,9 @@ def exact_loss() -> float:
 
 @pytest.mark.slow
 @each(*IN_ONE)
-def test_it_trains_as_well_as_float32(settings, exact_loss, capfd):
-    run = Run.begin(network(), settings)
+def test_it_trains_as_well_as_float32_and_goes_on_bit_by_bit(settings, exact_loss, capfd, tmp_path):
+    model = network()
+    run = Run.begin(model, settings)
     assert run.accelerator.mixed_precision == "fp8"
     assert run.accelerator.fp8_backend == settings["backend"]
     output = run.model(next(iter(batches()))[0])
@@ -122,6 +128,17 @@ def test_it_trains_as_well_as_float32(settings, exact_loss, capfd):
     assert "fp8 layers of Sequential" in text
     assert "emulated" in text
     assert capfd.readouterr().err.count("nbaccel: Sequential in fp8") <= 1  # told once
+    run.accelerator.save_state(tmp_path / "saved")
+    wanted = run.train(epochs=1)
+    other = Run.begin(network(), settings)
+    other.accelerator.load_state(tmp_path / "saved")
+    assert other.train(epochs=1) == wanted
+    # An unwrapped model is the user's own again.
+    state = run.accelerator.get_state_dict(run.model)
+    assert run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False) is model
+    assert {type(m) for m in model} == {nn.Linear, nn.LayerNorm, nn.ReLU}
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
 def test_what_stays_in_bfloat16_is_told_with_its_reason(capfd):
@@ -133,26 +150,8 @@ def test_what_stays_in_bfloat16_is_told_with_its_reason(capfd):
     assert "nbaccel" not in capfd.readouterr().err
 
 
-@each(O1, O2)
-def test_levels_hold_what_they_say(settings):
-    run = Run.begin(network(), settings)
-    run.train(epochs=1)
-    weights = [p for p in run.model.parameters() if isinstance(p, ScaledTensor)]
-    assert len(weights) == 4
-    assert {weight.payload.dtype for weight in weights} == {torch.float16}
-    assert isinstance(run.optimizer.optimizer, ScaledAdam) == (settings is O2)
-    loss = run.model(next(iter(batches()))[0]).square().mean()
-    run.accelerator.backward(loss)
-    assert {weight.grad.payload.dtype for weight in weights} == {torch.float8_e4m3fn}
-    state: Any = run.optimizer.state[weights[0]]
-    short = isinstance(state["exp_avg"], ScaledTensor)
-    assert short == (settings is O2)
-
-
 def test_other_optimizers_train_at_o1_and_are_refused_at_o2():
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp8", kwargs_handlers=[MSAMPRecipeKwargs(opt_level="O1")]
-    )
+    accelerator = in_fp8(MSAMPRecipeKwargs(opt_level="O1"))
     model = network()
     before = model[3].weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -160,9 +159,7 @@ def test_other_optimizers_train_at_o1_and_are_refused_at_o2():
     accelerator.backward(model(torch.randn(16, 32)).square().mean())
     optimizer.step()
     assert not torch.equal(model[3].weight.dequantize(), before)
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp8", kwargs_handlers=[MSAMPRecipeKwargs()]
-    )
+    accelerator = in_fp8(MSAMPRecipeKwargs())
     model = network()
     with pytest.raises(ConfigError, match=r"optimizer is SGD.*O1"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -189,18 +186,6 @@ def test_a_tied_head_keeps_its_embedding():
 
 
 @pytest.mark.slow
-@each(*IN_ONE)
-def test_a_checkpoint_continues_bit_by_bit(settings, tmp_path):
-    run = Run.begin(network(), settings)
-    run.train(epochs=1)
-    run.accelerator.save_state(tmp_path / "saved")
-    wanted = run.train(epochs=1)
-    other = Run.begin(network(), settings)
-    other.accelerator.load_state(tmp_path / "saved")
-    assert other.train(epochs=1) == wanted
-
-
-@pytest.mark.slow
 def test_a_checkpoint_of_another_precision_can_be_loaded(tmp_path):
     plain = Run.begin(network(), None)
     plain.train(epochs=1)
@@ -216,25 +201,9 @@ def test_a_checkpoint_of_another_precision_can_be_loaded(tmp_path):
     network().load_state_dict(state)
 
 
-@pytest.mark.slow
-@each(NATIVE, DELAYED, AO, O2)
-def test_an_unwrapped_model_is_the_users_own_again(settings):
-    model = network()
-    run = Run.begin(model, settings)
-    run.train(epochs=1)
-    state = run.accelerator.get_state_dict(run.model)
-    plain = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
-    assert plain is model
-    assert {type(m) for m in model} == {nn.Linear, nn.LayerNorm, nn.ReLU}
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-
-
 def test_an_optimizer_may_be_prepared_later():
     for settings in (DELAYED, O2):
-        accelerator = Accelerator(
-            cpu=True, mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(**settings)]
-        )
+        accelerator = in_fp8(FP8RecipeKwargs(**settings))
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         model = accelerator.prepare(model)
@@ -278,11 +247,7 @@ def test_handlers_without_fp8_and_two_of_them_are_refused():
         with pytest.raises(ConfigError, match=r"nothing would compute in 8 bits.*'fp8'"):
             Accelerator(cpu=True, kwargs_handlers=[FP8RecipeKwargs()], **wrong)
     with pytest.raises(ConfigError, match=r"two AORecipeKwargs and MSAMPRecipeKwargs"):
-        Accelerator(
-            cpu=True,
-            mixed_precision="fp8",
-            kwargs_handlers=[AORecipeKwargs(), MSAMPRecipeKwargs()],
-        )
+        in_fp8(AORecipeKwargs(), MSAMPRecipeKwargs())
     config = RunConfig(mixed_precision="fp8", fp8="native")
     with pytest.raises(ConfigError, match=r"config.fp8 is .*only one can hold"):
         Accelerator(cpu=True, config=config, kwargs_handlers=[MSAMPRecipeKwargs()])
@@ -295,8 +260,7 @@ def test_torchaos_own_objects_are_passed_on():
         config=float8.Float8LinearConfig(emulate=True),
         module_filter_func=lambda layer, name: name == "3",
     )
-    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler])
-    model = accelerator.prepare(network())
+    model = in_fp8(handler).prepare(network())
     assert has_ao_layers(model)
     assert [type(m).__name__ for m in model if "Linear" in type(m).__name__] == [
         *("Linear", "Float8Linear", "Linear", "Linear")
@@ -334,16 +298,8 @@ def test_accelerates_torchao_trains_to_the_same_numbers():
     # Other tests of this process may have asked it for another precision.
     accelerate.state.AcceleratorState._reset_state(True)
     config = Float8LinearConfig(emulate=True, pad_inner_dim=True)
-    ours = losses(
-        Accelerator(
-            cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config=config)]
-        )
-    )
-    theirs = losses(
-        accelerate.Accelerator(
-            cpu=True, mixed_precision="fp8", kwargs_handlers=[TheirRecipe(config=config)]
-        )
-    )
+    ours = losses(in_fp8(AORecipeKwargs(config=config)))
+    theirs = losses(in_fp8(TheirRecipe(config=config), made_by=accelerate))
     accelerate.state.AcceleratorState._reset_state(True)
     assert ours == theirs
 
@@ -351,10 +307,8 @@ def test_accelerates_torchao_trains_to_the_same_numbers():
 # ---------------------------------------------------------------- launches
 
 
-def in_worker(model: nn.Module, fp8: Any, folder: str | None, plugin: bool) -> dict[str, Any]:
+def in_worker(model: nn.Module, folder: str | None, plugin: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if plugin else {}
-    if fp8 is not None:
-        settings["kwargs_handlers"] = [FP8RecipeKwargs(**fp8)]
     accelerator = Accelerator(**settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     run = Run(accelerator, *accelerator.prepare(model, optimizer, batches()))
@@ -379,10 +333,8 @@ def launch(fp8: dict[str, Any], folder: Path | None = None, **settings: Any) -> 
     model = network()
     plugin = settings.pop("fsdp", False)
     config = RunConfig(mixed_precision="fp8", fp8=fp8, device="cpu", **settings)
-    found = notebook_launcher(
-        in_worker, (model, None, str(folder) if folder else None, plugin), config=config
-    )
-    return model, found
+    where = str(folder) if folder else None
+    return model, notebook_launcher(in_worker, (model, where, plugin), config=config)
 
 
 @pytest.mark.slow
@@ -406,14 +358,28 @@ def test_weights_come_home_in_the_notebooks_format(settings, num_processes, tmp_
     assert loss < 2.4  # log(16) is 2.77
 
 
+SHARDED = {name_of(settings): settings for settings in (NATIVE, DELAYED, AO)}
+
+
+@functools.cache
+def replicated_loss(name: str) -> float:
+    return launch(SHARDED[name], num_processes=2)[1][0]["loss"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [NATIVE, DELAYED, AO], ids=name_of)
-def test_sharded_models_compute_in_8_bits(settings):
-    model, found = launch(settings, num_processes=2, fsdp=True)
-    assert {result["type"] for result in found} == {"FSDP"}
-    assert all(torch.equal(p, found[0]["state"][n]) for n, p in model.named_parameters())
-    _, replicated = launch(settings, num_processes=2)
-    assert found[0]["loss"] == pytest.approx(replicated[0]["loss"], rel=0.01)
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(
+    "way",
+    [{"fsdp": True}, *(pytest.param({"zero_stage": stage}, marks=DEEPSPEED) for stage in (1, 3))],
+    ids=name_of,
+)
+def test_sharded_models_compute_in_8_bits(name, way):
+    model, found = launch(SHARDED[name], num_processes=2, **way)
+    assert {result["type"] for result in found} == {"FSDP" if "fsdp" in way else "DEEPSPEED"}
+    assert {type(m) for m in model} == {nn.Linear, nn.LayerNorm, nn.ReLU}
+    if "fsdp" in way:
+        assert all(torch.equal(p, found[0]["state"][n]) for n, p in model.named_parameters())
+    assert found[0]["loss"] == pytest.approx(replicated_loss(name), rel=0.02)
 
 
 def gathered_in_fp8(model: nn.Module, gathers: bool) -> tuple[str, float, str]:
@@ -443,18 +409,6 @@ def test_fsdp_gathers_weights_in_8_bits_with_torchao():
     assert short[0][1] == pytest.approx(plain[0][1], rel=0.02)
     assert type(model[3].weight) is nn.Parameter
     assert not torch.equal(model[3].weight, before)
-
-
-@DEEPSPEED
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("settings", [NATIVE, DELAYED, AO], ids=name_of)
-def test_deepspeeds_models_compute_in_8_bits(settings, stage):
-    model, found = launch(settings, num_processes=2, zero_stage=stage)
-    assert {result["type"] for result in found} == {"DEEPSPEED"}
-    assert {type(m) for m in model} == {nn.Linear, nn.LayerNorm, nn.ReLU}
-    _, replicated = launch(settings, num_processes=2)
-    assert found[0]["loss"] == pytest.approx(replicated[0]["loss"], rel=0.02)
 
 
 def test_a_request_that_nobody_reads_raises():
@@ -491,10 +445,5 @@ for _ in range(5):
             pool.run(cell)
             states.append(copy.deepcopy(model.state_dict()))
             assert all(type(p) is nn.Parameter for p in model.parameters())
-        assert not any(
-            torch.equal(first["3.weight"], second["3.weight"])
-            for first, second in itertools.pairwise(states)
-        )
-
-
-# ------------------------------------- cells of Accelerate's guide to low-precision training
+        for first, second in itertools.pairwise(states):
+            assert not torch.equal(first["3.weight"], second["3.weight"])

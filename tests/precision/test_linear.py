@@ -85,15 +85,12 @@ def test_single_passes_can_be_exact(case, number):
     assert all(e > 0.02 for index, e in enumerate(errors) if index != number)
 
 
-def test_evaluation_computes_in_higher_precision_unless_asked(case):
+def test_evaluation_is_exact_unless_asked_and_only_payloads_are_kept_for_the_backward_pass(case):
     layer, values, _ = case
     plain = converted(layer).eval()
     assert torch.equal(plain(values), layer(values))
     asked = converted(layer, in_evaluation=True).eval()
     assert not torch.equal(asked(values), layer(values))
-
-
-def test_only_payloads_are_kept_for_the_backward_pass(case):
     layer, values, _ = case
     kept: list[torch.Tensor] = []
 
@@ -164,14 +161,11 @@ def after(amaxes: list[float], **settings: Any) -> float:
     return float(steps.scales[INPUT, 0])
 
 
-def test_the_largest_of_a_window_decides_or_the_latest():
+def test_weights_take_their_own_scale_until_there_is_history(case):
     assert after([7.0, 1.0]) == 64.0  # 448 / 7
     assert after([7.0, 1.0], takes_latest=True) == 256.0  # 448 / 1, a power of two
     assert after([7.0, 1.0, 1.0, 1.0, 1.0]) == 256.0  # 7 has left the window of four
     assert after([7.0], margin=1) == 32.0
-
-
-def test_a_layer_without_history_takes_its_own_scale_and_collects(case):
     layer, values, gradient = case
     steps = history()
     delayed = converted(layer, history=steps)
@@ -189,19 +183,6 @@ def test_a_layer_without_history_takes_its_own_scale_and_collects(case):
     steps.update()
     # Sixteen times larger than before: cut off, as delayed scaling does.
     assert error(delayed(values * 160), layer(values * 160)) > 0.3
-
-
-def test_history_goes_on_from_a_state():
-    steps = history()
-    for amax in (7.0, 1.0):
-        steps.amaxes[:] = amax
-        steps.update()
-    other = history()
-    other.load_state_dict(copy.deepcopy(steps.state_dict()))
-    for run in (steps, other):
-        run.amaxes[:] = 0.5
-        run.update()
-    assert torch.equal(steps.scales, other.scales)
     with pytest.raises(Exception, match=r"over 4 steps; this model has 1 over 9"):
         history(length=9).load_state_dict(steps.state_dict())
 
@@ -249,35 +230,6 @@ def test_compiled_layers_train_the_same_in_one_graph(with_history):
 
 
 # ---------------------------------------------------------------- which layers
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, 16)
-        self.first = nn.Linear(16, 32)
-        self.odd = nn.Linear(32, 10)
-        self.inner = nn.Linear(32, 32)
-        self.attention = nn.MultiheadAttention(16, 2)
-        self.head = nn.Linear(16, 32)
-
-
-def test_first_last_and_odd_sizes_stay_each_with_its_reason():
-    model = Model()
-    selection = select_layers(model, skip_first_and_last=True)
-    assert list(selection.chosen) == ["inner"]
-    assert selection.left == {
-        "first": "the first layer",
-        "odd": "10 outputs are not divisible by 16",
-        "head": "the last layer",
-    }
-    told = selection.describe()
-    assert told.startswith("1 of 4 linear layers; in bfloat16 stay first (the first layer)")
-    assert set(select_layers(model, skip_first_and_last=False).chosen) == {
-        "first",
-        "inner",
-        "head",
-    }
 
 
 def test_a_model_of_which_no_layer_computes_in_8_bits_is_refused():

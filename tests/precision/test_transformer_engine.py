@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,10 +19,15 @@ from nbaccel.errors import MissingBackend
 from nbaccel.precision import transformer_engine as engine
 from nbaccel.precision.native_fp8 import MsAmpFp8
 from tests.isolation import ROOT, isolated
+from tests.programs import run_program
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 # Installed beside the environment by `make`: its import fails without CUDA, and peers would try it.
 REAL = Path(sys.prefix) / "transformer-engine"
+NEEDS_REAL = pytest.mark.skipif(
+    not (REAL / "transformer_engine").is_dir(),
+    reason=f"no {REAL}: make writes it with the environment",
+)
 
 RECIPES = """
 import json, sys, warnings
@@ -58,43 +62,35 @@ print("recipes built")
 
 
 @pytest.mark.slow
+@NEEDS_REAL
 def test_recipes_are_built_of_its_real_classes():
-    if not (REAL / "transformer_engine").is_dir():
-        pytest.skip(f"no {REAL}: make writes it with the environment")
-    done = subprocess.run(
-        [sys.executable, "-c", RECIPES],
-        env={
-            "PYTHONPATH": f"{ROOT}:{REAL}",
-            # Without it the package refuses to be imported where there is no CUDA.
-            "NVTE_PROJECT_BUILDING": "1",
-            "PATH": "/usr/bin:/bin",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    # Without the second the package refuses to be imported where there is no CUDA.
+    environ = {
+        "PYTHONPATH": f"{ROOT}:{REAL}",
+        "NVTE_PROJECT_BUILDING": "1",
+        "PATH": "/usr/bin:/bin",
+    }
+    done = run_program([sys.executable, "-c", RECIPES], env=environ, check=False)
     assert "recipes built" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
+@NEEDS_REAL
 @isolated(timeout_s=60)
 def test_an_installed_one_that_does_not_load_is_told_in_plain_words():
-    if not (REAL / "transformer_engine").is_dir():
-        pytest.skip(f"no {REAL}: make writes it with the environment")
     sys.path.insert(0, str(REAL))
     with pytest.raises(MissingBackend, match=r"installed and does not load: .*native"):
         engine.load_transformer_engine()
 
 
+def settings_of(fp8: Fp8Config, **more: object) -> PrecisionSettings:
+    given = {"autocast": AutocastKwargs(), "scaler": GradScalerKwargs(), "fp8": fp8}
+    return PrecisionSettings(device=torch.device("cpu"), **given, **more)
+
+
 def precision(**fp8: object) -> engine.TransformerEngineFp8:
-    settings = PrecisionSettings(
-        device=torch.device("cpu"),
-        autocast=AutocastKwargs(),
-        scaler=GradScalerKwargs(),
-        fp8=Fp8Config(backend="te", **{"recipe": "delayed", **fp8}),
-    )
-    return engine.TransformerEngineFp8(settings)
+    config = Fp8Config(backend="te", **{"recipe": "delayed", **fp8})
+    return engine.TransformerEngineFp8(settings_of(config))
 
 
 class Net(nn.Module):
@@ -194,13 +190,8 @@ def test_the_package_msamp_is_used_where_somebody_has_it():
     sys.path.insert(0, str(STAND_INS))
     import msamp
 
-    settings = PrecisionSettings(
-        device=torch.device("cpu"),
-        autocast=AutocastKwargs(),
-        scaler=GradScalerKwargs(),
-        fp8=Fp8Config(backend="msamp", recipe="current", opt_level="O1"),
-        emulates_fp8=False,
-    )
+    fp8 = Fp8Config(backend="msamp", recipe="current", opt_level="O1")
+    settings = settings_of(fp8, emulates_fp8=False)
     model = nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
     bundle = Bundle(models=(model,), optimizers=(optimizer,))

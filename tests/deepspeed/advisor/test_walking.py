@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,10 +12,44 @@ from nbaccel import advise
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError
+from nbaccel.memory import ways
 from tests.deepspeed import needs
 from tests.deepspeed.advisor.models import GIB, LIBAIO, WIDTH, Blocks, machine
 
 pytestmark = needs.DEEPSPEED
+
+HOPPER, TURING, NO_GPU = machine(1), machine(1, (7, 5)), machine(0)
+
+
+def chosen(asked="auto", config=(), model=None, inventory=HOPPER):
+    return advise(
+        model or nn.Linear(8, 8), config=dict(config), precision=asked, inventory=inventory
+    )
+
+
+def test_the_format_that_was_asked_for_is_taken_or_the_best_of_the_device():
+    assert chosen().precision == "bf16"
+    assert chosen(inventory=TURING).precision == "fp16"
+    model = nn.Linear(8, 8)
+    model.config = SimpleNamespace(dtype=torch.bfloat16)
+    assert "65504" in str(chosen(model=model, inventory=TURING))
+    assert "65504" not in str(chosen(model=model))
+    assert chosen("float32").precision == "fp32"
+    assert chosen(config={"fp16": {"enabled": True}}).precision == "fp16"
+    assert chosen(config={"bf16": {"enabled": False}}, inventory=TURING).precision == "fp16"
+    with pytest.raises(ConfigError, match=r"mixed_precision='no' contradicts .*'fp16'"):
+        chosen("fp32", config={"fp16": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"precision='int8' is no precision.*bf16"):
+        chosen("int8")
+
+
+@pytest.mark.parametrize(("has_bf16", "name"), [(True, "bf16"), (False, "fp32")])
+def test_a_cpu_trains_in_bf16_where_it_has_instructions(monkeypatch, has_bf16, name):
+    monkeypatch.setattr(ways, "computes_in_bf16", lambda: has_bf16)
+    assert chosen(inventory=NO_GPU).precision == name
+    assert chosen(model=nn.Linear(8, 8).half(), inventory=NO_GPU).precision == "bf16"
+
+
 PUBLISHED = [
     "ZeRO-0",
     "ZeRO-0, gradient checkpointing",
@@ -110,16 +146,13 @@ def test_each_configuration_is_one_that_deepspeed_takes(all_rungs, name):
     assert places == [placement.optimizer, placement.parameters]
 
 
-def test_a_byte_too_little_goes_one_rung_further(ask, all_rungs):
+def test_a_byte_too_little_goes_one_rung_further_or_to_smaller_batches(ask, all_rungs):
     budget = needed(all_rungs["ZeRO-2"])
     found = ask(**budget | {"device_memory": budget["device_memory"] - 1, "host_memory": 9 * GIB})
     assert found.chosen.name == "ZeRO-2, optimizer on the CPU"
     rung = found.rungs[PUBLISHED.index("ZeRO-2")]
     assert rung.estimate.lacking == {"device": 1}
     assert rung.reason.startswith("1 B too little on each of cuda:0 to cuda:1")
-
-
-def test_a_smaller_batch_makes_the_same_step(ask, all_rungs):
     budget = needed(all_rungs["ZeRO-3"])
     found = ask(nvme_path=None, **budget | {"device_memory": budget["device_memory"] - 2**20})
     assert (found.batch_size, found.accumulation_steps) == (2048, 2)
@@ -135,31 +168,30 @@ def test_where_nothing_fits_it_says_what_comes_nearest_and_what_is_missing(ask):
     assert (found.config, found.zero, found.chosen, found.batch_size) == (None,) * 4
     lacking = found.nearest.estimate.lacking
     assert lacking == {"device": found.nearest.estimate.device.peak - 10 * 2**20}
-    assert min(sum(r.estimate.lacking.values()) for r in found.rungs if r.estimate) == sum(
-        lacking.values()
-    )
+    least = min(sum(r.estimate.lacking.values()) for r in found.rungs if r.estimate)
+    assert least == sum(lacking.values())
     assert found.headline().startswith(f"Nothing fits: {found.nearest.name} with a batch of ")
     assert found.headline().endswith("per device")
 
 
-def test_what_the_machine_lacks_is_not_available(ask):
+def test_what_is_lacking_is_said(ask):
     found = ask(nvme_path=None, model=nn.Linear(2048, 8))
     by_name = {rung.name: rung for rung in found.rungs}
     assert by_name[PUBLISHED[1]].verdict == "not available"
     assert "Linear has no gradient_checkpointing_enable()" in by_name[PUBLISHED[1]].reason
     assert "Needs a folder on a fast disk" in by_name[PUBLISHED[-1]].reason
     assert not by_name["ZeRO-2"].gradient_checkpointing
-
-
-def test_without_a_batch_activations_are_left_out_and_that_is_said(ask):
     found = ask(batch=None)
     assert found.chosen.estimate.device.activations == 0
     assert any("Give sample_batch" in warning for warning in found.warnings)
     nothing = ask(batch=None, device_memory=1, nvme_path=None)
     assert len(nothing.rungs) == len(PUBLISHED), "a smaller batch would change nothing"
+    found = advise(Blocks(), torch.empty(8, WIDTH), num_processes=2, inventory=machine(0))
+    assert found.chosen.estimate.device_free is None
+    assert found.chosen.estimate.host_needed == 2 * found.chosen.estimate.device.peak
 
 
-def test_what_the_ladder_does_not_decide_is_kept(ask):
+def test_the_configuration_given_is_kept_and_auto_is_decided_by_the_model(ask):
     config = {
         "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
         "gradient_clipping": 0.3,
@@ -172,23 +204,10 @@ def test_what_the_ladder_does_not_decide_is_kept(ask):
     assert found.config["gradient_clipping"] == 0.3
     assert found.config["zero_optimization"]["round_robin_gradients"] is True
     assert config["zero_optimization"]["stage"] == 2, "the user's own is as it was"
-
-
-def test_auto_is_decided_by_the_model_and_the_run(ask):
-    config = {
-        "train_batch_size": "auto",
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {"reduce_bucket_size": "auto"},
-    }
-    rung = ask(config=config).rungs[2]
+    config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"reduce_bucket_size": "auto"}}
+    rung = ask(config={**config, "train_batch_size": "auto"}).rungs[2]
     assert rung.config["bf16"]["enabled"] is True
     assert rung.config["zero_optimization"]["reduce_bucket_size"] == 2048**2
-
-
-def test_on_a_cpu_the_host_is_the_device():
-    found = advise(Blocks(), torch.empty(8, WIDTH), num_processes=2, inventory=machine(0))
-    assert found.chosen.estimate.device_free is None
-    assert found.chosen.estimate.host_needed == 2 * found.chosen.estimate.device.peak
 
 
 @pytest.mark.parametrize(
@@ -211,7 +230,7 @@ def test_a_mistake_says_what_to_give(ask, more, words):
 
 
 # ---------------------------------------------------------------- how it is told
-def test_the_table_has_a_line_and_a_reason_for_each_rung(ask):
+def test_the_table_has_a_line_and_a_reason_for_each_rung_also_in_a_cell(ask):
     found = ask()
     text = found.explain()
     assert text.startswith("ZeRO-0, bf16, batch 4096, 2 processes: fits by estimate\n")
@@ -220,9 +239,6 @@ def test_the_table_has_a_line_and_a_reason_for_each_rung(ask):
         assert rung.name in text
         assert rung.reason.split()[-1] in text
     assert sum(line.startswith("→") for line in text.splitlines()) == 1
-
-
-def test_a_cell_shows_a_table(ask):
     found = ask(device_memory="1 MiB", nvme_path=None)
     shown = found._repr_mimebundle_()
     assert shown["text/plain"] == found.explain()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +15,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
-from nbaccel import (
-    Accelerator,
-    ConfigError,
-    DeepSpeedPlugin,
-    fp32_state_dict,
-    notebook_launcher,
-)
+from nbaccel import Accelerator, DeepSpeedPlugin, Pool, fp32_state_dict, notebook_launcher
 from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.zero_config import ZeroConfig
+from nbaccel.errors import ConfigError, WorkerDied
 from tests.deepspeed import needs
 from tests.deepspeed.programs import refusal, told_by
 from tests.deepspeed.strategy.test_training import distance
@@ -78,38 +74,49 @@ def train(models: dict[str, nn.Module], folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("disk")
+@needs.on_disk
+def test_it_trains_as_in_memory_and_weights_come_home(tmp_path):
     models = {name: net() for name in ON_DISK}
-    results = notebook_launcher(train, (models, folder), num_processes=2, timeout=240)
-    return folder, results[0], models
+    found = notebook_launcher(train, (models, tmp_path), num_processes=2, timeout=240)[0]
+    assert found["state"] == found["all"]
+    # DeepSpeed steps on the CPU with an Adam of its own, which rounds otherwise than torch's.
+    assert found["state"] == pytest.approx(found["nothing"], abs=1e-4)
+    tops = {name.partition("/zero_stage_3")[0] for name in found["folders"]}
+    assert tops == {"swap", "swap/engine_1"}, "each engine has a folder of its own"
+    home = models["all"].state_dict()
+    assert distance(models["state"].state_dict(), home) == 0
+    rounded = {name: value.bfloat16() for name, value in home.items()}
+    assert distance(found["gathered"], rounded) == 0
+    assert distance(models["nothing"].state_dict(), home) < 1e-3
+    assert not list((tmp_path / "swap").rglob("*.swp")), "none is left"
 
 
-@pytest.mark.filterwarnings("ignore")
-class TestOnDisk:
-    pytestmark = needs.STATE_ON_DISK
+def train_on(folder: Path, is_killed: bool) -> int:
+    """A step of two processes, of which the second may die; the number of files meanwhile."""
+    plugin = DeepSpeedPlugin(hf_ds_config=swapped_to(str(folder)))
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16", cpu=True)
+    model = net()
+    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    accelerator.backward(engine(torch.randn(4, 64)).sum())
+    optimizer.step()
+    swapped = len(list(folder.rglob("*.swp")))
+    accelerator.wait_for_everyone()
+    if is_killed and accelerator.process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator.wait_for_everyone()
+    return swapped
 
-    def test_it_trains_as_in_memory(self, ran):
-        _, found, _ = ran
-        assert found["state"] == found["all"]
-        # DeepSpeed steps on the CPU with an Adam of its own, which rounds otherwise than torch's.
-        assert found["state"] == pytest.approx(found["nothing"], abs=1e-4)
 
-    def test_each_engine_has_a_folder_of_its_own(self, ran):
-        tops = {name.partition("/zero_stage_3")[0] for name in ran[1]["folders"]}
-        assert tops == {"swap", "swap/engine_1"}
-
-    def test_weights_come_home_from_the_disk(self, ran):
-        _, found, models = ran
-        home = models["all"].state_dict()
-        assert distance(models["state"].state_dict(), home) == 0
-        rounded = {name: value.bfloat16() for name, value in home.items()}
-        assert distance(found["gathered"], rounded) == 0
-        assert distance(models["nothing"].state_dict(), home) < 1e-3
-
-    def test_no_swap_file_is_left(self, ran):
-        assert not list((ran[0] / "swap").rglob("*.swp"))
+@needs.on_disk
+def test_a_pool_leaves_no_file(tmp_path):
+    kept = tmp_path / "zero_stage_3" / "of the user"
+    kept.mkdir(parents=True)
+    with Pool(num_processes=2) as pool:
+        assert min(pool.launch(train_on, (tmp_path, False)).values) > 0
+        with pytest.raises(WorkerDied):
+            pool.launch(train_on, (tmp_path, True))
+        assert not list(tmp_path.rglob("*.swp"))
+    assert [*kept.parent.iterdir()] == [kept]
 
 
 # ----------------------------------------------------------------------------- claims alone
@@ -141,6 +148,11 @@ def test_a_claim_leaves_what_others_have_in_the_folder(tmp_path):
     third.release()
     other.release()
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
+    given = settings(tmp_path, "cpu")
+    found, claimed = local_shards.claim(given, rank=0)
+    assert found == given
+    assert not claimed.folders
+    claimed.release()
 
 
 def test_a_forked_process_leaves_the_files_of_its_parent(tmp_path):
@@ -160,26 +172,17 @@ def test_a_forked_process_leaves_the_files_of_its_parent(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-class TestWithoutLauncher:
-    pytestmark = needs.STATE_ON_DISK
-
-    def test_no_files_stay_when_python_exits_with_an_engine(self, tmp_path):
-        told = told_by(PROGRAM, str(tmp_path), "Linear", timeout_s=800)
-        assert told == {"refused": "", "claims": 1}
-        assert list(tmp_path.iterdir()) == []
-
-    def test_an_engine_that_cannot_be_made_holds_no_folder(self, tmp_path):
-        told = told_by(PROGRAM, str(tmp_path), "Expert", timeout_s=800)
-        assert "transformer_moe_cls_names='Expert'" in told["refused"]
-        assert told["claims"] == 0
-
-
-def test_what_does_not_swap_claims_nothing(tmp_path):
-    given = settings(tmp_path, "cpu")
-    found, claimed = local_shards.claim(given, rank=0)
-    assert found == given
-    assert not claimed.folders
-    claimed.release()
+@needs.on_disk
+@pytest.mark.parametrize(
+    ("layers", "refused", "claims"),
+    [("Linear", "", 1), ("Expert", "transformer_moe_cls_names='Expert'", 0)],
+)
+def test_no_files_stay_when_python_exits_with_an_engine(tmp_path, layers, refused, claims):
+    told = told_by(PROGRAM, str(tmp_path), layers, timeout_s=800)
+    assert refused in told["refused"]
+    assert (told["refused"] == "", told["claims"]) == (refused == "", claims)
+    assert not list(tmp_path.rglob("*.swp"))
+    assert refused or list(tmp_path.iterdir()) == []
 
 
 # ----------------------------------------------------------------------------- loading

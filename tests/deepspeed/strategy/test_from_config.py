@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
-from nbaccel import Accelerator, RunConfig, notebook_launcher
+from nbaccel import Accelerator, ConfigError, Pool, RunConfig, notebook_launcher
+from nbaccel.calls import launch as launching
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+from nbaccel.plan.topology import run_variables
 from tests.deepspeed import needs
 
 pytestmark = [*needs.ENGINE]
@@ -36,14 +40,14 @@ def train(model, config):
             optimizer.step()
             optimizer.zero_grad()
     settings = accelerator.deepspeed_config
-    return {
-        "stage": engine.zero_optimization_stage(),
-        "steps": (accelerator.gradient_accumulation_steps, engine.global_steps),
-        "offload": settings["zero_optimization"]["offload_optimizer"]["device"],
-        "bucket": engine.zero_reduce_bucket_size(),
-        "clipping": engine.gradient_clipping(),
-        "precision": accelerator.mixed_precision,
-    }
+    return (
+        engine.zero_optimization_stage(),
+        (accelerator.gradient_accumulation_steps, engine.global_steps),
+        settings["zero_optimization"]["offload_optimizer"]["device"],
+        engine.zero_reduce_bucket_size(),
+        engine.gradient_clipping(),
+        accelerator.mixed_precision,
+    )
 
 
 def train_in_both_ways(models):
@@ -54,26 +58,13 @@ def train_in_both_ways(models):
 @pytest.mark.slow
 def test_the_engine_has_what_was_picked():
     models = (torch.nn.Linear(4, 2), torch.nn.Linear(4, 2))
-    results = notebook_launcher(train_in_both_ways, (models,), config=CONFIG)
-
-    by_launcher, by_argument = results[0]
-    assert results[0] == results[1]
-    assert by_argument == by_launcher
-    assert by_launcher == {
-        "stage": 2,
-        "steps": (2, 1),
-        "offload": "cpu",
-        "bucket": 4096,
-        "clipping": 0.25,
-        "precision": "bf16",
-    }
+    for by_launcher, by_argument in notebook_launcher(train_in_both_ways, (models,), config=CONFIG):
+        assert by_launcher == by_argument == (2, (2, 1), "cpu", 4096, 0.25, "bf16")
 
 
 def test_accelerate_reads_the_same(monkeypatch):
     """The peer's plugin, from the variables that a worker has."""
     from accelerate import DeepSpeedPlugin as Peer
-
-    from nbaccel.plan.topology import run_variables
 
     for name, value in run_variables(CONFIG).items():
         monkeypatch.setenv(name, value)
@@ -86,11 +77,8 @@ def test_accelerate_reads_the_same(monkeypatch):
     assert theirs.gradient_accumulation_steps == ours.gradient_accumulation_steps == 2
 
 
-@pytest.mark.parametrize("start", ["launch", "pool"])
+@pytest.mark.parametrize("start", [functools.partial(notebook_launcher, print), Pool])
 def test_mistakes_are_told_before_any_process_starts(start, monkeypatch):
-    from nbaccel import ConfigError, Pool
-    from nbaccel.calls import launch as launching
-
     monkeypatch.setattr(launching, "launch_plan", lambda *_: pytest.fail("a process was started"))
     wrong = RunConfig(
         num_processes=2,
@@ -98,11 +86,7 @@ def test_mistakes_are_told_before_any_process_starts(start, monkeypatch):
         zero_stage=2,
         deepspeed={"gradient_cliping": 1.0, "zero_optimization": {"offload_param": "cpu"}},
     )
-    begin = {
-        "launch": lambda: notebook_launcher(train, (torch.nn.Linear(4, 2), None), config=wrong),
-        "pool": lambda: Pool(config=wrong),
-    }
     with pytest.raises(ConfigError) as caught:
-        begin[start]()
+        start(config=wrong)
     assert "Did you mean 'gradient_clipping'?" in str(caught.value)
     assert "needs stage 3: got stage 2" in str(caught.value)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 
 import pytest
 
 from tests.house.source import ROOT
+from tests.programs import run_program
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's mallopt is told")
 
@@ -43,8 +43,4 @@ print((resident() - before) >> 20)
 @pytest.mark.parametrize(("when", "most", "least"), [("at once", 16, -99), ("later", 16, -99),
                                                      ("never", 999, 24)])  # fmt: skip
 def test_freed_blocks_are_returned_when_it_is_asked_for(when, most, least):
-    done = subprocess.run(
-        [sys.executable, "-c", FREED, when], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert least <= int(done.stdout) <= most
+    assert least <= int(run_program([sys.executable, "-c", FREED, when], cwd=ROOT).stdout) <= most

@@ -11,7 +11,7 @@ import torch
 from nbaccel import Accelerator, load_fp32_state_dict, notebook_launcher
 from tests.deepspeed import needs
 from tests.deepspeed.programs import refusal
-from tests.deepspeed.strategy.runs import Row
+from tests.deepspeed.strategy.test_training import Row
 from tests.train.checkpoint.test_left_out import TRAINED, Adapted, goes_on
 
 pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]
@@ -50,40 +50,24 @@ def teacher(make: Any, folder: Path, whole: int) -> dict[str, float]:
     return {name: value.sum().item() for name, value in second.get_state_dict(other).items()}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("left_out")
-
-
-@pytest.fixture(scope="module")
-def told(folder: Path) -> list[dict[Any, Any]]:
-    return list(notebook_launcher(tell, (folder,), num_processes=2, timeout=300))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_where_it_was_saved(
-    told: Any, folder: Path, kind: tuple[int, str]
-) -> None:
-    for rank in told:
-        expected, found = rank[kind]
-        assert found == expected
-    stage, precision = kind
-    saved_folder = folder / f"{stage} {precision}"
-    for path in (saved_folder / "pytorch_model").glob("*model_states.pt"):
-        states = torch.load(path, weights_only=False)
-        assert not {name for name in states["module"] or () if name.startswith("base.")}
-        assert not states.get("frozen_param_fragments")
-    if kind != (0, "bf16"):  # which is not converted
-        assert set(load_fp32_state_dict(saved_folder)) == TRAINED | {"seen"}
-
-
-def test_a_model_that_trains_them_now_and_one_without_an_engine(told: Any) -> None:
+def test_training_goes_on_where_it_was_saved_without_frozen_parameters(tmp_path: Path) -> None:
+    told = list(notebook_launcher(tell, (tmp_path,), num_processes=2, timeout=300))
+    for kind in KINDS:
+        for rank in told:
+            expected, found = rank[kind]
+            assert found == expected
+        saved_folder = tmp_path / f"{kind[0]} {kind[1]}"
+        for path in (saved_folder / "pytorch_model").glob("*model_states.pt"):
+            states = torch.load(path, weights_only=False)
+            assert not {name for name in states["module"] or () if name.startswith("base.")}
+            assert not states.get("frozen_param_fragments")
+        if kind != (0, "bf16"):  # which is not converted
+            assert set(load_fp32_state_dict(saved_folder)) == TRAINED | {"seen"}
+    # A model that trains them now, and one without an engine.
     for rank in told:
         assert "ConfigError" in rank["refused"]
         assert "no values for base.bias" in rank["refused"]
     for whole, seed in ((1, 0), (0, 1)):
-        expected = {
-            name: value.sum().item()
-            for name, value in Adapted(seed).bfloat16().state_dict().items()
-        }
+        weights = Adapted(seed).bfloat16().state_dict()
+        expected = {name: value.sum().item() for name, value in weights.items()}
         assert told[0]["teachers"][whole] == expected

@@ -1,8 +1,10 @@
+# ruff: noqa: E501 - tables of cases read best with one case a line
 """Checkpoints that cannot be converted say why, and what to do."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 
 pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]
+
+RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 @pytest.fixture
@@ -31,23 +35,24 @@ def refused(folder: Path, words: str, tag: str | None = None) -> None:
         nbaccel.load_fp32_state_dict(folder, tag)
 
 
-def test_a_tags_own_folder_is_taken_too(saved):
+def test_a_tags_own_folder_is_taken_too_and_neighbours_are_listed(saved):
     whole = nbaccel.load_fp32_state_dict(saved / "two/3-fp32")
-    for given, tag in (("two/3-fp32/step3", None), ("two/3-fp32/step3", "step3")):
-        state = nbaccel.load_fp32_state_dict(saved / given, tag)
+    for tag in (None, "step3"):
+        state = nbaccel.load_fp32_state_dict(saved / "two/3-fp32/step3", tag)
         assert {name: value.tolist() for name, value in state.items()} == {
             name: value.tolist() for name, value in whole.items()
         }
-
-
-def test_a_folder_that_is_not_there_lists_its_neighbours(saved):
     refused(saved / "two/3-fp23", r"3-fp23 does not exist.*there are: 0-bf16, 0-fp32, 1-bf16")
+    refused(saved / "two/1-fp32", r"no checkpoint of the tag 'step4'.*are: step3", "step4")
 
 
-def test_a_folder_of_something_else_says_what_is_in_it(tmp_path):
+def test_what_is_no_checkpoint_says_what_it_is(tmp_path):
     refused(tmp_path, r"has no file `latest`.*\*_states.pt are: none.*nothing at all")
     (tmp_path / "config.json").touch()
     refused(tmp_path, r"It holds config.json\. Give the folder")
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.rand(2), "b": torch.rand(1)}, path)
+    refused(path, r"is a file, and a checkpoint of ZeRO is a folder")
 
 
 def test_a_checkpoint_without_latest_lists_its_tags(copied):
@@ -60,115 +65,83 @@ def test_a_checkpoint_without_latest_lists_its_tags(copied):
     assert nbaccel.load_fp32_state_dict(folder, "step3")
 
 
-def test_a_wrong_tag_lists_those_that_are_there(saved):
-    refused(saved / "two/1-fp32", r"no checkpoint of the tag 'step4'.*are: step3", "step4")
-
-
-@pytest.mark.parametrize("name", ["2-fp32", "3-bf16"])
-def test_a_missing_rank_is_named(copied, name):
-    folder = copied(name)
-    (path,) = (folder / "step3").glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    path.unlink()
-    refused(folder, r"saved by 2 ranks.*_optim_states.pt of rank 1 are missing.*each node")
-
-
-def test_missing_model_states_of_a_rank_are_named_with_the_optimizers(copied):
-    folder = copied("3-fp32")
-    for path in (folder / "step3").glob("zero_pp_rank_0_*"):
-        path.unlink()
-    words = r"optim_states.pt of rank 0.*model_states.pt of rank 0"
-    refused(folder, rf"(?s)2 settings are wrong.*{words}")
-
-
-def test_files_of_a_further_rank_are_no_part_of_it(copied):
-    folder = copied("2-fp32") / "step3"
-    name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-    shutil.copy(folder / name.format(1), folder / name.format(2))
-    refused(folder, r"by 2 ranks, but files of further ranks.*of rank 2.*delete")
-
-
-def test_two_kinds_of_files_for_one_rank_are_refused(copied):
-    folder = copied("3-bf16") / "step3"
-    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(folder / f"bf16_{name}", folder / name)
-    refused(folder, rf"both bf16_{name} and {name} for rank 1")
-
-
-def test_files_of_two_saves_are_told_apart(copied, saved):
-    folder = copied("2-fp32") / "step3"
-    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(saved / "two/1-fp32/step3" / name, folder / name)
-    refused(folder, r"mixes files of different saves.*rank 0: stage 2 of 2; rank 1: stage 1 of 2")
-
-
-def test_no_optimizer_states_at_all_is_no_stage_0(copied):
-    for name, words in (
-        ("3-fp32", r"model states of ZeRO-3, which hold placeholders.*no optimizer states"),
-        ("2-fp32", r"saved with ZeRO by 2 ranks, and no .*none of its \*_optim_states.pt is there"),
-    ):
-        folder = copied(name)
-        for path in (folder / "step3").glob("*_optim_states.pt"):
+def without(pattern: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for path in folder.glob(pattern):
             path.unlink()
-        refused(folder, words)
-        shutil.rmtree(folder)
+
+    return remove
 
 
-def test_no_model_states_is_told(copied):
+def torn(share: float) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        path = folder / RANK_1
+        path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+    return cut
+
+
+def edited(folder: Path, name: str, edit: Callable[[dict], None]) -> None:
+    content = torch.load(folder / name, weights_only=False)
+    edit(content)
+    torch.save(content, folder / name)
+
+
+def of_another_model(folder: Path) -> None:
+    shapes = {"words.weight": torch.Size([12, 7])}
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    edited(folder, name, lambda content: content["param_shapes"][0].update(shapes))
+
+
+def swapped_to_a_disk(folder: Path) -> None:
+    """What NVMe leaves in a checkpoint: an empty tensor."""
+
+    def empty(states: dict) -> None:
+        states["optimizer_state_dict"]["fp32_flat_groups"][1].data = torch.Tensor()
+
+    edited(folder, f"bf16_{RANK_1}", empty)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("2-fp32", without(f"*{RANK_1}"), r"by 2 ranks.*_optim_states.pt of rank 1 are missing.*each node"),
+        ("3-bf16", without(f"*{RANK_1}"), r"by 2 ranks.*_optim_states.pt of rank 1 are missing.*each node"),
+        ("3-fp32", without("zero_pp_rank_0_*"), r"(?s)2 settings are wrong.*optim_states.pt of rank 0.*model_states.pt of rank 0"),
+        ("2-fp32", lambda folder: shutil.copy(folder / RANK_1, folder / RANK_1.replace("1", "2", 1)), r"by 2 ranks, but files of further ranks.*of rank 2.*delete"),
+        ("3-bf16", lambda folder: shutil.copy(folder / f"bf16_{RANK_1}", folder / RANK_1), rf"both bf16_{RANK_1} and {RANK_1} for rank 1"),
+        ("2-fp32", lambda folder: shutil.copy(folder.parents[1] / "other" / RANK_1, folder / RANK_1), r"mixes files of different saves.*rank 0: stage 2 of 2; rank 1: stage 1 of 2"),
+        ("3-fp32", without("*_optim_states.pt"), r"model states of ZeRO-3, which hold placeholders.*no optimizer states"),
+        ("2-fp32", without("*_optim_states.pt"), r"saved with ZeRO by 2 ranks, and no .*none of its \*_optim_states.pt is there"),
+        ("2-fp32", without("mp_rank_00_model_states.pt"), r"no file \*_model_states.pt.*names and shapes.*it holds zero_pp_rank_0"),
+        ("3-fp32", torn(0.0), rf"{RANK_1} cannot be read, at a size of .* bytes.*torn"),
+        ("3-fp32", torn(0.5), rf"{RANK_1} cannot be read, at a size of .* bytes.*torn"),
+        ("3-fp32", torn(0.99), rf"{RANK_1} cannot be read, at a size of .* bytes.*torn"),
+        ("3-fp32", of_another_model, r"shapes of words.weight, .* add up to"),
+        ("3-bf16", swapped_to_a_disk, rf"bf16_{RANK_1} has no fp32 weights from \S+ on.*fp32_state_dict\(engine\)"),
+        ("2-fp32", lambda folder: (folder / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), r"experts in files of their own \(layer_0_expert_1.*ds_to_universal"),
+        ("2-fp32", lambda folder: (folder / "mp_rank_01_model_states.pt").touch(), r"tensor parallelism, over 2 ranks \(mp_rank_01"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_put_together_says_why(copied, saved, tmp_path, name, damage, words):
+    shutil.copytree(saved / "two/1-fp32/step3", tmp_path / "other")
+    folder = copied(name)
+    damage(folder / "step3")
+    refused(folder, words)
+
+
+def test_a_universal_checkpoint_says_which_tag_to_take(copied):
     folder = copied("2-fp32") / "step3"
-    (folder / "mp_rank_00_model_states.pt").unlink()
-    refused(folder, r"no file \*_model_states.pt.*names and shapes.*it holds zero_pp_rank_0")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_torn_file_is_named(copied, share):
-    path = copied("3-fp32") / "step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    refused(path.parent, rf"{path.name} cannot be read, at a size of .* bytes.*torn")
+    universal = folder.rename(folder.with_name("step3_universal"))
+    without("*_optim_states.pt")(universal)
+    (universal / "zero").mkdir()
+    refused(universal, r"universal checkpoint.*tag='step3'")
 
 
 def test_a_file_in_the_old_format_says_how_to_renew_it(copied):
-    path = copied("3-fp32") / "step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path = copied("3-fp32") / "step3" / RANK_1
     content = torch.load(path, weights_only=False)
     torch.save(content, path, _use_new_zipfile_serialization=False)
     refused(path.parent, r"torch's format of before 2020.*checkpoint_serialization")
     torch.save(torch.load(path, weights_only=False), path)  # as the message says
     assert nbaccel.load_fp32_state_dict(path.parent)
-
-
-def test_another_model_than_the_saved_one_is_noticed(copied):
-    path = copied("3-fp32") / "step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    content = torch.load(path, weights_only=False)
-    content["param_shapes"][0]["words.weight"] = torch.Size([12, 7])
-    torch.save(content, path)
-    refused(path.parent, r"shapes of words.weight, .* add up to")
-
-
-def test_kinds_that_are_not_put_together_from_ranks_say_what_to_do(copied):
-    folder = copied("2-fp32") / "step3"
-    expert = folder / "layer_0_expert_1_mp_rank_00_model_states.pt"
-    expert.touch()
-    refused(folder, r"experts in files of their own \(layer_0_expert_1.*ds_to_universal")
-    expert.unlink()
-    (folder / "mp_rank_01_model_states.pt").touch()
-    refused(folder, r"tensor parallelism, over 2 ranks \(mp_rank_01")
-    (folder / "mp_rank_01_model_states.pt").unlink()
-    universal = folder.rename(folder.with_name("step3_universal"))
-    for path in universal.glob("*_optim_states.pt"):
-        path.unlink()
-    (universal / "zero").mkdir()
-    refused(universal, r"universal checkpoint.*tag='step3'")
-
-
-def test_a_file_is_no_checkpoint(tmp_path):
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.rand(2), "b": torch.rand(1)}, path)
-    refused(path, r"is a file, and a checkpoint of ZeRO is a folder")
-
-
-def test_weights_that_were_swapped_to_a_disk_are_refused(copied):
-    """What NVMe leaves in a checkpoint: an empty tensor."""
-    path = copied("3-bf16") / "step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    states = torch.load(path, weights_only=False)
-    states["optimizer_state_dict"]["fp32_flat_groups"][1].data = torch.Tensor()
-    torch.save(states, path)
-    refused(path.parent, rf"{path.name} has no fp32 weights from \S+ on.*fp32_state_dict\(engine\)")

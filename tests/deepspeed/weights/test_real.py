@@ -45,16 +45,12 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_offline_weights_are_those_of_the_live_engine(saved, name):
+def test_live_and_offline_weights_are_those_of_deepspeeds_functions(saved, name):
     state = nbaccel.load_fp32_state_dict(saved / name)
     live = notes(saved / name)["live"]
     assert differing(state, live) == []
     assert state["head.weight"] is state["words.weight"], "they are tied"
     assert "cache" not in state
-
-
-@pytest.mark.parametrize("name", READ)
-def test_live_weights_are_those_that_deepspeeds_functions_give(saved, name):
     found = notes(saved / name)
     assert differing(found["live"], found["theirs"]) == []
 
