@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import nbaccel
 from nbaccel.base import atomic
 from nbaccel.train.checkpoint import save, save_model
+from tests import needs
 from tests.isolation import isolated
 from tests.process import forked
 
@@ -66,6 +69,52 @@ def test_what_another_process_is_writing_stays(tmp_path):
     os.waitpid(pid, 0)
     assert (tmp_path / "whole").read_text() == "mine"
     assert names(tmp_path) == ["model.safetensors", "whole"]
+
+
+def convert(folder: Path) -> None:
+    """The way of to-fp32, with weights from nowhere."""
+    from nbaccel.deepspeed.weights.checkpoint_layout import Weight
+    from nbaccel.deepspeed.weights.converting import write_files
+
+    class Zeros(Weight):
+        def chunks(self):
+            for _ in range(20):
+                yield torch.zeros(self.numel // 20)
+
+    weights = {f"w{n}": Zeros(f"w{n}", (50_000,), torch.float32) for n in range(4)}
+    write_files(weights, {}, folder, "1MB")
+
+
+WAYS = {
+    "save_model": lambda folder: save_model({"w": torch.ones(200_000)}, folder),
+    "save": lambda folder: save({"w": torch.ones(200_000)}, folder / "x.pt"),
+}
+if needs.HAS_DEEPSPEED_ROW:
+    WAYS["to-fp32"] = convert
+
+
+@pytest.mark.slow
+@isolated(timeout_s=110)
+@pytest.mark.parametrize("way", WAYS)
+def test_saves_killed_at_any_moment_leave_nothing_that_the_next_one_does_not_clear(tmp_path, way):
+    torch.set_num_threads(1)
+    moments, leftovers, kills = random.Random(1), 0, 0
+
+    def forever() -> None:
+        while True:
+            WAYS[way](tmp_path)
+
+    # A busy machine may let the child save nothing before it is killed: then again.
+    while kills < 8 or (leftovers <= 2 and kills < 200):
+        kills += 1
+        pid = forked(forever)
+        time.sleep(moments.uniform(0.02, 0.2))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        leftovers += bool(list(tmp_path.glob(".*")))
+    assert leftovers > 2, f"of {kills} kills hardly one came while it saved"
+    WAYS[way](tmp_path)
+    assert not list(tmp_path.rglob(".*")), names(tmp_path)
 
 
 # ------------------------------------------------------------------------- permissions
