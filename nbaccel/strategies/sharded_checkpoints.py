@@ -5,9 +5,10 @@ read by another number of processes. Weights lie under ``model``, by name; the o
 lies under ``optimizer``, by the number that its `state_dict` gives each parameter.
 
 torch unpickles two things without a check: ``.metadata``, and every entry that is no tensor. Here
-the first may name the classes that describe a checkpoint, and torch's reader gets the result, never
-the file. A ``.distcp`` file is a sequence of archives: each is read with its checksums, and objects
-as plain data. So what has been checked is what is read.
+the first is read to notes of what it names, which call nothing, and of the notes plain objects are
+made, of exactly the types that DCP has; torch's reader gets these objects, and never the file. A
+``.distcp`` file is a sequence of archives: each is read with its checksums, and objects as plain
+data. So what has been checked is what is read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import re
 import warnings
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import torch
@@ -36,7 +38,10 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
@@ -69,25 +74,138 @@ _DESCRIPTIONS = {
     ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
+    *(
+        (module_name, class_name)
+        # Python 3.13 pickles paths under a module of its own.
+        for module_name in ("pathlib", "pathlib._local")
+        for class_name in ("PosixPath", "WindowsPath", "PurePosixPath")
+    ),
 }
-_PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath")
+_CONTAINERS: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+}
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds what describes a checkpoint; no other class or function is looked up, or called."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredPlace:
+    """Where an entry lies, with the names by which torch's reader asks for it."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...]
+
+
+class _Note:
+    """What a pickle says of an object; nothing is built, looked up or called."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _NoteUnpickler(pickle.Unpickler):
+    """Reads the classes that describe a checkpoint as notes, and no other classes.
+
+    A pickle can change the classes that it names, so each unpickling has its own.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._note_classes: dict[str, type[_Note]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class of those."""
-        # Python 3.13 pickles paths under a module of its own.
-        if module in ("pathlib", "pathlib._local") and name in _PATH_CLASSES:
-            return PurePosixPath
+        """What stands for a class."""
         # A dtype is pickled as its name in torch.
-        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and (module, name) not in _DESCRIPTIONS:
+        if module == "torch" and type(found := vars(torch).get(name)) is torch.dtype:
+            return found
+        if (module, name) in _CONTAINERS:
+            return _CONTAINERS[module, name]
+        if (module, name) not in _DESCRIPTIONS:
             raise pickle.UnpicklingError(f"it holds {module}.{name}, which may run code")
-        return super().find_class(module, name)
+        if name not in self._note_classes:
+            self._note_classes[name] = type(name, (_Note,), {})
+        return self._note_classes[name]
+
+    def load_metadata(self) -> Metadata:
+        """The metadata."""
+        fields = self._fields(self.load(), "Metadata")
+        return Metadata(
+            state_dict_metadata={
+                _exact(key, str): self._entry(entry_note)
+                for key, entry_note in _exact(fields["state_dict_metadata"], dict).items()
+            },
+            storage_data={
+                self._index(index_note): self._place(place_note)
+                for index_note, place_note in _exact(fields["storage_data"], dict).items()
+            },
+        )
+
+    def _fields(self, note: Any, *class_names: str) -> dict[str, Any]:
+        if type(note) not in [self._note_classes.get(class_name) for class_name in class_names]:
+            raise pickle.UnpicklingError(f"a {type(note).__name__} is where a {class_names[0]} is")
+        # A class without fields has no state.
+        fields: dict[str, Any] = _exact(vars(note).get("state") or {}, dict)
+        return fields
+
+    def _entry(self, note: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        fields = self._fields(note, "TensorStorageMetadata", "BytesStorageMetadata")
+        if type(note) is self._note_classes.get("BytesStorageMetadata"):
+            return BytesStorageMetadata()
+        properties = fields["properties"]
+        if type(properties) is not self._note_classes.get("TensorProperties"):
+            raise pickle.UnpicklingError(f"a {type(properties).__name__} has a tensor's format")
+        dtype = _exact(vars(properties)["state"], tuple)[0]
+        return TensorStorageMetadata(
+            # The other properties are out of use in torch, and are not read.
+            properties=TensorProperties(dtype=_exact(dtype, torch.dtype)),
+            size=_size(fields["size"]),
+            chunks=[self._chunk(chunk_note) for chunk_note in _exact(fields["chunks"], list)],
+        )
+
+    def _chunk(self, note: Any) -> ChunkStorageMetadata:
+        fields = self._fields(note, "ChunkStorageMetadata")
+        return ChunkStorageMetadata(offsets=_size(fields["offsets"]), sizes=_size(fields["sizes"]))
+
+    def _index(self, note: Any) -> MetadataIndex:
+        fields = self._fields(note, "MetadataIndex")
+        offset = fields.get("offset")
+        number = fields.get("index")
+        return MetadataIndex(
+            fqn=_exact(fields["fqn"], str),
+            offset=None if offset is None else _size(offset),
+            index=None if number is None else _exact(number, int),
+        )
+
+    def _place(self, note: Any) -> _StoredPlace:
+        fields = self._fields(note, "_StorageInfo")
+        descriptors = fields.get("transform_descriptors") or ()
+        name = _exact(fields["relative_path"], str)
+        # A crafted file could otherwise make this process open files anywhere.
+        if Path(name).name != name:
+            raise pickle.UnpicklingError(f"{name!r} is not in the folder, as shards are")
+        return _StoredPlace(
+            relative_path=name,
+            offset=_exact(fields["offset"], int),
+            length=_exact(fields["length"], int),
+            transform_descriptors=tuple(_exact(descriptor, str) for descriptor in descriptors),
+        )
+
+
+def _exact(value: Any, value_class: type) -> Any:
+    # No subclass: it could answer a check otherwise than its reader.
+    if type(value) is not value_class:
+        raise pickle.UnpicklingError(
+            f"a {type(value).__name__} is where a {value_class.__name__} is"
+        )
+    return value
+
+
+def _size(numbers: Any) -> torch.Size:
+    return torch.Size([_exact(number, int) for number in _exact(numbers, tuple)])
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -99,13 +217,7 @@ def read_metadata(folder: Path) -> Metadata:
             f"interrupted, or not all was copied (its name begins with a dot). {SHARDS_REMEDY}"
         )
     try:
-        with metadata_path.open("rb") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
-        names = {info.relative_path for info in metadata.storage_data.values()}
-        # It could otherwise make this process open files anywhere.
-        if outside := [name for name in names if Path(name).name != name]:
-            raise pickle.UnpicklingError(f"{outside[0]!r} is not in the folder, as shards are")
-        return metadata
+        return _NoteUnpickler(metadata_path.read_bytes()).load_metadata()
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointDamaged(
             f"{metadata_path} cannot be read ({type(error).__name__}: {error}): it is truncated, "
@@ -180,7 +292,7 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
         (info.relative_path, info.offset, info.length, index.fqn)
         for index, info in metadata.storage_data.items()
         # An extension of the user's has compressed the others, so they are no archives.
-        if not getattr(info, "transform_descriptors", None)
+        if not info.transform_descriptors
     )
     files_with_entries = [
         (file_name, list(file_entries))

@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import zipfile
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,15 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
-from nbaccel.config.handlers import AutocastKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs
+from nbaccel.config.handlers import (
+    AutocastKwargs,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+)
 from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
+from nbaccel.strategies.sharded_checkpoints import read_entries, read_metadata
 from nbaccel.train.checkpoint import load_state, save_state
 from nbaccel.train.distributed import init_process
 from nbaccel.utils import merge_fsdp_weights
@@ -72,26 +78,18 @@ def load_sharded(folder: str) -> dict[str, Any]:
     return whole(training)
 
 
+@pytest.mark.slow
 @KINDS
-def test_a_sharded_training_comes_back_in_more_processes_and_alone_if_whole(tmp_path, in_shards):
+def test_a_sharded_training_comes_back(tmp_path, in_shards):
     folder = tmp_path / "ckpt"
     saved, _ = debug_launcher(save_sharded, args=(str(folder), in_shards))
     assert (folder / "pytorch_model_fsdp_0").is_dir() == in_shards
     assert (folder / "model.safetensors").is_file() != in_shards
     assert (folder / "optimizer.bin").is_file() != in_shards
+    loaded, _ = debug_launcher(load_sharded, args=(str(folder),))
+    assert loaded == saved
     by_three, *_ = debug_launcher(load_sharded, args=(str(folder),), num_processes=3)
     assert by_three == saved
-    alone = Training(seed=9)
-    before = alone.state()
-    if in_shards:
-        with pytest.raises(ConfigError, match=r"1 model in shards"):
-            load_state(folder, alone.parts, ALONE, alone.collectives)
-        assert alone.state() == before
-    else:
-        load_state(folder, alone.parts, ALONE, alone.collectives)
-        weights, moments, *_ = alone.state()
-        assert weights == saved["weights"]
-        assert [entry["exp_avg"] for entry in moments] == saved["moments"]
 
 
 def two_nodes(training: Training, disks: list[str]) -> str:
@@ -170,8 +168,35 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
+def torch_metadata(folder: Path) -> Any:
+    return FileSystemReader(folder).read_metadata()
+
+
+class TwoFaced:
+    """Unpickled, a dictionary that has its entries, and tells who asks for them that it is empty.
+
+    Only classes that belong into metadata are named, so nothing of this is refused by its name.
+    """
+
+    def __init__(self, entries: dict[Any, Any]) -> None:
+        self.entries = entries
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), {"items": torch.Size}, None, iter(self.entries.items())
+
+
+def hide_entries(folder: Path) -> None:
+    metadata = torch_metadata(folder)
+    metadata.storage_data = TwoFaced(metadata.storage_data)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    # The attack itself: the check would have been told of nothing.
+    found = torch_metadata(folder).storage_data
+    assert len(found) > 5
+    assert not list(found.items())
+
+
 def point_outside(folder: Path) -> None:
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = torch_metadata(folder)
     for index, info in metadata.storage_data.items():
         metadata.storage_data[index] = replace(
             info, relative_path=f"../pytorch_model_fsdp_0/{info.relative_path}"
@@ -181,7 +206,7 @@ def point_outside(folder: Path) -> None:
 
 def evil_entry(folder: Path, code: Path) -> None:
     """Put an object that runs code in the place of an optimizer's setting."""
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = torch_metadata(folder)
     index = next(i for i in metadata.storage_data if i.fqn.startswith("optimizer.param_groups"))
     info = metadata.storage_data[index]
     path = folder / info.relative_path
@@ -196,7 +221,7 @@ def evil_entry(folder: Path, code: Path) -> None:
 
 
 def flip_in_a_tensor(folder: Path) -> None:
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = torch_metadata(folder)
     index = next(i for i in metadata.storage_data if i.fqn == "model.first.weight")
     info = metadata.storage_data[index]
     path = folder / info.relative_path
@@ -216,34 +241,45 @@ SHARD_DAMAGES = {
     "evil entry": r"\.distcp holds posix.mkdir, no plain data, .* code, as optimizer.param_groups",
     "evil metadata": r"\.metadata cannot be read .*posix.mkdir, which may run code",
     "no metadata": r"\.metadata is missing, which says where the shards are",
+    "two faces": r"\.metadata cannot be read",
     "outside": r"\.metadata cannot be read .*'\.\./pytorch.* is not in the folder",
+    "patched class": r"\.metadata cannot be read",
 }
+# The class itself is named, and told that all its objects are called "nowhere".
+PATCHES_A_CLASS = (
+    b"\x80\x02cpathlib\nPurePosixPath\nN}X\x04\x00\x00\x00nameX\x07\x00\x00\x00nowheres\x86b."
+)
 
 
 def damaged_shards(saved: Path, to: Path) -> dict[str, Path]:
     """Copies of a checkpoint, each with a damage; those without a manifest are as others write."""
+    name = "pytorch_model_fsdp_0"
     made = {}
     for kind in SHARD_DAMAGES:
-        made[kind], code = to / kind, to / f"{kind} was here"
-        shutil.copytree(saved, made[kind])
-        (made[kind] / "nbaccel_manifest.json").unlink()
-        folder = made[kind] / "pytorch_model_fsdp_0"
-        shard, metadata = min(folder.glob("*.distcp")), folder / ".metadata"
-        match kind:
-            case "truncated":
-                damage.truncate(shard)
-            case "missing":
-                shard.unlink()
-            case "flipped":
-                flip_in_a_tensor(folder)
-            case "evil entry":
-                evil_entry(folder, code)
-            case "evil metadata":
-                metadata.write_bytes(pickle.dumps(Runs(code)))
-            case "no metadata":
-                metadata.unlink()
-            case "outside":
-                point_outside(folder)
+        folder = to / kind
+        shutil.copytree(saved, folder)
+        shard = next(iter(sorted((folder / name).glob("*.distcp"))))
+        code = to / f"{kind} was here"
+        {
+            "truncated": lambda path=shard: damage.truncate(path),
+            "missing": lambda path=shard: path.unlink(),
+            "flipped": lambda path=folder: flip_in_a_tensor(path / name),
+            "evil entry": lambda path=folder, code=code: evil_entry(path / name, code),
+            "evil metadata": lambda path=folder, code=code: (path / name / ".metadata").write_bytes(
+                pickle.dumps(Runs(code))
+            ),
+            "no metadata": lambda path=folder: (path / name / ".metadata").unlink(),
+            "two faces": lambda path=folder, code=code: (
+                evil_entry(path / name, code),
+                hide_entries(path / name),
+            ),
+            "outside": lambda path=folder: point_outside(path / name),
+            "patched class": lambda path=folder: (path / name / ".metadata").write_bytes(
+                PATCHES_A_CLASS
+            ),
+        }[kind]()
+        (folder / "nbaccel_manifest.json").unlink()
+        made[kind] = folder
     return made
 
 
@@ -273,6 +309,40 @@ def test_damaged_shards_are_named_to_all_before_anything_is_loaded(tmp_path):
     for kind, folder in folders.items():
         if kind != "no metadata":
             with pytest.raises(CheckpointDamaged, match=SHARD_DAMAGES[kind]):
-                merge_fsdp_weights(folder, tmp_path / "out")
+                merge_fsdp_weights(folder, tmp_path / "out", safe_serialization=kind != "two faces")
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "bad").glob("*was here")), "code was run"
+    assert Path("/a/name").name == "name", "a class of this process was changed"
+
+
+def test_an_entry_that_is_changed_after_the_check_runs_nothing(tmp_path):
+    debug_launcher(save_sharded, args=(str(tmp_path / "ckpt"), True))
+    folder = tmp_path / "ckpt" / "pytorch_model_fsdp_0"
+    evil_entry(folder, tmp_path / "was here")
+    metadata = read_metadata(folder)
+    entry = next(
+        key for key in metadata.state_dict_metadata if key.startswith("optimizer.param_groups")
+    )
+    with pytest.raises(BaseException, match=r"holds posix.mkdir, no plain data, .* as optimizer"):
+        read_entries({entry: None}, folder, metadata, alone=True)
+    assert not (tmp_path / "was here").exists()
+
+
+def test_a_whole_one_is_read_without_sharding(tmp_path):
+    folder = tmp_path / "ckpt"
+    saved, _ = debug_launcher(save_sharded, args=(str(folder), False))
+    training = Training(seed=9)
+    load_state(folder, training.parts, ALONE, training.collectives)
+    weights, moments, *_ = training.state()
+    assert weights == saved["weights"]
+    assert [entry["exp_avg"] for entry in moments] == saved["moments"]
+
+
+def test_one_in_shards_is_refused_where_nothing_is_sharded(tmp_path):
+    folder = tmp_path / "ckpt"
+    debug_launcher(save_sharded, args=(str(folder), True))
+    training = Training(seed=9)
+    before = training.state()
+    with pytest.raises(ConfigError, match=r"1 model in shards"):
+        load_state(Path(folder), training.parts, ALONE, training.collectives)
+    assert training.state() == before
