@@ -134,8 +134,10 @@ def _write_file(path: Path, weights: list[Weight], tied: Mapping[str, str], bar:
                 done_bytes += chunk.nbytes
                 waiting_bytes += chunk.nbytes
                 if waiting_bytes >= _FLUSHED_BYTES:
-                    # The disk writes meanwhile, and nothing has to be waited for at the end.
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    # The disk writes meanwhile, and nothing has to be waited for at the end. What
+                    # has just been written alone: the rest stays in memory for who reads it next.
+                    begin = file.tell() - waiting_bytes
+                    os.posix_fadvise(file.fileno(), begin, waiting_bytes, os.POSIX_FADV_DONTNEED)
                     waiting_bytes = 0
                 bar.update(chunk.nbytes)
             if done_bytes != weight.nbytes:

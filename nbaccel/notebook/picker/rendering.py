@@ -309,10 +309,7 @@ def table_html(rows: Iterable[BarRow]) -> str:
     table_rows = list(rows)
     scale = BarScale(row.bar for row in table_rows)
     lines = "".join(_row_html(row, scale) for row in table_rows)
-    return (
-        f'<table class="nbaccel-rows"><tbody>{lines}</tbody></table>'
-        f'<div class="nbaccel-below-bars">{scale.legend()}</div>'
-    )
+    return f'<table class="nbaccel-rows"><tbody>{lines}</tbody></table>{scale.legend()}'
 
 
 def _row_html(row: BarRow, scale: BarScale) -> str:
