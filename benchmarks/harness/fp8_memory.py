@@ -152,19 +152,21 @@ def two_shots(parts: torch.Tensor) -> torch.Tensor:
 
 
 def paper_sum(parts: torch.Tensor) -> torch.Tensor:
-    """What `summed_mean` computes, with the factor that its automatic scaling comes to."""
-    from nbaccel.precision.fp8.gradient_exchange import AutomaticScaling, sum_payloads
+    """FP8-LM's sum (arXiv 2310.18313, section 2.1): one scale, and what its factor comes to."""
     from nbaccel.precision.fp8.scaled_tensor import E4M3, largest_magnitude, power_of_two_scale
 
-    scaling = AutomaticScaling()
+    factor = 1.0
     amax = largest_magnitude(parts)
     mean = parts[0]
     for _ in range(40):  # the factor halves at most ten times, and then stays about there
-        scale = power_of_two_scale(amax, E4M3) * scaling.factors.get(0, 1.0)
+        scale = power_of_two_scale(amax, E4M3) * factor
         payloads = E4M3.cast(parts * scale)
-        total, saturated = sum_payloads(payloads)
+        total = payloads[0]
+        for payload in payloads[1:]:  # each sum rounded, as a ring does
+            total = E4M3.cast(total.float() + payload.float())
         mean = total.float() / scale / len(parts)
-        scaling.adapt(0, saturated)
+        saturated = float((total.float().abs() >= E4M3.maximum).float().mean())
+        factor = factor / 2 if saturated > 1e-5 else min(factor * 2 ** (1 / 1000), 1.0)
     return mean
 
 

@@ -182,7 +182,6 @@ _FP8_BACKENDS: tuple[Fp8Row, ...] = (
             *_DELAYED_SETTINGS,
             "override_linear_precision",
             "use_autocast_during_eval",
-            "gradient_reduction",
             "skip_first_and_last",
         ),
         recipes=("current", "delayed"),

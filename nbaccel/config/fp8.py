@@ -82,14 +82,6 @@ class Fp8Config(Plain):
         why="It decides what MS-AMP keeps in 8 bits",
         do="Give O2, its default",
     )
-    gradient_reduction: Literal["two_shot", "sum"] = setting(
-        "two_shot",
-        "How MS-AMP's levels average gradients in FP8: two_shot adds in float32, "
-        "sum in FP8 with automatic scaling, as in the FP8-LM paper.",
-        read=_lower_case,
-        why="The error of a sum in FP8 grows with the number of processes",
-        do="Give two_shot, the default",
-    )
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = setting(
         "HYBRID",
         "8-bit format: HYBRID is E4M3 forward and E5M2 for gradients.",
@@ -312,7 +304,6 @@ class MSAMPRecipeKwargs(Fp8Handler):
     Attributes:
         opt_level: ``O1``, ``O2`` (the default) or ``O3``.
         optimization_level: The same, as some guides spell it.
-        gradient_reduction: ``two_shot`` (the default) or ``sum``, as in the FP8-LM paper.
         skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
     """
 
@@ -320,7 +311,6 @@ class MSAMPRecipeKwargs(Fp8Handler):
 
     opt_level: str | None = None
     optimization_level: str | None = field(default=None, kw_only=True)
-    gradient_reduction: str | None = field(default=None, kw_only=True)
     skip_first_and_last: bool | None = field(default=None, kw_only=True)
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
-from nbaccel.precision.fp8.gradient_exchange import AutomaticScaling, ScaledGradients, average
+from nbaccel.precision.fp8.gradient_exchange import ScaledGradients
 from nbaccel.precision.fp8.linear import AmaxHistory, Fp8Linear, LayerRecipe, convert_layer
 from nbaccel.precision.fp8.scaled_adam import ScaledAdam, owners_of
 from nbaccel.precision.fp8.scaled_tensor import (
@@ -181,11 +181,8 @@ class MsAmpFp8(NativeFp8):
     def average_gradients(self, model: nn.Module, is_synced: Callable[[], bool]) -> None:
         if model in self._averaging:
             self._averaging[model].detach()
-        scaling = AutomaticScaling() if self.fp8.gradient_reduction == "sum" else None
         weights = [weight for _, weight in _scaled_weights(model) if weight.requires_grad]
-        self._averaging[model] = ScaledGradients(
-            weights, self._weight_gradients(), average(scaling), is_synced
-        )
+        self._averaging[model] = ScaledGradients(weights, self._weight_gradients(), is_synced)
 
     def full_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`Precision.full_state`: at O3 the masters' values."""

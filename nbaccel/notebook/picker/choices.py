@@ -69,7 +69,6 @@ _FIELD_LABELS = {
     "fp8.backend": "FP8 backend",
     "fp8.recipe": "Scaling recipe",
     "fp8.opt_level": "MS-AMP level",
-    "fp8.gradient_reduction": "Gradient exchange",
     "fp8.skip_first_and_last": "Leave first and last layer",
     "fp8.pad_inner_dim": "Pad to multiples of 16",
     "fp8.enable_fsdp_float8_all_gather": "Gather weights in FP8",

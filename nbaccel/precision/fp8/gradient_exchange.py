@@ -11,11 +11,6 @@ they are added in float32, and only travel in 8 bits:
 So a value is rounded twice, however many processes there are, and all processes compute with the
 same bits. It takes 2 (N - 1) / N bytes per value, half of what a ring in bfloat16 does.
 
-[Note: a sum in 8 bits] FP8-LM (arXiv 2310.18313), section 2.1, adds payloads in E4M3 under one
-scale for all processes, times a factor μ: where more than 0.001 % of the sum lie at the largest
-value, μ halves; otherwise it grows, to the double in 1000 steps. It is here for comparison: its
-error grows with the number of processes.
-
 [Note: DDP's buckets] `DistributedDataParallel` copies gradients into float32 buckets, which stay:
 four bytes per parameter beside the one that MS-AMP's levels keep. So it is told to leave these
 weights alone, and :class:`ScaledGradients` averages them, in buckets that exist for a moment.
@@ -24,7 +19,6 @@ weights alone, and :class:`ScaledGradients` averages them, in buckets that exist
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +30,6 @@ from nbaccel.precision.fp8.scaled_tensor import (
     NumberFormat,
     ScaledTensor,
     dequantize,
-    largest_magnitude,
     power_of_two_scale,
     quantize,
 )
@@ -45,8 +38,6 @@ BLOCK = 256
 """Values under one scale."""
 
 _SCALE_BYTES = 4
-_SATURATED_SHARE = 1e-5
-_GROWTH = 2.0 ** (1 / 1000)
 
 
 def two_shot_mean(values: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -98,54 +89,6 @@ def _sendable(message: torch.Tensor, group: Any) -> torch.Tensor:
     return message.cpu() if is_host_only else message
 
 
-@dataclass(kw_only=True)
-class AutomaticScaling:
-    """The factor μ of FP8-LM's sum for each tensor or bucket; see [Note: a sum in 8 bits]."""
-
-    group: Any = None  # the process group; None takes the default one
-    # μ by number of the bucket; 1 at the start.
-    factors: dict[int, float] = field(default_factory=dict)
-
-    def adapt(self, number: int, share: float) -> None:
-        """Let a factor follow the share of values that lie at the largest value."""
-        factor = self.factors.get(number, 1.0)
-        self.factors[number] = (
-            factor / 2 if share > _SATURATED_SHARE else min(factor * _GROWTH, 1.0)
-        )
-
-
-def summed_mean(values: torch.Tensor, scaling: AutomaticScaling, number: int = 0) -> torch.Tensor:
-    """The mean over all processes by a sum in E4M3; see [Note: a sum in 8 bits]. A collective."""
-    num_ranks = dist.get_world_size(scaling.group)
-    amax = largest_magnitude(values)
-    dist.all_reduce(amax, dist.ReduceOp.MAX, group=scaling.group)
-    scale = power_of_two_scale(amax, E4M3) * scaling.factors.get(number, 1.0)
-    payload = quantize(values.detach().reshape(-1), scale, E4M3).to(E4M3.dtype)
-    sent = _sendable(payload.view(torch.uint8), scaling.group)
-    all_payloads = torch.empty(num_ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
-    _gather_into(all_payloads, sent, scaling.group)
-    payloads = all_payloads.to(values.device).view(E4M3.dtype).view(num_ranks, -1)
-    total, share = sum_payloads(payloads)
-    scaling.adapt(number, share)
-    return dequantize(total, scale.reciprocal() / num_ranks)
-
-
-def sum_payloads(payloads: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Payloads in E4M3, added in E4M3."""
-    total = payloads[0]
-    # One after the other, each sum rounded, as a ring does; so all processes get the same.
-    for payload in payloads[1:]:
-        total = E4M3.cast(total.float() + payload.float()).to(payloads.dtype)
-    return total, float((total.float().abs() >= E4M3.maximum).float().mean())
-
-
-def average(scaling: AutomaticScaling | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """A function of flat values and a number: their mean over the default group."""
-    if scaling is None:
-        return lambda values, _: two_shot_mean(values)
-    return lambda values, number: summed_mean(values, scaling, number)
-
-
 def fp8_compress_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """A communication hook of `DistributedDataParallel`: gradients travel in 8 bits."""
     gradients = bucket.buffer()
@@ -169,12 +112,10 @@ class ScaledGradients:
         self,
         weights: Sequence[ScaledTensor],
         number_format: NumberFormat,
-        average: Callable[[torch.Tensor, int], torch.Tensor],
         is_synced: Callable[[], bool],
     ) -> None:
         self._weights = weights
         self._format = number_format
-        self._average = average
         self._is_synced = is_synced
         self._is_waiting = False
         self._handles = [
@@ -210,9 +151,9 @@ class ScaledGradients:
         weights = [
             weight for weight, used in zip(self._weights, was_used.tolist(), strict=True) if used
         ]
-        for number, bucket in enumerate(_buckets(weights)):
+        for bucket in _buckets(weights):
             flat = torch.cat([_flat_gradient(weight) for weight in bucket])
-            means = torch.split(self._average(flat, number), [item.numel() for item in bucket])
+            means = torch.split(two_shot_mean(flat), [item.numel() for item in bucket])
             for weight, mean in zip(bucket, means, strict=True):
                 weight.grad = ScaledTensor.of(mean.view(weight.shape), self._format)
 
