@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from nbaccel.cli.script_making import MadeScript
     from nbaccel.config import RunConfig
 
-_CLUSTERS = ("slurm", "ray", "kubernetes")
+_CLUSTERS = ("slurm", "ray")
 _TARGETS = ("nbaccel", "torchrun", "accelerate", "deepspeed", *_CLUSTERS)
-_IMAGE = "pytorch/pytorch:latest"
 _EXPORT_HELP = """\
 Write a script out of a notebook, and the command line or job that runs it.
 
@@ -68,14 +67,6 @@ _FunctionOption = Annotated[
     ),
 ]
 _ReplaceOption = Annotated[bool, own_option("--overwrite", meaning="Replace files that are there.")]
-_ImageOption = Annotated[
-    str,
-    own_option(
-        "--image",
-        metavar="IMAGE",
-        meaning="Container of a Kubernetes job; it needs torch and nbaccel.",
-    ),
-]
 
 
 def _export(
@@ -84,7 +75,6 @@ def _export(
     output: _OutputOption = None,
     function: _FunctionOption = "",
     overwrite: _ReplaceOption = False,
-    image: _ImageOption = _IMAGE,
     config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
@@ -103,7 +93,7 @@ def _export(
         # The job finds its first node itself.
         further_options["master_addr"] = "first-node"
     config = _settings(made_script, config_file, further_options)
-    exported_files, command = _files(to, config, script_path, made_script.text, image)
+    exported_files, command = _files(to, config, script_path, made_script.text)
     _write_files(script_path.parent, exported_files, overwrite=overwrite)
     _tell_result(script_path.parent, exported_files, made_script, command)
     if made_script.launch is not None and made_script.launch.unread and config_file is None:
@@ -156,7 +146,7 @@ def _settings(
 
 
 def _files(
-    target: str, config: RunConfig, script_path: Path, script_text: str, image: str
+    target: str, config: RunConfig, script_path: Path, script_text: str
 ) -> tuple[list[ExportedFile], str]:
     """The files to write, the script first, and the command that starts it."""
     from nbaccel.cli.job_files import (
@@ -171,7 +161,7 @@ def _files(
     if target in COMMANDS:
         command = command_line(target, config, script_path.name)
         return [script_file, *companion_files(target, config)], command
-    job = JOBS[target](config, script_path.stem, script_text, image)
+    job = JOBS[target](config, script_path.stem)
     return [script_file, job], job.submit
 
 
@@ -200,8 +190,6 @@ def _tell_result(
     print(f"{folder / exported_files[0].name}: code cells {cells}")
     for exported_file in exported_files[1:]:
         print(folder / exported_file.name)
-    for note in (note for exported_file in exported_files for note in exported_file.notes):
-        print(f"nbaccel: {note}", file=sys.stderr)
     if made_script.num_magics:
         print(
             f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",

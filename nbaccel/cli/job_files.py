@@ -11,11 +11,8 @@ import importlib.resources
 import json
 import shlex
 import string
-import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import yaml
 
 from nbaccel import __version__
 from nbaccel.config import RunConfig
@@ -39,7 +36,6 @@ class ExportedFile:
     name: str
     text: str
     submit: str = ""  # the command that starts what is in it; empty for a file that others read
-    notes: tuple[str, ...] = field(default=())  # what the reader should know
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +181,7 @@ def _has_accelerators(config: RunConfig) -> bool:
     return config.device == "auto" or not device_row(config.device).in_host_memory
 
 
-def _slurm_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
+def _slurm_job(config: RunConfig, stem: str) -> ExportedFile:
     place = _Place(
         node_rank='"$SLURM_NODEID"', master_addr='"$MASTER_ADDR"', master_port='"$MASTER_PORT"'
     )
@@ -201,7 +197,7 @@ def _slurm_job(config: RunConfig, stem: str, script_text: str, image: str) -> Ex
     return ExportedFile(name=f"{stem}.sbatch", text=text, submit=f"sbatch {stem}.sbatch")
 
 
-def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
+def _ray_job(config: RunConfig, stem: str) -> ExportedFile:
     job_config = config.changed(num_nodes=1, node_rank=0, master_addr="127.0.0.1", use_port=None)
     if config.num_nodes > 1:
         num_processes = (config.num_processes or 1) * config.num_nodes
@@ -233,49 +229,5 @@ def for_ray(command: str) -> str:
     return f"echo {letters} '|' base64 -d '|' bash  # {' '.join(command.split())}"
 
 
-def _kubernetes_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
-    name = stem.lower().replace("_", "-").strip("-")
-    place = _Place(
-        node_rank='"$JOB_COMPLETION_INDEX"',
-        # Pods of an indexed job have their number in their host name.
-        master_addr=f"{name}-0.{name}",
-        master_port=str(_PORT),
-    )
-    command = command_line("nbaccel", config, f"{stem}.py", place)
-    num_workers = config.num_processes or 1
-    cores = str(num_workers * (config.threads_per_process or 1))
-    has_accelerators = _has_accelerators(config)
-    resources: dict[str, Any] = (
-        {"limits": {"nvidia.com/gpu": num_workers}}
-        if has_accelerators
-        else {"requests": {"cpu": cores}}
-    )
-    quoted_name = json.dumps(name)
-    text = _filled(
-        "kubernetes.yaml",
-        name=quoted_name,
-        script=_yaml({f"{stem}.py": script_text}, 2),
-        service=_filled("kubernetes_service.yaml", name=quoted_name, port=_PORT)
-        if config.num_nodes > 1
-        else "",
-        num_nodes=config.num_nodes,
-        max_restarts=config.max_restarts,
-        image=json.dumps(image),
-        command=_yaml(["bash", "-c", command], 8),
-        resources=_yaml(resources, 10),
-    )
-    return ExportedFile(
-        name=f"{stem}_job.yaml",
-        text=text,
-        submit=f"kubectl apply -f {stem}_job.yaml",
-        notes=(f"The image must have Python, torch and nbaccel: {image}. --image names another.",),
-    )
-
-
-def _yaml(value: Any, num_spaces: int) -> str:
-    """A value as it stands in a template, after as many spaces."""
-    return textwrap.indent(yaml.safe_dump(value), " " * num_spaces).strip()
-
-
-JOBS = {"slurm": _slurm_job, "ray": _ray_job, "kubernetes": _kubernetes_job}
+JOBS = {"slurm": _slurm_job, "ray": _ray_job}
 """What writes a job that runs a script, by the cluster that it is for."""
