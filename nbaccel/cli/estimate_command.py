@@ -9,9 +9,8 @@ import typer
 _ESTIMATE_HELP = (
     "Estimate the memory of a model on this disk: a folder with a transformers config.json (built "
     "without weights), or a file or folder of safetensors (only headers are read). gpt2, llama and "
-    "other kinds of models of transformers have their default size. The second table is that of "
-    "configure: the ways to train with Adam, in each precision; activations depend on the batch "
-    "and are not in it."
+    "other kinds of models of transformers have their default size. The second table has the "
+    "ways to train with Adam; activations depend on the batch and are not in it."
 )
 
 
@@ -47,13 +46,11 @@ def _estimate(
         int, typer.Option("--num-nodes", metavar="N", min=1, help="Machines.")
     ] = 1,
     mixed_precision: Annotated[
-        str | None,
+        str,
         typer.Option(
-            "--mixed-precision",
-            metavar="WORD",
-            help="no, fp16, bf16 or fp8: show that precision alone.",
+            "--mixed-precision", metavar="WORD", help="no, fp16, bf16 or fp8, of the second table."
         ),
-    ] = None,
+    ] = "no",
     trust_remote_code: Annotated[
         bool,
         typer.Option(
@@ -67,9 +64,9 @@ def _estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     # Here, so that `nbaccel --help` does not import torch.
-    from nbaccel.cli.memory_tables import estimate_model, json_text, print_tables
+    from nbaccel.cli.memory_tables import print_estimate
 
-    tables = estimate_model(
+    print_estimate(
         model_path,
         dtypes=[*dtypes.replace(",", " ").split(), *context.args],
         num_gpus=num_gpus,
@@ -77,8 +74,5 @@ def _estimate(
         mixed_precision=mixed_precision,
         trust_remote_code=trust_remote_code,
         library_name=library_name,
+        as_json=as_json,
     )
-    if as_json:
-        print(json_text(tables))
-    else:
-        print_tables(tables)

@@ -14,7 +14,7 @@ fits; where that one is tight, a second one leaves more memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -126,25 +126,15 @@ class CandidateFinder:
 
     def find(self, config: RunConfig, *, samples: int | None = None) -> tuple[Candidate, ...]:
         """All ways to train, judged beside each other, in the order in which they are shown."""
-        return self._judged(self.candidates(config, samples=samples), config)
-
-    def compare(self, config: RunConfig, precisions: Sequence[str]) -> tuple[Candidate, ...]:
-        """The same of several precisions: of each way, one for each of them."""
-        found: dict[str, dict[str, Candidate]] = {}
-        for precision in precisions:
-            try:
-                candidates = self.candidates(
-                    config.changed(mixed_precision=precision),
-                    is_chosen=precision == config.mixed_precision,
-                )
-            except NbaccelError:
-                # Its own settings speak against it, a section of a DeepSpeed configuration for
-                # example. The button of the precision says so.
-                continue
-            for candidate in candidates:
-                found.setdefault(candidate.name, {})[precision] = candidate
-        compared = [one for of_way in found.values() for one in _told_once(of_way)]
-        return self._judged(compared, config)
+        candidates = self.candidates(config, samples=samples)
+        fitting = [candidate for candidate in candidates if candidate.can_be_taken]
+        best = min(fitting, key=rank_of, default=None)
+        return tuple(
+            replace(one, is_best=True, reason=_best_reason(one, len(fitting)))
+            if one is best
+            else replace(one, reason=beside(one, best))
+            for one in candidates
+        )
 
     def candidates(
         self, config: RunConfig, *, samples: int | None = None, is_chosen: bool = True
@@ -252,35 +242,6 @@ class CandidateFinder:
         text = error.mistakes[0] if isinstance(error, ConfigError) else str(error)
         return text.partition(". ")[0].rstrip(".")
 
-    # ------------------------------------------------------------------- which is best
-
-    def _judged(self, candidates: Sequence[Candidate], config: RunConfig) -> tuple[Candidate, ...]:
-        """Mark the best, and tell what the others cost beside it."""
-        machine = self.memory_model.inventory
-        precision, _ = best_precision(resolve(config, machine), machine)
-        # Then what needs no care; formats of 8 bits come last.
-        order = (precision, "bf16", "no", "fp16")
-        by_precision = {name: place for place, name in reversed([*enumerate(order)])}
-        fitting = [candidate for candidate in candidates if candidate.can_be_taken]
-        best = min(
-            fitting,
-            key=lambda one: (by_precision.get(one.precision, len(order)), rank_of(one)),
-            default=None,
-        )
-        return tuple(
-            replace(one, is_best=True, reason=_best_reason(one, len(fitting)))
-            if one is best
-            else replace(one, reason=beside(one, best))
-            for one in candidates
-        )
-
-
-def _told_once(of_way: Mapping[str, Candidate]) -> Iterable[Candidate]:
-    """All of one way, or the first of them where each is refused for the same reason."""
-    candidates = list(of_way.values())
-    refusals = {candidate.refusal for candidate in candidates}
-    return candidates[:1] if len(refusals) == 1 and "" not in refusals else candidates
-
 
 def rank_of(candidate: Candidate) -> tuple[int, bool]:
     """The place of a way among all, the fastest first."""
@@ -309,8 +270,7 @@ def beside(candidate: Candidate, best: Candidate | None) -> str:
         return candidate.verdict
     if best is None:
         return ""
-    is_same = candidate.name == best.name  # in another precision
-    words = _cost_of(candidate.placement) or f"no faster{'' if is_same else ', and less simple'}"
+    words = _cost_of(candidate.placement) or "no faster, and less simple"
     more_free = candidate.spare - best.spare
     if more_free > 0:
         words += f", {format_bytes(more_free)} more free"

@@ -97,7 +97,7 @@ class Picker(HasTraits):
         self._css_class = f"nbaccel-static-{uuid.uuid4().hex[:12]}"
         self._view: PickerView | None = None
         self._shown_in: object = None
-        self._is_stale = self._has_compared = False
+        self._is_stale = False
         self._model.observe(self._follow)
 
     # ---------------------------------------------------------------- from Python
@@ -164,7 +164,7 @@ class Picker(HasTraits):
         self._shown_in = _running_cell(running_shell)
         missing_part = _missing_widget_part(running_shell)
         if missing_part:
-            # Each as soon as it is known: to measure a large model in each precision takes seconds.
+            # Each as soon as it is known: to measure a large model takes seconds.
             for section in rendering.picker_sections(self._model, self._panels):
                 print(f"{section}\n", flush=True)
             print(missing_part)
@@ -212,16 +212,11 @@ class Picker(HasTraits):
         model = self._model
         with self._model.lock:
             estimates = (model.estimate_memory, *model.later_estimates())
-        try:
-            for make_estimate in estimates:
-                with self._model.lock:
-                    make_estimate()
-                # Else this thread would have the lock again before one that waits with a click.
-                time.sleep(_LOCK_PAUSE_S)
-        finally:
+        for make_estimate in estimates:
             with self._model.lock:
-                if model.has_compared and not self._has_compared:
-                    self._changed()  # the other precisions are lacking in what is kept
+                make_estimate()
+            # Else this thread would have the lock again before one that waits with a click.
+            time.sleep(_LOCK_PAUSE_S)
 
     def _tell_variable(self, _result: object = None) -> None:
         """Say how it is used by the name that the cell has given it: known when the cell ends."""
@@ -258,9 +253,7 @@ class Picker(HasTraits):
     def _kept_output(self) -> dict[str, str]:
         """What a saved notebook keeps."""
         model = self._model
-        # What is known: this must keep neither the form nor a click waiting.
-        self._has_compared = model.has_compared
-        text = rendering.picker_text(model, self._panels, measures=False)
+        text = rendering.picker_text(model, self._panels)
         parts = []
         if tuple(self._panels) == PANELS:
             parts = [

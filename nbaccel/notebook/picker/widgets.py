@@ -255,41 +255,28 @@ class FacesPanel:
         self.sync()
 
 
-_COMPARE_MEANING = "Show each way to train in each precision that the machine has."
-
-
 class CandidateStrip:
     """Ways to train, each with the memory that it needs."""
 
     def __init__(self, form: Form) -> None:
-        self._model = model = form.model
+        self._model = form.model
         self._form = form
         # What the buttons stand for, in their order.
         self._shown: tuple[Candidate, ...] = ()
         self._heading = form.new_html("", "nbaccel-strip-head")
         self._buttons = Toggles(form, self._pressed)
-        self._comparing = Toggles(form, lambda _, is_on: model.compare_precisions(is_on=is_on))
-        self._compare = self._comparing.add(
-            True, "Compare precisions", _COMPARE_MEANING, "nbaccel-compare"
-        )
-        top = form.new_row([self._heading, self._compare], "nbaccel-strip-top")
         self._names = form.new_box([], "nbaccel-options", "nbaccel-candidates")
         self._bars = form.new_html("", "nbaccel-bars")
         label = form.new_html(rendering.label_html("Ways to train", is_hidden=True))
         self._strip = form.new_box([self._names, label, self._bars], "nbaccel-strip")
-        self.box = form.new_box([top, self._strip], "nbaccel-part-3")
+        self.box = form.new_box([self._heading, self._strip], "nbaccel-part-3")
 
     def sync(self) -> None:
         """Show the present candidates; before they are estimated, the room that they will take."""
         model = self._model
-        compares = model.compares_precisions
-        self._shown = model.shown_candidates()
+        self._shown = model.candidates()
         toggle_class(self._strip, "nbaccel-awaited", model.is_memory_postponed)
-        toggle_class(self._strip, "nbaccel-comparing", compares)
         self._heading.value = rendering.fits_html(model)
-        self._comparing.show(compares)
-        may_compare = bool(self._shown) and len(model.precisions) > 1
-        toggle_class(self._compare, "nbaccel-hidden", not may_compare)
         rows = [*rendering.shown_rows(model)]
         self._sync_buttons(rows)
         self._bars.value = rendering.table_html(rows) if rows else ""
@@ -304,16 +291,14 @@ class CandidateStrip:
         for number, button in buttons.items():
             toggle_class(button, "nbaccel-hidden", number >= len(rows))
         for button, row, candidate in zip(buttons.values(), rows, self._shown, strict=False):
-            toggle_class(button, "nbaccel-first", bool(row.name))
-            button.description = row.told_name
+            button.description = row.name
             button.disabled = row.is_refused
             button.tooltip = _candidate_text(candidate)
         self._buttons.show(next((n for n, row in enumerate(rows) if row.is_chosen), None))
 
     def _pressed(self, number: int, is_on: bool) -> None:
         if is_on and number < len(self._shown):
-            way = self._shown[number]
-            self._form.carry_out(lambda: self._model.take(way.name, way.precision))
+            self._form.carry_out(lambda: self._model.take(self._shown[number].name))
         # A refused one goes off again, and the one that is taken stays on when it is pressed.
         self.sync()
 
