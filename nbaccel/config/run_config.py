@@ -35,6 +35,7 @@ from nbaccel.config.capabilities import (
     engine_row,
     words_of_rows,
 )
+from nbaccel.config.deepspeed_document import filter_contradictions, read_host_filter
 from nbaccel.config.field_rules import explain_mistakes, setting
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import (
@@ -45,7 +46,6 @@ from nbaccel.config.given_values import (
     read_resume,
     shown,
 )
-from nbaccel.config.host_filter import filter_contradictions, read_host_filter
 from nbaccel.config.plugin_settings import (
     read_dynamo_settings,
     read_fsdp_settings,

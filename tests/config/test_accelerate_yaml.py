@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.config import Fp8Config, RunConfig, load_config_file, read_accelerate_yaml
-from nbaccel.config.accelerate_yaml import is_accelerate_file
+from nbaccel.config.config_files import is_accelerate_file
 from nbaccel.errors import ConfigError
 from tests.needs import DEEPSPEED_ROW
 

@@ -11,7 +11,7 @@ import pytest
 from nbaccel import RunConfig, resolve
 from nbaccel.config.capabilities import DEVICES
 from nbaccel.devices import never_run
-from nbaccel.devices.never_run import MpsDevice, XpuDevice
+from nbaccel.devices.cpu_xpu_mps import MpsDevice, XpuDevice
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory, inspect_machine, registry
 from nbaccel.plan.contracts.device import Device, DeviceRuntime, LaunchHooks, StepHooks
