@@ -421,12 +421,9 @@ def front_html(hidden_class: str) -> str:
 def kept_html(css_class: str, parts: Sequence[str], text: str) -> str:
     """What a saved notebook or an exported page shows in the form's place."""
     shown = "".join(f"<div>{part}</div>" for part in parts)
-    text_html = f"<pre>{escape(text)}</pre>"
-    if parts:
-        text_html = f"<details><summary>All of it as text</summary>{text_html}</details>"
     return (
-        f'<div class="nbaccel-static {css_class}"><style>{_part("bars.css")}</style>'
-        f"{shown}{text_html}</div>"
+        f'<div class="nbaccel-static {css_class}"><style>{_part("bars.css")}</style>{shown}'
+        f"<details><summary>All of it as text</summary><pre>{escape(text)}</pre></details></div>"
     )
 
 
@@ -441,11 +438,6 @@ def css_name(setting_name: object) -> str:
 
 
 # ---------------------------------------------------------------------- beside a field
-def heading_html(text: str) -> str:
-    """A panel's name."""
-    return f'<div class="nbaccel-heading" role="heading" aria-level="3">{escape(text)}</div>'
-
-
 def label_html(text: str, *, is_hidden: bool = False) -> str:
     """A group's label; screen readers get it as the group's name."""
     hidden_class = " nbaccel-hidden" if is_hidden else ""
@@ -553,32 +545,31 @@ TABLE_CHARS = 78
 _INDENT = "  "
 
 
-def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
+def picker_text(model: PickerModel) -> str:
     """The picker for a terminal: the choices, their memory, and the plan."""
-    return "\n\n".join(picker_sections(model, panel_names))
+    return "\n\n".join(picker_sections(model))
 
 
-def picker_sections(model: PickerModel, panel_names: Sequence[str] = PANELS) -> Iterator[str]:
+def picker_sections(model: PickerModel) -> Iterator[str]:
     """The same, one section after the other: the first ones need no measurement."""
-    if tuple(panel_names) == PANELS:
-        batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
-        nothing = ["nothing yet: configure(model, batch) shows what fits"]
-        trained = [model.trained, batch] if model.trained else nothing
-        yield _section("1. What is trained", _folded(trained))
-        parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
-        processes = shown_value(model, "num_processes")
-        if reason := outcome_of(model, model.setting("num_processes")).reason:
-            processes = f"{processes} ({reason})"
-        chosen = f"{processes} · precision {shown_value(model, 'mixed_precision')}"
-        yield _section("2. On what", _folded([*parts, chosen]))
-        if model.is_memory_postponed:
-            yield _section("3. What fits", [model.verdict.text])
-        elif model.candidates():
-            lines = ways_lines(model.candidates())
-            if not any(candidate.is_taken for candidate in model.candidates()):
-                lines.append("What is chosen is none of these ways; its memory is below.")
-            yield _section("3. What fits", lines)
-    for panel_name in panel_names:
+    batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
+    nothing = ["nothing yet: configure(model, batch) shows what fits"]
+    trained = [model.trained, batch] if model.trained else nothing
+    yield _section("1. What is trained", _folded(trained))
+    parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
+    processes = shown_value(model, "num_processes")
+    if reason := outcome_of(model, model.setting("num_processes")).reason:
+        processes = f"{processes} ({reason})"
+    chosen = f"{processes} · precision {shown_value(model, 'mixed_precision')}"
+    yield _section("2. On what", _folded([*parts, chosen]))
+    if model.is_memory_postponed:
+        yield _section("3. What fits", [model.verdict.text])
+    elif model.candidates():
+        lines = ways_lines(model.candidates())
+        if not any(candidate.is_taken for candidate in model.candidates()):
+            lines.append("What is chosen is none of these ways; its memory is below.")
+        yield _section("3. What fits", lines)
+    for panel_name in PANELS:
         if rows := list(_setting_rows(model, panel_name)):
             yield _section(title_of(panel_name), _aligned(rows))
     verdict = model.verdict
@@ -644,5 +635,6 @@ def ways_lines(candidates: Sequence[Candidate], *, knows_free: bool = True) -> l
         told = " + ".join(format_bytes(number) for number in filter(None, needed))
         rows.append((one.name, told, "; ".join(filter(None, clauses))))
     place = place_text(candidates)
-    head = f"{place[:1].upper()}{place[1:]}, + of the host" if place else ""
+    beside = ", + of the host" if any("+" in told for _, told, _ in rows) else ""
+    head = f"{place[:1].upper()}{place[1:]}{beside}" if place else ""
     return [*filter(None, [head]), *_aligned(rows)]
