@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nbaccel.base.errors import ConfigError, NbaccelError
+from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes, format_seconds
 from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
 
@@ -252,7 +252,8 @@ def _run_test(config: RunConfig) -> int:
     # Here, so that `nbaccel test --help` needs no torch.
     from nbaccel.base.errors import WorkerFailed
     from nbaccel.cli.launch_request import plan_of_command
-    from nbaccel.cli.set_up_checks import SetUpCheckFailed
+    from nbaccel.cli.set_up_checks import SetUpCheckFailed, run_checks
+    from nbaccel.launchers import launch_configured
     from nbaccel.plan import registry
     from nbaccel.workers.template import template_for
 
@@ -265,58 +266,20 @@ def _run_test(config: RunConfig) -> int:
         template_for(registry.prepare_notebook()).start_ahead()
     start_time = time.monotonic()
     try:
-        results = _launch_checks(config, plan.world_size)
-    except NbaccelError as error:
-        if not isinstance(error, (WorkerFailed, SetUpCheckFailed)):
-            raise
-        return _tell_failed_check(error)
-    _show_checks({name: (found, seconds) for name, found, seconds in results})
+        with tempfile.TemporaryDirectory(prefix="nbaccel-test-") as folder:
+            arguments = (config.to_json(), plan.world_size, folder)
+            results = launch_configured(run_checks, arguments, config)
+    except (WorkerFailed, SetUpCheckFailed) as error:
+        raised = getattr(error.failure, "raised", None) if isinstance(error, WorkerFailed) else None
+        failed_check = str(raised.message if raised else error).partition(":")[0]
+        text = _REMEDIES.get(failed_check, _AT_START)
+        what = failed_check if failed_check in _REMEDIES else "the start"
+        print(f"{error}\n\nThis set-up does not train: {what} failed. {text}", file=sys.stderr)
+        return 1
+    for name, found, seconds in results[0]:
+        print(f"{name:<12} OK {seconds:6.1f} s  {found}")
     print(f"\nThis set-up trains: all checks passed in {time.monotonic() - start_time:.1f} s.")
     return 0
-
-
-def _launch_checks(config: RunConfig, world_size: int) -> list[tuple[str, str, float]]:
-    from nbaccel.cli.set_up_checks import run_checks
-    from nbaccel.launchers import launch_configured
-
-    with tempfile.TemporaryDirectory(prefix="nbaccel-test-") as folder:
-        results = launch_configured(run_checks, (config.to_json(), world_size, folder), config)
-    rank_results: list[tuple[str, str, float]] = results[0]
-    return rank_results
-
-
-def _tell_failed_check(error: NbaccelError) -> int:
-    from nbaccel.cli.set_up_checks import CHECK_NAMES
-
-    failure = getattr(error, "failure", None)
-    message = str(error) if failure is None or failure.raised is None else failure.raised.message
-    named_check = message.partition(":")[0]
-    failed_check = named_check if named_check in CHECK_NAMES else ""
-    _show_checks({}, failed_check)
-    print(f"\n{error}", file=sys.stderr)
-    text = _REMEDIES.get(failed_check, _AT_START)
-    print(
-        f"\nThis set-up does not train: {failed_check or 'the start'} failed. {text}",
-        file=sys.stderr,
-    )
-    return 1
-
-
-def _show_checks(found_by_check: dict[str, tuple[str, float]], failed_check: str = "") -> None:
-    from nbaccel.cli import plain_table, terminal_console
-    from nbaccel.cli.set_up_checks import CHECK_NAMES
-
-    table = plain_table("", "check", "result", "found", "seconds")
-    num_passed = CHECK_NAMES.index(failed_check) if failed_check else 0
-    for position, name in enumerate(CHECK_NAMES):
-        if name in found_by_check:
-            text, seconds = found_by_check[name]
-            table.add_row(name, "OK", text, f"{seconds:.1f}", style="green")
-        elif name == failed_check:
-            table.add_row(name, "failed", "see below", "", style="bold red")
-        else:
-            table.add_row(name, "OK" if position < num_passed else "not run", "", "")
-    terminal_console().print(table)
 
 
 _ESTIMATE_HELP = (
