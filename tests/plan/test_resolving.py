@@ -115,7 +115,7 @@ AGENT = ("needs torchrun's agent", "nbaccel launch --nnodes 2 --rdzv-backend c10
         (CPU, {**TWO_NODES, "rdzv_backend": "c10d"}, ("rdzv_backend='c10d'", *AGENT)),
         (CPU, {**TWO_NODES, "max_restarts": 1}, ("max_restarts=1 with num_nodes=2", *AGENT)),
         (CPU, {"engine": "elastic"}, ("engine='elastic'", *AGENT)),
-        (CPU, {"num_processes": 2, "rdzv_backend": "c10"}, ("rdzv_backend='c10'", "torchrun")),
+        (CPU, {"num_processes": 2, "rdzv_backend": "c10"}, ("rdzv_backend='c10'", "torch elastic")),
         (CPU, {"engine": "deepspeed"}, ("needs hostfile=",)),
         (CPU, {"hostfile": "/no/such/file"}, ("hostfile='/no/such/file' cannot be read",)),
         (CPU, {"device": "cuda"}, ("NVML: no driver", 'Give device="cpu"')),
