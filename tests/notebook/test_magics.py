@@ -150,7 +150,6 @@ OFFERED = {
     CELL + "--num-processes 2 --num‸": [CELL + "--num-processes 2 --num-nodes"],
     CELL + "--precision=b‸": [CELL + "--precision=bf16"],
     CELL + "--zero 2‸": [CELL + "--zero 2"],
-    CELL + "--autoreload ‸": [CELL + f"--autoreload {word}" for word in ("on", "off")],
     CELL + "--config my_‸": [CELL + f"--config my_{word}" for word in ("config", "plan")],
     "\n%%time\n%%accelerate --devi‸": [CELL + "--device"],
     "%accelerate st‸": ["%accelerate status", "%accelerate stop"],
