@@ -297,11 +297,14 @@ def _print_traceback() -> None:
         print("No launch and no cell of %%accelerate has failed in this notebook.")
         return
     for record in records:
-        told = record.raised is not None
-        stack = [f"  {frames.place(frame)}, in {frame.function}" for frame in record.stack[::-1]]
-        print(record.full_traceback if told else "\n".join((f"rank {record.rank}:", *stack)))
-        if not told:
-            print(record.headline)
+        if record.raised is not None:
+            print(record.full_traceback)
+            continue
+        print(f"rank {record.rank}:")
+        for frame in reversed(record.stack):
+            place = f"  {frames.place(frame)}, in {frame.function}"
+            print("\n".join((place, *frames.source(frame, num_around=0))))
+        print(record.headline)
 
 
 def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -> tuple[str, ...]:

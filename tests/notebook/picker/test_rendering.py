@@ -218,6 +218,6 @@ def test_a_line_tells_what_a_way_needs_and_why_it_cannot_be_taken():
         ]
     )
     text = "\n".join(lines)
-    assert "FSDP                 5.0 GiB            ★ best: fast" in text
+    assert "FSDP                 5.0 GiB            chosen; ★ best: fast" in text
     assert "5.0 GiB + 2.0 GiB  ✗ 2.0 GiB too little on host memory" in text
     assert "needs a folder" in text
