@@ -10,7 +10,7 @@ What settings may say against each other stands first, each with what to do.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from inspect import Parameter, Signature
 from typing import (
     TYPE_CHECKING,
@@ -59,28 +59,23 @@ if TYPE_CHECKING:
 _Settings: TypeAlias = Any
 
 
-_Contradiction: TypeAlias = tuple[tuple[str, ...], str]
-"""The settings that are involved, and the message."""
+_Rule: TypeAlias = tuple[bool, tuple[str, ...], str]
+"""Whether settings contradict each other, which they are, and the message."""
 
 
 def contradictions(config: _Settings, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
     """What settings say against each other; of some it is known already that they are wrong."""
-    found = (*_of_run(config), *filter_contradictions(config))
+    rules = (*_of_nodes(config), *_of_start(config))
+    found = (*(rule[1:] for rule in rules if rule[0]), *filter_contradictions(config))
     return tuple(text for names, text in found if not set(names).intersection(ignoring))
 
 
-def _of_run(config: _Settings) -> Iterator[_Contradiction]:
+def _of_nodes(config: _Settings) -> tuple[_Rule, ...]:
     host_name, separator, port = config.rdzv_endpoint.rpartition(":")
     address = (host_name if separator else port).strip("[]") or config.master_addr
     is_port = port.isdecimal() and 1 <= int(port) <= 65535
-    is_inline = config.start_method == "inline"
     several = config.num_nodes > 1
-    engine = chosen_engine(config)[0]
-    starts_all = engine_row(engine).runs_on_hosts
-    owner = next(row.name for row in ENGINES if row.setting == "hostfile")
-    sharding = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
-    told_engine = ("engine", "hostfile", "num_nodes", "start_method", "rdzv_backend")
-    rules: tuple[tuple[bool, tuple[str, ...], str], ...] = (
+    return (
         (
             config.node_rank >= config.num_nodes,
             ("node_rank", "num_nodes"),
@@ -116,6 +111,18 @@ def _of_run(config: _Settings) -> Iterator[_Contradiction]:
             f"rdzv_endpoint cannot be empty with rdzv_backend={config.rdzv_backend!r}. "
             'The etcd server must be found. Give its "host:port".',
         ),
+    )
+
+
+def _of_start(config: _Settings) -> tuple[_Rule, ...]:
+    is_inline = config.start_method == "inline"
+    several = config.num_nodes > 1
+    engine = chosen_engine(config)[0]
+    starts_all = engine_row(engine).runs_on_hosts
+    owner = next(row.name for row in ENGINES if row.setting == "hostfile")
+    sharding = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
+    told_engine = ("engine", "hostfile", "num_nodes", "start_method", "rdzv_backend")
+    return (
         (
             is_inline and config.num_processes not in (None, 1),
             ("start_method", "num_processes"),
@@ -157,7 +164,6 @@ def _of_run(config: _Settings) -> Iterator[_Contradiction]:
             "other machines cannot be forked from this process. Leave start_method out.",
         ),
     )
-    return ((names, text) for holds, names, text in rules if holds)
 
 
 def chosen_engine(config: _Settings) -> tuple[str, str]:
