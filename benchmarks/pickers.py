@@ -31,15 +31,6 @@ CHOICES = (
     ("one copy each", "candidates", "one copy each (DDP)"),
     ("fp32", "mixed_precision", "no"),
 )
-# The same with each way in each precision: forty bars.
-COMPARED = (
-    ("compare precisions", "precisions", "compare"),
-    ("comparing: ZeRO-2 in fp8", "candidates", "ZeRO-2 in fp8"),
-    ("comparing: FSDP in bf16", "candidates", "FSDP in bf16"),
-    ("comparing: ZeRO-3 in fp16", "candidates", "ZeRO-3 in fp16"),
-    ("comparing: one copy each in fp32", "candidates", "one copy each (DDP) in fp32"),
-    ("compare no more", "precisions", "compare"),
-)
 ROUNDS = 5
 BAR_MS = 50.0
 # What is looked for in the browser: the first form of a kernel imports what it needs.
@@ -86,8 +77,8 @@ def _measure_choices(results: Results, num_rounds: int) -> None:
         results.of("pickers shown", "nbaccel").values.append(form.shown_s)
         for number in range(num_rounds):
             say(f"round {number + 1} of {num_rounds}")
-            for name, setting, option in (*CHOICES, *COMPARED):
-                took = form.press(setting, option, is_on=name != COMPARED[-1][0])
+            for name, setting, option in CHOICES:
+                took = form.press(setting, option)
                 row = results.of(f"pickers {name}", "nbaccel")
                 row.values.append(took.kernel_ms)
                 row.facts.append({"messages": took.num_messages, "kb": took.num_bytes / 1000})
@@ -144,11 +135,7 @@ def _render_choices(results: Results) -> tuple[str, bool]:
     ]
     holds = True
     # A result may have been taken before a choice was added here.
-    names = [
-        name
-        for name, *_ in (*CHOICES, *COMPARED)
-        if results.of(f"pickers {name}", "nbaccel").values
-    ]
+    names = [name for name, *_ in CHOICES if results.of(f"pickers {name}", "nbaccel").values]
     for name in names:
         row, back = (results.of(f"pickers {name}", who) for who in ("nbaccel", "and back"))
         good = row.median is not None and row.median <= BAR_MS

@@ -54,8 +54,6 @@ for setting in below(root):
                 if c.startswith("nbaccel-option-"):
                     found[f"{names[-1]} {c.removeprefix('nbaccel-option-')}"] = widget.model_id
 for widget in below(root):
-    if "nbaccel-compare" in widget._dom_classes:
-        found["precisions compare"] = widget.model_id
     if "nbaccel-candidates" in widget._dom_classes:
         for button in widget.children:
             if "nbaccel-hidden" not in button._dom_classes:

@@ -1,6 +1,6 @@
-"""The command nbaccel and its subcommands.
+"""The command nbaccel and its subcommands, and what they show in a terminal.
 
-Each has a module, and a strategy's module may add its own.
+A strategy's module may add a subcommand of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import pkgutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+from rich.console import Console as TerminalConsole
+from rich.table import Table
 from typer.main import get_command
 
 from nbaccel import __version__
@@ -21,24 +24,59 @@ from nbaccel.base.errors import (
     PlatformUnsupported,
     UserMistake,
 )
-from nbaccel.cli.terminal import as_people_read_it
 from nbaccel.config.capabilities import STRATEGIES
+
+
+def as_people_read_it(command: Any, parent: typer.Context | None = None) -> Any:
+    """Leave `<bool>`, `<str>` and `<int range>` out of the help of a command and its subcommands.
+
+    Typer writes Python's types there. It writes groups last, and `config`, a group, comes first.
+    """
+    context = typer.Context(command, parent=parent, **command.context_settings)
+    for option in command.get_params(context):
+        option.display_type = lambda _: ""
+    subcommands = getattr(command, "commands", {})
+    for subcommand in subcommands.values():
+        as_people_read_it(subcommand, context)
+    if "config" in subcommands:
+        command.commands = {"config": subcommands["config"], **subcommands}
+    return command
+
+
+_WIDTH_CHARS = 100
+
+
+def terminal_console() -> TerminalConsole:
+    """Where tables are printed: as wide as the terminal, or as a page of text."""
+    # A pipe has no width; a file is read by people, too.
+    width = None if sys.stdout.isatty() else _WIDTH_CHARS
+    return TerminalConsole(width=width, highlight=False)
+
+
+def plain_table(title: str, *columns: str) -> Table:
+    """A table without lines, whose long cells are wrapped."""
+    table = Table(
+        title=title or None, title_justify="left", box=None, pad_edge=False, show_edge=False
+    )
+    for column in columns:
+        table.add_column(column, header_style="bold", overflow="fold")
+    return table
+
 
 __all__ = ["build_app", "main"]
 
 _FAILED = 1
 _MISTAKE = 2  # as typer exits where an option is wrong
 _INTERRUPTED = 130  # the shell's status for SIGINT
-_WIDTH = 100
 
 _COMMANDS: tuple[str, ...] = (
     "nbaccel.cli.config_command:add_to",
-    "nbaccel.cli.test_command:add_to",
+    "nbaccel.cli.commands:add_test",
     "nbaccel.cli.launch_command:add_to",
-    "nbaccel.cli.export_command:add_to",
-    "nbaccel.cli.estimate_command:add_to",
-    "nbaccel.cli.merge_command:add_to",
-    "nbaccel.cli.status_command:add_to",
+    "nbaccel.cli.commands:add_export",
+    "nbaccel.cli.commands:add_estimate",
+    "nbaccel.cli.commands:add_merge",
+    "nbaccel.cli.commands:add_status",
     "nbaccel.cli.env_command:add_to",
 )
 """Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
@@ -63,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     except NbaccelError as error:
         for line in f"nbaccel: {error}".splitlines():
-            filled = textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False)
+            filled = textwrap.fill(
+                line, _WIDTH_CHARS, break_long_words=False, break_on_hyphens=False
+            )
             print(filled, file=sys.stderr)
         is_correctable = isinstance(error, (UserMistake, MissingBackend, PlatformUnsupported))
         return _MISTAKE if is_correctable else _FAILED

@@ -120,35 +120,13 @@ def _machine_facts(inventory: Inventory) -> dict[str, Any]:
     )
     return {
         "system": platform.platform(),
-        "surroundings": _surroundings(),
         "CPU cores": inventory.cpu_cores,
-        "CPU": _processor_name(),
+        "CPU": platform.processor() or platform.machine(),
         "memory": text,
         "shared memory": format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none",
         "fork": inventory.fork_supported,
         "memfd": inventory.memfd_supported,
     }
-
-
-def _processor_name() -> str:
-    """The product's name; on Linux `platform` has none."""
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text(encoding="utf-8").splitlines() if cpu_info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _surroundings() -> str:
-    """Whether this is a container, Colab or Kaggle."""
-    marks = {
-        "Colab": bool(env.read("COLAB_RELEASE_TAG")),
-        "Kaggle": bool(env.read("KAGGLE_KERNEL_RUN_TYPE")),
-        "Kubernetes": bool(env.read("KUBERNETES_SERVICE_HOST")),
-        "SLURM": bool(env.read("SLURM_JOB_ID")),
-        "Docker": Path("/.dockerenv").exists(),
-        "Podman": Path("/run/.containerenv").exists(),
-    }
-    return ", ".join(name for name, is_there in marks.items() if is_there) or "no container known"
 
 
 def _device_facts(inventory: Inventory) -> dict[str, Any]:
@@ -167,8 +145,6 @@ def _device_facts(inventory: Inventory) -> dict[str, Any]:
         facts["TPU"] = {
             name: value for name, value in asdict(inventory.tpu).items() if value not in ("", 0, ())
         }
-    for number, problem in enumerate(inventory.problems):
-        facts[f"problem {number}"] = problem
     return facts
 
 

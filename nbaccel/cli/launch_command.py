@@ -101,7 +101,7 @@ def _launch(
     read_script = _read_script(script or "SCRIPT", tuple(arguments or ()), module, no_python)
     if not dry_run:
         _check_script(read_script)
-    from nbaccel.cli.engine_command import command_of_engine
+    from nbaccel.cli.script_commands import command_of_engine
 
     command = command_of_engine(request, read_script)
     notes = (*request.notes, *(command.notes if command else ()))

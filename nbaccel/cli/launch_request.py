@@ -16,12 +16,12 @@ from typing import Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.cli.peer_options import PEER_OPTIONS, PeerOption
-from nbaccel.cli.terminal import plain_table, terminal_console
+from nbaccel.cli import plain_table, terminal_console
+from nbaccel.cli.launch_options import PEER_OPTIONS, PeerOption
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, engine_row
 from nbaccel.config.config_files import load_config_file, peek_config_file
-from nbaccel.config.host_filter import kept_slots, slots_by_host
+from nbaccel.config.deepspeed_document import kept_slots, slots_by_host
 from nbaccel.config.run_config import chosen_engine
 from nbaccel.notebook.magic_line import json_or_text, setting_options
 from nbaccel.plan import Plan, inspect_machine, registry, resolve

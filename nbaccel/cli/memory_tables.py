@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import Any
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.units import count_noun, format_bytes
-from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import PRECISIONS
 from nbaccel.config.given_values import closest
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, measure, table_lines
 from nbaccel.memory.memory_model import MemoryModel, ShortFormats
 from nbaccel.memory.ways import Candidate, CandidateFinder
-from nbaccel.notebook.picker.rendering import precision_table_lines
+from nbaccel.notebook.picker.rendering import ways_lines
 from nbaccel.plan import Plan
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
@@ -205,36 +204,20 @@ _ANY_GPU = (10, 0)
 """What computes in all formats: nothing is known of a GPU that is not here."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryTables:
-    """Both tables, of so many devices on each of so many machines."""
-
-    sizes: ModelSizes
-    loaded: tuple[dict[str, Any], ...]
-    """A row for each format: its name, and bytes of the model in it, also in training with Adam."""
-    trained: tuple[Candidate, ...]
-    is_here: bool
-    """Whether this machine has the devices, so that it is known what fits."""
-    num_gpus: int
-    num_nodes: int
-    notes: tuple[str, ...]
-
-
-def estimate_model(
+def print_estimate(
     model_path: str,
     *,
     dtypes: Sequence[str],
     num_gpus: int,
     num_nodes: int,
-    mixed_precision: str | None = None,
+    mixed_precision: str = "no",
     trust_remote_code: bool = False,
     library_name: str = "transformers",
-) -> MemoryTables:
-    """Read a model and estimate its memory."""
-    # What needs a library of its own comes last.
-    precisions = [row.name for row in sorted(PRECISIONS, key=lambda row: row.has_backends)]
-    wanted = [("--dtypes", one, [*_BITS]) for one in dtypes]
-    wanted += [("--mixed-precision", mixed_precision, precisions)] if mixed_precision else []
+    as_json: bool = False,
+) -> None:
+    """Read a model, estimate its memory, and print both tables."""
+    wanted = [("--dtypes", dtype, [*_BITS]) for dtype in dtypes]
+    wanted.append(("--mixed-precision", mixed_precision, [row.name for row in PRECISIONS]))
     mistakes = [
         f"{option}={word!r} is no format here.{closest(word, known)} Its size is not known. Give "
         f"of: {', '.join(known)}."
@@ -245,20 +228,40 @@ def estimate_model(
         raise ConfigError(*mistakes)
     sizes = read_model(model_path, trust_remote_code=trust_remote_code, library_name=library_name)
     machine, is_here = _machine_with(num_gpus)
-    in_precisions = precisions if mixed_precision is None else [mixed_precision]
-    trained = _trained_ways(sizes, machine, num_gpus, num_nodes, in_precisions)
-    return MemoryTables(
-        sizes=sizes,
-        loaded=tuple(_loaded_row(sizes, dtype) for dtype in dtypes),
-        # Nothing is chosen here, and without a device there is no best.
-        trained=tuple(
-            replace(one, is_taken=False, is_best=one.is_best and is_here) for one in trained
-        ),
-        is_here=is_here,
-        num_gpus=num_gpus,
-        num_nodes=num_nodes,
-        notes=(*sizes.notes, "Activations are not in it: they depend on the batch."),
-    )
+    ways = _trained_ways(sizes, machine, num_gpus, num_nodes, mixed_precision)
+    # Nothing is chosen here, and without a device there is no best.
+    ways = [replace(one, is_taken=False, is_best=one.is_best and is_here) for one in ways]
+    loaded = [_loaded_row(sizes, dtype) for dtype in dtypes]
+    notes = [*sizes.notes, "Activations are not in it: they depend on the batch."]
+    if as_json:
+        told = {
+            "model": str(sizes.source),
+            "read_from": sizes.origin,
+            "parameters": sizes.shape.total,
+            "largest_layer_parameters": sizes.largest_layer,
+            "loaded": loaded,
+            "num_gpus": num_gpus,
+            "num_nodes": num_nodes,
+            "mixed_precision": mixed_precision,
+            "trained": [_trained_row(one, is_here=is_here) for one in ways],
+            "notes": notes,
+        }
+        print(json.dumps(told, indent=2))
+        return
+    rows: list[tuple[str, ...]] = [("dtype", "largest layer", "total size", "training with Adam")]
+    for dtype, *sizes_of in (row.values() for row in loaded):
+        rows.append((dtype, *("-" if one is None else format_bytes(one) for one in sizes_of)))
+    hosts = "" if num_nodes == 1 else f" on each of {num_nodes} machines"
+    gpus = count_noun(num_gpus, "GPU")
+    precision = "" if mixed_precision == "no" else f" in {mixed_precision}"
+    sections = {
+        f"{sizes.source}: {sizes.shape.total:,} parameters ({sizes.origin})": [],
+        "Loaded": table_lines(rows),
+        f"Trained with Adam on {gpus}{hosts}{precision}": (ways_lines(ways, knows_free=is_here)),
+        "Notes": notes,
+    }
+    for title, lines in sections.items():
+        print("\n".join((title, *(f"  {line}" for line in lines), "")))
 
 
 def _machine_with(num_gpus: int) -> tuple[Inventory, bool]:
@@ -310,79 +313,30 @@ class _StoredModel(MemoryModel):
 
 
 def _trained_ways(
-    sizes: ModelSizes, machine: Inventory, num_gpus: int, num_nodes: int, precisions: Sequence[str]
-) -> Iterator[Candidate]:
+    sizes: ModelSizes, machine: Inventory, num_gpus: int, num_nodes: int, mixed_precision: str
+) -> Sequence[Candidate]:
     known: dict[str, Any] = {"model": sizes.module, "sample_batch": None, "inventory": machine}
-    memory_model = MemoryModel(**known)
-    if sizes.module is None:
-        memory_model = _StoredModel(**known, known_shape=sizes.shape)
-    finder = CandidateFinder(memory_model)
+    memory_model = (
+        _StoredModel(**known, known_shape=sizes.shape)
+        if sizes.module is None
+        else MemoryModel(**known)
+    )
     config = RunConfig(
-        device="cuda", num_processes=num_gpus, num_nodes=num_nodes, master_addr="another machine"
+        device="cuda",
+        num_processes=num_gpus,
+        num_nodes=num_nodes,
+        master_addr="another machine",
+        mixed_precision=mixed_precision,
     )
-    ways = finder.compare(config, precisions)
-    yield from (one for one in ways if one.name == ways[0].name)
-    if sizes.module is not None:
-        yield from _msamp_levels(finder, config, precisions)
-    yield from (one for one in ways if one.name != ways[0].name)
-
-
-def _msamp_levels(
-    finder: CandidateFinder, config: RunConfig, precisions: Sequence[str]
-) -> Iterator[Candidate]:
-    for row in PRECISIONS:
-        for level in ("O1", "O2", "O3") if row.has_backends and row.name in precisions else ():
-            settings = Fp8Config.model_validate({"backend": "msamp", "opt_level": level})
-            with suppress(ConfigError):  # O3 divides something among several processes
-                [copies, *_] = finder.find(config.changed(mixed_precision=row.name, fp8=settings))
-                yield replace(copies, name=f"MS-AMP {level}", is_best=False)
-
-
-def json_text(tables: MemoryTables) -> str:
-    """The tables as one JSON object; sizes are bytes."""
-    return json.dumps(
-        {
-            "model": str(tables.sizes.source),
-            "read_from": tables.sizes.origin,
-            "parameters": tables.sizes.shape.total,
-            "largest_layer_parameters": tables.sizes.largest_layer,
-            "loaded": tables.loaded,
-            "num_gpus": tables.num_gpus,
-            "num_nodes": tables.num_nodes,
-            "trained": [_trained_row(one, is_here=tables.is_here) for one in tables.trained],
-            "notes": list(tables.notes),
-        },
-        indent=2,
-    )
+    return CandidateFinder(memory_model).find(config)
 
 
 def _trained_row(candidate: Candidate, *, is_here: bool) -> dict[str, Any]:
     estimate = None if candidate.need is None else candidate.need.estimate
     return {
-        "strategy": f"{candidate.name}, {candidate.precision}",
         "way": candidate.name,
-        "precisions": [candidate.precision],
         "per_device": None if estimate is None else estimate.device.peak,
         "per_host": None if estimate is None else estimate.host.peak,
         "fits": candidate.can_be_taken if is_here else None,
         "refusal": candidate.refusal,
     }
-
-
-def print_tables(tables: MemoryTables) -> None:
-    """Show the tables in a terminal."""
-    sizes = tables.sizes
-    rows: list[tuple[str, ...]] = [("dtype", "largest layer", "total size", "training with Adam")]
-    for dtype, *sizes_of in (row.values() for row in tables.loaded):
-        rows.append((dtype, *("-" if one is None else format_bytes(one) for one in sizes_of)))
-    hosts = "" if tables.num_nodes == 1 else f" on each of {tables.num_nodes} machines"
-    sections = {
-        f"{sizes.source}: {sizes.shape.total:,} parameters ({sizes.origin})": [],
-        "Loaded": table_lines(rows),
-        f"Trained with Adam on {count_noun(tables.num_gpus, 'GPU')}{hosts}": (
-            precision_table_lines(tables.trained, knows_free=tables.is_here)
-        ),
-        "Notes": tables.notes,
-    }
-    for title, lines in sections.items():
-        print("\n".join((title, *(f"  {line}" for line in lines), "")))

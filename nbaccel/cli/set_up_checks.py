@@ -225,5 +225,3 @@ _CHECKS: dict[str, Callable[[_CheckedTraining], str]] = {
     "training": _check_training,
     "checkpoint": _check_checkpoint,
 }
-
-CHECK_NAMES = tuple(_CHECKS)

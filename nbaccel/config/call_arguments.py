@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -22,7 +22,6 @@ R = TypeVar("R")
 
 _RANK_NAMES = ("rank", "local_rank", "global_rank", "gpu", "gpu_id", "process_index", "proc_id")
 """Usual names of the first parameter of a function for `torch.multiprocessing.spawn`."""
-_POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +48,10 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
     call_signature = inspect.signature(function)
     owner_name, _, name = function.__qualname__.rpartition(".")
     is_class = name == "__init__"
-    parameters = list(call_signature.parameters.values())
+    called_name = owner_name if is_class else name
     # Without `self`, which is not the caller's to give.
-    public_signature = call_signature.replace(parameters=parameters[is_class:])
+    known_names = tuple(call_signature.parameters)[is_class:]
+    example = "mixed_precision=…" if is_class else "train, (model,), num_processes=2"
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -60,71 +60,34 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         try:
             call_signature.bind(*args, **kwargs)
         except TypeError as error:
-            given_args = () if is_class else args
-            called_name = owner_name if is_class else function.__name__
-            call_mistakes = _unknown_keywords(called_name, public_signature, given_args, kwargs)
-            if not call_mistakes and is_class:
-                call_form = f"{owner_name}({', '.join(kwargs) or '…'}=…)"
-                call_mistakes = [
-                    f"{owner_name}() cannot be called: {error}. Name the arguments: {call_form}."
-                ]
-            elif not call_mistakes:
-                has_function = bool(args) or "function" in kwargs
-                call_mistakes = [_call_refusal(called_name, error, has_function)]
+            launched = None if is_class else kwargs.get("function", args[0] if args else None)
+            call_mistakes = [
+                f"{called_name}() has no argument {word!r}: got {word}={shown(value)}. "
+                f"{_meant_keyword(word, known_names, launched)}"
+                for word, value in kwargs.items()
+                if word not in known_names
+            ]
+            call_mistakes = call_mistakes or [
+                f"{called_name}() cannot be called: {error}. Write for example "
+                f"{called_name}({example})."
+            ]
             raise WrongArguments(*call_mistakes) from None  # the message has Python's text
         return function(*args, **kwargs)
 
     return checked
 
 
-def _unknown_keywords(
-    function_name: str,
-    signature: inspect.Signature,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> list[str]:
-    """A message about each keyword that the launcher does not have."""
-    function = args[0] if args else kwargs.get("function")
-    function_signature = _signature_of(function)
-    parameters = {} if function_signature is None else function_signature.parameters
-    return [
-        f"{function_name}() has no argument {argument_name!r}: got "
-        f"{argument_name}={shown(value)}. "
-        + _meant_keyword(argument_name, signature, parameters, function)
-        for argument_name, value in kwargs.items()
-        if argument_name not in signature.parameters
-    ]
-
-
-def _meant_keyword(
-    name: str,
-    signature: inspect.Signature,
-    parameters: Mapping[str, Any],
-    function: Any,
-) -> str:
+def _meant_keyword(name: str, known_names: tuple[str, ...], function: Any) -> str:
     # The most likely mistake first: an argument of the function, passed as to the function itself.
-    if name in parameters:
+    signature = _signature_of(function)
+    if signature is not None and name in signature.parameters:
         return (
             f"It is an argument of {_function_name(function)}(): these go into a tuple, "
-            f"in their order. Write args=({', '.join(parameters)},)."
+            f"in their order. Write args=({', '.join(signature.parameters)},)."
         )
-    if name in RunConfig.model_fields and "config" in signature.parameters:
+    if name in RunConfig.model_fields and "config" in known_names:
         return f"It is a setting of RunConfig. Write config=RunConfig({name}=…)."
-    near_names = closest(name, signature.parameters).strip()
-    return near_names or f"The arguments are: {', '.join(signature.parameters)}."
-
-
-def _call_refusal(name: str, error: TypeError, has_function: bool) -> str:
-    if not has_function:
-        return (
-            f"{name}() got no function: each worker calls one. Write "
-            f"{name}(train, (model,)), with the function itself and a tuple of its "
-            "arguments."
-        )
-    return (
-        f"{name}() cannot be called like this: {error}. Write {name}(train, "
-        "(model,), num_processes=2), for example."
-    )
+    return closest(name, known_names).strip() or f"The arguments are: {', '.join(known_names)}."
 
 
 def check_call(function: Any, args: Any) -> None:
@@ -137,22 +100,17 @@ def check_call(function: Any, args: Any) -> None:
         )
     if not isinstance(args, (tuple, list)):
         call_mistakes.append(
-            f"args is {_kind_of_value(args)}, not a tuple: it is unpacked into the call. For one "
-            "argument write args=(model,), with the comma."
+            f"args={shown(args)} is no tuple: it is unpacked into the call. For one argument write "
+            "args=(model,), with the comma."
         )
     signature = _signature_of(function)
     if not call_mistakes and signature is not None:
         try:
             signature.bind(*args)
-        except TypeError:
-            call_mistakes = [_binding_message(_function_name(function), signature, tuple(args))]
+        except TypeError as error:
+            call_mistakes = [_binding_message(_function_name(function), signature, args, error)]
     if call_mistakes:
         raise WrongArguments(*call_mistakes)
-
-
-def _kind_of_value(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _function_name(function: Any) -> str:
@@ -168,49 +126,19 @@ def _signature_of(function: Any) -> inspect.Signature | None:
         return None
 
 
-def _binding_message(
-    function_name: str, signature: inspect.Signature, args: tuple[Any, ...]
-) -> str:
-    parameter_list = list(signature.parameters.values())
-    taken_parameters = [
-        parameter for parameter in parameter_list if parameter.kind in _POSITIONAL_KINDS
-    ]
-    needed_names = [
-        parameter.name for parameter in taken_parameters if parameter.default is parameter.empty
-    ]
-    missing_names = needed_names[len(args) :]
-    only_by_name = [
-        parameter.name
-        for parameter in parameter_list
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-    ]
-    got_text = f"got {shown(args) if args else 'args=()'}"
-    if len(missing_names) == 1 and taken_parameters[0].name in _RANK_NAMES:
-        other_names = ", ".join(needed_names[1:])
+def _binding_message(name: str, signature: inspect.Signature, args: Any, error: TypeError) -> str:
+    first, *others = signature.parameters or ("",)
+    text = (
+        f"{name}{signature} cannot be called with args={shown(tuple(args))}: {error}. Each worker "
+        "would raise that. "
+    )
+    if first in _RANK_NAMES and len(args) == len(others):
         return (
-            f"{function_name}({', '.join(needed_names)}) needs {missing_names[0]}: {got_text}. "
-            "mp.spawn passes the rank as the first argument, and this launcher does not: its "
-            f"workers have it in the environment. Write def {function_name}({other_names}) with "
-            f'{taken_parameters[0].name} = int(os.environ["RANK"]) in it, or launch lambda '
-            f"{other_names}: "
-            f'{function_name}(int(os.environ["RANK"]){", " if other_names else ""}{other_names}).'
+            f"{text}mp.spawn passes the rank as the first argument, and this launcher does not: "
+            f"workers have it in the environment. Leave {first} out, and write {first} = int("
+            'os.environ["RANK"]) in the function.'
         )
-    if missing_names:
-        return (
-            f"{function_name}() needs {', '.join(missing_names)}: {got_text}. Each worker would "
-            f"raise a TypeError. Write args=({', '.join(needed_names)},)."
-        )
-    if only_by_name:
-        given_names = ", ".join(f"{argument_name}=…" for argument_name in only_by_name)
-        return (
-            f"{function_name}() takes {', '.join(only_by_name)} by name only, and args has values "
-            f"without names. Pass functools.partial({function_name}, {given_names}) as the "
-            "function."
-        )
-    taken_names = ", ".join(parameter.name for parameter in taken_parameters)
     return (
-        f"{function_name}() takes "
-        f"{f'no more than {taken_names}' if taken_names else 'no arguments'}: {got_text}. Each "
-        "worker would raise a TypeError. Write "
-        f"{f'args=({taken_names},)' if taken_names else 'no args'}."
+        f"{text}Give args as many values as it takes; what goes by its name alone by "
+        f"functools.partial({name}, name=…)."
     )

@@ -1,25 +1,605 @@
-"""The configuration file of the command: where it is, read in nbaccel's form or Accelerate's."""
+"""Configuration files: the command's own, and Accelerate's of any version, read as a ``RunConfig``.
+
+The result says which keys of Accelerate's have no effect, and why. A key that would train something
+else when left out is a mistake; all mistakes are reported together.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.accelerate_yaml import (
-    MappedKey,
-    is_accelerate_file,
-    read_accelerate_yaml,
-    setting_of,
-    unjudged_settings,
-)
-from nbaccel.config.given_values import shown
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS
+from nbaccel.config.fp8 import Fp8Config
+from nbaccel.config.given_values import closest, put_at, shown
+from nbaccel.config.handlers import FSDP_VARIABLES, sharding_word
 from nbaccel.config.run_config import RunConfig, merged_settings
 from nbaccel.config.text_forms import read_yaml, unreadable
+
+_NOT_ASKED = "distributed_type does not use it"
+_TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}
+_FILE_DECIDES = "DeepSpeed's file decides"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccelerateFile:
+    """What a configuration file of Accelerate says.
+
+    Attributes:
+        config: The settings.
+        unused: Keys that have no effect, and why.
+    """
+
+    config: RunConfig
+    unused: Mapping[str, str]
+
+
+class _Reading:
+    """Collects settings, variables and mistakes while the keys of a file are read.
+
+    A reader of a key returns why it has no effect; None where it has one, or has its default.
+    """
+
+    def __init__(self, given: Mapping[str, Any], folder: Path) -> None:
+        self.given = given
+        self.folder = folder
+        self.settings: dict[str, Any] = {}
+        self.variables: dict[str, str] = {}
+        self.unused: dict[str, str] = {}
+        self.mistakes: list[str] = []
+        self.origins: dict[str, str] = {}
+        """The file's key of a setting that has another name there."""
+
+    def read(
+        self,
+        entries: Mapping[str, Any],
+        readers: Mapping[str, _ReadKey],
+        *,
+        section: str = "",
+        prefix: str = "",
+    ) -> None:
+        """Hand each key to its reader; older versions wrote some keys without their prefix."""
+        for name, value in entries.items():
+            key = f"{section}.{name}" if section else str(name)
+            full_name = f"{prefix}{str(name).removeprefix(prefix)}"
+            if full_name not in readers:
+                self.mistakes.append(
+                    f"{key}={shown(value)} is no key of Accelerate's files. It would be silently "
+                    f"ignored.{closest(full_name, readers) or ' Remove it.'}"
+                )
+            elif value not in (None, {}, [], "") and (
+                reason := readers[full_name](self, key, value)
+            ):
+                self.unused[key] = reason
+
+    def truth(self, key: str, value: Any) -> bool:
+        """A truth value, also one that was written as text."""
+        if isinstance(value, str) and value.strip().lower() in _TRUTH_WORDS:
+            return _TRUTH_WORDS[value.strip().lower()]
+        if not isinstance(value, bool):
+            self.mistakes.append(f"{key}={shown(value)} must be true or false.")
+        return value is True
+
+    def mapping(self, key: str, value: Any) -> dict[str, Any]:
+        """A section; empty, and a mistake, where it is none."""
+        if isinstance(value, Mapping):
+            return {str(entry_key): entry_value for entry_key, entry_value in value.items()}
+        self.mistakes.append(
+            f"{key}={shown(value)} must be a section. Write names and values below it."
+        )
+        return {}
+
+    def is_of_type(self, distributed_type: str) -> bool:
+        """Whether the file asks for this kind of training."""
+        return str(self.given.get("distributed_type")).strip().upper() == distributed_type
+
+    def note_section(self, key: str, value: Any, reason: str = _NOT_ASKED) -> None:
+        """Note why no key of a section has an effect."""
+        self.unused |= {f"{key}.{entry_key}": reason for entry_key in self.mapping(key, value)}
+
+    def complete_settings(self) -> dict[str, Any]:
+        """The settings for `RunConfig`, variables included."""
+        variables = {"variables": self.variables} if self.variables else {}
+        settings = {**self.settings, **variables}
+        if "hostfile" in settings:
+            # One command starts the workers on all hosts, and counts them together.
+            num_nodes = settings.pop("num_nodes", 1)
+            settings.pop("node_rank", None)
+            if isinstance(settings.get("num_processes"), int):
+                settings["num_processes"] *= num_nodes
+        return settings
+
+
+_ReadKey: TypeAlias = Callable[[_Reading, str, Any], str | None]
+
+
+def _as_setting(name: str) -> _ReadKey:
+    """A reader of a key that is a setting of `RunConfig` under another name."""
+
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        reading.origins[name] = key
+        reading.settings[name] = value
+
+    return read
+
+
+def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value: value) -> _ReadKey:
+    """A reader of a key that belongs to a section of `RunConfig`."""
+
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        put_at(reading.settings.setdefault(section, {}), name, convert(value))
+
+    return read
+
+
+def _as_variable(name: str, *, only: bool = False) -> _ReadKey:
+    """A reader of a key that workers get as a variable; where `only`, if it is true."""
+
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        if not only or reading.truth(key, value):
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            reading.variables[name] = text
+
+    return read
+
+
+def _without_effect(reason: str, *, unless_default: bool = False) -> _ReadKey:
+    """A reader of a key that nothing of nbaccel follows; false is the default of some."""
+
+    def read(reading: _Reading, key: str, value: Any) -> str | None:
+        return None if unless_default and not reading.truth(key, value) else reason
+
+    return read
+
+
+def setting_of(mistake: str) -> str:
+    """The setting that a message begins with."""
+    return mistake.partition(" ")[0].partition("=")[0].rstrip(":")
+
+
+def is_accelerate_file(settings: Mapping[str, Any]) -> bool:
+    """Whether settings are those of a file that Accelerate reads."""
+    return any(key in _KEY_READERS and key not in RunConfig.model_fields for key in settings)
+
+
+def read_accelerate_yaml(
+    source: str | Path, changes: Mapping[str, Any] | None = None
+) -> AccelerateFile:
+    """Read a configuration file of Accelerate: YAML, or JSON, of any version.
+
+    Args:
+        source: The file's path, or its text.
+        changes: Settings of `RunConfig` that replace the file's, before they are judged.
+
+    Returns:
+        The settings, and which keys have no effect.
+
+    Raises:
+        ConfigError: It cannot be read, names something unknown, or asks for what nbaccel lacks;
+            all mistakes.
+    """
+    is_text = isinstance(source, str) and ("\n" in source or ":" in source)
+    file_path = None if is_text else Path(source)
+    source_name = f"Accelerate's file {file_path}" if file_path else "Accelerate's configuration"
+    try:
+        text = str(source) if file_path is None else file_path.read_text(encoding="utf-8")
+        file_settings = read_yaml(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{source_name} cannot be read: {error}. Nothing would be launched as it says. "
+            "Give the path of a file that is there."
+        ) from error
+    except ValueError as error:
+        raise unreadable(source_name, "YAML", error) from error
+    if not isinstance(file_settings, dict):
+        raise ConfigError(
+            f"{source_name} holds no settings: got {shown(file_settings)}. Settings need names. "
+            "Write it with accelerate config, or with nbaccel config."
+        )
+    reading = _read_keys(file_settings, file_path, changes or {})
+    return _judged(reading, source_name, changes or {})
+
+
+def unjudged_settings(file_settings: Mapping[str, Any], file_path: Path) -> dict[str, Any]:
+    """What a file says as settings of `RunConfig`, whatever is wrong with it."""
+    return _read_keys(file_settings, file_path, {}).complete_settings()
+
+
+def _read_keys(
+    file_settings: Mapping[str, Any], file_path: Path | None, changes: Mapping[str, Any]
+) -> _Reading:
+    file_settings = dict(file_settings)
+    # Accelerate counts the processes of all machines, so these two are read together.
+    if str(num_nodes := changes.get("num_nodes", "")).isdecimal():
+        file_settings["num_machines"] = int(num_nodes)
+    if "num_processes" in changes:
+        file_settings.pop("num_processes", None)
+    reading = _Reading(file_settings, folder=file_path.parent if file_path else Path())
+    reading.read(file_settings, _KEY_READERS)
+    return reading
+
+
+def _judged(reading: _Reading, source_name: str, changes: Mapping[str, Any]) -> AccelerateFile:
+    mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
+    config = RunConfig()
+    try:
+        config = RunConfig(**merged_settings(reading.complete_settings(), changes))
+    except ConfigError as error:
+        for mistake in error.mistakes:
+            name = setting_of(mistake)
+            key = reading.origins.get(name, name)
+            origin = f" In this file it is {key}." if key != name else ""
+            told = f"{source_name}: {mistake}{origin}"
+            mistakes.append(mistake if name in changes else told)
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return AccelerateFile(config=config, unused=reading.unused)
+
+
+# ------------------------------------------------------------------------- where it runs
+def _read_environment(reading: _Reading, key: str, value: Any) -> None:
+    if str(value) != "LOCAL_MACHINE":
+        reading.mistakes.append(
+            f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not: it "
+            "would train on this machine instead. Use accelerate launch for it."
+        )
+
+
+def _read_type(reading: _Reading, key: str, value: Any) -> None:
+    # YAML 1.1 reads a bare NO as False.
+    type_name = "NO" if value is False else str(value).strip().upper()
+    types = {"MULTI_GPU": "cuda", "TPU": "tpu", "XLA": "tpu"}
+    is_known = type_name in types or type_name.startswith("MULTI_")
+    device_name = types.get(type_name, type_name.removeprefix("MULTI_").lower())
+    if type_name == "NO":
+        reading.settings.setdefault("num_processes", 1)
+    elif type_name in ("FSDP", "DEEPSPEED"):
+        reading.settings["strategy"] = type_name.lower()
+    elif is_known and device_name in [row.name for row in DEVICES]:
+        reading.settings.setdefault("device", device_name)
+    else:
+        remedy = "Use FSDP or DEEPSPEED" if type_name == "MEGATRON_LM" else "Choose another one"
+        reading.mistakes.append(
+            f"{key}={shown(value)} is not supported: nbaccel would train in another way. {remedy}."
+        )
+
+
+def _read_use_cpu(reading: _Reading, key: str, value: Any) -> None:
+    if reading.truth(key, value):
+        reading.settings["device"] = "cpu"
+
+
+def _read_gpu_ids(reading: _Reading, key: str, value: Any) -> None:
+    if str(value).strip().lower() != "all":
+        reading.variables["CUDA_VISIBLE_DEVICES"] = str(value).replace(" ", "")
+
+
+def _read_num_processes(reading: _Reading, key: str, value: Any) -> str | None:
+    num_nodes = reading.given.get("num_machines") or 1
+    is_counted = isinstance(value, int) and isinstance(num_nodes, int) and num_nodes > 0
+    if value == -1:
+        return "the plan chooses"
+    if not is_counted or value % num_nodes:
+        reading.mistakes.append(
+            f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: "
+            "Accelerate counts the processes of all machines, and each must have as many. Give a "
+            "multiple."
+        )
+    else:
+        reading.settings["num_processes"] = value // num_nodes
+    return None
+
+
+# ------------------------------------------------------------------- precision and others
+def _read_precision(reading: _Reading, key: str, value: Any) -> str | None:
+    precision = "no" if value is False else str(value).strip().lower()
+    section = reading.given.get("deepspeed_config")
+    has_document = isinstance(section, Mapping) and _DOCUMENT_KEY in section
+    if has_document and reading.is_of_type("DEEPSPEED") and precision == "no":
+        return _FILE_DECIDES
+    reading.settings["mixed_precision"] = precision
+    return None
+
+
+def _read_fp16(reading: _Reading, key: str, value: Any) -> str | None:
+    """Accelerate's key before version 0.6."""
+    if reading.given.get("mixed_precision") is not None or not reading.truth(key, value):
+        return "mixed_precision decides"
+    reading.settings["mixed_precision"] = "fp16"
+    return None
+
+
+def _read_parallelism(reading: _Reading, key: str, value: Any) -> None:
+    for entry_key, entry_value in reading.mapping(key, value).items():
+        dotted_key = f"{key}.{entry_key}"
+        is_several = isinstance(entry_value, int) and entry_value > 1
+        if is_several and not entry_key.endswith("dp_shard_size"):
+            reading.mistakes.append(
+                f"{dotted_key}={entry_value} mixes parallelisms, which this version does not do: "
+                "it would train in another way. Set it to 1; FSDP shards over all processes."
+            )
+        else:
+            reading.unused[dotted_key] = "FSDP shards over all processes"
+
+
+def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
+    for entry in value if isinstance(value, list) else [value]:
+        name, separator, text = str(entry).partition("=")
+        if separator:
+            reading.variables[name.strip()] = text.strip()
+
+
+# ---------------------------------------------------------------------------- DeepSpeed
+_DOCUMENT_KEY = "deepspeed_config_file"
+_DEFAULT_STAGE = 2
+_STARTED_ON_EACH = ("standard", "nossh")
+"""Launchers of DeepSpeed that do not reach other machines."""
+_ZERO = "zero_optimization"
+_DOCUMENT_READERS: Mapping[str, _ReadKey] = {
+    "zero_stage": _as_setting("zero_stage"),
+    "gradient_accumulation_steps": _as_setting("gradient_accumulation_steps"),
+    "gradient_clipping": _into("deepspeed", "gradient_clipping"),
+    "offload_optimizer_device": _into("deepspeed", f"{_ZERO}.offload_optimizer.device"),
+    "offload_optimizer_nvme_path": _into("deepspeed", f"{_ZERO}.offload_optimizer.nvme_path"),
+    "offload_param_device": _into("deepspeed", f"{_ZERO}.offload_param.device"),
+    "offload_param_nvme_path": _into("deepspeed", f"{_ZERO}.offload_param.nvme_path"),
+    "zero3_save_16bit_model": _into(
+        "deepspeed", f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
+    ),
+}
+"""What a file of DeepSpeed's own says, too."""
+_DEEPSPEED_READERS: Mapping[str, _ReadKey] = {
+    **_DOCUMENT_READERS,
+    "zero3_init_flag": _as_variable("ACCELERATE_DEEPSPEED_ZERO3_INIT"),
+    "deepspeed_moe_layer_cls_names": _as_variable("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
+    "deepspeed_multinode_launcher": _without_effect("nbaccel launch is started on each machine"),
+    "deepspeed_hostfile": _without_effect("give nbaccel launch --hostfile"),
+    "deepspeed_inclusion_filter": _without_effect("give nbaccel launch --include"),
+    "deepspeed_exclusion_filter": _without_effect("give nbaccel launch --exclude"),
+}
+_HOST_SETTINGS = {
+    "deepspeed_hostfile": "hostfile",
+    "deepspeed_inclusion_filter": "include",
+    "deepspeed_exclusion_filter": "exclude",
+}
+
+
+def _read_deepspeed(reading: _Reading, key: str, value: Any) -> None:
+    """Read ``deepspeed_config``: a file of DeepSpeed, or Accelerate's fields."""
+    if not reading.is_of_type("DEEPSPEED"):
+        reading.note_section(key, value)
+        return
+    section = {
+        entry_key: None if str(entry_value).lower() == "none" else entry_value
+        for entry_key, entry_value in reading.mapping(key, value).items()
+    }
+    launcher = str(section.get("deepspeed_multinode_launcher") or "pdsh")
+    if section.get("deepspeed_hostfile") and launcher not in _STARTED_ON_EACH:
+        # One command, on one machine, starts the workers of all hosts.
+        for file_key, name in _HOST_SETTINGS.items():
+            if section.get(file_key):
+                reading.settings[name] = section.pop(file_key)
+    readers = _DEEPSPEED_READERS
+    if document := section.pop(_DOCUMENT_KEY, None):
+        reading.settings["deepspeed"] = _document_path(reading, str(document))
+        readers = {**readers, **dict.fromkeys(_DOCUMENT_READERS, _without_effect(_FILE_DECIDES))}
+    else:
+        section.setdefault("zero_stage", _DEFAULT_STAGE)
+    reading.read(section, readers, section=key)
+
+
+def _document_path(reading: _Reading, document: str) -> str:
+    """A path in the file, which counts from the working folder, or else from the file's."""
+    beside = reading.folder / document
+    try:
+        is_beside = beside.is_file() and not reading.folder.samefile(".")
+    except OSError:  # a name that is too long; the setting itself says that there is no such file
+        is_beside = False
+    return str(beside) if is_beside else document
+
+
+# --------------------------------------------------------------------------------- FSDP
+def _plain_truth(value: Any) -> Any:
+    is_truth = isinstance(value, str) and value.strip().lower() in ("true", "false")
+    return value.strip().lower() == "true" if is_truth else value
+
+
+def _read_resharding(reading: _Reading, key: str, value: Any) -> None:
+    # `accelerate config` writes FSDP1's words under the name that FSDP2 has for it.
+    value = _plain_truth(value)
+    name = "reshard_after_forward" if isinstance(value, bool) else "sharding_strategy"
+    _into("fsdp", name, sharding_word)(reading, key, value)
+
+
+def _read_least_params(reading: _Reading, key: str, value: Any) -> None:
+    if value != 0:
+        _into("fsdp", "min_num_params", _plain_truth)(reading, key, value)
+
+
+def _refuse_offloaded_activations(reading: _Reading, key: str, value: Any) -> None:
+    if reading.truth(key, value):
+        reading.mistakes.append(
+            f"{key}=true is not supported: this version recomputes activations and does "
+            "not move them to host memory, so it would need more. Set it to false."
+        )
+
+
+_FSDP_READERS: Mapping[str, _ReadKey] = {
+    **{f"fsdp_{name}": _into("fsdp", name, _plain_truth) for name in FSDP_VARIABLES},
+    "fsdp_transformer_layer_cls_to_wrap": _into("fsdp", "transformer_cls_names_to_wrap"),
+    "fsdp_offload_params": _into("fsdp", "cpu_offload", _plain_truth),
+    "fsdp_auto_wrap_policy": _into("fsdp", "auto_wrap_policy", lambda value: str(value).lower()),
+    "fsdp_sharding_strategy": _into("fsdp", "sharding_strategy", sharding_word),
+    "fsdp_reshard_after_forward": _read_resharding,
+    "fsdp_min_num_params": _read_least_params,
+    **dict.fromkeys(
+        (
+            *("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy", "fsdp_forward_prefetch"),
+            *("fsdp_use_orig_params", "fsdp_sync_module_states"),
+        ),
+        _without_effect("fully_shard does it by itself"),
+    ),
+    # fully_shard, which is version 2, trains in any case.
+    "fsdp_version": lambda _reading, _key, _value: None,
+    "fsdp_activation_checkpointing_offload": _refuse_offloaded_activations,
+}
+
+
+def _read_fsdp(reading: _Reading, key: str, value: Any) -> None:
+    """Read ``fsdp_config``, of FSDP's versions 1 and 2."""
+    if not reading.is_of_type("FSDP"):
+        reading.note_section(key, value)
+        return
+    section = reading.mapping(key, value)
+    reading.read(section, _FSDP_READERS, section=key, prefix="fsdp_")
+    settings = reading.settings.pop("fsdp", {})
+    if settings.get("sharding_strategy") == "NO_SHARD":
+        reading.settings["strategy"] = "auto"
+        return
+    if str(section.get("fsdp_version", section.get("version", 1))) == "1":
+        # Version 1 writes whole weights where nothing is said, and version 2 shards.
+        settings.setdefault("state_dict_type", "FULL_STATE_DICT")
+    if settings:
+        reading.settings["fsdp"] = settings
+
+
+# ------------------------------------------------------------------------ torch.compile
+_DYNAMO_READERS: Mapping[str, _ReadKey] = {
+    "dynamo_backend": _into("dynamo", "backend", lambda value: str(value).lower()),
+    "dynamo_mode": _into("dynamo", "mode"),
+    "dynamo_use_fullgraph": _into("dynamo", "fullgraph"),
+    "dynamo_use_dynamic": _into("dynamo", "dynamic"),
+    "dynamo_use_regional_compilation": _into("dynamo", "use_regional_compilation"),
+}
+
+
+def _read_dynamo(reading: _Reading, key: str, value: Any) -> None:
+    """Read ``dynamo_config``, or ``dynamo_backend`` of older versions."""
+    # YAML 1.1 reads a bare NO as False.
+    word = "NO" if value is False else value
+    if key == "dynamo_backend":
+        reading.read({key: word}, _DYNAMO_READERS)
+    else:
+        section = reading.mapping(key, word)
+        reading.read(section, _DYNAMO_READERS, section=key, prefix="dynamo_")
+    # Without a backend nothing is compiled, whatever the others say.
+    if reading.settings.get("dynamo", {}).get("backend", "no") in ("no", "false"):
+        reading.settings.pop("dynamo", None)
+
+
+# ---------------------------------------------------------------------------------- FP8
+def _plain_word(word: str) -> str:
+    """``MS-AMP`` and ``MSAMP`` are the same."""
+    return word.lower().replace("-", "").replace("_", "")
+
+
+def _fp8_backend(value: Any) -> Any:
+    names = {_plain_word(word): row.name for row in FP8_BACKENDS for word in row.words}
+    names |= {_plain_word(row.name): row.name for row in FP8_BACKENDS}
+    return names.get(_plain_word(str(value)), value)
+
+
+def _truth_values(value: Any) -> Any:
+    """Three truth values; YAML makes text of Python's tuple, and some files have one for all."""
+    if isinstance(value, str):
+        words = [word.strip().lower() for word in value.strip("()[] ").split(",")]
+        value = [word == "true" if word in ("true", "false") else word for word in words]
+    return [value] * 3 if isinstance(value, bool) else value
+
+
+def _read_block_scaling(reading: _Reading, key: str, value: Any) -> None:
+    recipe = "mxfp8" if reading.truth(key, value) else "auto"
+    _into("fp8", "recipe", lambda _: recipe)(reading, key, value)
+
+
+_FP8_READERS: Mapping[str, _ReadKey] = {
+    f"fp8_{name.removeprefix('fp8_')}": read
+    for name, read in {
+        **{name: _into("fp8", name) for name in Fp8Config.model_fields},
+        # What `accelerate config` asks for has other names than what `accelerate launch` reads.
+        "amax_history_length": _into("fp8", "amax_history_len"),
+        "amax_compute_algorithm": _into("fp8", "amax_compute_algo"),
+        "optimization_level": _into("fp8", "opt_level"),
+        "backend": _into("fp8", "backend", _fp8_backend),
+        "override_linear_precision": _into("fp8", "override_linear_precision", _truth_values),
+        "use_mxfp8_block_scaling": _read_block_scaling,
+    }.items()
+}
+
+
+def _read_fp8(reading: _Reading, key: str, value: Any) -> None:
+    precisions = [row.name for row in PRECISIONS if row.has_backends]
+    if str(reading.given.get("mixed_precision")).lower() not in precisions:
+        reading.note_section(key, value, "mixed_precision is not fp8")
+        return
+    reading.settings["fp8"] = {}
+    reading.read(reading.mapping(key, value), _FP8_READERS, section=key, prefix="fp8_")
+
+
+# ----------------------------------------------------------------------------- all keys
+_OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel has no such part"
+
+_KEY_READERS: Mapping[str, _ReadKey] = {
+    "compute_environment": _read_environment,
+    "distributed_type": _read_type,
+    "use_cpu": _read_use_cpu,
+    "gpu_ids": _read_gpu_ids,
+    "num_processes": _read_num_processes,
+    "num_machines": _as_setting("num_nodes"),
+    "machine_rank": _as_setting("node_rank"),
+    "main_process_ip": _as_setting("master_addr"),
+    "main_process_port": _as_setting("use_port"),
+    "rdzv_backend": _as_setting("rdzv_backend"),
+    "same_network": _without_effect("nodes meet at master_addr, wherever they are"),
+    "num_cpu_threads_per_process": _as_setting("threads_per_process"),
+    "mixed_precision": _read_precision,
+    "fp16": _read_fp16,
+    "downcast_bf16": _without_effect(
+        "torch_xla has dropped it: mixed_precision decides", unless_default=True
+    ),
+    "fp8_config": _read_fp8,
+    "deepspeed_config": _read_deepspeed,
+    "fsdp_config": _read_fsdp,
+    "dynamo_config": _read_dynamo,
+    "dynamo_backend": _read_dynamo,
+    "parallelism_config": _read_parallelism,
+    # `distributed_type: MEGATRON_LM` itself is refused.
+    "megatron_lm_config": _without_effect(_NOT_ASKED),
+    "enable_cpu_affinity": _without_effect(
+        "the system places threads; set_numa_affinity() in your script binds them",
+        unless_default=True,
+    ),
+    "debug": _as_variable("ACCELERATE_DEBUG_MODE", only=True),
+    "main_training_function": _without_effect(
+        "nbaccel launch runs the whole script, on TPUs as elsewhere"
+    ),
+    "mpirun_config": _without_effect(
+        "mpirun starts the processes there; nbaccel starts them itself on each node"
+    ),
+    "ipex_config": _without_effect("PyTorch has Intel's extension built in"),
+    "tpu_env": _read_tpu_env,
+    **dict.fromkeys(
+        (
+            *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"),
+            *("command_file", "commands"),
+        ),
+        _without_effect(_OF_TPU_PODS),
+    ),
+    **dict.fromkeys(
+        (
+            *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region"),
+            *("base_job_name", "pytorch_version", "transformers_version", "py_version"),
+            *("sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
+        ),
+        _without_effect("it belongs to Amazon SageMaker"),
+    ),
+}
+
 
 CONFIG_VARIABLE = "NBACCEL_CONFIG"
 _SCHEMA_NAME = "run_config.schema.json"
@@ -33,13 +613,13 @@ class LoadedConfig:
         config: The settings.
         path: The file; None where there is no default file, and the settings are the defaults.
         is_accelerate: Whether it has Accelerate's form.
-        mapped_keys: What each of Accelerate's keys became; empty for a file of ours.
+        unused: Accelerate's keys that have no effect, and why.
     """
 
     config: RunConfig
     path: Path | None = None
     is_accelerate: bool = False
-    mapped_keys: tuple[MappedKey, ...] = ()
+    unused: Mapping[str, str] = field(default_factory=dict)
 
 
 def default_config_path() -> Path:
@@ -60,7 +640,7 @@ def load_config_file(
         changes: Settings that replace the file's, before all are judged together.
 
     Returns:
-        The settings, and what became of Accelerate's keys.
+        The settings, and which of Accelerate's keys have no effect.
 
     Raises:
         ConfigError: It cannot be read, or settings in it are wrong; all mistakes.
@@ -76,7 +656,7 @@ def load_config_file(
             config=accelerate_file.config,
             path=file_path,
             is_accelerate=True,
-            mapped_keys=accelerate_file.mapped_keys,
+            unused=accelerate_file.unused,
         )
     try:
         return LoadedConfig(

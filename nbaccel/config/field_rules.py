@@ -80,8 +80,6 @@ class FieldRule:
     allowed: tuple[str, ...] = ()  # the words, where only some are allowed
     # Words that people write for one of the allowed ones.
     words: Mapping[str, str] = field(default_factory=dict)
-    # Sentences added to a refusal: backends of other packages that are missing, and why.
-    problems: tuple[str, ...] = ()
     # The form's kind of input: ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``;
     # empty where the form has none.
     value_kind: str = ""
@@ -133,14 +131,8 @@ class FieldRule:
         )
         word = closest(value, self.allowed, self.words) if isinstance(value, str) else ""
         reason = (self.why or field_meaning).strip().rstrip(".")
-        message_parts = (
-            f"{message_head}.",
-            f"{reason}." if reason else "",
-            word.lstrip() or f"{self.do}.",
-        )
-        return " ".join(
-            message_part for message_part in (*message_parts, *self.problems) if message_part
-        )
+        told_reason = f" {reason}." if reason else ""
+        return f"{message_head}.{told_reason} {word.lstrip() or f'{self.do}.'}"
 
 
 _LIMITS = ("ge", "gt", "le", "min_length", "pattern")

@@ -10,9 +10,8 @@ What settings may say against each other stands first, each with what to do.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from inspect import Parameter, Signature
-from itertools import chain
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -29,13 +28,13 @@ from nbaccel.config import deepspeed_document as zero_engine
 from nbaccel.config.capabilities import (
     DEVICES,
     ENGINES,
-    ENTRY_POINT_PROBLEMS,
     PRECISIONS,
     START_METHODS,
     STRATEGIES,
     engine_row,
     words_of_rows,
 )
+from nbaccel.config.deepspeed_document import filter_contradictions, read_host_filter
 from nbaccel.config.field_rules import explain_mistakes, setting
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import (
@@ -46,7 +45,6 @@ from nbaccel.config.given_values import (
     read_resume,
     shown,
 )
-from nbaccel.config.host_filter import filter_contradictions, read_host_filter
 from nbaccel.config.plugin_settings import (
     read_dynamo_settings,
     read_fsdp_settings,
@@ -61,112 +59,111 @@ if TYPE_CHECKING:
 _Settings: TypeAlias = Any
 
 
-_Contradiction: TypeAlias = tuple[tuple[str, ...], str]
-"""The settings that are involved, and the message."""
+_Rule: TypeAlias = tuple[bool, tuple[str, ...], str]
+"""Whether settings contradict each other, which they are, and the message."""
 
 
 def contradictions(config: _Settings, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
     """What settings say against each other; of some it is known already that they are wrong."""
-    found = chain(
-        _of_nodes(config), _of_inline(config), _of_engines(config), filter_contradictions(config)
-    )
+    rules = (*_of_nodes(config), *_of_start(config))
+    found = (*(rule[1:] for rule in rules if rule[0]), *filter_contradictions(config))
     return tuple(text for names, text in found if not set(names).intersection(ignoring))
 
 
-def _of_nodes(config: _Settings) -> Iterator[_Contradiction]:
-    if config.node_rank >= config.num_nodes:
-        yield (
+def _of_nodes(config: _Settings) -> tuple[_Rule, ...]:
+    host_name, separator, port = config.rdzv_endpoint.rpartition(":")
+    address = (host_name if separator else port).strip("[]") or config.master_addr
+    is_port = port.isdecimal() and 1 <= int(port) <= 65535
+    several = config.num_nodes > 1
+    return (
+        (
+            config.node_rank >= config.num_nodes,
             ("node_rank", "num_nodes"),
             f"node_rank must be below num_nodes: got node_rank={config.node_rank} with "
             f"num_nodes={config.num_nodes}. The other nodes would wait for a node that never "
             "comes. Number the nodes from 0, or raise num_nodes.",
-        )
-    if config.num_nodes > 1 and config.num_processes is None:
-        yield (
+        ),
+        (
+            several and config.num_processes is None,
             ("num_processes", "num_nodes"),
             f"num_processes cannot be left out with num_nodes={config.num_nodes}. "
             "Every node must know how many workers the others have. "
             "Give the same num_processes on every node.",
-        )
-    host_name, separator, port = config.rdzv_endpoint.rpartition(":")
-    address = (host_name if separator else port).strip("[]") or config.master_addr
-    if config.num_nodes > 1 and _is_loopback(address):
-        yield (
+        ),
+        (
+            several and _is_loopback(address),
             ("master_addr", "rdzv_endpoint", "num_nodes"),
             f"{'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'} cannot be {address!r} "
             f"with num_nodes={config.num_nodes}. "
             "On each node that address is the node itself, so they would never meet. "
             "Give the address of the first node as the others reach it.",
-        )
-    # Only static rendezvous needs the port; other backends have a default port.
-    is_port = port.isdecimal() and 1 <= int(port) <= 65535
-    if config.rdzv_endpoint and config.rdzv_backend == "static" and not is_port:
-        yield (
+        ),
+        (
+            # Only static rendezvous needs the port; other backends have a default port.
+            bool(config.rdzv_endpoint) and config.rdzv_backend == "static" and not is_port,
             ("rdzv_endpoint", "rdzv_backend"),
             f'rdzv_endpoint must be "host:port": got {config.rdzv_endpoint!r}. '
             "Static rendezvous connects to exactly that port. Add a port from 1 to 65535.",
-        )
-    if config.rdzv_backend.startswith("etcd") and not config.rdzv_endpoint:
-        yield (
+        ),
+        (
+            config.rdzv_backend.startswith("etcd") and not config.rdzv_endpoint,
             ("rdzv_endpoint", "rdzv_backend"),
             f"rdzv_endpoint cannot be empty with rdzv_backend={config.rdzv_backend!r}. "
             'The etcd server must be found. Give its "host:port".',
-        )
+        ),
+    )
 
 
-def _of_inline(config: _Settings) -> Iterator[_Contradiction]:
-    if config.start_method != "inline":
-        return
-    if config.num_processes not in (None, 1):
-        yield (
+def _of_start(config: _Settings) -> tuple[_Rule, ...]:
+    is_inline = config.start_method == "inline"
+    several = config.num_nodes > 1
+    engine = chosen_engine(config)[0]
+    starts_all = engine_row(engine).runs_on_hosts
+    owner = next(row.name for row in ENGINES if row.setting == "hostfile")
+    sharding = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
+    told_engine = ("engine", "hostfile", "num_nodes", "start_method", "rdzv_backend")
+    return (
+        (
+            is_inline and config.num_processes not in (None, 1),
             ("start_method", "num_processes"),
             f'start_method="inline" cannot run num_processes={config.num_processes}. '
             "Inline means in this very process, which is one. "
             'Give num_processes=1, or start_method="auto".',
-        )
-    given = {"num_nodes": config.num_nodes - 1, "max_restarts": config.max_restarts}
-    names = [name for name, more_than_possible in given.items() if more_than_possible > 0]
-    if names:
-        told = " and ".join(f"{name}={getattr(config, name)}" for name in names)
-        yield (
+        ),
+        (
+            is_inline and (several or config.max_restarts > 0),
             ("start_method", "num_nodes", "max_restarts"),
-            f'start_method="inline" cannot go with {told}. '
-            "Inline is this very process: it meets no other node and cannot be started again. "
-            f'Give start_method="auto", or leave out {names[0]}.',
-        )
-
-
-def _of_engines(config: _Settings) -> Iterator[_Contradiction]:
-    sharding = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
-    if config.fsdp is not None and config.strategy not in sharding:
-        yield (
+            f'start_method="inline" cannot go with num_nodes={config.num_nodes} and '
+            f"max_restarts={config.max_restarts}. Inline is this very process: it meets no other "
+            'node and cannot be started again. Give start_method="auto", or leave them out.',
+        ),
+        (
+            config.fsdp is not None and config.strategy not in sharding,
             ("fsdp", "strategy"),
             f"fsdp cannot go with strategy={config.strategy!r}: its settings would have no effect. "
             'Give strategy="fsdp", or leave fsdp out.',
-        )
-    name = chosen_engine(config)[0]
-    starts_all = engine_row(name).runs_on_hosts
-    if config.num_nodes > 1 and starts_all:
-        yield (
-            ("engine", "hostfile", "num_nodes", "rdzv_backend"),
-            f"num_nodes={config.num_nodes} contradicts engine={name!r}, "
+        ),
+        (
+            several and starts_all,
+            told_engine,
+            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, "
             "with which one notebook starts the workers of all machines: num_nodes counts machines "
             "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
             "counts the workers on all hosts.",
-        )
-    owner = next(row.name for row in ENGINES if row.setting == "hostfile")
-    if config.hostfile is not None and config.engine not in ("auto", owner):
-        yield (
+        ),
+        (
+            config.hostfile is not None and config.engine not in ("auto", owner),
             ("engine", "hostfile"),
             f"hostfile={config.hostfile!r} contradicts engine={config.engine!r}, which finds "
             f"its machines itself. One would be ignored. Leave one out, or give engine={owner!r}.",
-        )
-    if starts_all and config.start_method not in ("auto", "template"):
-        yield (
-            ("engine", "hostfile", "start_method", "rdzv_backend"),
-            f"start_method={config.start_method!r} contradicts engine={name!r}: workers on "
+        ),
+        (
+            starts_all and config.start_method not in ("auto", "template"),
+            told_engine,
+            f"start_method={config.start_method!r} contradicts engine={engine!r}: workers on "
             "other machines cannot be forked from this process. Leave start_method out.",
-        )
+        ),
+    )
 
 
 def chosen_engine(config: _Settings) -> tuple[str, str]:
@@ -252,14 +249,12 @@ class RunConfig(Exchangeable):
         "What the workers compute on; auto takes GPUs or TPUs where there are some.",
         do='Leave it at "auto" to take what this machine has',
         words=words_of_rows(DEVICES),
-        problems=ENTRY_POINT_PROBLEMS,
     )
     mixed_precision: PrecisionName = setting(
         "no",
         "Number format of the forward and backward pass; no keeps float32.",
         do='"no" keeps float32',
         words=words_of_rows(PRECISIONS),
-        problems=ENTRY_POINT_PROBLEMS,
     )
     strategy: StrategyName = setting(
         "auto",
@@ -268,7 +263,6 @@ class RunConfig(Exchangeable):
         why="It decides what each worker holds of the model",
         do='Leave it at "auto" to go by the other settings',
         words=words_of_rows(STRATEGIES),
-        problems=ENTRY_POINT_PROBLEMS,
     )
     start_method: StartMethodName = setting(
         "auto",
@@ -282,7 +276,6 @@ class RunConfig(Exchangeable):
         why="It decides on which machines the workers run",
         do='Leave it at "auto" to go by the other settings',
         words=words_of_rows(ENGINES),
-        problems=ENTRY_POINT_PROBLEMS,
     )
     hostfile: str | None = setting(
         None,
@@ -427,13 +420,6 @@ class RunConfig(Exchangeable):
         why="A launch that is stopped keeps there what the next one goes on with",
         do="Give True to keep it as long as the notebook lives",
         min_length=1,
-    )
-    compare: int | None = setting(
-        None,
-        "Steps that one worker takes first, so that it can be told what more "
-        "workers are worth; None for none.",
-        do="Give for example 30, or leave it out to compare with earlier runs alone",
-        ge=10,
     )
     threads_per_process: int | None = setting(
         None,

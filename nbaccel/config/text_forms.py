@@ -50,7 +50,7 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
             source_text, object_pairs_hook=each_once(source_name), parse_constant=_read_constant
         )
     except json.JSONDecodeError as error:
-        raise unreadable(source_name, "JSON", error, likely_reason(error)[1]) from error
+        raise unreadable(source_name, "JSON", error) from error
     except RecursionError as error:
         raise unreadable(source_name, "JSON", "it is nested too deeply") from error
     except ConfigError:
@@ -138,40 +138,14 @@ def _line_of(searched_word: str, source_text: str) -> str:
     return f": line {line_number}" if matched_word else ""
 
 
-def likely_reason(error: json.JSONDecodeError) -> tuple[int, str]:
-    """The line that is wrong, and the probable cause; empty where the reader does not show it."""
-    text_after = error.doc[error.pos :].lstrip()
-    text_before = error.doc[: error.pos].rstrip()
-    if error.doc.startswith("\ufeff"):
-        return 1, "It begins with a byte order mark: save it as UTF-8 without one. "
-    if text_after.startswith(("//", "/*", "#")) and text_before:
-        return error.lineno, "JSON has no comments: remove them. "
-    comma = "A comma before a closing bracket is one too many: remove it. "
-    if text_before.endswith(",") and text_after[:1] in ("}", "]"):
-        return text_before.count("\n") + 1, comma
-    # Newer versions of Python give the position of the comma itself.
-    if text_after.startswith(",") and text_after[1:].lstrip()[:1] in ("}", "]"):
-        return error.lineno, comma
-    if text_after[:1] in _OTHER_QUOTES:
-        return error.lineno, f'JSON has double quotes, "like these": got {text_after[:1]}. '
-    if not text_after:
-        return error.lineno, "The text ends there: it is empty, or was cut off. "
-    if not error.doc.lstrip().startswith(("{", "[")):
-        return 1, "It may be YAML, which DeepSpeed does not read: write it as JSON. "
-    return error.lineno, ""
-
-
-_OTHER_QUOTES = tuple("'`\u2018\u2019\u201c\u201d\u201e")
 _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 """Numbers of YAML 1.2 that are text in YAML 1.1: ``3e-5``, ``1e6``."""
 
 
-def unreadable(
-    source_name: str, language: str, error: Exception | str, cause: str = ""
-) -> ConfigError:
+def unreadable(source_name: str, language: str, error: Exception | str) -> ConfigError:
     """The error about a text that is no JSON, or no YAML."""
     return ConfigError(
-        f"{source_name} cannot be read from {language}: {str(error).rstrip('.')}. {cause}"
+        f"{source_name} cannot be read from {language}: {str(error).rstrip('.')}. "
         "A setting half read would train something else. Correct the text there."
     )
 

@@ -22,7 +22,7 @@ import psutil
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.config.host_filter import kept_slots
+from nbaccel.config.deepspeed_document import kept_slots
 from nbaccel.hosts import own_cluster
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 

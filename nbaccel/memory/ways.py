@@ -8,13 +8,13 @@ The best is the first that fits in the order of transformers' DeepSpeed guide (d
 deepspeed.md, "Select a ZeRO stage"), which DeepSpeed's own documentation links to. No time of a
 step is estimated: it depends on what joins the devices, and on kernels, as much as on the way.
 
-Proposals are what a colleague would say: the best of the ways, with the batch halved until one
-fits; where that one is tight, a second one leaves more memory.
+A proposal is what a colleague would say: the best of the ways, with the batch halved until one
+fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -126,25 +126,15 @@ class CandidateFinder:
 
     def find(self, config: RunConfig, *, samples: int | None = None) -> tuple[Candidate, ...]:
         """All ways to train, judged beside each other, in the order in which they are shown."""
-        return self._judged(self.candidates(config, samples=samples), config)
-
-    def compare(self, config: RunConfig, precisions: Sequence[str]) -> tuple[Candidate, ...]:
-        """The same of several precisions: of each way, one for each of them."""
-        found: dict[str, dict[str, Candidate]] = {}
-        for precision in precisions:
-            try:
-                candidates = self.candidates(
-                    config.changed(mixed_precision=precision),
-                    is_chosen=precision == config.mixed_precision,
-                )
-            except NbaccelError:
-                # Its own settings speak against it, a section of a DeepSpeed configuration for
-                # example. The button of the precision says so.
-                continue
-            for candidate in candidates:
-                found.setdefault(candidate.name, {})[precision] = candidate
-        compared = [one for of_way in found.values() for one in _told_once(of_way)]
-        return self._judged(compared, config)
+        candidates = self.candidates(config, samples=samples)
+        fitting = [candidate for candidate in candidates if candidate.can_be_taken]
+        best = min(fitting, key=rank_of, default=None)
+        return tuple(
+            replace(one, is_best=True, reason=_best_reason(one, len(fitting)))
+            if one is best
+            else replace(one, reason=beside(one, best))
+            for one in candidates
+        )
 
     def candidates(
         self, config: RunConfig, *, samples: int | None = None, is_chosen: bool = True
@@ -252,35 +242,6 @@ class CandidateFinder:
         text = error.mistakes[0] if isinstance(error, ConfigError) else str(error)
         return text.partition(". ")[0].rstrip(".")
 
-    # ------------------------------------------------------------------- which is best
-
-    def _judged(self, candidates: Sequence[Candidate], config: RunConfig) -> tuple[Candidate, ...]:
-        """Mark the best, and tell what the others cost beside it."""
-        machine = self.memory_model.inventory
-        precision, _ = best_precision(resolve(config, machine), machine)
-        # Then what needs no care; formats of 8 bits come last.
-        order = (precision, "bf16", "no", "fp16")
-        by_precision = {name: place for place, name in reversed([*enumerate(order)])}
-        fitting = [candidate for candidate in candidates if candidate.can_be_taken]
-        best = min(
-            fitting,
-            key=lambda one: (by_precision.get(one.precision, len(order)), rank_of(one)),
-            default=None,
-        )
-        return tuple(
-            replace(one, is_best=True, reason=_best_reason(one, len(fitting)))
-            if one is best
-            else replace(one, reason=beside(one, best))
-            for one in candidates
-        )
-
-
-def _told_once(of_way: Mapping[str, Candidate]) -> Iterable[Candidate]:
-    """All of one way, or the first of them where each is refused for the same reason."""
-    candidates = list(of_way.values())
-    refusals = {candidate.refusal for candidate in candidates}
-    return candidates[:1] if len(refusals) == 1 and "" not in refusals else candidates
-
 
 def rank_of(candidate: Candidate) -> tuple[int, bool]:
     """The place of a way among all, the fastest first."""
@@ -309,8 +270,7 @@ def beside(candidate: Candidate, best: Candidate | None) -> str:
         return candidate.verdict
     if best is None:
         return ""
-    is_same = candidate.name == best.name  # in another precision
-    words = _cost_of(candidate.placement) or f"no faster{'' if is_same else ', and less simple'}"
+    words = _cost_of(candidate.placement) or "no faster, and less simple"
     more_free = candidate.spare - best.spare
     if more_free > 0:
         words += f", {format_bytes(more_free)} more free"
@@ -332,8 +292,6 @@ def _cost_of(placement: StatePlacement) -> str:
 
 # ------------------------------------------------------------------------------ proposals
 
-_TIGHT_SHARE = 0.15
-"""Of a device's memory: with less than that left free, an estimate may be wrong enough to fail."""
 _MAX_NOT_CHOSEN = 5
 
 
@@ -370,8 +328,8 @@ def halvings(batch_size: int, accumulation: int) -> Iterator[tuple[int, int]]:
         yield batch_size, accumulation
 
 
-def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...]:
-    """Settings to take, the best first."""
+def propose(finder: CandidateFinder, config: RunConfig) -> Proposal:
+    """The best settings to take."""
     config, why = _begun(finder, config)
     batch = finder.memory_model.num_samples
     accumulation = config.gradient_accumulation_steps or 1
@@ -390,10 +348,7 @@ def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...
             not_chosen = [
                 f"{one.name}: {one.reason}" for one in candidates if one.reason and one is not best
             ]
-            first = _proposal(best, why, not_chosen[:_MAX_NOT_CHOSEN], samples, finder)
-            leaner = _leaner(finder, in_round, best, samples)
-            others = [] if leaner is None else [_proposal(leaner, why, [], samples, finder)]
-            return (first, *others)
+            return _proposal(best, why, not_chosen[:_MAX_NOT_CHOSEN], samples, finder)
         lacking = min(-one.spare for one in candidates if one.need is not None)
     smaller = "" if batch is None else ", even one sample at a time"
     raise ConfigError(
@@ -450,29 +405,6 @@ def _fitting_copies(finder: CandidateFinder, config: RunConfig, cores: int) -> i
         count //= 2
     # Not even one copy: then the model is divided among all of them.
     return cores
-
-
-def _leaner(
-    finder: CandidateFinder, config: RunConfig, best: Candidate, samples: int | None
-) -> Candidate | None:
-    """The fastest way that leaves enough free, where the best does not."""
-    if not _is_tight(best):
-        return None
-    if finder.can_checkpoint:
-        config = config.changed(activation_checkpointing=True)
-    roomy = [
-        candidate
-        for candidate in finder.find(config, samples=samples)
-        if candidate.can_be_taken and not _is_tight(candidate)
-    ]
-    leaner = min(roomy, key=rank_of, default=None)
-    return None if leaner is None else replace(leaner, reason=beside(leaner, best))
-
-
-def _is_tight(candidate: Candidate) -> bool:
-    bars = () if candidate.need is None else candidate.need.bars
-    capacity = min((bar.capacity for bar in bars if bar.needed and bar.capacity), default=0)
-    return candidate.spare < _TIGHT_SHARE * capacity
 
 
 def _proposal(

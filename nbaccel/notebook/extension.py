@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from nbaccel.base.log import write_notice
 from nbaccel.calls.pool_planning import CellSource
 from nbaccel.config.given_values import closest
 from nbaccel.notebook.cells import Cells
-from nbaccel.notebook.completion import Completion, inspect_workers
+from nbaccel.notebook.completion import Completion
 from nbaccel.notebook.magic_line import (
     SUBCOMMANDS,
     MagicLine,
@@ -50,7 +50,6 @@ from nbaccel.output.report.run_facts import facts_of
 from nbaccel.output.report.run_report import RunComparison, RunReport, report_of
 from nbaccel.plan import registry
 from nbaccel.workers import template
-from nbaccel.workers.failure import FailureRecord, RaisedError
 
 if TYPE_CHECKING:  # it would import torch, which loading the extension does not
     from nbaccel.calls.status_table import StatusTable
@@ -166,50 +165,6 @@ def hint_after_cells(session: Session) -> Callable[[], None]:
     return lambda: events.unregister("post_run_cell", on_cell_end)
 
 
-_Tell = Callable[..., str]
-"""A line as it is shown; with `stands_out`, in red."""
-_LINES_AROUND = 2  # source lines before and after that of a frame which is the user's own
-
-
-def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool) -> str:
-    """The whole tracebacks."""
-    tell: _Tell = frames.coloured if with_colours else lambda text, **_: text
-    return "\n\n".join("\n".join(_of_rank(record, tell)) for record in failure_records)
-
-
-def _of_rank(record: FailureRecord, tell: _Tell) -> Iterator[str]:
-    yield tell(f"rank {record.rank}:", stands_out=True)
-    if record.raised is not None:
-        yield from _of_error(record.raised, tell)
-        return
-    if record.stack:
-        yield "Stack (most recent call last):"
-    yield from _of_frames(reversed(record.stack), tell)
-    yield tell(record.headline, stands_out=True)
-
-
-def _of_error(error: RaisedError, tell: _Tell) -> Iterator[str]:
-    if error.cause is not None:
-        # The cause first, as Python prints chained exceptions.
-        yield from (*_of_error(error.cause, tell), "", "which led to:", "")
-    yield "Traceback (most recent call last):"
-    yield from _of_frames(error.frames, tell)
-    first_line, *other_lines = error.message.split("\n")
-    yield tell(f"{error.type_name}: {first_line}".rstrip(": "), stands_out=True)
-    yield from (*other_lines, *error.notes)
-    for part_number, part in enumerate(error.parts, 1):
-        yield f"which has, as number {part_number}:"
-        yield from (f"  {line}" for line in _of_error(part, tell))
-
-
-def _of_frames(user_frames: Iterable[frames.Frame], tell: _Tell) -> Iterator[str]:
-    for stack_frame in user_frames:
-        yield tell(f"  {frames.place(stack_frame)}, in {stack_frame.function}")
-        # Of a library's code the failing line is enough; the user's code is what can be corrected.
-        lines_around = 0 if stack_frame.is_library else _LINES_AROUND
-        yield from map(tell, frames.source(stack_frame, num_around=lines_around))
-
-
 MAGIC_NAME = "accelerate"
 _MOST_RUNS = 6  # side by side
 
@@ -252,7 +207,7 @@ def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callabl
         "config": lambda line: _show_config(session, line),
         "report": lambda _: _latest_report(),
         "runs": lambda _: _earlier_runs(),
-        "traceback": lambda _: _print_traceback(session),
+        "traceback": lambda _: _print_traceback(),
         "help": lambda _: print(line_manual()),
     }
 
@@ -334,16 +289,22 @@ def _earlier_runs() -> RunComparison | None:
     return RunComparison(runs[-_MOST_RUNS:])
 
 
-def _print_traceback(session: Session) -> None:
+def _print_traceback() -> None:
     from nbaccel.calls import outcome  # imports torch, which a notebook may not need
 
     records = outcome.latest_failure()
     if not records:
         print("No launch and no cell of %%accelerate has failed in this notebook.")
         return
-    # IPython 9 writes `nocolor`, earlier versions `NoColor`.
-    with_colours = str(getattr(session.shell, "colors", "")).lower() != "nocolor"
-    print(failure_text(records, with_colours=with_colours))
+    for record in records:
+        if record.raised is not None:
+            print(record.full_traceback)
+            continue
+        print(f"rank {record.rank}:")
+        for frame in reversed(record.stack):
+            place = f"  {frames.place(frame)}, in {frame.function}"
+            print("\n".join((place, *frames.source(frame, num_around=0))))
+        print(record.headline)
 
 
 def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -> tuple[str, ...]:
@@ -397,7 +358,6 @@ class Extension:
             undo(shell.magics_manager.magics[magic_kind].pop, MAGIC_NAME, None)
         for load in (cells.load, Completion(session).load):
             undo(load())
-        undo(inspect_workers(session))
         undo(hint_after_cells(session))
         undo(import_with_torch(shell))
         atexit.register(session.stop)

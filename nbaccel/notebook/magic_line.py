@@ -91,12 +91,6 @@ OWN_OPTIONS: tuple[MagicOption, ...] = (
         *("dist", ("--dist",), ""),
         "Join the workers' process group at once, so that torch.distributed is ready.",
     ),
-    MagicOption(
-        *("autoreload", ("--autoreload",), "on|off"),
-        "Reload source files that changed before each cell, in the workers; stays until switched "
-        "off.",
-        ("on", "off"),
-    ),
     MagicOption("help", ("-h", "--help"), "", "Show all options and run nothing."),
 )
 SUBCOMMANDS: tuple[Subcommand, ...] = (
@@ -250,8 +244,6 @@ class MagicLine:
     """None for all."""
     out: tuple[str, ...] = ()
     dist: bool = False
-    autoreload: bool | None = None
-    """None leaves it as it is."""
     help: bool = False
 
 
@@ -340,7 +332,6 @@ class _LineReader:
             ranks=ranks,
             out=out_names,
             dist=bool(self.found.get("dist")),
-            autoreload=self.found.get("autoreload"),
         )
 
     def _flag(self, flag_word: str, line_words: deque[str]) -> None:
@@ -380,13 +371,6 @@ class _LineReader:
         option_value: Any = json_or_text(text) if option.is_json else self._expanded(text)
         if option.none and str(option_value).strip().lower() == "none":
             option_value = None
-        elif option.name == "autoreload":
-            if option_value.lower() not in option.choices:
-                self.mistakes.append(
-                    f"{option.flag} must be on or off: got {option_value!r}. "
-                    f"{option.meaning}{closest(option_value, option.choices)}"
-                )
-            option_value = option_value.lower() == "on"
         earlier_value = self.found.get(option.name, option_value)
         if earlier_value != option_value:
             self.mistakes.append(

@@ -56,8 +56,6 @@ def import_with_torch(shell: InteractiveShell) -> Callable[[], None]:
 
 
 _LIVE_STATES = (PoolState.STARTING, PoolState.IDLE, PoolState.RUNNING)
-# What a worker runs where `--autoreload` is given: IPython's own extension, as in a notebook.
-_AUTORELOAD = "%load_ext autoreload\n%autoreload {mode}"
 
 
 class Session:
@@ -73,8 +71,6 @@ class Session:
         """Whether the next workers join their process group at once."""
         self.on_poll: Callable[[], None] | None = None
         """Called about once a second while workers run a cell."""
-        self._reloads = False
-        self._reloading: Pool | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -96,7 +92,6 @@ class Session:
         """Run a cell; workers are started if there are none."""
         pool = self._ready(line)
         check_ranks(line.ranks, pool.num_processes)
-        self._autoreload(pool, line.autoreload)
         result = pool.run(source, ranks=line.ranks, out=line.out)
         if line.out:
             self._bind(pool, result.out)
@@ -106,7 +101,6 @@ class Session:
         old_pool = self.pool
         group = self.dist or line.dist
         plan_pool(line.wanted)  # a refusal must leave the old ones running
-        self._reloading = None
         # `Pool.restart` takes new settings, but whether workers join a group is fixed per pool.
         if old_pool is None or old_pool.state is PoolState.STOPPED or group != self.dist:
             self.stop()
@@ -120,7 +114,7 @@ class Session:
         was_live = self.living_pool is not None
         if self.pool is not None:
             self.pool.stop()
-        self.pool = self._reloading = None
+        self.pool = None
         return was_live
 
     def pull(self, variable_names: Sequence[str], ranks: Sequence[int] | None) -> str:
@@ -210,7 +204,6 @@ class Session:
             return living_pool
         if line.ranks:
             check_ranks(line.ranks, plan_pool(line.wanted).num_processes)
-        self._reloading = None  # new workers start without autoreload
         broken_pool = self.pool
         if broken_pool is None or broken_pool.state is PoolState.STOPPED:
             return self._start(line.wanted, joins_group=self.dist or line.dist)
@@ -292,15 +285,6 @@ class Session:
             f"none{text}. Run a %%accelerate cell first, or start them with "
             "%accelerate restart."
         )
-
-    def _autoreload(self, pool: Pool, state: bool | None) -> None:
-        """Switch IPython's autoreload in the workers, once for as long as they live."""
-        self._reloads = self._reloads if state is None else state
-        is_running = self._reloading is pool
-        if self._reloads == is_running:
-            return
-        pool.run(_AUTORELOAD.format(mode=2 if self._reloads else 0))
-        self._reloading = pool if self._reloads else None
 
 
 def _effective_value(plan: Plan, name: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.units import count_noun, format_bytes
@@ -16,6 +15,9 @@ from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
     DEVICES,
     ENGINES,
+    DeviceRow,
+    EngineRow,
+    Fp8Choice,
     device_row,
     engine_row,
     fp8_backend,
@@ -25,7 +27,6 @@ from nbaccel.config.capabilities import (
     strategy_fits,
     strategy_row,
 )
-from nbaccel.config.capability_rows import DeviceRow, EngineRow, Fp8Choice
 from nbaccel.config.run_config import chosen_engine, elastic_reason
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Said, Wanted
@@ -107,7 +108,6 @@ def resolve(
     """
     findings = _Findings()
     found = _inspect(config, inventory, findings)
-    findings.warnings.extend(found.problems)
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
     engine = _choose_engine(config, findings)
@@ -226,7 +226,10 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
         if unavailable_reason:
             findings.mistakes.append(unavailable_reason)
     if config.rdzv_backend not in _RENDEZVOUS_BACKENDS:
-        _check_added_rendezvous(config.rdzv_backend, findings)
+        findings.mistakes.append(
+            f"rdzv_backend={config.rdzv_backend!r} is no rendezvous of torch elastic, so the nodes "
+            f"could not meet. Give one of {', '.join(_RENDEZVOUS_BACKENDS)}."
+        )
     elif engine_row(name).starts_scripts_only:
         text = elastic_reason(config) or f"engine={name!r}"
         findings.mistakes.append(
@@ -237,16 +240,6 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
             "max_restarts if a machine may be lost."
         )
     return Choice("engine", name, reason)
-
-
-def _check_added_rendezvous(rdzv_backend: str, findings: _Findings) -> None:
-    """Other packages may add a rendezvous; looking for them reads a file of every package."""
-    backends = (*_RENDEZVOUS_BACKENDS, *entry_points(group="torchrun.handlers").names)
-    if rdzv_backend not in backends:
-        findings.mistakes.append(
-            f"rdzv_backend={rdzv_backend!r} is no rendezvous of torch elastic, so the nodes "
-            f"could not meet. Give one of {', '.join(backends)}; torchrun knows no others."
-        )
 
 
 def _choose_num_processes(

@@ -159,11 +159,9 @@ def test_seven_billion_parameters_fit_on_two_gpus_after_at_most_three_clicks(pic
 
 @IN_LAB
 @pytest.mark.parametrize("width", [WIDTH, 720, 500])
-def test_compared_bars_stand_over_their_buttons_in_windows_of_any_width(picker, width):
+def test_bars_stand_over_their_buttons_in_windows_of_any_width(picker, width):
     picker.page.page.set_viewport_size({**WINDOW, "width": width})
     try:
-        picker.find("compare").click()
-        expect(picker.find("precision").first).to_be_visible()
         assert picker.root.evaluate(MISPLACED) == []
     finally:
         picker.page.page.set_viewport_size(WINDOW)
@@ -172,7 +170,7 @@ def test_compared_bars_stand_over_their_buttons_in_windows_of_any_width(picker, 
 MISPLACED = """(root) => {
     const buttons = [...root.querySelectorAll(".nbaccel-candidates button:not(.nbaccel-hidden)")];
     const rows = [...root.querySelectorAll(".nbaccel-strip-row")];
-    if (rows.length < 30 || rows.length !== buttons.length) return [rows.length, buttons.length];
+    if (rows.length < 8 || rows.length !== buttons.length) return [rows.length, buttons.length];
     return buttons.map((button, i) => [button.getBoundingClientRect(), rows[i], button])
         .filter(([box, row]) => Math.abs(box.top - row.getBoundingClientRect().top) > 1
             || Math.abs(box.height - row.getBoundingClientRect().height) > 1
@@ -189,8 +187,6 @@ def test_the_same_with_the_keyboard_alone(picker):
     for precision in ("fp16", "bf16"):
         press("ArrowRight")
         expect(picker.root.locator(".nbaccel-options .mod-active").first).to_have_text(precision)
-    press("Tab")
-    expect(focused()).to_have_text("Compare precisions")
     press("Tab")
     expect(focused()).to_have_text("one copy each (DDP)")
     press("ArrowDown")
@@ -275,7 +271,7 @@ def test_copy_puts_the_text_into_the_clipboard(picker):
 NAMELESS = """(root) => [...root.querySelectorAll("button, input, select, textarea")]
     .filter((e) => !(e.labels?.length || e.textContent.trim() || e.ariaLabel || e.title))
     .map((e) => e.outerHTML)"""
-ROLES = ("button", "radiogroup", "radio", "textbox", "combobox", "img")
+ROLES = ("button", "radiogroup", "radio", "textbox", "img")
 
 
 @IN_LAB
@@ -352,7 +348,6 @@ def test_without_its_kernel_the_saved_notebook_still_shows_what_was_picked(
         for words in ("What is trained", "6.71 B parameters", "On what", "GPU 1", "What fits"):
             expect(kept).to_contain_text(words)
         # Each way in each precision, what is chosen and what is best told in words.
-        expect(kept).to_contain_text(re.compile("fp32 +fp16 +bf16 +fp8"))
         expect(kept).to_contain_text("★ best")
         expect(kept).to_contain_text("zero_stage: 3")
         assert reader.locator(".nbaccel-picker").count() == 0
@@ -363,9 +358,5 @@ def test_without_its_kernel_the_saved_notebook_still_shows_what_was_picked(
 def test_text_can_be_read_in_both_themes(picker, theme):
     """The contrast that the guidelines for the web ask for, measured on what is shown."""
     picker.page.set_theme(theme)
-    low = picker.root.evaluate(CONTRAST)
-    assert not low, low
-    picker.find("compare").click()
-    expect(picker.find("precision").first).to_be_visible()
     low = picker.root.evaluate(CONTRAST)
     assert not low, low

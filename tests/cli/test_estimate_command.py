@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from nbaccel.base.units import format_bytes
 from nbaccel.cli import main, memory_tables
-from nbaccel.cli.memory_tables import estimate_model, print_tables
 from nbaccel.config import RunConfig
 from nbaccel.notebook.picker.model import PickerModel
 from tests.needs import DEEPSPEED_ROW
@@ -101,48 +98,25 @@ def test_a_model_of_transformers_is_built_without_weights(built, tmp_path, capsy
     num_parameters = sum(p.numel() for p in built.parameters())
     assert told["parameters"] == num_parameters
     assert "GPT2LMHeadModel" in told["read_from"]
-    rows = {row["strategy"]: row["per_device"] for row in told["trained"]}
+    rows = {row["way"]: row["per_device"] for row in told["trained"]}
     # DDP's buckets are a second copy of the gradients.
-    assert rows["one copy each (DDP), no"] == 5 * 4 * num_parameters
-    assert "MS-AMP O2, fp8" in rows
-
-
-@DEEPSPEED_ROW
-def test_all_is_told_in_each_precision_or_in_the_one_that_is_asked_for(stored, capsys):
-    told = estimate(capsys, stored, "--num-gpus", 4)
-    zero = [row for row in told["trained"] if row["way"] == "ZeRO-2"]
-    assert [row["precisions"] for row in zero] == [["no"], ["fp16"], ["bf16"], ["fp8"]]
-    assert zero[0]["per_device"] != zero[2]["per_device"]
-    alone = estimate(capsys, stored, "--num-gpus", 4, "--mixed-precision", "bf16")
-    assert [row for row in alone["trained"] if row["way"] == "ZeRO-2"] == zero[2:3]
-    assert {row["precisions"][0] for row in alone["trained"]} == {"bf16"}
+    assert rows["one copy each (DDP)"] == 5 * 4 * num_parameters
 
 
 @DEEPSPEED_ROW
 @pytest.mark.parametrize("free", [15, None])
-def test_a_terminal_of_80_columns_has_a_column_for_each_precision(
-    free, stored, capsys, monkeypatch
-):
+def test_a_terminal_of_80_columns_has_a_line_for_each_way(free, stored, capsys, monkeypatch):
     """With GPUs that are here, a sign says what fits; of others nothing is known."""
     machine = with_gpus(2, total=16, free=free) if free else with_gpus(0)
     monkeypatch.setattr(memory_tables, "inspect_machine", lambda: machine)
-    tables = estimate_model(str(stored), dtypes=["float32"], num_gpus=2, num_nodes=1)
-    print_tables(tables)
+    assert main(["estimate-memory", str(stored), "--num-gpus", "2"]) == 0
     told = capsys.readouterr().out
     assert "1,000 parameters (headers of safetensors)" in told
     assert "Activations are not in it" in told
     lines = told.partition("Trained with Adam on 2 GPUs")[2].splitlines()[1:]
     assert max(map(len, lines)) <= 80
-    cells = [re.split(r"  +", line.strip()) for line in lines]
-    assert ["fp32", "fp16", "bf16", "fp8"] in cells
-    needs = {one.precision: one.need for one in tables.trained if one.name == "ZeRO-3"}
-    sign = "✓ " if free else ""
-    sizes = [
-        f"{sign}{format_bytes(needs[name].estimate.device.peak)}"
-        for name in ("no", "fp16", "bf16", "fp8")
-    ]
-    assert ["ZeRO-3", *sizes] in cells
-    assert any("✓ fits" in line for line in lines) == bool(free)
+    assert any("ZeRO-3" in line for line in lines)
+    assert any("✓" in line for line in lines) == bool(free)
     assert any("★" in line for line in lines) == bool(free)
 
 

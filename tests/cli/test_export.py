@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from nbaccel.cli import main
 from nbaccel.cli.script_making import make_script, read_notebook
@@ -281,33 +280,6 @@ def test_settings_of_a_job_for_ray_are_no_commands(small):
     assert given[given.index("--log-dir") + 1] == value
     assert given[given.index("--log-line-prefix-template") + 1] == value
     assert not Path("ran").exists()
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_manifest_for_kubernetes(num_nodes, small):
-    words = ["--to", "kubernetes", "--nproc-per-node", "8", "--image", "registry/train:1"]
-    words += ["--num-nodes", str(num_nodes)]
-    assert main(["export", *words, small.name]) == 0
-    documents = {
-        document["kind"]: document
-        for document in yaml.safe_load_all(Path("n_job.yaml").read_text())
-    }
-    assert set(documents) == {"ConfigMap", "Job"} | ({"Service"} if num_nodes > 1 else set())
-    assert documents["ConfigMap"]["data"]["n.py"] == Path("n.py").read_text()
-    job = documents["Job"]["spec"]
-    assert (job["completionMode"], job["completions"], job["parallelism"]) == (
-        *("Indexed", num_nodes, num_nodes),
-    )
-    pod = job["template"]["spec"]
-    [container] = pod["containers"]
-    assert container["image"] == "registry/train:1"
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-    assert pod["restartPolicy"] == "Never"
-    if num_nodes > 1:
-        service = documents["Service"]
-        assert service["spec"]["clusterIP"] == "None"
-        assert pod["subdomain"] == service["metadata"]["name"] == "n"
-        assert '--node-rank "$JOB_COMPLETION_INDEX" --master-addr n-0.n' in container["command"][2]
 
 
 def test_a_deepspeed_configuration_has_a_file_and_nothing_is_replaced_unasked(small, capfd):

@@ -12,9 +12,8 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from nbaccel.cli import main
-from nbaccel.cli.launch_options import setting_flags
+from nbaccel.cli.launch_options import PEER_OPTIONS, setting_flags
 from nbaccel.cli.launch_request import LaunchRequest, SettingsFile, read_launch_request
-from nbaccel.cli.peer_options import PEER_OPTIONS
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.errors import ConfigError
 from tests.needs import HAS_DEEPSPEED_ROW

@@ -40,17 +40,15 @@ def refused(*args: Any, **kwargs: Any) -> str:
 @pytest.mark.parametrize(
     ("function", "args", "told"),
     [
-        (train, (), "train() needs model, epochs: got args=()."),
-        (train, (), "Write args=(model, epochs,)."),
-        (train, (1,), "train() needs epochs: got (1,)"),
-        (train, (1, 2, 3, 4), "train() takes no more than model, epochs, lr: got (1, 2, 3, 4)"),
-        (nothing, (1,), "nothing() takes no arguments: got (1,)"),
-        (demo_basic, (2,), "def demo_basic(world_size) with rank = int(os.environ["),
-        (demo_basic, (2,), 'lambda world_size: demo_basic(int(os.environ["RANK"]), world_size)'),
-        (by_name, (1,), "Pass functools.partial(by_name, lr=…) as the function."),
+        (train, (), "missing a required argument: 'model'"),
+        (train, (1,), "args=(1,): missing a required argument: 'epochs'"),
+        (train, (1, 2, 3, 4), "args=(1, 2, 3, 4): too many positional arguments"),
+        (nothing, (1,), "nothing() -> 'None' cannot be called with args=(1,)"),
+        (demo_basic, (2,), 'Leave rank out, and write rank = int(os.environ["RANK"])'),
+        (by_name, (1,), "by functools.partial(by_name, name=…)"),
         ((1,), train, "function=(1,) is not callable: each worker calls it."),
-        (nn.Linear(1, 1), train, "args is a function, not a tuple"),
-        (train, nn.Linear(1, 1), "args is a Linear, not a tuple"),
+        (nn.Linear(1, 1), train, "is no tuple"),
+        (train, nn.Linear(1, 1), "is no tuple"),
     ],
 )
 def test_arguments_that_do_not_fit(function: Any, args: Any, told: str) -> None:
@@ -71,18 +69,19 @@ def test_keywords_that_the_launcher_does_not_have(keywords: dict[str, Any], told
 
 
 def test_calls_without_a_function_with_an_argument_twice_and_of_others_are_told() -> None:
-    assert "notebook_launcher() got no function" in refused(num_processes=2)
+    assert "missing a required argument: 'function'" in refused(num_processes=2)
     assert "multiple values for argument 'args'" in refused(train, (1, 2), args=(1, 2))
     with pytest.raises(ConfigError, match="Did you mean 'num_processes'"):
         debug_launcher(nothing, nproceses=2)  # type: ignore[call-arg]
-    with Pool(2, namespace={}) as pool, pytest.raises(ConfigError, match="needs model, epochs"):
+    with (
+        Pool(2, namespace={}) as pool,
+        pytest.raises(ConfigError, match="required argument: 'model'"),
+    ):
         pool.call(train)
 
     def work(rank: int) -> None: ...
 
-    told = refused(work, num_processes=2)
-    assert "def work() with rank = int(os.environ" in told
-    assert 'lambda : work(int(os.environ["RANK"])).' in told.replace("lambda:", "lambda :")
+    assert "write rank = int(os.environ" in refused(work, num_processes=2)
 
 
 class Adder:

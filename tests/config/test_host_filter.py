@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.config import RunConfig
-from nbaccel.config.host_filter import kept_slots, slots_by_host
+from nbaccel.config.deepspeed_document import kept_slots, slots_by_host
 from nbaccel.errors import ConfigError
 
 POOL = {"w1": 4, "w2": 2, "user@w3": 1}

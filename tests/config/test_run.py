@@ -40,7 +40,6 @@ EVERYTHING = {
     "share_back": False,
     "on_stop": "discard",
     "resume": "kept",
-    "compare": 30,
     "threads_per_process": 2,
     "strategy": "fsdp",
     "fsdp": {"cpu_offload": True, "transformer_cls_names_to_wrap": ["Block"]},
@@ -261,7 +260,7 @@ TWO_NODES = {"num_nodes": 2, "num_processes": 2, "master_addr": "10.0.0.1"}
         ({"start_method": "inline", "max_restarts": 1}, ["inline", "max_restarts=1", "auto"]),
         (
             {**TWO_NODES, "num_processes": 1, "start_method": "inline"},
-            ["inline", "num_nodes=2", "leave out num_nodes"],
+            ["inline", "num_nodes=2", "leave them out"],
         ),
     ],
 )

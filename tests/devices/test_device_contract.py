@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from nbaccel import RunConfig, resolve
-from nbaccel.abc.device import Device, DeviceRuntime, LaunchHooks, StepHooks
 from nbaccel.config.capabilities import DEVICES
-from nbaccel.devices import never_run
-from nbaccel.devices.never_run import MpsDevice, XpuDevice
+from nbaccel.devices import cpu_xpu_mps
+from nbaccel.devices.cpu_xpu_mps import MpsDevice, XpuDevice
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory, inspect_machine, registry
+from nbaccel.plan.contracts.device import Device, DeviceRuntime, LaunchHooks, StepHooks
 from tests.programs import run_program
 
 
@@ -111,10 +111,10 @@ def test_intels_cards_are_found_by_their_vendor_and_that_of_a_mac_by_its_process
         folder = tmp_path / f"renderD{128 + number}" / "device"  # codespell:ignore
         folder.mkdir(parents=True)
         (folder / "vendor").write_text(f"{vendor}\n")
-    monkeypatch.setattr(never_run, "_CARDS", tmp_path)
+    monkeypatch.setattr(cpu_xpu_mps, "_CARDS", tmp_path)
     found = XpuDevice().detect({})["accelerators"]
     assert [(unit.kind, unit.index) for unit in found] == [("xpu", 0), ("xpu", 1)]
-    monkeypatch.setattr(never_run, "_CARDS", tmp_path / "none")
+    monkeypatch.setattr(cpu_xpu_mps, "_CARDS", tmp_path / "none")
     assert XpuDevice().detect({}) == {"accelerators": ()}
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")

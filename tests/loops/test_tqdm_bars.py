@@ -14,7 +14,7 @@ import pytest
 from tqdm import tqdm
 
 from nbaccel.base.training_metrics import Metrics
-from nbaccel.devices.cpu import CpuDevice
+from nbaccel.devices.cpu_xpu_mps import CpuDevice
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.loops.metrics_reporter import RunningLoop
 

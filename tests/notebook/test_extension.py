@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernel.kernel import Kernel, wait_for
-from tests.notebook.asking import START, complete, shown, told
+from tests.notebook.asking import START, shown, told
 
 STATE = """
 from IPython import get_ipython
@@ -52,7 +52,6 @@ def test_loading_wakes_no_torch_and_unloading_leaves_nothing(own):
 
     assert "already loaded" in own.run("%load_ext nbaccel").check().stdout
     own.run("%reload_ext nbaccel").check()
-    assert complete(own, "%accelerate rest‸") == ["%accelerate restart"]
     assert "No workers yet" in own.run("%accelerate").check().stdout
     own.run("import nbaccel; nbaccel.load_ipython_extension(shell)").check()
     assert own.run("print(state()['matchers'] - before['matchers'])").stdout == "1\n"
@@ -154,7 +153,6 @@ def test_comments_above_the_magic_names_of_workers_figures_and_whole_tracebacks(
     assert text.index("rank 1:") < text.index("rank 0:")
     for part in ("json/decoder.py", "return json.loads(text)", "JSONDecodeError", "time.sleep(60)"):
         assert part in text
-    assert "\x1b[" in text, "coloured"
 
 
 def test_a_launch_of_one_worker_can_be_debugged_here(idle):

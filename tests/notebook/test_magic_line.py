@@ -64,13 +64,11 @@ def test_settings_go_over_those_there_are(text, settings):
 
 
 def test_the_cells_own_options_and_settings_with_their_descriptions():
-    found = line("--ranks 0,2-3 --out loss,acc --dist --autoreload off")
+    found = line("--ranks 0,2-3 --out loss,acc --dist")
     assert found.ranks == (0, 2, 3)
     assert found.out == ("loss", "acc")
     assert line("a b, c --ranks 1", "pull").names == ("a", "b", "c")
     assert found.dist
-    assert found.autoreload is False
-    assert line("--autoreload on").autoreload is True
     assert line("--help -n two").help
 
     assert [option.name for option in setting_options()] == list(RunConfig.model_fields)
@@ -118,7 +116,6 @@ def test_a_config_of_the_notebook():
         ("-n 2 -n 3", "", ("given twice", "'2'", "'3'")),
         ("--dist=1", "", ("--dist takes no value", "'1'")),
         ("--no-share-back=1", "", ("--no-share-back takes no value",)),
-        ("--autoreload maybe", "", ("on or off", "'maybe'")),
         ("--ranks 3-1", "", ("--ranks must be", "'3-1'", "--ranks 0,2-3")),
         ("--ranks a", "", ("--ranks must be", "'a'")),
         ("--ranks ,", "", ("--ranks must be", "','")),

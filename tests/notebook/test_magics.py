@@ -9,7 +9,7 @@ from IPython import version_info
 
 from tests import needs
 from tests.kernel.kernel import Kernel
-from tests.notebook.asking import complete
+from tests.notebook.asking import COMPLETES, complete
 
 AFTER_TIME = pytest.mark.skipif(
     version_info < (8,), reason="IPython 7's %%time shows errors without the line of the cell"
@@ -150,7 +150,6 @@ OFFERED = {
     CELL + "--num-processes 2 --num‸": [CELL + "--num-processes 2 --num-nodes"],
     CELL + "--precision=b‸": [CELL + "--precision=bf16"],
     CELL + "--zero 2‸": [CELL + "--zero 2"],
-    CELL + "--autoreload ‸": [CELL + f"--autoreload {word}" for word in ("on", "off")],
     CELL + "--config my_‸": [CELL + f"--config my_{word}" for word in ("config", "plan")],
     "\n%%time\n%%accelerate --devi‸": [CELL + "--device"],
     "%accelerate st‸": ["%accelerate status", "%accelerate stop"],
@@ -165,6 +164,7 @@ OFFERED = {
 }
 
 
+@COMPLETES
 def test_what_can_stand_there_is_offered_and_nothing_else(kernel):
     kernel.run(PREPARE).check()
     for code, offered in OFFERED.items():

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from nbaccel.abc.engine import Host
 from nbaccel.config import RunConfig, capabilities
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.hosts.host_session import _named_devices
 from nbaccel.plan import Gpu, Inventory, resolve
+from nbaccel.plan.contracts.host_engine import Host
 from nbaccel.plan.resolving import with_named_gpus
 from tests import needs
 from tests.notebook.machines import V5E_8 as TPU
@@ -115,7 +115,7 @@ AGENT = ("needs torchrun's agent", "nbaccel launch --nnodes 2 --rdzv-backend c10
         (CPU, {**TWO_NODES, "rdzv_backend": "c10d"}, ("rdzv_backend='c10d'", *AGENT)),
         (CPU, {**TWO_NODES, "max_restarts": 1}, ("max_restarts=1 with num_nodes=2", *AGENT)),
         (CPU, {"engine": "elastic"}, ("engine='elastic'", *AGENT)),
-        (CPU, {"num_processes": 2, "rdzv_backend": "c10"}, ("rdzv_backend='c10'", "torchrun")),
+        (CPU, {"num_processes": 2, "rdzv_backend": "c10"}, ("rdzv_backend='c10'", "torch elastic")),
         (CPU, {"engine": "deepspeed"}, ("needs hostfile=",)),
         (CPU, {"hostfile": "/no/such/file"}, ("hostfile='/no/such/file' cannot be read",)),
         (CPU, {"device": "cuda"}, ("NVML: no driver", 'Give device="cpu"')),

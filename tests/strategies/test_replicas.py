@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel import WorkerFailed, debug_launcher
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.place import Place
+from nbaccel.plan.contracts.training import Bundle, Place
 from nbaccel.strategies.replicas import ReplicasStrategy
 from tests.worker_functions import join
 

@@ -19,7 +19,7 @@ from nbaccel.base.optional_packages import installed_version
 from nbaccel.base.processes import describe_process
 from nbaccel.config.capabilities import strategy_row
 from nbaccel.devices.tpu import chips
-from nbaccel.devices.tpu.chip_topology import without_stale
+from nbaccel.devices.tpu.chips import without_stale
 from nbaccel.devices.tpu.drivers import (
     TORCH_TPU_EXTENSION,
     DriverChoice,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.base import env
 from nbaccel.base.errors import PlatformUnsupported
-from nbaccel.devices.tpu.chip_topology import torch_tpu_variables
+from nbaccel.devices.tpu.chips import torch_tpu_variables
 from nbaccel.devices.tpu.drivers import TpuDriver
 from nbaccel.plan.contracts.device import CompileCounts
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.devices.tpu.chip_topology import torch_xla_variables
+from nbaccel.devices.tpu.chips import torch_xla_variables
 from nbaccel.devices.tpu.drivers import TpuDriver
 from nbaccel.plan.contracts.device import CompileCounts
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -24,7 +23,6 @@ from nbaccel.config.capabilities import (
     STRATEGIES,
 )
 from nbaccel.memory.settings_form import ChoiceOption, Edit, Setting, SettingsForm, settings_forms
-from nbaccel.memory.ways import Candidate
 from nbaccel.notebook.magic_line import kinds_of, words_of
 
 _PANEL_TITLES = {"precision": "Precision", "zero": "Training", "launch": "Launch"}
@@ -275,25 +273,3 @@ def _as_typed(setting: Setting, value: Any) -> Any:
     except ValueError:
         return value.strip()  # "auto", or something for the validator to refuse
     return int(number) if number.is_integer() and setting.kind == "whole" else number
-
-
-def precision_label(precision_name: str) -> str:
-    """A precision as the form writes it: ``fp32`` for ``no``."""
-    labels = {option.value: option.label for option in by_name()["mixed_precision"].options}
-    return labels.get(precision_name, precision_name)
-
-
-def name_with_precision(candidate: Candidate) -> str:
-    """Both in a few words: ``ZeRO-2 in bf16``."""
-    return f"{candidate.name} in {precision_label(candidate.precision)}"
-
-
-def groups_of_ways(candidates: Sequence[Candidate]) -> Iterator[tuple[str, list[Candidate]]]:
-    """The ways, each with its precisions."""
-    for name, of_way in groupby(candidates, key=lambda candidate: candidate.name):
-        yield name, list(of_way)
-
-
-def is_shown_once(of_way: Sequence[Candidate]) -> bool:
-    """Whether a way cannot be taken in any precision, so that no precision is named beside it."""
-    return len(of_way) == 1 and bool(of_way[0].refusal)

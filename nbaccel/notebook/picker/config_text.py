@@ -19,7 +19,7 @@ import yaml
 from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.config.text_forms import likely_reason, read_object, read_yaml, unreadable
+from nbaccel.config.text_forms import read_object, read_yaml, unreadable
 from nbaccel.memory.settings_form import settings_forms
 from nbaccel.notebook.magic_line import changed_flags
 from nbaccel.notebook.picker.choices import by_name
@@ -191,9 +191,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
     cause = error.__cause__
     if isinstance(cause, json.JSONDecodeError):
-        line, reason = likely_reason(cause)
-        words = reason.rstrip() or f"{cause.msg} (column {cause.colno})."
-        return min(line, num_lines), words
+        return min(cause.lineno, num_lines), f"{cause.msg} (column {cause.colno})."
     if cause is not None and (line_match := _LINE_IN_MESSAGE.search(str(cause))):
         return int(line_match[1]), error.mistakes[0]
     return None

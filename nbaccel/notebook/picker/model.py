@@ -24,11 +24,11 @@ from nbaccel.config import Fp8Config, RunConfig, run_config_of
 from nbaccel.config.capabilities import (
     DEVICES,
     FP8_BACKENDS,
+    Fp8Row,
     device_row,
     fp8_backend,
     precision_row,
 )
-from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.config.given_values import closest
 from nbaccel.memory.estimate import MemoryBar, MemoryNeed, refuse_unsized
 from nbaccel.memory.memory_model import MemoryModel
@@ -39,7 +39,7 @@ from nbaccel.memory.settings_form import (
     SettingsForm,
     settings_forms,
 )
-from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
+from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, propose, remedy
 from nbaccel.notebook.picker import choices
 from nbaccel.notebook.picker.config_text import faces_of, read_settings_source, save_face
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
@@ -101,9 +101,6 @@ class PickerModel:
             self._finder = CandidateFinder(self._memory_model)
         self.is_memory_postponed = False
         """Whether the memory is still to be estimated."""
-        self._compares_precisions = False
-        self.has_compared = False
-        """Whether all precisions have been measured, so that none of them is waited for."""
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
@@ -450,23 +447,23 @@ class PickerModel:
 
     def suggest(self) -> str:
         """Take the fastest settings that fit, as one change."""
-        proposal = self.proposals()[0]
+        proposal = self.proposal()
         self.take_proposal(proposal)
         return f"Suggested: {proposal.title}"
 
     @_kept
-    def proposals(self) -> tuple[Proposal, ...]:
-        """Settings to take, the fastest first: one to three."""
+    def proposal(self) -> Proposal:
+        """The fastest settings that fit."""
         finder = self._finder
         if self.suggest_refusal or finder is None:
             raise ConfigError(
                 f"Nothing can be suggested for model={type(self.module).__name__}: "
                 f"{self.suggest_refusal}."
             )
-        return proposals(finder, self.config)
+        return propose(finder, self.config)
 
     def take_proposal(self, proposal: Proposal) -> None:
-        """Take one of the `proposals`, as one change."""
+        """Take a `proposal`, as one change."""
         self._become(
             proposal.config, (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
         )
@@ -486,49 +483,20 @@ class PickerModel:
         offers = self.offers("mixed_precision")
         return tuple(str(option.value) for option, reason in offers if not reason)
 
-    @property
-    def compares_precisions(self) -> bool:
-        """Whether the ways to train are shown in each precision, not in the chosen one alone."""
-        return self._compares_precisions and len(self.precisions) > 1
-
-    def compare_precisions(self, *, is_on: bool) -> None:
-        """Show the ways to train in each precision, or in the chosen one alone.
-
-        It changes nothing of what is chosen, so there is nothing to undo.
-        """
-        if is_on != self._compares_precisions:
-            self._compares_precisions = is_on
-            self._call_observers()
-
-    def shown_candidates(self) -> tuple[Candidate, ...]:
-        """The `candidates`; of each way one for each precision while these are compared."""
-        return self.compared_candidates() if self.compares_precisions else self.candidates()
-
-    @_kept
-    def compared_candidates(self) -> tuple[Candidate, ...]:
-        """The `candidates`, of each way one for each of `precisions`: all of these are measured."""
-        if self._finder is None or not self.candidates():
-            return ()
-        return self._finder.compare(self.config, self.precisions)
-
-    def take(self, name: str, precision: str | None = None) -> None:
+    def take(self, name: str) -> None:
         """Train in one of the ways of `candidates`, as one change."""
-        is_other = precision not in (None, self.config.mixed_precision)
-        candidates = self.compared_candidates() if is_other else self.candidates()
-        named = {one.name: one for one in candidates if not is_other or one.precision == precision}
+        named = {one.name: one for one in self.candidates()}
         if name not in named:
             raise ConfigError(
                 f"There is no way to train called {name!r}: nothing would change."
                 f"{closest(name, named) or ' PickerModel.candidates() lists them.'}"
             )
         candidate = named[name]
-        told_name = choices.name_with_precision(candidate) if is_other else name
         if candidate.refusal:
             raise ConfigError(
-                f"{told_name!r} cannot be taken: {candidate.refusal}. Training would fail. Take "
-                "another."
+                f"{name!r} cannot be taken: {candidate.refusal}. Training would fail. Take another."
             )
-        remarks = () if candidate.fits else (f"{told_name}: {candidate.verdict}",)
+        remarks = () if candidate.fits else (f"{name}: {candidate.verdict}",)
         self._become(candidate.config, remarks)
 
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
@@ -543,8 +511,7 @@ class PickerModel:
             for recomputes in (False, True)
             if may_recompute or recomputes == self.config.activation_checkpointing
         ]
-        measures = (partial(self._measure_later, model, change) for change in changes)
-        return (*measures, self._note_compared)
+        return tuple(partial(self._measure_later, model, change) for change in changes)
 
     def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
         """Measure the activations of a run, so that a later choice need not."""
@@ -552,9 +519,6 @@ class PickerModel:
             config = self.config.changed(**changes)
             sizes = (form.batch_size(form.document(config) or {}) for form in settings_forms())
             model.activation_bytes(config, next(filter(None, sizes), None))
-
-    def _note_compared(self) -> None:
-        self.has_compared = True
 
 
 _MULTI_NODE_FIELDS = (

@@ -30,9 +30,6 @@
     for (const button of root.querySelectorAll("button.nbaccel-opens")) {
       set(button, "aria-expanded", String(isOn(button)));
     }
-    for (const button of root.querySelectorAll("button.nbaccel-compare")) {
-      set(button, "aria-pressed", String(isOn(button)));
-    }
   };
 
   const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };

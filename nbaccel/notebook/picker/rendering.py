@@ -2,8 +2,7 @@
 
 The same HTML stands in the widgets, where the rows of the table lie over the buttons of the ways to
 train, and in what a saved notebook or an exported page keeps. The text is for a terminal, and
-folded below the table of a saved notebook; its table has a row for each way to train and a column
-for each precision, and what does not go into a cell is told below.
+folded below the table of a saved notebook; its table has a row for each way to train.
 """
 
 from __future__ import annotations
@@ -15,21 +14,13 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.memory.estimate import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
 from nbaccel.notebook.picker.choices import (
-    PANELS,
     form_of,
-    groups_of_ways,
-    is_shown_once,
-    name_with_precision,
-    precision_label,
-    settings,
-    title_of,
 )
 from nbaccel.plan.launch_plan import Choice
 
@@ -167,12 +158,11 @@ def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
             "With a model, a bar for each way to train is here, against the memory that there is."
         )
     else:
-        candidates = model.shown_candidates()
+        candidates = model.candidates()
         clauses = (place_text(candidates), "click to take one" if is_live else "")
         remark = f"{escape('; '.join(filter(None, clauses)))}."
         for best in (candidate for candidate in candidates if candidate.is_best):
-            name = name_with_precision(best) if model.compares_precisions else best.name
-            remark += f" ★ <b>{escape(name)}</b>: {escape(best.reason)}."
+            remark += f" ★ <b>{escape(best.name)}</b>: {escape(best.reason)}."
     return question_html(3, "What fits", remark)
 
 
@@ -188,14 +178,9 @@ def place_text(candidates: Iterable[Candidate]) -> str:
 # ---------------------------------------------------------------------- the table of bars
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarRow:
-    """A way to train in one precision, or a place with memory."""
+    """A way to train, or a place with memory."""
 
     name: str
-    """Empty where the row above says it."""
-    label: str = ""
-    """The precision, where several are compared."""
-    told_name: str
-    """Both, for screen readers."""
     bar: MemoryBar | None
     words: str
     fits: bool | None
@@ -206,21 +191,16 @@ class BarRow:
 
 def shown_rows(model: PickerModel) -> Iterator[BarRow]:
     """A row for each way that the form shows."""
-    for name, of_way in groups_of_ways(model.shown_candidates()):
-        for number, candidate in enumerate(of_way):
-            has_label = model.compares_precisions and not is_shown_once(of_way)
-            label = precision_label(candidate.precision) if has_label else ""
-            yield BarRow(
-                name="" if number else name,
-                label=label,
-                told_name=f"{name} in {label}" if label else name,
-                bar=None if candidate.need is None else candidate.need.bars[0],
-                words=verdict_text(candidate),
-                fits=None if candidate.refusal else candidate.fits,
-                is_refused=bool(candidate.refusal),
-                mark="★ best" if candidate.is_best else "",
-                is_chosen=candidate.is_taken,
-            )
+    for candidate in model.candidates():
+        yield BarRow(
+            name=candidate.name,
+            bar=None if candidate.need is None else candidate.need.bars[0],
+            words=verdict_text(candidate),
+            fits=None if candidate.refusal else candidate.fits,
+            is_refused=bool(candidate.refusal),
+            mark="★ best" if candidate.is_best else "",
+            is_chosen=candidate.is_taken,
+        )
 
 
 def rows_of_places(bars: Iterable[MemoryBar]) -> Iterator[BarRow]:
@@ -230,9 +210,7 @@ def rows_of_places(bars: Iterable[MemoryBar]) -> Iterator[BarRow]:
         words += f" of {format_bytes(bar.capacity)}" if bar.capacity else ""
         if bar.lacking:
             words = f"✗ {words}: {format_bytes(bar.lacking)} too little"
-        yield BarRow(
-            name=bar.label, told_name=bar.label, bar=bar, words=words, fits=not bar.lacking
-        )
+        yield BarRow(name=bar.label, bar=bar, words=words, fits=not bar.lacking)
 
 
 def verdict_text(candidate: Candidate) -> str:
@@ -313,17 +291,16 @@ def table_html(rows: Iterable[BarRow]) -> str:
 
 
 def _row_html(row: BarRow, scale: BarScale) -> str:
-    classes = ["nbaccel-strip-row", "nbaccel-first" if row.name else "", _FITS_CLASSES[row.fits]]
+    classes = ["nbaccel-strip-row", _FITS_CLASSES[row.fits]]
     words_class = "nbaccel-refused" if row.is_refused else "nbaccel-word"
     track = '<span class="nbaccel-track"></span>'
     if row.bar is not None:
-        track = scale.track(row.bar, row.told_name)
+        track = scale.track(row.bar, row.name)
     chosen = '<span class="nbaccel-chosen">● chosen </span>' if row.is_chosen else ""
-    # Buttons, or the row above, say the name to a screen reader.
+    # Buttons say the name to a screen reader.
     return (
         f'<tr class="{" ".join(filter(None, classes))}">'
         f'<th scope="row" class="nbaccel-way" aria-hidden="true">{escape(row.name)}</th>'
-        f'<td class="nbaccel-precision" aria-hidden="true">{escape(row.label)}</td>'
         f'<td class="nbaccel-track-place">{track}</td>'
         f'<td class="{words_class}">{escape(row.words)}</td>'
         f'<td class="nbaccel-best">{chosen}{escape(row.mark)}</td></tr>'
@@ -333,7 +310,7 @@ def _row_html(row: BarRow, scale: BarScale) -> str:
 # ---------------------------------------------------------------------- what was taken
 def taken_html(model: PickerModel) -> str:
     """What is chosen now, what it does, whether it fits, and its bar for narrow windows."""
-    candidate = next((one for one in model.shown_candidates() if one.is_taken), None)
+    candidate = next((one for one in model.candidates() if one.is_taken), None)
     num_processes = 1 if model.plan is None else model.plan.world_size
     verdict = model.verdict
     name = "Chosen settings"
@@ -441,12 +418,9 @@ def front_html(hidden_class: str) -> str:
 def kept_html(css_class: str, parts: Sequence[str], text: str) -> str:
     """What a saved notebook or an exported page shows in the form's place."""
     shown = "".join(f"<div>{part}</div>" for part in parts)
-    text_html = f"<pre>{escape(text)}</pre>"
-    if parts:
-        text_html = f"<details><summary>All of it as text</summary>{text_html}</details>"
     return (
-        f'<div class="nbaccel-static {css_class}"><style>{_part("bars.css")}</style>'
-        f"{shown}{text_html}</div>"
+        f'<div class="nbaccel-static {css_class}"><style>{_part("bars.css")}</style>{shown}'
+        f"<details><summary>All of it as text</summary><pre>{escape(text)}</pre></details></div>"
     )
 
 
@@ -461,11 +435,6 @@ def css_name(setting_name: object) -> str:
 
 
 # ---------------------------------------------------------------------- beside a field
-def heading_html(text: str) -> str:
-    """A panel's name."""
-    return f'<div class="nbaccel-heading" role="heading" aria-level="3">{escape(text)}</div>'
-
-
 def label_html(text: str, *, is_hidden: bool = False) -> str:
     """A group's label; screen readers get it as the group's name."""
     hidden_class = " nbaccel-hidden" if is_hidden else ""
@@ -571,45 +540,32 @@ def resolved_html(plan_choices: Sequence[Choice]) -> str:
 TABLE_CHARS = 78
 """Two less than a terminal has: what is below a heading is indented."""
 _INDENT = "  "
-_CELL_CHARS = 12  # "✗ 1000.0 GiB" and "not possible"
-_SIGNS = "✓ fits, ✗ does not"
 
 
-def picker_text(
-    model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
-) -> str:
+def picker_text(model: PickerModel) -> str:
     """The picker for a terminal: the choices, their memory, and the plan."""
-    return "\n\n".join(picker_sections(model, panel_names, measures=measures))
+    return "\n\n".join(picker_sections(model))
 
 
-def picker_sections(
-    model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
-) -> Iterator[str]:
+def picker_sections(model: PickerModel) -> Iterator[str]:
     """The same, one section after the other: the first ones need no measurement."""
-    if tuple(panel_names) == PANELS:
-        batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
-        nothing = ["nothing yet: configure(model, batch) shows what fits"]
-        trained = [model.trained, batch] if model.trained else nothing
-        yield _section("1. What is trained", _folded(trained))
-        parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
-        processes = shown_value(model, "num_processes")
-        if reason := outcome_of(model, model.setting("num_processes")).reason:
-            processes = f"{processes} ({reason})"
-        chosen = f"{processes} · precision {shown_value(model, 'mixed_precision')}"
-        yield _section("2. On what", _folded([*parts, chosen]))
-        if model.is_memory_postponed:
-            yield _section("3. What fits", [model.verdict.text])
-        elif model.candidates():
-            # In the chosen precision alone, where others would have to be measured.
-            compares = measures or model.has_compared
-            candidates = model.compared_candidates() if compares else model.candidates()
-            lines = precision_table_lines(candidates)
-            if not any(candidate.is_taken for candidate in candidates):
-                lines.append("What is chosen is none of these ways; its memory is below.")
-            yield _section("3. What fits", lines)
-    for panel_name in panel_names:
-        if rows := list(_setting_rows(model, panel_name)):
-            yield _section(title_of(panel_name), _aligned(rows))
+    batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
+    nothing = ["nothing yet: configure(model, batch) shows what fits"]
+    trained = [model.trained, batch] if model.trained else nothing
+    yield _section("1. What is trained", _folded(trained))
+    parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
+    processes = shown_value(model, "num_processes")
+    if reason := outcome_of(model, model.setting("num_processes")).reason:
+        processes = f"{processes} ({reason})"
+    chosen = f"{processes} · precision {shown_value(model, 'mixed_precision')}"
+    yield _section("2. On what", _folded([*parts, chosen]))
+    if model.is_memory_postponed:
+        yield _section("3. What fits", [model.verdict.text])
+    elif model.candidates():
+        lines = ways_lines(model.candidates())
+        if not any(candidate.is_taken for candidate in model.candidates()):
+            lines.append("What is chosen is none of these ways; its memory is below.")
+        yield _section("3. What fits", lines)
     verdict = model.verdict
     lines = [*(bar.text() for bar in model.bars()), f"{verdict.text} {verdict.remedy}".strip()]
     yield _section("Memory", _folded(lines))
@@ -646,96 +602,22 @@ def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     return _folded(lines, indent)
 
 
-def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, str, str]]:
-    """The common choices of a panel, and those of the others that are set."""
-    for setting in settings(panel_name):
-        value = model.value(setting.name)
-        is_common = not setting.section and not model.refusal(setting.name)
-        if model.is_shown(setting.name) and (is_common or value not in (None, setting.default)):
-            meanings = [one.meaning for one in setting.options if one.value == value]
-            meaning = next(filter(None, meanings), setting.meaning)
-            yield setting.label, shown_value(model, setting.name), meaning
-
-
 # ---------------------------------------------------------------------- the table of ways
-def precision_table_lines(candidates: Sequence[Candidate], *, knows_free: bool = True) -> list[str]:
+def ways_lines(candidates: Sequence[Candidate], *, knows_free: bool = True) -> list[str]:
     """The table for a terminal; what fits is told where it is known what is free."""
-    groups = list(groups_of_ways(candidates))
-    compared = [one for _, of_way in groups if not is_shown_once(of_way) for one in of_way]
-    precisions = list(dict.fromkeys(one.precision for one in compared))
+    rows = []
+    for one in candidates:
+        bars = () if one.need is None else one.need.bars
+        # The first is what the table is about.
+        needed = [bar.needed for place, bar in enumerate(bars) if not place or bar.is_host]
+        clauses = [
+            "chosen" if one.is_taken else "",
+            f"★ best: {one.reason}" if one.is_best else "",
+            verdict_text(one) if (knows_free and not one.is_best) or one.refusal else "",
+        ]
+        told = " + ".join(format_bytes(number) for number in filter(None, needed))
+        rows.append((one.name, told, "; ".join(filter(None, clauses))))
     place = place_text(candidates)
-    if place:
-        place = f"{place[:1].upper()}{place[1:]}{_free_text(candidates)}"
-        if any(candidate.placement.leaves_device for candidate in candidates):
-            place += ", + of the host"
-    signs = _SIGNS if knows_free else ""
-    lines = textwrap.wrap(": ".join(filter(None, (place, signs))), TABLE_CHARS)
-    cells_chars = max(1, len(precisions)) * (len(_INDENT) + _CELL_CHARS)
-    name_chars = min(max((len(name) for name, _ in groups), default=0), TABLE_CHARS - cells_chars)
-    if precisions:
-        lines += _beside("", name_chars, [[precision_label(one)] for one in precisions])
-    for name, of_way in groups:
-        if is_shown_once(of_way):
-            room = TABLE_CHARS - name_chars - len(_INDENT)
-            refused = ": ".join((*_marks_of(of_way[0]), of_way[0].refusal))
-            lines += _beside(name, name_chars, [textwrap.wrap(refused, room)])
-            continue
-        by_precision = {candidate.precision: candidate for candidate in of_way}
-        cells = [_cell_lines(by_precision.get(one), knows_free) for one in precisions]
-        lines += _beside(name, name_chars, cells)
-    for note in _notes_of(candidates):
-        lines += textwrap.wrap(note, TABLE_CHARS, subsequent_indent=_INDENT)
-    return lines
-
-
-def _beside(name: str, name_chars: int, cells: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a row, whose name may need several."""
-    name_lines = textwrap.wrap(name, name_chars) if name else []
-    for first, *texts in zip_longest(name_lines, *cells, fillvalue=""):
-        columns = (f"{first:<{name_chars}}", *(f"{text:<{_CELL_CHARS}}" for text in texts))
-        yield _INDENT.join(columns).rstrip()
-
-
-def _cell_lines(candidate: Candidate | None, knows_free: bool) -> list[str]:
-    if candidate is None:
-        return ["—"]
-    lines = textwrap.wrap(candidate.verdict, _CELL_CHARS)
-    if candidate.refusal:
-        lines = ["not possible"]
-    elif candidate.need is not None:
-        sign = f"{'✓' if candidate.fits else '✗'} " if knows_free else ""
-        first, *others = candidate.need.bars
-        lines = [f"{sign}{format_bytes(first.needed)}"]
-        lines += [f"+ {format_bytes(bar.needed)}" for bar in others if bar.is_host and bar.needed]
-    return [*lines, *_marks_of(candidate)]
-
-
-def _marks_of(candidate: Candidate) -> list[str]:
-    marks = (("chosen", candidate.is_taken), ("★ best", candidate.is_best))
-    return [mark for mark, is_marked in marks if is_marked]
-
-
-def _free_text(candidates: Sequence[Candidate]) -> str:
-    """What is free of it; empty where that is not known, or not the same on all devices."""
-    bars = next((one.need.bars for one in candidates if one.need is not None), ())
-    # Devices come first; there is one bar of host memory where processes compute there.
-    alike = [bar for bar in bars if ":" in bar.place] or bars[:1]
-    others = [sum(one.bytes for one in bar.segments if one.kind == "others") for bar in alike]
-    free = {bar.capacity - used for bar, used in zip(alike, others, strict=True)}
-    is_known = len(free) == 1 and all(bar.capacity for bar in alike)
-    return f" ({format_bytes(free.pop())} free)" if is_known else ""
-
-
-def _notes_of(candidates: Sequence[Candidate]) -> Iterator[str]:
-    """What cells have no room for: why one is refused, what lacks elsewhere, and the best."""
-    for name, of_way in groups_of_ways(candidates):
-        clauses: dict[str, list[str]] = {}
-        for one in of_way if not is_shown_once(of_way) else ():
-            lacks_elsewhere = one.fits is False and one.need and not one.need.bars[0].lacking
-            if one.refusal or lacks_elsewhere:
-                clauses.setdefault(verdict_text(one), []).append(precision_label(one.precision))
-        if clauses:
-            told = (f"{words} in {', '.join(labels)}" for words, labels in clauses.items())
-            yield f"{name}: {'; '.join(told)}."
-    for best in (candidate for candidate in candidates if candidate.is_best):
-        yield f"★ {name_with_precision(best)}: {best.reason}."
+    beside = ", + of the host" if any("+" in told for _, told, _ in rows) else ""
+    head = f"{place[:1].upper()}{place[1:]}{beside}" if place else ""
+    return [*filter(None, [head]), *_aligned(rows)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
@@ -48,7 +47,7 @@ _TYPING_PAUSE_S = 0.25
 
 
 class ConfigEditor:
-    """An editor of the configuration, with files to load and to save."""
+    """An editor of the configuration, which takes files, too."""
 
     def __init__(self, form: Form) -> None:
         self._model = form.model
@@ -65,11 +64,6 @@ class ConfigEditor:
         """Show the present configuration, unless another text is being edited."""
         if self._text is None:
             return
-        face_names = tuple(self._model.faces())
-        if self._faces.options != face_names:
-            kept_name = self._faces.value
-            self._faces.options = face_names
-            self._faces.value = kept_name if kept_name in face_names else "YAML"
         was_edited = self._is_edited
         self._present_text = self._model.editable_text()
         if not was_edited:
@@ -90,39 +84,21 @@ class ConfigEditor:
             "Apply", "nbaccel-apply", lambda: self._take(self._text.value + "\n")
         )
         self._revert = form.new_button("Revert", "nbaccel-revert", self._revert_text)
-        self._make_file_widgets()
-        load = form.new_button(
-            "Load",
-            "nbaccel-load",
-            lambda: self._open(
-                lambda: Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
-            ),
-        )
-        save = form.new_button("Save", "nbaccel-save", self._on_save)
-        self.sync()
-        buttons = form.new_row([self._apply, self._revert], "nbaccel-row")
-        beside = form.new_box([self._told, buttons], "nbaccel-beside-text")
-        return [
-            form.new_row([self._text, beside], "nbaccel-editor"),
-            form.new_row([self._path, load, self._upload], "nbaccel-row"),
-            form.new_row([self._target, self._faces, save], "nbaccel-row"),
-            self._errors,
-        ]
-
-    def _make_file_widgets(self) -> None:
-        make = self._form.make
-        self._upload = make(
+        self._upload = form.make(
             *(w.FileUpload, "nbaccel-upload"),
             description="Upload a file",
             accept=".json,.yaml,.yml",
             icon="",  # Notebook 7 cannot load the font of its icons
         )
         self._upload.observe(lambda change: self._on_upload(change.new), "value")
-        example = "ds_config.json"
-        self._path = make(w.Text, "nbaccel-path", description="File", placeholder=example)
-        self._target = make(w.Text, "nbaccel-target", description="Save to", placeholder="run.yaml")
-        self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
-        self._errors = self._form.new_html("", "nbaccel-load-errors")
+        self._errors = form.new_html("", "nbaccel-load-errors")
+        self.sync()
+        buttons = form.new_row([self._apply, self._revert, self._upload], "nbaccel-row")
+        beside = form.new_box([self._told, buttons], "nbaccel-beside-text")
+        return [
+            form.new_row([self._text, beside], "nbaccel-editor"),
+            self._errors,
+        ]
 
     # ---------------------------------------------------------------- the text
     def _on_typed(self) -> None:
@@ -164,7 +140,6 @@ class ConfigEditor:
         """Take a text over; one with mistakes stays, to be corrected at its lines."""
         text_before = self._present_text
         mistakes = self._form.carry_out(lambda: self._model.load(source), done="Loaded.")
-        self._errors.value = ""
         if mistakes:
             self._check()
             return
@@ -174,36 +149,23 @@ class ConfigEditor:
 
     # ---------------------------------------------------------------- files
     def _on_upload(self, uploaded_files: Sequence[Any] | dict[str, Any]) -> None:
+        """Bring a file into the editor, and take it over unless there is something wrong in it."""
         if not uploaded_files:
             return
         files = uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files
-        self._open(bytes(next(iter(files))["content"]).decode)
+        mistakes: list[str] = []
+        try:
+            text = bytes(next(iter(files))["content"]).decode()
+        except UnicodeDecodeError as error:
+            mistakes = [f"The file cannot be read: {error}. Give a JSON or YAML file."]
+        else:
+            self._write(text)
+            if not self._check():
+                self._take(text + "\n")
+        self._errors.value = rendering.error_html(mistakes)
         # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
         # read-only, and a dict.
         self._upload.set_trait("value", type(uploaded_files)())
-
-    def _open(self, read_text: Callable[[], str]) -> None:
-        """Bring a file into the editor, and take it over unless there is something wrong in it."""
-        try:
-            text = read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            self._errors.value = rendering.error_html(
-                [f"The file cannot be read: {error}. Give the path of a JSON or YAML file."]
-            )
-            return
-        self._errors.value = ""
-        self._write(text)
-        if not self._check():
-            self._take(text + "\n")
-
-    def _on_save(self) -> None:
-        target_path = self._target.value.strip()
-        name = str(self._faces.value)
-        mistakes = self._form.carry_out(
-            lambda: self._model.save(target_path, name),
-            done=f"Saved to {target_path} as {name}.",
-        )
-        self._errors.value = rendering.error_html(mistakes)
 
 
 _RUN_FACES = ("YAML", "Command line", "Python")
@@ -255,41 +217,28 @@ class FacesPanel:
         self.sync()
 
 
-_COMPARE_MEANING = "Show each way to train in each precision that the machine has."
-
-
 class CandidateStrip:
     """Ways to train, each with the memory that it needs."""
 
     def __init__(self, form: Form) -> None:
-        self._model = model = form.model
+        self._model = form.model
         self._form = form
         # What the buttons stand for, in their order.
         self._shown: tuple[Candidate, ...] = ()
         self._heading = form.new_html("", "nbaccel-strip-head")
         self._buttons = Toggles(form, self._pressed)
-        self._comparing = Toggles(form, lambda _, is_on: model.compare_precisions(is_on=is_on))
-        self._compare = self._comparing.add(
-            True, "Compare precisions", _COMPARE_MEANING, "nbaccel-compare"
-        )
-        top = form.new_row([self._heading, self._compare], "nbaccel-strip-top")
         self._names = form.new_box([], "nbaccel-options", "nbaccel-candidates")
         self._bars = form.new_html("", "nbaccel-bars")
         label = form.new_html(rendering.label_html("Ways to train", is_hidden=True))
         self._strip = form.new_box([self._names, label, self._bars], "nbaccel-strip")
-        self.box = form.new_box([top, self._strip], "nbaccel-part-3")
+        self.box = form.new_box([self._heading, self._strip], "nbaccel-part-3")
 
     def sync(self) -> None:
         """Show the present candidates; before they are estimated, the room that they will take."""
         model = self._model
-        compares = model.compares_precisions
-        self._shown = model.shown_candidates()
+        self._shown = model.candidates()
         toggle_class(self._strip, "nbaccel-awaited", model.is_memory_postponed)
-        toggle_class(self._strip, "nbaccel-comparing", compares)
         self._heading.value = rendering.fits_html(model)
-        self._comparing.show(compares)
-        may_compare = bool(self._shown) and len(model.precisions) > 1
-        toggle_class(self._compare, "nbaccel-hidden", not may_compare)
         rows = [*rendering.shown_rows(model)]
         self._sync_buttons(rows)
         self._bars.value = rendering.table_html(rows) if rows else ""
@@ -304,16 +253,14 @@ class CandidateStrip:
         for number, button in buttons.items():
             toggle_class(button, "nbaccel-hidden", number >= len(rows))
         for button, row, candidate in zip(buttons.values(), rows, self._shown, strict=False):
-            toggle_class(button, "nbaccel-first", bool(row.name))
-            button.description = row.told_name
+            button.description = row.name
             button.disabled = row.is_refused
             button.tooltip = _candidate_text(candidate)
         self._buttons.show(next((n for n, row in enumerate(rows) if row.is_chosen), None))
 
     def _pressed(self, number: int, is_on: bool) -> None:
         if is_on and number < len(self._shown):
-            way = self._shown[number]
-            self._form.carry_out(lambda: self._model.take(way.name, way.precision))
+            self._form.carry_out(lambda: self._model.take(self._shown[number].name))
         # A refused one goes off again, and the one that is taken stays on when it is pressed.
         self.sync()
 
@@ -332,12 +279,9 @@ _MAX_FOUND = 12
 class AllSettings:
     """The searchable list of all settings, in a section that is filled when it is opened."""
 
-    def __init__(
-        self, form: Form, panel_names: Sequence[str], field_of: Callable[[Setting], SettingField]
-    ) -> None:
+    def __init__(self, form: Form, field_of: Callable[[Setting], SettingField]) -> None:
         self._form = form
         self._field_of = field_of
-        self._panels = panel_names
         self._sections: list[FoldedSection] = []
         title = f"All {len(by_name())} settings"
         self.section = FoldedSection(title, form, self._make, "nbaccel-opens-all")
@@ -358,15 +302,15 @@ class AllSettings:
         self._found = self._form.new_box([], "nbaccel-found")
         panels = [
             self._form.new_box(
-                self.sections_of(name, settings(name)),
+                self._sections_of(name, settings(name)),
                 *("nbaccel-panel", f"nbaccel-panel-{name}"),
             )
-            for name in self._panels
+            for name in PANELS
         ]
         self._list = self._form.new_box(panels, "nbaccel-listed")
         return [search, self._found_count, self._found, self._list]
 
-    def sections_of(self, panel_name: str, listed: Iterable[Setting]) -> list[w.Widget]:
+    def _sections_of(self, panel_name: str, listed: Iterable[Setting]) -> list[w.Widget]:
         """Settings of a panel below a heading for each of their sections."""
         groups: dict[str, list[Setting]] = {}
         for setting in listed:
@@ -388,7 +332,7 @@ class AllSettings:
         return [self._field_of(setting).box for setting in listed]
 
     def _find(self, words: str) -> None:
-        found = search_settings(words, [one for name in self._panels for one in settings(name)])
+        found = search_settings(words, [one for name in PANELS for one in settings(name)])
         is_searching = bool(words.strip())
         shown = found[:_MAX_FOUND]
         self._found.children = tuple(self._boxes_of(shown))
@@ -427,17 +371,17 @@ class ActionsRow:
         self._model = model = form.model
         self._form = form
         self._faces = FacesPanel(form)
-        self._proposals = form.new_box([], "nbaccel-proposals", "nbaccel-hidden")
+        self._proposal = form.new_box([], "nbaccel-proposals", "nbaccel-hidden")
         self._suggest = form.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
         self._undo = form.new_button("Undo", "nbaccel-undo", lambda: form.carry_out(model.undo))
         self._use = form.new_html(rendering.use_html("picker"), "nbaccel-use")
         section = FoldedSection("Copy as", form, self._faces.make, "nbaccel-opens-faces")
         row = form.new_row([self._suggest, self._undo, self._use, section.box], "nbaccel-actions")
-        self.box = form.new_box([self._proposals, row], "nbaccel-foot")
+        self.box = form.new_box([self._proposal, row], "nbaccel-foot")
 
     def sync(self) -> None:
-        """Disable buttons that have no effect now; proposals are of the state before."""
-        toggle_class(self._proposals, "nbaccel-hidden", True)
+        """Disable buttons that have no effect now; a proposal is of the state before."""
+        toggle_class(self._proposal, "nbaccel-hidden", True)
         self._faces.sync()
         self._undo.disabled = not self._model.can_undo
         self._undo.tooltip = "Take the last change back" if self._model.can_undo else _NO_CHANGE
@@ -453,32 +397,28 @@ class ActionsRow:
         self._suggest.disabled = True
         self._suggest.description = "Looking …"
         try:
-            self._form.carry_out(self._show_proposals)
+            self._form.carry_out(self._show_proposal)
         finally:
             self._suggest.description = _SUGGEST
             self._suggest.disabled = bool(self._model.suggest_refusal)
 
-    def _show_proposals(self) -> None:
-        """Each with a button that takes it."""
-        cards = []
-        for proposal in self._model.proposals():
-            take = partial(self._form.carry_out, partial(self._model.take_proposal, proposal))
-            button = self._form.new_button(f"Use this: {proposal.title}", "nbaccel-take", take)
-            text = self._form.new_html(rendering.proposal_html(proposal))
-            cards.append(self._form.new_box([button, text], "nbaccel-proposal"))
-        self._proposals.children = tuple(cards)
-        toggle_class(self._proposals, "nbaccel-hidden", not cards)
+    def _show_proposal(self) -> None:
+        proposal = self._model.proposal()
+        take = partial(self._form.carry_out, partial(self._model.take_proposal, proposal))
+        button = self._form.new_button(f"Use this: {proposal.title}", "nbaccel-take", take)
+        text = self._form.new_html(rendering.proposal_html(proposal))
+        card = self._form.new_box([button, text], "nbaccel-proposal")
+        self._proposal.children = (card,)
+        toggle_class(self._proposal, "nbaccel-hidden", False)
 
 
 _ON_WHAT = ("num_processes", "mixed_precision")
 
 
 class PickerView:
-    """Everything that is shown of one picker; without `actions` where that is a part of it."""
+    """Everything that is shown of one picker."""
 
-    def __init__(
-        self, model: PickerModel, panel_names: Sequence[str], *, hidden_class: str
-    ) -> None:
+    def __init__(self, model: PickerModel, *, hidden_class: str) -> None:
         self._model = model
         self._form = Form(model, self.carry_out)
         # Those of the list of all settings, each made when it is first shown.
@@ -489,12 +429,9 @@ class PickerView:
         self._wrong: tuple[str, ...] = ()
         widget = self._form.new_html(rendering.front_html(hidden_class), "nbaccel-front")
         self._messages = self._form.new_html()
-        self.actions: ActionsRow | None = None
         self._syncs: list[Callable[[], None]] = []
         """Each shows a part of the model's present state."""
-        is_whole = tuple(panel_names) == PANELS
-        inside = self._whole(panel_names) if is_whole else self._panels(panel_names)
-        self.root = self._form.new_box([widget, *inside], "nbaccel-picker")
+        self.root = self._form.new_box([widget, *self._whole()], "nbaccel-picker")
         self.sync()
 
     # ---------------------------------------------------------------- out
@@ -571,7 +508,7 @@ class PickerView:
         yield from self._listed.values()
 
     # ---------------------------------------------------------------- building
-    def _whole(self, panel_names: Sequence[str]) -> list[w.Widget]:
+    def _whole(self) -> list[w.Widget]:
         """The three questions, what was taken, and everything else folded."""
         form = self._form
         trained = form.new_html(rendering.trained_html(self._model), "nbaccel-part-1")
@@ -581,11 +518,11 @@ class PickerView:
         self._syncs.append(strip.sync)
         taken = self._live_html("nbaccel-taken-line", lambda: rendering.taken_html(self._model))
         taken_fields = [self._field(setting, "usable") for setting in taken_settings()]
-        all_settings = AllSettings(form, panel_names, self._listed_field)
+        all_settings = AllSettings(form, self._listed_field)
         memory = FoldedSection("Memory place by place", form, self._places)
         editor = ConfigEditor(form)
-        self.actions = actions = ActionsRow(form)
-        self._syncs += [all_settings.sync, editor.sync, actions.sync]
+        self.actions = ActionsRow(form)
+        self._syncs += [all_settings.sync, editor.sync, self.actions.sync]
         folded = [all_settings.section.box, editor.section.box, memory.box]
         return [
             trained,
@@ -600,7 +537,7 @@ class PickerView:
                 ],
                 "nbaccel-part-4",
             ),
-            actions.box,
+            self.actions.box,
         ]
 
     def _places(self) -> list[w.Widget]:
@@ -621,19 +558,6 @@ class PickerView:
 
         self._syncs.append(sync)
         return part
-
-    def _panels(self, panel_names: Sequence[str]) -> list[w.Widget]:
-        """Parts of the form: their common settings, and below them the others, folded."""
-        all_settings = AllSettings(self._form, panel_names, self._listed_field)
-        self._syncs.append(all_settings.sync)
-        boxes = []
-        for name in panel_names:
-            common = [self._listed_field(one).box for one in settings(name) if not one.section]
-            others = [setting for setting in settings(name) if setting.section]
-            heading = self._form.new_html(rendering.heading_html(title_of(name)))
-            inside = [heading, *common, *all_settings.sections_of(name, others)]
-            boxes.append(self._form.new_box(inside, "nbaccel-panel", f"nbaccel-panel-{name}"))
-        return [self._form.new_box(boxes), self._messages]
 
     def _field(self, setting: Setting, look: FieldLook) -> SettingField:
         new_field = field_for(setting, self._form, look)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP
+from nbaccel.devices.tpu.chips import BYTES_PER_CHIP
 from nbaccel.plan.inventory import TpuHost
 
 # Google's own network card and disk: the same vendor, and no chips.

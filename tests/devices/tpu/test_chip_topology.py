@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nbaccel.devices.tpu.chip_topology import (
+from nbaccel.devices.tpu.chips import (
     BYTES_PER_CHIP,
     STALE_VARIABLES,
     legal_counts,

@@ -17,7 +17,7 @@ from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.rendering import (
     picker_sections,
     picker_text,
-    precision_table_lines,
+    ways_lines,
 )
 from nbaccel.notebook.pickers import Picker
 from nbaccel.plan.launch_plan import Choice
@@ -49,8 +49,8 @@ def candidate(**facts) -> Candidate:
     return Candidate(**{"name": EVIL, "config": RunConfig(), "reason": EVIL, **facts})
 
 
-def table(*candidates, compares: bool = False) -> str:
-    model = SimpleNamespace(shown_candidates=lambda: candidates, compares_precisions=compares)
+def table(*candidates) -> str:
+    model = SimpleNamespace(candidates=lambda: candidates)
     return rendering.table_html(rendering.shown_rows(model))
 
 
@@ -73,7 +73,6 @@ DRAWN = {
     "outcome": rendering.note_html(EVIL, outcome=EVIL, docs_link=EVIL),
     "error": rendering.error_html([EVIL]),
     "remarks": rendering.remarks_html([EVIL]),
-    "heading": rendering.heading_html(EVIL),
     "label": rendering.label_html(EVIL),
     "face": rendering.face_html(EVIL, EVIL),
     "resolved": rendering.resolved_html([Choice(EVIL, EVIL, EVIL)]),
@@ -82,7 +81,6 @@ DRAWN = {
     "kept": rendering.kept_html("kept", [], EVIL),
     "ways": table(replace(FITTING, is_best=True)),
     "refused": table(candidate(refusal=EVIL)),
-    "compared": table(FITTING, compares=True),
     "places": rendering.table_html(rendering.rows_of_places([bar(parameters=GIB)])),
     "proposal": rendering.proposal_html(PROPOSAL),
     "model": rendering.trained_html(
@@ -130,34 +128,6 @@ def test_all_bars_have_one_scale_and_each_place_a_row_with_its_numbers():
     assert "✗ needs 20.0 GiB of 10.0 GiB: 10.0 GiB too little" in read.words
     unknown = Html(rendering.table_html(rendering.rows_of_places([bar(0, parameters=3 * GIB)])))
     assert [a["style"] for a in unknown.of("nbaccel-segment")] == ["width:75.000%", "width:25.000%"]
-
-
-def test_compared_bars_are_grouped_by_way_with_one_scale():
-    in_half = RunConfig(mixed_precision="bf16")
-    html = table(
-        replace(LACKING, name="ZeRO-2"),
-        replace(FITTING, name="ZeRO-2", config=in_half, is_best=True),
-        candidate(name="ZeRO-3", refusal="needs a folder"),
-        compares=True,
-    )
-    read = Html(html)
-    assert [a["class"] for a in read.of("nbaccel-strip-row")] == [
-        "nbaccel-strip-row nbaccel-first nbaccel-lacks",
-        "nbaccel-strip-row nbaccel-fits",
-        "nbaccel-strip-row nbaccel-first",
-    ]
-    assert [word for word in read.words if word.strip()][:7] == [
-        "ZeRO-2",
-        "fp32",
-        "✗ 5.0 GiB too little",
-        "bf16",
-        "✓ 5.0 GiB free",
-        "★ best",
-        "ZeRO-3",
-    ]
-    assert html.count("fp32") == 2, "a way that cannot be taken has no precision beside it"
-    told = [a["aria-label"] for a in read.of("nbaccel-track") if "aria-label" in a]
-    assert [text.partition(":")[0] for text in told] == ["ZeRO-2 in fp32", "ZeRO-2 in bf16"]
 
 
 def test_a_huge_need_is_cut_and_a_small_one_enlarged_without_what_others_use():
@@ -236,48 +206,18 @@ def test_no_line_is_wider_than_a_terminal(picker):
             assert max(map(len, section.splitlines())) <= 80, section
 
 
-def test_a_way_that_lacks_memory_elsewhere_or_is_refused_in_one_precision_says_so():
+def test_a_line_tells_what_a_way_needs_and_why_it_cannot_be_taken():
     on_host = replace(bar(parameters=GIB, lacking=2 * GIB), label="host memory · 2 processes")
-    short = [
-        candidate(name="ZeRO-3", need=need_of(ENOUGH, on_host)),
-        candidate(name="ZeRO-3", need=need_of(ENOUGH, on_host), config=IN_HALF),
-    ]
-    lines = precision_table_lines(short)
-    note = "ZeRO-3: ✗ 2.0 GiB too little on host memory in fp32, bf16."
-    assert note in lines
-    on_device = [candidate(name="ZeRO-3", need=need_of(LACKING_BAR))]
-    assert not any("too little" in line for line in precision_table_lines(on_device))
-    ways = [
-        candidate(name="FSDP", need=need_of(ENOUGH)),
-        candidate(name="FSDP", config=IN_HALF, refusal="this card cannot"),
-        candidate(name="ZeRO-3, all on disk", refusal="needs a folder"),
-    ]
-    text = "\n".join(precision_table_lines(ways))
-    assert "not possible" in text
-    assert "FSDP: this card cannot in bf16." in text
-    assert "ZeRO-3, all on disk  needs a folder" in text
-
-
-def test_the_text_beside_a_form_measures_no_other_precision(monkeypatch):
-    picker = of_language(with_gpus(2), width=64, layers=1)
-    memory_model, told = picker._memory_model, []
-    measure = memory_model.activation_bytes
-
-    def telling(config, batch_size):
-        known = len(memory_model._activations)
-        found = measure(config, batch_size)
-        if len(memory_model._activations) > known:
-            told.append(config.mixed_precision)
-        return found
-
-    monkeypatch.setattr(memory_model, "activation_bytes", telling)
-    text = picker_text(picker, measures=False)
-    assert told == ["no"]
-    assert "fp16" not in text.partition("Precision\n")[0]
-    for estimate in picker.later_estimates():
-        estimate()
-    told.clear()
-    labels = ["fp32", "fp16", "bf16", "fp8"]
-    lines = picker_text(picker, measures=False).splitlines()
-    assert labels in [line.split() for line in lines]
-    assert told == []
+    lines = ways_lines(
+        [
+            candidate(
+                name="FSDP", need=need_of(ENOUGH), is_best=True, is_taken=True, reason="fast"
+            ),
+            candidate(name="ZeRO-3", need=need_of(ENOUGH, on_host)),
+            candidate(name="ZeRO-3, all on disk", refusal="needs a folder"),
+        ]
+    )
+    text = "\n".join(lines)
+    assert "FSDP                 5.0 GiB            chosen; ★ best: fast" in text
+    assert "5.0 GiB + 2.0 GiB  ✗ 2.0 GiB too little on host memory" in text
+    assert "needs a folder" in text

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, Pool, WorkerFailed, notebook_launcher
-from nbaccel.devices.cpu import CpuDevice
+from nbaccel.devices.cpu_xpu_mps import CpuDevice
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.workers import messaging
 

@@ -1,0 +1,466 @@
+"""Subcommands: ``export``, ``test``, ``estimate-memory``, ``merge-weights`` and ``status``.
+
+What they need beyond their options is imported when one of them runs: `nbaccel --help` waits for
+nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import format_bytes, format_seconds
+from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
+
+if TYPE_CHECKING:
+    from nbaccel.cli.script_commands import ExportedFile
+    from nbaccel.cli.script_making import MadeScript
+    from nbaccel.config import RunConfig
+    from nbaccel.output.panel.run_notes import RunNote
+
+
+_CLUSTERS = ("slurm", "ray")
+_TARGETS = ("nbaccel", "torchrun", "accelerate", "deepspeed", *_CLUSTERS)
+_EXPORT_HELP = """\
+Write a script out of a notebook, and the command line or job that runs it.
+
+    nbaccel export train.ipynb --to slurm --nproc-per-node 8 --num-nodes 2
+
+The script has the cells with the tag `export`, or else the function of the notebook's call of
+notebook_launcher with all that it needs. Cells with the tag `nbaccel-skip` are left out. Settings
+are those of the call over what nbaccel config has saved; --config-file, and flags as after
+nbaccel launch, come last.
+"""
+
+
+def add_export(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    add_command(
+        app,
+        "export",
+        _export,
+        description=_EXPORT_HELP,
+        short_help="a script and a job out of a notebook",
+        takes_script=False,
+    )
+
+
+_NotebookOption = Annotated[
+    str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
+]
+_ToOption = Annotated[
+    str, own_option("--to", metavar="|".join(_TARGETS), meaning="What runs the script.")
+]
+_OutputOption = Annotated[
+    str | None,
+    own_option(
+        *("-o", "--output"),
+        metavar="SCRIPT",
+        meaning="The script's file; left out: the notebook's name, here.",
+        show_default=False,
+    ),
+]
+_FunctionOption = Annotated[
+    str,
+    own_option(
+        "--function",
+        metavar="NAME",
+        meaning="The launched function, where the notebook launches several.",
+        show_default=False,
+    ),
+]
+_ReplaceOption = Annotated[bool, own_option("--overwrite", meaning="Replace files that are there.")]
+
+
+def _export(
+    notebook: _NotebookOption,
+    to: _ToOption = "nbaccel",
+    output: _OutputOption = None,
+    function: _FunctionOption = "",
+    overwrite: _ReplaceOption = False,
+    config_file: ConfigFile = None,
+    **further_options: Any,
+) -> None:
+    from nbaccel.cli.script_making import make_script, read_notebook
+
+    if to not in _TARGETS:
+        raise ConfigError(
+            f"--to must be one of {', '.join(_TARGETS)}: got {to!r}. It says what runs the script. "
+            "Leave it out for nbaccel launch."
+        )
+    notebook_path = Path(notebook)
+    script_path = Path(output or f"{_module_name(notebook_path.stem)}.py")
+    made_script = make_script(read_notebook(notebook_path), notebook_path.name, function)
+    _check_script(made_script.text)
+    if to in _CLUSTERS:
+        # The job finds its first node itself.
+        further_options["master_addr"] = "first-node"
+    config = _settings(made_script, config_file, further_options)
+    exported_files, command = _files(to, config, script_path, made_script.text)
+    _write_files(script_path.parent, exported_files, overwrite=overwrite)
+    _tell_result(script_path.parent, exported_files, made_script, command)
+    if made_script.launch is not None and made_script.launch.unread and config_file is None:
+        print(
+            f"nbaccel: {', '.join(made_script.launch.unread)} of the launch cannot be read without "
+            "running the notebook: give flags as after nbaccel launch, or --config-file.",
+            file=sys.stderr,
+        )
+
+
+def _module_name(stem: str) -> str:
+    """A notebook's name as that of a script that can be imported: no blanks and dashes."""
+    plain_name = "".join(letter if letter.isalnum() else "_" for letter in stem)
+    return f"notebook_{plain_name}" if plain_name[:1].isdecimal() else plain_name
+
+
+def _check_script(script_text: str) -> None:
+    try:
+        compile(script_text, "script", "exec")
+    except SyntaxError as error:
+        raise ConfigError(
+            f"The script would not run: line {error.lineno}: {error.msg}: got "
+            f"{(error.text or '').strip()!r}. Nothing was written. Put what the function needs "
+            "into cells with the tag export."
+        ) from error
+
+
+def _settings(
+    made_script: MadeScript, config_file: str | None, further_options: dict[str, Any]
+) -> RunConfig:
+    from nbaccel.cli.launch_request import SettingsFile, read_launch_request, read_settings_file
+
+    file = read_settings_file(config_file)
+    if made_script.launch is not None:
+        file_config = file.merge({})
+        defaults = type(file_config)()
+        settings = {
+            name: value
+            for name, value in dict(file_config).items()
+            if value != getattr(defaults, name)
+        }
+        told = made_script.launch.settings
+        # A file that was given for this comes after the notebook, one that was saved before it.
+        config = defaults.changed(**({**told, **settings} if config_file else {**settings, **told}))
+        file = SettingsFile(config=config, name=file.name or "the notebook")
+    request = read_launch_request(further_options, file)
+    for note in request.notes:
+        print(f"nbaccel: {note}", file=sys.stderr)
+    return request.config
+
+
+def _files(
+    target: str, config: RunConfig, script_path: Path, script_text: str
+) -> tuple[list[ExportedFile], str]:
+    """The files to write, the script first, and the command that starts it."""
+    from nbaccel.cli.script_commands import (
+        COMMANDS,
+        JOBS,
+        ExportedFile,
+        command_line,
+        companion_files,
+    )
+
+    script_file = ExportedFile(name=script_path.name, text=script_text)
+    if target in COMMANDS:
+        command = command_line(target, config, script_path.name)
+        return [script_file, *companion_files(target, config)], command
+    job = JOBS[target](config, script_path.stem)
+    return [script_file, job], job.submit
+
+
+def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
+    from nbaccel.base import atomic
+
+    there_already = [
+        str(folder / exported_file.name)
+        for exported_file in exported_files
+        if (folder / exported_file.name).exists()
+    ]
+    if there_already and not overwrite:
+        raise ConfigError(
+            f"{', '.join(there_already)} would be replaced: what is in there may be yours. Give "
+            "--overwrite, or another --output."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for exported_file in exported_files:
+        atomic.write_text(folder / exported_file.name, exported_file.text)
+
+
+def _tell_result(
+    folder: Path, exported_files: list[ExportedFile], made_script: MadeScript, command: str
+) -> None:
+    cells = ", ".join(map(str, made_script.cell_numbers))
+    print(f"{folder / exported_files[0].name}: code cells {cells}")
+    for exported_file in exported_files[1:]:
+        print(folder / exported_file.name)
+    if made_script.num_magics:
+        print(
+            f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",
+            file=sys.stderr,
+        )
+    print(f"Run it:\n\n    {command}\n")
+
+
+_TEST_HELP = """\
+Train for a few seconds on the set-up of a configuration file, or of flags as after nbaccel launch.
+
+Checked are the processes, collectives, seeds, data loaders, the precision, a training and a
+checkpoint, each against a known answer. The exit status is 0 if all is well, else 1.
+"""
+_TEST_TIMEOUT_S = 300.0
+_REMEDIES = {
+    "processes": "Look at --dry-run of nbaccel launch: how many workers, and on what device.",
+    "collectives": "Workers do not reach each other: look for a firewall, and at the network "
+    "interfaces (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more).",
+    "seeds": "Random numbers are drawn elsewhere, too: look for a sitecustomize that draws some.",
+    "data loader": "Please report this, with the output of nbaccel env.",
+    "precision": "Choose another --mixed-precision, or the backend of FP8 by --fp8.",
+    "training": "Try --mixed-precision no and --strategy ddp: what remains is the hardware.",
+    "checkpoint": "Look at the free space and the permissions of the temporary folder (TMPDIR).",
+}
+_AT_START = "Nothing was trained: the workers did not start, or could not prepare the model."
+
+
+def add_test(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    add_command(app, "test", _test, description=_TEST_HELP, short_help="does this set-up train?")
+
+
+def _test(
+    config_file: ConfigFile = None,
+    **further_options: Any,
+) -> None:
+    from nbaccel.base import env
+    from nbaccel.cli.launch_request import read_launch_request, read_settings_file
+
+    request = read_launch_request(further_options, read_settings_file(config_file))
+    for note in request.notes:
+        print(f"nbaccel: {note}", file=sys.stderr)
+    with env.applied(dict(request.variables)):
+        raise typer.Exit(_run_test(request.config))
+
+
+def _run_test(config: RunConfig) -> int:
+    # Here, so that `nbaccel test --help` needs no torch.
+    from nbaccel.base.errors import WorkerFailed
+    from nbaccel.cli.launch_request import plan_of_command
+    from nbaccel.cli.set_up_checks import SetUpCheckFailed, run_checks
+    from nbaccel.launchers import launch_configured
+    from nbaccel.plan import registry
+    from nbaccel.workers.template import template_for
+
+    if config.timeout is None:
+        # A set-up that does not work may hang.
+        config = config.changed(timeout=_TEST_TIMEOUT_S)
+    plan = plan_of_command(config)
+    print(f"{plan.headline()}", flush=True)
+    if plan.start_method != "inline":
+        template_for(registry.prepare_notebook()).start_ahead()
+    start_time = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="nbaccel-test-") as folder:
+            arguments = (config.to_json(), plan.world_size, folder)
+            results = launch_configured(run_checks, arguments, config)
+    except (WorkerFailed, SetUpCheckFailed) as error:
+        raised = getattr(error.failure, "raised", None) if isinstance(error, WorkerFailed) else None
+        failed_check = str(raised.message if raised else error).partition(":")[0]
+        text = _REMEDIES.get(failed_check, _AT_START)
+        what = failed_check if failed_check in _REMEDIES else "the start"
+        print(f"{error}\n\nThis set-up does not train: {what} failed. {text}", file=sys.stderr)
+        return 1
+    for name, found, seconds in results[0]:
+        print(f"{name:<12} OK {seconds:6.1f} s  {found}")
+    print(f"\nThis set-up trains: all checks passed in {time.monotonic() - start_time:.1f} s.")
+    return 0
+
+
+_ESTIMATE_HELP = (
+    "Estimate the memory of a model on this disk: a folder with a transformers config.json (built "
+    "without weights), or a file or folder of safetensors (only headers are read). gpt2, llama and "
+    "other kinds of models of transformers have their default size. The second table has the "
+    "ways to train with Adam; activations depend on the batch and are not in it."
+)
+
+
+def add_estimate(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    app.command(
+        "estimate-memory",
+        help=_ESTIMATE_HELP,
+        short_help="what a model takes, loaded and trained",
+        # Accelerate takes several words after --dtypes.
+        context_settings={"allow_extra_args": True},
+    )(_estimate)
+
+
+def _estimate(
+    context: typer.Context,
+    model_path: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Folder or file of a model, or gpt2, llama, ..."),
+    ],
+    dtypes: Annotated[
+        str,
+        typer.Option(
+            "--dtypes",
+            metavar="WORDS",
+            help="Formats of the first table: float32, float16, bfloat16, fp8, int8, int4.",
+        ),
+    ] = "float32,bfloat16,int8,int4",
+    num_gpus: Annotated[
+        int, typer.Option("--num-gpus", metavar="N", min=1, help="Devices of each machine.")
+    ] = 1,
+    num_nodes: Annotated[
+        int, typer.Option("--num-nodes", metavar="N", min=1, help="Machines.")
+    ] = 1,
+    mixed_precision: Annotated[
+        str,
+        typer.Option(
+            "--mixed-precision", metavar="WORD", help="no, fp16, bf16 or fp8, of the second table."
+        ),
+    ] = "no",
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="Run the model's own code, where its folder has some."
+        ),
+    ] = False,
+    library_name: Annotated[
+        str,
+        typer.Option("--library-name", metavar="WORD", help="transformers; no other is known."),
+    ] = "transformers",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    # Here, so that `nbaccel --help` does not import torch.
+    from nbaccel.cli.memory_tables import print_estimate
+
+    print_estimate(
+        model_path,
+        dtypes=[*dtypes.replace(",", " ").split(), *context.args],
+        num_gpus=num_gpus,
+        num_nodes=num_nodes,
+        mixed_precision=mixed_precision,
+        trust_remote_code=trust_remote_code,
+        library_name=library_name,
+        as_json=as_json,
+    )
+
+
+_MERGE_HELP = (
+    "Make whole weights of the shards that FSDP's processes wrote (torch.distributed.checkpoint): "
+    "of pytorch_model_fsdp_0 in a checkpoint of Accelerate's or nbaccel's save_state. All files "
+    "appear together at the end, or none."
+)
+
+
+def add_merge(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    app.command(
+        "merge-weights",
+        help=_MERGE_HELP,
+        short_help="whole weights out of FSDP's shards",
+    )(_merge)
+
+
+def _merge(
+    checkpoint_dir: Annotated[
+        str, typer.Argument(metavar="DIR", help="The folder with the shards, or one above it.")
+    ],
+    output_dir: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT", help="Folder for model.safetensors; made if it is not there."
+        ),
+    ],
+    unsafe_serialization: Annotated[
+        bool, typer.Option("--unsafe-serialization", help="Write pytorch_model.bin, a pickle.")
+    ] = False,
+    remove_checkpoint_dir: Annotated[
+        bool, typer.Option("--remove-checkpoint-dir", help="Delete the shards afterwards.")
+    ] = False,
+) -> None:
+    # Here, so that `nbaccel --help` does not import torch.
+    from nbaccel.utils.fsdp_utils import merge_fsdp_weights
+
+    start_time = time.monotonic()
+    merge_fsdp_weights(
+        checkpoint_dir,
+        output_dir,
+        safe_serialization=not unsafe_serialization,
+        remove_checkpoint_dir=remove_checkpoint_dir,
+    )
+    file_name = "pytorch_model.bin" if unsafe_serialization else "model.safetensors"
+    merged_path = Path(output_dir, file_name)
+    print(
+        f"{format_bytes(merged_path.stat().st_size)} in {merged_path}: "
+        f"{format_seconds(time.monotonic() - start_time)}"
+    )
+    if remove_checkpoint_dir:
+        print("The shards have been deleted.")
+
+
+def add_status(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    app.command(
+        "status",
+        help="Show the runs of this user on this machine that go on: of notebooks, scripts and "
+        "nbaccel launch. Runs that have ended are not shown.",
+        short_help="what trains on this machine, and how far it is",
+    )(_show_runs)
+
+
+def _show_runs(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    stop: Annotated[
+        str | None,
+        typer.Option(
+            "--stop",
+            metavar="ID",
+            help="Stop a run, as its Stop button does: its id, or the number of its process.",
+        ),
+    ] = None,
+) -> None:
+    # Here, so that `nbaccel --help` does not wait for it.
+    from nbaccel.output.panel.run_notes import interrupt_run, noted_runs
+
+    if stop is not None:
+        note = interrupt_run(stop)
+        print(f"nbaccel: {note.name} (process {note.pid}) has been told to stop")
+        return
+    notes = noted_runs()
+    if as_json:
+        print(json.dumps([asdict(note) for note in notes], indent=1))
+    elif notes:
+        _print_table(notes)
+    else:
+        print("nbaccel: no run goes on")
+
+
+def _print_table(notes: list[RunNote]) -> None:
+    from nbaccel.base.units import format_number, format_seconds
+    from nbaccel.cli import plain_table, terminal_console
+
+    table = plain_table("", "id", "what", "for", "workers", "progress", "loss", "left")
+    for note in notes:
+        of_words = f" of {note.steps_in_all:,}" if note.steps_in_all else ""
+        step = f"step {note.step:,}{of_words}" if note.step else ""
+        in_words = f" in this {note.left_of}" if note.left_of else ""
+        left_s = None if note.left_s is None else max(0.0, note.left_s - time.time() + note.seen)
+        table.add_row(
+            note.id,
+            note.name,
+            format_seconds(time.time() - note.began),
+            str(note.num_workers),
+            ", ".join(filter(None, (note.epoch, step))),
+            format_number(note.loss),
+            "-" if left_s is None else f"{format_seconds(left_s)}{in_words}",
+        )
+    terminal_console().print(table)

@@ -1,0 +1,456 @@
+"""What starts a script: a command line in four languages, jobs around it, and engines' commands.
+
+    settings ─► torchrun, deepspeed, srun torchrun or ray job submit, in the place of this process
+
+A command line holds what was said and nothing of this machine: what was left open is decided where
+the script runs. nbaccel starts the workers of a script itself on one machine alone. Settings travel
+as options of the command, and as the variables from which training code reads them.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.resources
+import json
+import os
+import shlex
+import string
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nbaccel import __version__
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import ENGINES, device_row, engine_row
+from nbaccel.config.deepspeed_document import engine_config
+from nbaccel.config.run_config import chosen_engine
+from nbaccel.hosts.slurm import job_number, own_step_variables, srun_words
+from nbaccel.notebook.magic_line import changed_flags
+from nbaccel.plan import registry
+from nbaccel.plan.topology import run_variables
+
+if TYPE_CHECKING:
+    from nbaccel.cli.launch_request import LaunchRequest
+    from nbaccel.config.call_arguments import Script
+    from nbaccel.plan.contracts.host_engine import Host
+
+
+_PORT = 29500
+_MEETING_PORT = 29400  # torch's own, for rendezvous
+# What the cluster decides, and not the command line of a job.
+_PLACE_SETTINGS = ("num_processes", "num_nodes", "node_rank", "master_addr", "use_port")
+_DEEPSPEED_FILE = "ds_config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportedFile:
+    """A file to be written."""
+
+    name: str
+    text: str
+    submit: str = ""  # the command that starts what is in it; empty for a file that others read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """How the nodes of a job find each other, as words of a shell."""
+
+    node_rank: str
+    master_addr: str
+    master_port: str
+
+
+def settings_variables(config: RunConfig) -> dict[str, str]:
+    """What `nbaccel launch` would set, for launchers that do not know these settings."""
+    variables = dict(run_variables(config))
+    if config.mixed_precision != "no":
+        variables["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
+    if config.device != "auto":
+        variables |= dict(device_row(config.device).variables)
+    return variables
+
+
+_NODE_FLAGS = {
+    "nbaccel": ("--num-nodes", "--node-rank", "--master-addr", "--master-port"),
+    "torchrun": ("--nnodes", "--node-rank", "--master-addr", "--master-port"),
+    "accelerate": ("--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port"),
+    "deepspeed": ("--num_nodes", "--no_ssh --node_rank", "--master_addr", "--master_port"),
+}
+"""How each command writes the number of nodes, this node's, and where they meet."""
+
+
+def _node_words(command: str, config: RunConfig, place: _Place | None) -> list[str]:
+    nodes_flag, rank_flag, address_flag, port_flag = _NODE_FLAGS[command]
+    if config.num_nodes == 1:
+        return [] if config.use_port is None else [f"{port_flag} {config.use_port}"]
+    name, _, port = config.rdzv_endpoint.rpartition(":")
+    place = place or _Place(
+        node_rank=str(config.node_rank),
+        master_addr=name or config.master_addr,
+        master_port=port or str(config.use_port or _PORT),
+    )
+    return [
+        f"{nodes_flag} {config.num_nodes}",
+        f"{rank_flag} {place.node_rank}",
+        f"{address_flag} {place.master_addr}",
+        f"{port_flag} {place.master_port}",
+    ]
+
+
+def _nbaccel_words(config: RunConfig, place: _Place | None) -> list[str]:
+    flags = changed_flags(config, left_out=_PLACE_SETTINGS)
+    # An engine that finds the machines counts the workers on all of them.
+    count_flag = "--nproc-per-node" if config.engine == "auto" else "--num-processes"
+    count_words = [] if config.num_processes is None else [f"{count_flag} {config.num_processes}"]
+    return ["nbaccel launch", *count_words, *_node_words("nbaccel", config, place), *flags]
+
+
+def _torchrun_words(config: RunConfig, place: _Place | None) -> list[str]:
+    restarts = [f"--max-restarts {config.max_restarts}"] if config.max_restarts else []
+    count = "gpu" if config.num_processes is None else config.num_processes
+    may_leave = engine_row(chosen_engine(config)[0]).starts_scripts_only
+    nodes = _meeting_words(config) if may_leave else _node_words("torchrun", config, place)
+    return ["torchrun", f"--nproc-per-node {count}", *nodes, *restarts]
+
+
+def _meeting_words(config: RunConfig) -> list[str]:
+    """How nodes that may come and go agree on who takes part."""
+    settings = dict(config.rdzv_conf or {})
+    least_nodes = settings.pop("min_nodes", None)
+    backend = "c10d" if config.rdzv_backend == "static" else config.rdzv_backend
+    endpoint = config.rdzv_endpoint or f"{config.master_addr}:{config.use_port or _MEETING_PORT}"
+    pairs = ",".join(f"{name}={value}" for name, value in settings.items())
+    return [
+        f"--nnodes {f'{least_nodes}:' if least_nodes else ''}{config.num_nodes}",
+        f"--rdzv-backend {shlex.quote(backend)}",
+        f"--rdzv-endpoint {shlex.quote(endpoint)}",
+        f"--rdzv-id {shlex.quote(config.rdzv_id)}",
+        *([f"--rdzv-conf {shlex.quote(pairs)}"] if pairs else []),
+    ]
+
+
+def _accelerate_words(config: RunConfig, place: _Place | None) -> list[str]:
+    num_processes = (config.num_processes or 1) * config.num_nodes
+    # Under --cpu it starts one process, whatever the number; so workers on the CPU are asked for
+    # by a variable.
+    several = ["--multi_gpu"] if num_processes > 1 and not config.uses_deepspeed else []
+    deepspeed = ["--use_deepspeed"] if config.uses_deepspeed else []
+    count_words = [f"--num_processes {num_processes}"]
+    node_words = _node_words("accelerate", config, place)
+    return ["accelerate launch", *several, *deepspeed, *count_words, *node_words]
+
+
+def _deepspeed_words(config: RunConfig, place: _Place | None) -> list[str]:
+    count_words = [] if config.num_processes is None else [f"--num_gpus {config.num_processes}"]
+    # The script reads its rank from the environment, as everywhere else.
+    first_words = ["deepspeed", "--no_local_rank"]
+    return [*first_words, *count_words, *_node_words("deepspeed", config, place)]
+
+
+COMMANDS = {
+    "nbaccel": _nbaccel_words,
+    "torchrun": _torchrun_words,
+    "accelerate": _accelerate_words,
+    "deepspeed": _deepspeed_words,
+}
+"""The commands that can start a script, by name."""
+
+
+def command_line(command: str, config: RunConfig, script_name: str, place: Any = None) -> str:
+    """The command line that runs a script."""
+    variables = {} if command == "nbaccel" else settings_variables(config)
+    if variables and config.deepspeed is not None:
+        # A file that can be read in the place of its text in base64.
+        variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = _DEEPSPEED_FILE
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " ".join([*words, *COMMANDS[command](config, place), shlex.quote(script_name)])
+
+
+def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
+    """Files that a command line names, beside the script."""
+    if command == "nbaccel" or config.deepspeed is None:
+        return []
+    document = json.dumps(engine_config(config), indent=2)
+    return [ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n")]
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+class _Template(string.Template):
+    """A text with ``@names`` in it: a dollar is the shell's."""
+
+    delimiter = "@"
+
+
+def _filled(template_name: str, **values: object) -> str:
+    folder = importlib.resources.files("nbaccel.cli") / "job_templates"
+    template_text = folder.joinpath(template_name).read_text(encoding="utf-8")
+    return _Template(template_text).substitute(values)
+
+
+def _has_accelerators(config: RunConfig) -> bool:
+    """Whether a job asks for devices: those that are left open are some."""
+    return config.device == "auto" or not device_row(config.device).in_host_memory
+
+
+def _slurm_job(config: RunConfig, stem: str) -> ExportedFile:
+    place = _Place(
+        node_rank='"$SLURM_NODEID"', master_addr='"$MASTER_ADDR"', master_port='"$MASTER_PORT"'
+    )
+    num_workers = config.num_processes or 1
+    text = _filled(
+        "slurm.sbatch",
+        stem=stem,
+        num_nodes=config.num_nodes,
+        cpus=num_workers * (config.threads_per_process or 1),
+        gpu_line=f"#SBATCH --gpus-per-node={num_workers}\n" if _has_accelerators(config) else "",
+        command=shlex.quote(command_line("nbaccel", config, f"{stem}.py", place)),
+    )
+    return ExportedFile(name=f"{stem}.sbatch", text=text, submit=f"sbatch {stem}.sbatch")
+
+
+def _ray_job(config: RunConfig, stem: str) -> ExportedFile:
+    job_config = config.changed(num_nodes=1, node_rank=0, master_addr="127.0.0.1", use_port=None)
+    if config.num_nodes > 1:
+        num_processes = (config.num_processes or 1) * config.num_nodes
+        job_config = job_config.changed(engine="ray", num_processes=num_processes)
+        # The job's own process trains nothing: its workers have places of their own.
+        resource_line = ""
+    else:
+        name = "gpus" if _has_accelerators(config) else "cpus"
+        resource_line = f"  --entrypoint-num-{name} {config.num_processes or 1} \\\n"
+    text = _filled(
+        "ray.sh",
+        stem=stem,
+        version=__version__,
+        resource_line=resource_line,
+        command=for_ray(command_line("nbaccel", job_config, f"{stem}.py")),
+    )
+    return ExportedFile(name=f"{stem}_ray.sh", text=text, submit=f"bash {stem}_ray.sh")
+
+
+def for_ray(command: str) -> str:
+    """A command as `ray job submit` has to be given it.
+
+    Ray joins the words with the quotes of Windows, and gives that to a shell, which runs what is in
+    them. A command of plain words comes through; any other goes in letters that mean nothing to it.
+    """
+    if all(word == shlex.quote(word) for word in shlex.split(command)):
+        return command
+    letters = base64.b64encode(f"exec {command}".encode()).decode()
+    return f"echo {letters} '|' base64 -d '|' bash  # {' '.join(command.split())}"
+
+
+JOBS = {"slurm": _slurm_job, "ray": _ray_job}
+"""What writes a job that runs a script, by the cluster that it is for."""
+
+
+_IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a job
+# Without it nodes never meet again after one was lost: the first keeps the address of its first
+# round and publishes it in no later one (torch 2.13).
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+# What no option and no variable of these commands says.
+_NOT_TORCHRUN = ("timeout", "shown_output", "start_method", "share_back", "on_stop", "resume")
+_NOT_DEEPSPEED = (*_NOT_TORCHRUN, "monitor_interval", "max_restarts", "log_line_prefix_template")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineCommand:
+    """A command that starts a script on several machines."""
+
+    words: Sequence[str]  # the program and its arguments
+    # What it gets beside this process's environment.
+    variables: Mapping[str, str] = field(default_factory=dict)
+    dropped: Sequence[str] = ()  # variables of this process that it must not get
+    notes: Sequence[str] = ()  # settings that it has no way to follow
+
+    def __str__(self) -> str:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        # As it would be written: the path of this Python says nothing to a reader.
+        words = ["python" if word == sys.executable else word for word in self.words]
+        return " ".join([*variables, shlex.join(words)])
+
+    def take_over(self) -> NoReturn:
+        """Run it in the place of this process, which thus has its output, signals and status."""
+        environment = {**env.snapshot(), **self.variables}
+        for name in self.dropped:
+            environment.pop(name, None)
+        # Commands of this Python's environment, which need not be on the PATH.
+        folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
+        environment["PATH"] = os.pathsep.join(folders)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execvpe(self.words[0], list(self.words), environment)  # noqa: S606  # as it is meant
+
+
+def command_of_engine(request: LaunchRequest, script: Script) -> EngineCommand | None:
+    """The command that starts a script on several machines."""
+    config = request.config
+    name, _ = chosen_engine(config)
+    if config.num_nodes > 1 or engine_row(name).starts_scripts_only:
+        return _torchrun(request, script)
+    maker = _MAKERS.get(name)
+    return None if maker is None else maker(request, script)
+
+
+def _variables(request: LaunchRequest) -> dict[str, str]:
+    config = request.config
+    variables = settings_variables(config)
+    if config.threads_per_process is not None:
+        variables["OMP_NUM_THREADS"] = str(config.threads_per_process)
+    return variables | dict(request.variables)
+
+
+def _script_words(script: Script) -> list[str]:
+    """The script as torchrun, deepspeed and nbaccel launch take it."""
+    words = {"file": [], "module": ["-m"], "program": ["--no-python"]}
+    return [*words[script.kind], script.target, *script.arguments]
+
+
+def _notes(config: RunConfig, setting_names: Sequence[str], program: str) -> tuple[str, ...]:
+    return tuple(
+        f"{name}={getattr(config, name)!r} has no effect: {program} has no option for it."
+        for name in setting_names
+        if getattr(config, name) != RunConfig.model_fields[name].default
+    )
+
+
+# ------------------------------------------------------------------ torchrun, also by srun
+
+
+def _torchrun(request: LaunchRequest, script: Script) -> EngineCommand:
+    config = request.config
+    [_, *options] = shlex.split(" ".join(COMMANDS["torchrun"](config, None)))
+    return EngineCommand(
+        words=["torchrun", *options, *_log_options(config), *_script_words(script)],
+        variables=_torchrun_variables(request),
+        notes=_notes(config, _NOT_TORCHRUN, "torchrun"),
+    )
+
+
+def _log_options(config: RunConfig) -> list[str]:
+    words = [] if config.log_dir is None else ["--log-dir", config.log_dir, "--tee", "3"]
+    if config.monitor_interval != RunConfig.model_fields["monitor_interval"].default:
+        words += ["--monitor-interval", str(config.monitor_interval)]
+    return words
+
+
+def _torchrun_variables(request: LaunchRequest) -> dict[str, str]:
+    variables = _variables(request)
+    if request.config.log_line_prefix_template is not None:
+        variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = request.config.log_line_prefix_template
+    if chosen_engine(request.config)[0] != ENGINES[0].name and not env.read(_OWN_STORE):
+        variables[_OWN_STORE] = "1"
+    return variables
+
+
+def _srun(request: LaunchRequest, script: Script) -> EngineCommand:
+    """One torchrun on each node of the allocation, which meet at the first."""
+    config = request.config
+    hosts = _hosts(config)
+    # As exported jobs do: jobs that share a node must not share a port.
+    port = config.use_port or 20000 + job_number() % 20000
+    return EngineCommand(
+        words=[
+            *srun_words([host.name for host in hosts]),
+            "torchrun",
+            *("--nproc-per-node", _even_count(config, hosts), "--nnodes", str(len(hosts))),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:{port}"),
+            *("--rdzv-id", str(job_number()), "--max-restarts", str(config.max_restarts)),
+            *_log_options(config),
+            *_script_words(script),
+        ],
+        variables=_torchrun_variables(request),
+        dropped=own_step_variables(),
+        notes=_notes(config, _NOT_TORCHRUN, "torchrun"),
+    )
+
+
+def _even_count(config: RunConfig, hosts: Sequence[Host]) -> str:
+    """How many workers torchrun starts on each host."""
+    if config.num_processes is None and all(host.slots is None for host in hosts):
+        return "gpu"
+    num_workers = config.num_processes or sum(host.slots or 1 for host in hosts)
+    if num_workers % len(hosts):
+        raise ConfigError(
+            f"num_processes={num_workers} cannot be shared out over the {len(hosts)} nodes of the "
+            "allocation: torchrun starts as many on each. Give a multiple of the number of nodes."
+        )
+    return str(num_workers // len(hosts))
+
+
+def _hosts(config: RunConfig) -> Sequence[Host]:
+    engine = registry.engine(chosen_engine(config)[0])
+    if reason := engine.unavailable_reason(config):
+        raise ConfigError(reason)
+    return engine.hosts(config)
+
+
+# ------------------------------------------------------------------ deepspeed
+
+
+def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
+    config = request.config
+    if not is_installed("deepspeed"):
+        raise ConfigError(
+            f"hostfile={config.hostfile!r} needs DeepSpeed's launcher, and DeepSpeed is not "
+            "installed: nothing would start the script there. Install it with pip install "
+            '"nbaccel[deepspeed]", or use another engine.'
+        )
+    options = ["--hostfile", str(config.hostfile)]
+    hosts = _hosts(config)
+    if config.num_processes is not None or config.include or config.exclude:
+        slots = {host.address: host.devices or range(host.slots or 1) for host in hosts}
+        included = [f"{name}:{','.join(map(str, numbers))}" for name, numbers in slots.items()]
+        options += ["--include", "@".join(included)]
+    if config.use_port is not None:
+        options += ["--master_port", str(config.use_port)]
+    if config.master_addr != RunConfig.model_fields["master_addr"].default:
+        options += ["--master_addr", config.master_addr]
+    if config.log_dir is not None:
+        options += ["--enable_each_rank_log", config.log_dir]
+    # It takes no variables of ours to the other hosts, so that a program there sets them.
+    assignments = [f"{name}={value}" for name, value in _variables(request).items()]
+    python = [sys.executable, "-u"]
+    words = {"file": python, "module": [*python, "-m"], "program": []}
+    program = ["env", *assignments, *words[script.kind], script.target, *script.arguments]
+    return EngineCommand(
+        words=["deepspeed", *options, "--no_local_rank", "--no_python", *program],
+        notes=_notes(config, _NOT_DEEPSPEED, "deepspeed"),
+    )
+
+
+# ------------------------------------------------------------------ ray
+
+
+def _ray_submission(request: LaunchRequest, script: Script) -> EngineCommand | None:
+    """The same command as a job of the cluster, where it starts workers on the nodes."""
+    if env.read(_IN_RAY_JOB):
+        return None
+    config = request.config
+    if not is_installed("ray"):
+        raise ConfigError(registry.engine("ray").unavailable_reason(config))
+    assignments = [f"{name}={value}" for name, value in request.variables.items()]
+    command = " ".join(
+        [
+            *(["env", *map(shlex.quote, assignments)] if assignments else []),
+            *COMMANDS["nbaccel"](config, None),
+            shlex.join(_script_words(script)),
+        ]
+    )
+    submit_words = ["ray", "job", "submit", "--working-dir", ".", "--"]
+    return EngineCommand(words=[*submit_words, *shlex.split(for_ray(command), comments=True)])
+
+
+_MAKERS: dict[str, Callable[[LaunchRequest, Script], EngineCommand | None]] = {
+    "slurm": _srun,
+    "deepspeed": _deepspeed,
+    "ray": _ray_submission,
+}
+"""Engine → what makes its command."""
