@@ -11,13 +11,10 @@ from nbaccel.config.capabilities import (
     PRECISIONS,
     START_METHODS,
     STRATEGIES,
-    DeviceRow,
-    Fp8Row,
-    PrecisionRow,
-    StrategyRow,
     computes_in,
     strategy_fits,
 )
+from nbaccel.config.capability_rows import DeviceRow, Fp8Row, PrecisionRow, StrategyRow
 
 MATRIX_BEGIN = "<!-- capabilities:begin -->"
 MATRIX_END = "<!-- capabilities:end -->"

@@ -98,6 +98,7 @@ def notebook_launcher(
     share_back: bool = True,
     on_stop: str = "keep",
     resume: bool | str | os.PathLike[str] | None = None,
+    compare: int | None = None,
     engine: str = "auto",
     hostfile: str | os.PathLike[str] | None = None,
     include: str | None = None,
@@ -142,6 +143,8 @@ def notebook_launcher(
             prepared (weights, optimizer, schedule, random numbers, place in the data), so that the
             next launch of the function goes on from there, to the bit. True keeps it as long as
             this process lives; a folder for longer. A launch that comes to its end forgets it.
+        compare: Steps that one worker takes before the launch, so that its report can say what more
+            workers are worth. Nothing of these steps is kept.
         engine: What brings workers on several machines together: `"local"`, `"elastic"`,
             `"slurm"`, `"deepspeed"`, `"ray"`; `"auto"` goes by the other settings.
         hostfile: A DeepSpeed hostfile, for `engine="deepspeed"`.
@@ -240,8 +243,27 @@ def launch_configured(
         return Results(values, plan, observed=observed)
     from nbaccel.calls import launch
 
+    if config.compare is not None:
+        _measure_alone(function, args, config)
     outcome: CallOutcome = launch.launch_plan(plan, function, args)
     return _results_of(outcome)
+
+
+def _measure_alone(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> None:
+    """Let one worker take some steps, which the report compares with; its weights are dropped."""
+    from nbaccel.calls import launch
+    from nbaccel.plan.topology import MOST_STEPS_VARIABLE
+
+    write_notice(f"nbaccel: {config.compare} steps in one worker first, to compare.\n")
+    alone = config.changed(
+        num_processes=1,
+        compare=None,
+        resume=None,
+        share_back=False,
+        start_method="template",
+        variables={**(config.variables or {}), MOST_STEPS_VARIABLE: str(config.compare)},
+    )
+    launch.launch_plan(resolve(alone), function, args)
 
 
 def _launch_in_pool(

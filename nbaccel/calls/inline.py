@@ -21,7 +21,8 @@ from nbaccel.base import env, processes, training_libraries
 from nbaccel.base.errors import LaunchInterrupted, StoppedAtStep
 from nbaccel.calls import launched_functions
 from nbaccel.config.call_arguments import call_title
-from nbaccel.config.capabilities import STRATEGIES, StrategyRow
+from nbaccel.config.capabilities import STRATEGIES
+from nbaccel.config.capability_rows import StrategyRow
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.publish import CellPlace

@@ -145,6 +145,8 @@ def _device_facts(inventory: Inventory) -> dict[str, Any]:
         facts["TPU"] = {
             name: value for name, value in asdict(inventory.tpu).items() if value not in ("", 0, ())
         }
+    for number, problem in enumerate(inventory.problems):
+        facts[f"problem {number}"] = problem
     return facts
 
 

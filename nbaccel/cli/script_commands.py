@@ -256,7 +256,15 @@ _IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a 
 # round and publishes it in no later one (torch 2.13).
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # What no option and no variable of these commands says.
-_NOT_TORCHRUN = ("timeout", "shown_output", "start_method", "share_back", "on_stop", "resume")
+_NOT_TORCHRUN = (
+    "timeout",
+    "shown_output",
+    "start_method",
+    "share_back",
+    "on_stop",
+    "resume",
+    "compare",
+)
 _NOT_DEEPSPEED = (*_NOT_TORCHRUN, "monitor_interval", "max_restarts", "log_line_prefix_template")
 
 

@@ -3,219 +3,29 @@
 Every device, precision, strategy and start method has a row here. The plan judges by the rows, the
 catalogue loads the implementation a row names, `RunConfig` takes the words that they name, pickers
 disable options by them, and the matrix in the documentation and the contract tests are made from
-them. To add a backend is to add a row.
+them. To add a backend is to add a row: here, or from another package by an entry point
+(:func:`rows_from_outside`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
+from collections.abc import Iterable
+from functools import cache, partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
 
 from nbaccel.base.errors import InternalError
 from nbaccel.base.optional_packages import is_installed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceSigns:
-    """What a machine has at least, if it has a device: one of these."""
-
-    packages: tuple[str, ...] = ()  # Modules that can be imported
-    variables: tuple[str, ...] = ()  # Environment variables
-    files: tuple[str, ...] = ()  # Patterns of files, below the root
-    pci_vendor: str = ""  # Vendor of a device on the PCI bus, as ``/sys`` writes it
-    facts: tuple[str, ...] = ()  # Fields of an `Inventory` that the device fills
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceRow:
-    """What workers can compute on.
-
-    Two rows fit each other if either of them names the other, so that a package which adds a
-    device can name the strategies that are there, and one which adds a strategy the devices.
-    """
-
-    name: str  # As in ``RunConfig.device``
-    meaning: str  # What it is, for people
-    needs: str  # What must be there
-    # ``module:Class`` of its `Device`. The module is imported in notebooks: it
-    # imports torch inside of methods only.
-    path: str
-    label: str = ""  # What one is called in sentences: ``GPU``; the name where it is empty
-    words: tuple[str, ...] = ()  # Other words that people write for the name
-    precisions: tuple[str, ...] = ()  # The precisions it can train in
-    strategies: tuple[str, ...] = ()  # Strategies that train on it, beside those whose rows name it
-    # Those of its precisions that it only imitates, and why that matters
-    slow: tuple[tuple[str, str], ...] = ()
-    # Precisions of others that it cannot train in, and why
-    refused: tuple[tuple[str, str], ...] = ()
-    start_methods: tuple[str, ...] = ()  # How its workers can be started
-    group_backend: str = "gloo"  # Process group backend where each worker has a device of its own
-    shared_group_backend: str = "gloo"  # The one where workers share a device
-    in_host_memory: bool = False  # Whether its tensors lie in the host's memory
-    # Whether each copy to it takes as much host memory again until it is through
-    stages_copies: bool = False
-    # What Accelerate calls training on it, whatever the number of processes
-    distributed_type: str = ""
-    # Environment variables from which other libraries in a worker learn of it
-    variables: tuple[tuple[str, str], ...] = ()
-    never_run: bool = False  # Whether it has never been run. ``auto`` passes over it then.
-    # Without one of them its module is not even imported for a launch; None looks always
-    signs: DeviceSigns | None = None
-
-    @property
-    def noun(self) -> str:
-        """What one is called in sentences."""
-        return self.label or self.name
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionRow:
-    """A number format of the forward and backward pass."""
-
-    name: str  # As in ``RunConfig.mixed_precision``
-    meaning: str  # What it is, for people
-    needs: str  # What must be there
-    words: tuple[str, ...] = ()  # Other words that people write for the name
-    # ``module:Class`` of its `Precision`; empty where it has backends
-    path: str = ""
-    # Whether libraries compute it: then class, devices and strategies are those of a row in
-    # ``FP8_BACKENDS``
-    has_backends: bool = False
-    # Name of the torch dtype that layers compute in under it, for the check that training does what
-    # was asked; empty where dtypes do not show it
-    dtype: str = ""
-    refused_below: tuple[int, int] = (0, 0)  # Compute capability under which a GPU cannot do it
-    imitated_below: tuple[int, int] = (0, 0)  # Compute capability under which a GPU does it slowly
-    devices: tuple[str, ...] = ()  # Devices that train in it, beside those whose rows name it
-    strategies: tuple[str, ...] = ()  # Strategies that train in it, beside those whose rows name it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Row:
-    """A library that computes in 8 bits."""
-
-    name: str  # As in ``Fp8Config.backend``
-    meaning: str  # What it does, for people
-    needs: str  # What must be there
-    package: str  # The module that must be installed for it; empty where torch is enough
-    path: str = ""  # ``module:Class`` of its `Precision`
-    words: tuple[str, ...] = ()  # Other words that people write for the name
-    devices: tuple[str, ...] = ()  # What it can compute on
-    strategies: tuple[str, ...] = ()  # Strategies that train with it
-    settings: tuple[str, ...] = ()  # Those of ``Fp8Config`` that it reads
-    # Ways to find scales, as in ``Fp8Config.recipe``; the first is its default
-    recipes: tuple[str, ...] = ()
-    auto_with: str = ""  # The module with which ``auto`` takes it, where that is not `package`
-    refused_below: tuple[int, int] = (0, 0)  # Compute capability under which a GPU cannot do it
-    # Compute capability under which products are computed in another format
-    emulated_below: tuple[int, int] = (0, 0)
-    # ``module:function`` that gives a module its own layers back, and returns the parameters that
-    # it replaced, each with the one in its place
-    restore: str = ""
-    library: str = ""  # What must be imported for its layers to exist
-    # ``module:object`` that reads weights of which each process has a part, a
-    # `ShardReader`
-    shards: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Choice:
-    """The library that computes in 8 bits, on one device."""
-
-    row: Fp8Row | None = None  # Its row; None where the precision needs no library
-    problem: str = ""  # Why it cannot be used; empty where it can
-    reason: str = ""  # Why it was chosen
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyRow:
-    """How the processes of a run train one model together."""
-
-    name: str  # As in ``RunConfig.strategy`` and ``Strategy.name``
-    meaning: str  # What each process holds, for people
-    needs: str  # What must be there
-    path: str  # ``module:Class`` of its `Strategy`
-    headline: str = ""  # How the training plan's first line calls it; the name where it is empty
-    words: tuple[str, ...] = ()  # Other words that people write for the name
-    devices: tuple[str, ...] = ()  # What it can compute on
-    precisions: tuple[str, ...] = ()  # The precisions it can train in
-    # ``one`` where it trains one process alone, ``several`` where it needs others; empty where it
-    # does both
-    processes: str = ""
-    drives_all: bool = False  # Whether its one process drives all devices of the machine
-    is_default: bool = False  # Whether it is taken for so many processes where none was asked for
-    # Why it is taken then; ``{world_size}`` stands for the number of processes
-    default_reason: str = ""
-    needs_group: bool = False  # Whether it does nothing where no process group can be made
-    distributed_type: str = ""  # What Accelerate calls it; empty where that depends on the device
-    # ``module:Class`` of its settings; an object of it among ``kwargs_handlers`` asks for the
-    # strategy, unless it is a default one. The module is light.
-    settings: str = ""
-    arguments: tuple[str, ...] = ()  # Arguments of `Accelerator` that take them, and so ask for it
-    # ``module:function`` that makes them of what such an argument was given, or of a run's
-    # configuration, one of which is None; empty where they are what was given
-    make_settings: str = ""
-    # Attribute of a `RunConfig` that says whether that asks for it beside its name
-    run_flag: str = ""
-    # Environment variables from which other libraries in a worker learn of it, where it was
-    # requested by its name. The first of them asks for it, where a user sets it.
-    variables: tuple[tuple[str, str], ...] = ()
-    check: str = ""  # ``module:function`` that refuses what its library lacks on a machine
-    judge: str = ""  # ``module:function`` that refuses mistakes in a run's configuration of it
-    library: str = ""  # What must be imported for its shards to exist
-    shards: str = ""  # Module that reads them, a `ShardReader`
-    # ``module:function`` that prepares a worker for it, given the type of its device
-    enter: str = ""
-    # ``module:function`` that knows why a signal has ended a worker in its library, given the
-    # signal's name and the functions on the worker's stack; it is light
-    explain_signal: str = ""
-    # ``module:function`` that looks at a process before the library is in it, for the reader's
-    # ``tear_down``. This one and ``enter`` are loaded even where the library is never used, so they
-    # are light.
-    observe: str = ""
-    # ``module:Class`` of what a picker offers of it, a
-    # :class:`~nbaccel.memory.settings_form.SettingsForm`; empty where it has none
-    form: str = ""
-    advisor: str = ""  # ``module:function`` that finds its fastest configuration that fits
-    command: str = ""  # ``module:function`` that adds its subcommand to the command line
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartMethodRow:
-    """How workers come to be."""
-
-    name: str  # As in ``Plan.start_method``
-    meaning: str  # What happens, for people
-    needs: str  # What must be there
-    headline: str  # How :meth:`Plan.headline` says it
-    separate_processes: bool = True  # Whether workers are processes of their own
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineRow:
-    """What brings the workers of a run together on several machines."""
-
-    name: str  # As in ``RunConfig.engine``
-    meaning: str  # What it does, for people
-    needs: str  # What must be there
-    # ``module:Class`` of its `Engine`, with which this notebook's workers run
-    # on other hosts; empty where every machine has a notebook or command of its own. The module is
-    # light.
-    path: str = ""
-    words: tuple[str, ...] = ()  # Other words that people write for the name
-    # The setting of ``RunConfig`` that names its hosts, which asks for it; empty where it finds
-    # them itself
-    setting: str = ""
-    # Whether it is for scripts, which `nbaccel launch` hands to it, and not for notebooks
-    starts_scripts_only: bool = False
-    # The extra of nbaccel that installs what it needs; empty where nothing is needed
-    extra: str = ""
-    runs_on_hosts: bool = field(init=False)  # Whether this notebook's workers run on other hosts
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "runs_on_hosts", bool(self.path))
-
+from nbaccel.config.capability_rows import (
+    DeviceRow,
+    DeviceSigns,
+    EngineRow,
+    Fp8Choice,
+    Fp8Row,
+    PrecisionRow,
+    StartMethodRow,
+    StrategyRow,
+)
 
 _AnyRow = TypeVar(
     "_AnyRow", DeviceRow, PrecisionRow, Fp8Row, StrategyRow, StartMethodRow, EngineRow
@@ -235,7 +45,7 @@ TPU_SIGNS = DeviceSigns(
     facts=("tpu", "tpu_chips"),
 )
 
-DEVICES: tuple[DeviceRow, ...] = (
+_DEVICES: tuple[DeviceRow, ...] = (
     DeviceRow(
         name="cpu",
         meaning="the processor's cores",
@@ -317,7 +127,7 @@ DEVICES: tuple[DeviceRow, ...] = (
     ),
 )
 
-PRECISIONS: tuple[PrecisionRow, ...] = (
+_PRECISIONS: tuple[PrecisionRow, ...] = (
     PrecisionRow(
         name="no",
         meaning="float32 throughout",
@@ -356,7 +166,7 @@ _FP8_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
 _FIRST_WITH_FP8 = (8, 9)
 
 # In the order in which `auto` looks for them: that of Accelerate's guide, then what is installed.
-FP8_BACKENDS: tuple[Fp8Row, ...] = (
+_FP8_BACKENDS: tuple[Fp8Row, ...] = (
     Fp8Row(
         name="msamp",
         meaning="MS-AMP's levels: weights, gradients and optimizer states in 8 and 16 bits, too",
@@ -456,7 +266,7 @@ FP8_RECIPE_CAPABILITIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 }
 """Recipes that not all GPUs with FP8 have: the first compute capability, and the first without."""
 
-STRATEGIES: tuple[StrategyRow, ...] = (
+_STRATEGIES: tuple[StrategyRow, ...] = (
     StrategyRow(
         name="single",
         meaning="one process trains alone",
@@ -570,7 +380,7 @@ START_METHODS: tuple[StartMethodRow, ...] = (
     ),
 )
 
-ENGINES: tuple[EngineRow, ...] = (
+_ENGINES: tuple[EngineRow, ...] = (
     EngineRow(
         name="local",
         meaning="this machine; or a fixed set of machines, each with a notebook of its own",
@@ -604,6 +414,80 @@ ENGINES: tuple[EngineRow, ...] = (
         path="nbaccel.hosts.ray_engine:RayEngine",
     ),
 )
+
+
+def rows_from_outside(
+    group: str, row_class: type[_AnyRow], built_in: tuple[_AnyRow, ...]
+) -> tuple[tuple[_AnyRow, ...], tuple[str, ...]]:
+    """The built-in rows with those of installed packages behind them; what cannot be used, and why.
+
+    A package says in its metadata where its row is defined::
+
+        [project.entry-points."nbaccel.devices"]
+        npu = "my_package.rows:NPU"
+
+    The named module is imported together with the tables, in notebooks and workers alike: the row
+    belongs in one that imports nothing but `nbaccel.capability_rows`. If it fails, nbaccel can be
+    imported all the same.
+    """
+    rows_by_name = {loaded_row.name: loaded_row for loaded_row in built_in}
+    problems = []
+    group_points: Iterable[EntryPoint] = _all_entry_points().select(group=group)
+    # Sorted: of two rows with one name the first is used, which must not depend on the machine.
+    for entry_point in sorted(
+        group_points, key=lambda entry_point: (entry_point.name, entry_point.value)
+    ):
+        try:
+            loaded_row = entry_point.load()
+        except Exception as error:  # a package's module may raise anything
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(".")
+            problems.append(f"{_described(entry_point)} cannot be loaded: {text}. {_ROW_REMEDY}")
+            continue
+        if not isinstance(loaded_row, row_class):
+            problems.append(
+                f"{_described(entry_point)} must be a {row_class.__name__}: got "
+                f"{loaded_row!r}. {_ROW_REMEDY}"
+            )
+        elif loaded_row.name in rows_by_name and rows_by_name[loaded_row.name] != loaded_row:
+            problems.append(
+                f"{_described(entry_point)} has a row named {loaded_row.name!r}, and "
+                f"there is one of that name already. The other one is used. {_ROW_REMEDY}"
+            )
+        else:
+            rows_by_name[loaded_row.name] = loaded_row
+    return tuple(rows_by_name.values()), tuple(problems)
+
+
+_ROW_REMEDY = "What it adds is missing. Repair or uninstall the package."
+
+
+@cache
+def _all_entry_points() -> Any:
+    """Those of all installed packages; cached, because reading them takes long."""
+    return entry_points()
+
+
+def _described(entry_point: EntryPoint) -> str:
+    text = f" of the package {entry_point.dist.name}" if entry_point.dist is not None else ""
+    return f"Entry point {entry_point.name} = {entry_point.value} ({entry_point.group}){text}"
+
+
+DEVICES, _device_problems = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES)
+"""The first is always there."""
+PRECISIONS, _precision_problems = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS)
+FP8_BACKENDS, _fp8_problems = rows_from_outside("nbaccel.fp8_backends", Fp8Row, _FP8_BACKENDS)
+STRATEGIES, _strategy_problems = rows_from_outside("nbaccel.strategies", StrategyRow, _STRATEGIES)
+ENGINES, _engine_problems = rows_from_outside("nbaccel.engines", EngineRow, _ENGINES)
+"""The first is always there."""
+
+ENTRY_POINT_PROBLEMS: tuple[str, ...] = (
+    *_device_problems,
+    *_precision_problems,
+    *_fp8_problems,
+    *_strategy_problems,
+    *_engine_problems,
+)
+"""Entry points of other packages that cannot be used, and why. Plans report them."""
 
 
 def _row_named(rows: tuple[_AnyRow, ...], name: str) -> _AnyRow:

@@ -80,6 +80,8 @@ class FieldRule:
     allowed: tuple[str, ...] = ()  # the words, where only some are allowed
     # Words that people write for one of the allowed ones.
     words: Mapping[str, str] = field(default_factory=dict)
+    # Sentences added to a refusal: backends of other packages that are missing, and why.
+    problems: tuple[str, ...] = ()
     # The form's kind of input: ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``;
     # empty where the form has none.
     value_kind: str = ""
@@ -131,8 +133,14 @@ class FieldRule:
         )
         word = closest(value, self.allowed, self.words) if isinstance(value, str) else ""
         reason = (self.why or field_meaning).strip().rstrip(".")
-        told_reason = f" {reason}." if reason else ""
-        return f"{message_head}.{told_reason} {word.lstrip() or f'{self.do}.'}"
+        message_parts = (
+            f"{message_head}.",
+            f"{reason}." if reason else "",
+            word.lstrip() or f"{self.do}.",
+        )
+        return " ".join(
+            message_part for message_part in (*message_parts, *self.problems) if message_part
+        )
 
 
 _LIMITS = ("ge", "gt", "le", "min_length", "pattern")

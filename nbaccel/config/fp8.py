@@ -16,7 +16,7 @@ from pydantic import ConfigDict, ValidationError
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.capabilities import FP8_BACKENDS, words_of_rows
+from nbaccel.config.capabilities import ENTRY_POINT_PROBLEMS, FP8_BACKENDS, words_of_rows
 from nbaccel.config.field_rules import Handler, explain_mistakes, setting
 from nbaccel.config.given_values import plain_value, read_truth
 from nbaccel.config.text_forms import Plain
@@ -65,6 +65,7 @@ class Fp8Config(Plain):
         read=_lower_case,
         do='Leave it at "auto" to take what is installed',
         words=words_of_rows(FP8_BACKENDS),
+        problems=ENTRY_POINT_PROBLEMS,
     )
     recipe: Literal[_RECIPE_NAMES] = setting(  # type: ignore[valid-type]  # the words stand once
         "auto",

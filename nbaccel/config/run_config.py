@@ -28,6 +28,7 @@ from nbaccel.config import deepspeed_document as zero_engine
 from nbaccel.config.capabilities import (
     DEVICES,
     ENGINES,
+    ENTRY_POINT_PROBLEMS,
     PRECISIONS,
     START_METHODS,
     STRATEGIES,
@@ -249,12 +250,14 @@ class RunConfig(Exchangeable):
         "What the workers compute on; auto takes GPUs or TPUs where there are some.",
         do='Leave it at "auto" to take what this machine has',
         words=words_of_rows(DEVICES),
+        problems=ENTRY_POINT_PROBLEMS,
     )
     mixed_precision: PrecisionName = setting(
         "no",
         "Number format of the forward and backward pass; no keeps float32.",
         do='"no" keeps float32',
         words=words_of_rows(PRECISIONS),
+        problems=ENTRY_POINT_PROBLEMS,
     )
     strategy: StrategyName = setting(
         "auto",
@@ -263,6 +266,7 @@ class RunConfig(Exchangeable):
         why="It decides what each worker holds of the model",
         do='Leave it at "auto" to go by the other settings',
         words=words_of_rows(STRATEGIES),
+        problems=ENTRY_POINT_PROBLEMS,
     )
     start_method: StartMethodName = setting(
         "auto",
@@ -276,6 +280,7 @@ class RunConfig(Exchangeable):
         why="It decides on which machines the workers run",
         do='Leave it at "auto" to go by the other settings',
         words=words_of_rows(ENGINES),
+        problems=ENTRY_POINT_PROBLEMS,
     )
     hostfile: str | None = setting(
         None,
@@ -420,6 +425,13 @@ class RunConfig(Exchangeable):
         why="A launch that is stopped keeps there what the next one goes on with",
         do="Give True to keep it as long as the notebook lives",
         min_length=1,
+    )
+    compare: int | None = setting(
+        None,
+        "Steps that one worker takes first, so that it can be told what more "
+        "workers are worth; None for none.",
+        do="Give for example 30, or leave it out to compare with earlier runs alone",
+        ge=10,
     )
     threads_per_process: int | None = setting(
         None,

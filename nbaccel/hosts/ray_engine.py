@@ -34,7 +34,7 @@ _PLACEMENT_NOTICE_S = 3.0  # of waiting, before it is told
 
 
 class RayEngine(Engine):
-    """See `Engine`. A notebook calls `ray.init` itself."""
+    """See :class:`~nbaccel.abc.Engine`. A notebook calls `ray.init` itself."""
 
     name = "ray"
 

@@ -23,7 +23,7 @@ import psutil
 
 from nbaccel.base import env
 from nbaccel.base.optional_packages import installed_version
-from nbaccel.config.capabilities import DEVICES
+from nbaccel.config.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
 from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
 
@@ -185,16 +185,26 @@ def _torch_version() -> str:
 
 def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
     """Fields of the inventory that the devices of the table fill."""
+    problems = [*ENTRY_POINT_PROBLEMS]
     device_facts: dict[str, Any] = {}
     for row in DEVICES:
-        if row.signs is None or registry.has_sign(row.signs):
+        if row.signs is not None and not registry.has_sign(row.signs):
+            continue
+        try:
             detected = registry.device(row.name).detect(environ)
-            accelerators = (
-                *device_facts.get("accelerators", ()),
-                *detected.get("accelerators", ()),
+        except Exception as error:  # code of another package must not prevent every launch
+            text = f"{type(error).__name__}: {error}".removesuffix(".")
+            problems.append(
+                f"device={row.name!r} could not be looked for: {text}. It is taken as "
+                "missing. Repair or uninstall the package that adds it."
             )
-            device_facts |= {**detected, "accelerators": accelerators}
-    return device_facts
+            continue
+        all_accelerators = (
+            *device_facts.get("accelerators", ()),
+            *detected.get("accelerators", ()),
+        )
+        device_facts |= {**detected, "accelerators": all_accelerators}
+    return device_facts | {"problems": tuple(problems)}
 
 
 def _usable_cores(limits: Limits) -> int:

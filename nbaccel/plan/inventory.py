@@ -69,6 +69,7 @@ class Inventory:
         tpu_chips: TPU chips of this host.
         tpu: What else is known about its TPUs; None where nothing speaks of one.
         accelerators: What the other devices in the table found, each with its kind.
+        problems: Backends of other packages that cannot be used, and why; one message each.
         platform: The operating system: ``linux``, ``darwin``, ``win32``.
         python_version: Such as ``3.12.4``.
         torch_version: Such as ``2.13.0+cpu``; empty where torch is not installed.
@@ -88,6 +89,7 @@ class Inventory:
     tpu_chips: int = 0
     tpu: TpuHost | None = None
     accelerators: tuple[Gpu, ...] = ()
+    problems: tuple[str, ...] = ()
     platform: str = "linux"
     python_version: str = ""
     torch_version: str = ""

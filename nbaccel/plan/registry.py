@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,15 +24,13 @@ from nbaccel.config.capabilities import (
     FP8_BACKENDS,
     PRECISIONS,
     STRATEGIES,
-    DeviceSigns,
-    Fp8Choice,
-    StrategyRow,
     device_row,
     engine_row,
     fp8_backend,
     precision_row,
     strategy_row,
 )
+from nbaccel.config.capability_rows import DeviceSigns, Fp8Choice, StrategyRow
 from nbaccel.plan.contracts.device import Device, DeviceRuntime, UnlistedDevice
 from nbaccel.plan.contracts.host_engine import Engine
 from nbaccel.plan.contracts.training import Precision, Said, Source, Strategy, Wanted
@@ -57,8 +56,19 @@ def device_runtime(device_name: str) -> DeviceRuntime:
 
 
 def devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
-    """All devices, or those of these names, in the order of their rows."""
-    return tuple(device(row.name) for row in DEVICES if names is None or row.name in names)
+    """All devices in the order of their rows, but those that cannot be loaded.
+
+    The plan reports the latter, which come from other packages; a request for one by its name
+    raises the error.
+    """
+    loaded_devices = []
+    for row in DEVICES:
+        if names is not None and row.name not in names:
+            continue
+        # Another package's module may raise anything, and must not disable the other devices.
+        with contextlib.suppress(Exception):
+            loaded_devices.append(device(row.name))
+    return tuple(loaded_devices)
 
 
 def has_sign(signs: DeviceSigns, root: Path = Path("/")) -> bool:

@@ -15,9 +15,6 @@ from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
     DEVICES,
     ENGINES,
-    DeviceRow,
-    EngineRow,
-    Fp8Choice,
     device_row,
     engine_row,
     fp8_backend,
@@ -27,6 +24,7 @@ from nbaccel.config.capabilities import (
     strategy_fits,
     strategy_row,
 )
+from nbaccel.config.capability_rows import DeviceRow, EngineRow, Fp8Choice
 from nbaccel.config.run_config import chosen_engine, elastic_reason
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Said, Wanted
@@ -108,6 +106,7 @@ def resolve(
     """
     findings = _Findings()
     found = _inspect(config, inventory, findings)
+    findings.warnings.extend(found.problems)
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
     engine = _choose_engine(config, findings)

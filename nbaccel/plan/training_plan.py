@@ -17,17 +17,13 @@ from nbaccel.config.capabilities import (
     FP8_RECIPE_CAPABILITIES,
     PRECISIONS,
     STRATEGIES,
-    DeviceRow,
-    Fp8Choice,
-    Fp8Row,
-    PrecisionRow,
-    StrategyRow,
     computes_in,
     device_row,
     fp8_backend,
     strategy_fits,
     strategy_row,
 )
+from nbaccel.config.capability_rows import DeviceRow, Fp8Choice, Fp8Row, PrecisionRow, StrategyRow
 from nbaccel.plan.contracts.training import Source, TrainingRequest, Wanted
 from nbaccel.plan.launch_plan import Choice, choices_table
 

@@ -1,7 +1,7 @@
 """Tensors of which each process has a part: which part it is, and how it is put into the whole.
 
 torch's DTensors describe it themselves. For a library that partitions parameters in another way,
-the capability rows name a reader (`ShardReader`), which is used only
+the capability rows name a reader (:class:`~nbaccel.abc.ShardReader`), which is used only
 where the library has been imported.
 """
 
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from nbaccel.base import torch_private
-from nbaccel.config.capabilities import FP8_BACKENDS, STRATEGIES, Fp8Row, StrategyRow
+from nbaccel.config.capabilities import FP8_BACKENDS, STRATEGIES
+from nbaccel.config.capability_rows import Fp8Row, StrategyRow
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import ShardReader
 from nbaccel.transfer import memfd

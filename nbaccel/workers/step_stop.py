@@ -21,7 +21,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from nbaccel.base import env
 from nbaccel.loops import loop_watch
+from nbaccel.plan.topology import MOST_STEPS_VARIABLE
 from nbaccel.workers import messaging, time_limits
 
 
@@ -36,6 +38,7 @@ class AgreedStop:
             self._poll.register(channel, select.POLLIN)
         self._process_id = os.getpid()
         self._number = 0
+        self._most = int(env.read(MOST_STEPS_VARIABLE) or 0)
         self._goal = messaging.GoOnTo(float("inf"))
         self._listener: threading.Thread | None = None
         self._news = threading.Condition()
@@ -47,6 +50,9 @@ class AgreedStop:
         if self._listener is None and self._poll.poll(0) and os.getpid() == self._process_id:
             self._listener = threading.Thread(target=self._listen, daemon=True)
             self._listener.start()
+        if self._number + 1 == self._most:
+            self.is_stopped = True
+            return True
         with self._news:
             self._number += 1
             self._news.wait_for(lambda: self._goal.number > self._number or self._goal.is_agreed)

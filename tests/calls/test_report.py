@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbaccel
-from nbaccel import Accelerator, ConfigError, Pool, WorkerFailed, notebook_launcher
+from nbaccel import Accelerator, ConfigError, Pool, RunConfig, WorkerFailed, notebook_launcher
 from nbaccel.launchers import Results
 from nbaccel.output.panel.facts import ENDED_RUNS
 from nbaccel.output.panel.rank_times import RankTimes
@@ -260,6 +260,8 @@ def test_what_was_no_run_has_no_report_and_is_not_compared():
     ):
         with pytest.raises(ConfigError, match=says):
             nbaccel.compare(*runs)
+    with pytest.raises(ConfigError, match="at least 10"):
+        RunConfig(compare=3)
 
 
 def go_through(model: nn.Module, wait_s: float = 0.0) -> None:
@@ -300,3 +302,16 @@ def test_two_runs_are_laid_side_by_side(tmp_path):
     assert "times the samples per second of 1 rank (an earlier run of go_through)" in advice
     assert "num_processes=1" in advice
     assert not one.report().facts.advice
+
+
+def test_one_worker_is_measured_on_request(capfd):
+    model = nn.Linear(4, 2)
+
+    def slower_together(model: nn.Module) -> None:
+        go_through(model, 0.03)  # far longer than what a loaded machine adds to a step
+
+    results = notebook_launcher(slower_together, (model,), 2, compare=20)
+    assert "20 steps in one worker first, to compare" in capfd.readouterr().err
+    (advice,) = results.report().facts.advice
+    assert "an earlier run of slower_together" in advice
+    assert results.report().to_dict()["title"] == "slower_together"

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from typing import get_args
 
+from nbaccel.abc.device import Device, DeviceRuntime, LaunchHooks, StepHooks
+from nbaccel.abc.precision import Precision
+from nbaccel.abc.strategy import Strategy
 from nbaccel.config import capabilities, run_config
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.device import Device, DeviceRuntime, LaunchHooks, StepHooks
-from nbaccel.plan.contracts.training import Precision, Strategy
 
 
 def test_there_is_a_row_for_every_word_of_the_configuration():

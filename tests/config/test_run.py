@@ -40,6 +40,7 @@ EVERYTHING = {
     "share_back": False,
     "on_stop": "discard",
     "resume": "kept",
+    "compare": 30,
     "threads_per_process": 2,
     "strategy": "fsdp",
     "fsdp": {"cpu_offload": True, "transformer_cls_names_to_wrap": ["Block"]},

@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from nbaccel import RunConfig, resolve
+from nbaccel.abc.device import Device, DeviceRuntime, LaunchHooks, StepHooks
 from nbaccel.config.capabilities import DEVICES
 from nbaccel.devices import cpu_xpu_mps
 from nbaccel.devices.cpu_xpu_mps import MpsDevice, XpuDevice
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory, inspect_machine, registry
-from nbaccel.plan.contracts.device import Device, DeviceRuntime, LaunchHooks, StepHooks
 from tests.programs import run_program
 
 

@@ -21,7 +21,11 @@ _ACCELERATE = (
     *("scheduler", "state", "tracking", "utils"),
 )
 _OWN = ("config", "deepspeed", "errors")
-MODULES = ("nbaccel", *(f"nbaccel.{name}" for name in (*_ACCELERATE, *_OWN)))
+_FOR_BACKENDS = (
+    *("abc", "abc.asking", "abc.bundle", "abc.device", "abc.engine", "abc.place"),
+    *("abc.precision", "abc.shards", "abc.standins", "abc.strategy", "capability_rows"),
+)
+MODULES = ("nbaccel", *(f"nbaccel.{name}" for name in (*_ACCELERATE, *_OWN, *_FOR_BACKENDS)))
 """In the order in which the page has them."""
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
 
 import nbaccel
 from tests.house.public_names import listed, offered, why_gone
-from tests.house.source import ROOT
+from tests.house.source import ROOT, package_files
 from tests.programs import run_program
 
 HEAVY = {
     *("IPython", "deepspeed", "ipywidgets", "numpy", "psutil", "pydantic", "pynvml", "torch"),
     *("torch_xla", "yaml"),
 }
+# Of `nbaccel.NAME`, which other packages have in their metadata.
+ENTRY_POINT_GROUPS = {"devices", "engines", "fp8_backends", "precisions", "strategies"}
+PAGE = ROOT / "docs" / "pages" / "reference" / "public.md"
 LEAVING = (
     "A public name goes after two minor versions in which it was deprecated "
     "(docs/pages/reference/public.md); only then take its line off tests/house/public_names.txt."
@@ -31,6 +35,14 @@ def test_public_names_are_completed_listed_and_none_has_gone():
     assert listed() == sorted(set(listed())), "python -m tests.house.public_names puts it in order"
     assert len(nbaccel.__all__) > 60, "the imports for type checkers were not found"
     assert set(nbaccel.__all__) <= set(dir(nbaccel))
+
+
+def test_the_groups_of_entry_points_are_these():
+    text = "".join(file.text for file in package_files())
+    groups = re.findall(r'rows_from_outside\(\s*"([\w.]+)"', text)
+    assert sorted(groups) == sorted(f"nbaccel.{name}" for name in ENTRY_POINT_GROUPS), LEAVING
+    page = PAGE.read_text(encoding="utf-8")
+    assert [group for group in groups if f"`{group}`" not in page] == []
 
 
 @pytest.mark.parametrize("name", sorted({*nbaccel.__all__} - {"__version__"}))

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from nbaccel.abc.device import Device
 from nbaccel.config import Fp8Config, capabilities
 from nbaccel.errors import InternalError, PlatformUnsupported
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.device import Device
 
 
 def test_devices_strategies_and_precisions_come_by_name_and_others_are_a_bug():

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
+from nbaccel.abc.engine import Host
 from nbaccel.config import RunConfig, capabilities
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.hosts.host_session import _named_devices
 from nbaccel.plan import Gpu, Inventory, resolve
-from nbaccel.plan.contracts.host_engine import Host
 from nbaccel.plan.resolving import with_named_gpus
 from tests import needs
 from tests.notebook.machines import V5E_8 as TPU

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from nbaccel.abc.asking import Said
 from nbaccel.config import Fp8Config, RunConfig, capabilities
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.training import Said, TrainingRequest
+from nbaccel.plan.contracts.training import TrainingRequest
 from nbaccel.plan.training_plan import ProcessFacts, plan_training
 from tests.needs import DEEPSPEED_ROW
 

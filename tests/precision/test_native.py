@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from nbaccel.abc.bundle import Bundle
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
-from nbaccel.plan.contracts.training import Bundle
 from nbaccel.precision.native import AutocastForward, Bf16, Fp16, Fp32, LossScaler, as_float32
 
 CPU = torch.device("cpu")

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.precision import PrecisionSettings
 from nbaccel.config import Fp8Config
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.errors import MissingBackend
-from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
 from nbaccel.precision import transformer_engine as engine
 from nbaccel.precision.native_fp8 import MsAmpFp8
 from tests.isolation import ROOT, isolated

@@ -10,9 +10,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Accelerator, WorkerFailed, debug_launcher
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.abc.precision import Precision
 from nbaccel.config.handlers import DistributedDataParallelKwargs
 from nbaccel.errors import ConfigError
-from nbaccel.plan.contracts.training import Bundle, Place, Precision
 from nbaccel.strategies.ddp import DdpStrategy
 from nbaccel.strategies.single import SingleStrategy
 from tests.strategies.workers import Recipe, place, train

@@ -14,9 +14,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from nbaccel import debug_launcher
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.abc.strategy import ShardedCheckpoints
 from nbaccel.config.handlers import AutocastKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs
 from nbaccel.errors import ConfigError, PlatformUnsupported
-from nbaccel.plan.contracts.training import Bundle, Place, ShardedCheckpoints
 from nbaccel.precision.native import Bf16, Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
 from tests.accelerator.loops import told

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel import WorkerFailed, debug_launcher
-from nbaccel.plan.contracts.training import Bundle, Place
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
 from nbaccel.strategies.replicas import ReplicasStrategy
 from tests.worker_functions import join
 

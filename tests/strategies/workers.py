@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.abc.precision import Precision
+from nbaccel.abc.strategy import Strategy
 from nbaccel.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
 )
-from nbaccel.plan.contracts.training import Bundle, Place, Precision, Strategy
 from nbaccel.precision.native import Bf16, Fp16, Fp32
 from nbaccel.strategies.ddp import DdpStrategy
 from nbaccel.strategies.fsdp import FsdpStrategy

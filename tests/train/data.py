@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from nbaccel.abc.place import Place
 from nbaccel.config.handlers import DataLoaderConfiguration
 from nbaccel.data_loader import share_data_loader
-from nbaccel.plan.contracts.training import Place
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from nbaccel.train.gradient import GradientState

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nbaccel import WorkerFailed
+from nbaccel.abc.place import Place
 from nbaccel.errors import CollectiveMismatch, ConfigError
-from nbaccel.plan.contracts.training import Place
 from nbaccel.train.call_check import default_group_check
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from nbaccel.abc.device import CompileCounts, UnlistedDevice
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.words import live_line
-from nbaccel.plan.contracts.device import CompileCounts, UnlistedDevice
 from nbaccel.train.gradient import CompileWatch
 
 

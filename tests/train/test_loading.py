@@ -15,9 +15,9 @@ from torch.utils.data import (
 )
 
 from nbaccel import ConfigError, notebook_launcher
+from nbaccel.abc.place import Place
 from nbaccel.data_loader import skip_first_batches
 from nbaccel.errors import MissingBackend
-from nbaccel.plan.contracts.training import Place
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
 from tests.train.data import Numbers, Stream, here, lists, prepare

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel import ConfigError, notebook_launcher
+from nbaccel.abc.place import Place
 from nbaccel.data_loader import skip_first_batches
-from nbaccel.plan.contracts.training import Place
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import files
 from nbaccel.train.distributed import init_process

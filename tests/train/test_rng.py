@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nbaccel import debug_launcher
+from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError
-from nbaccel.plan.contracts.training import Place
 from nbaccel.train import rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
@@ -58,8 +58,7 @@ def test_deterministic_algorithms_can_be_asked_for_and_no_cuda_is_woken():
     finally:
         torch.use_deterministic_algorithms(False)
     code = (
-        "import torch\nfrom nbaccel.train import rng\n"
-        "from nbaccel.plan.contracts.training import Place\n"
+        "import torch\nfrom nbaccel.abc.place import Place\nfrom nbaccel.train import rng\n"
         "rng.set_seed(3)\nrng.capture_rng_states(Place(device=torch.device('cpu')))\n"
         "with rng.preserve_rng_states(): pass\nassert not torch.cuda.is_initialized()\n"
     )

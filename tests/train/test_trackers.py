@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
+from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError
-from nbaccel.plan.contracts.training import Place
 from nbaccel.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,

@@ -14,7 +14,7 @@ is there after training, and is to be looked at, saved, or trained in another wa
     take_back            this process has all of it: no communication
     take_back_together   each process has a part: before another engine gets the module
 
-The capability row names this module as DeepSpeed's `ShardReader`.
+The capability row names this module as DeepSpeed's :class:`~nbaccel.abc.ShardReader`.
 """
 
 from __future__ import annotations

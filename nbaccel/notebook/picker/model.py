@@ -24,11 +24,11 @@ from nbaccel.config import Fp8Config, RunConfig, run_config_of
 from nbaccel.config.capabilities import (
     DEVICES,
     FP8_BACKENDS,
-    Fp8Row,
     device_row,
     fp8_backend,
     precision_row,
 )
+from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.config.given_values import closest
 from nbaccel.memory.estimate import MemoryBar, MemoryNeed, refuse_unsized
 from nbaccel.memory.memory_model import MemoryModel

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbaccel.config import RunConfig
-    from nbaccel.config.capabilities import DeviceRow
+    from nbaccel.config.capability_rows import DeviceRow
     from nbaccel.plan.inventory import Gpu, Inventory
     from nbaccel.plan.launch_plan import Plan
 

@@ -19,13 +19,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from nbaccel import debug_launcher
+from nbaccel.abc.bundle import Bundle
 from nbaccel.config.handlers import (
     AutocastKwargs,
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
 )
 from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
-from nbaccel.plan.contracts.training import Bundle
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
 from nbaccel.strategies.sharded_checkpoints import read_entries, read_metadata

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel.plan.contracts.training import Place
+from nbaccel.abc.place import Place
 from nbaccel.strategies.single import SingleStrategy
 from nbaccel.train.checkpoint import CheckpointParts
 from nbaccel.train.collectives import Collectives

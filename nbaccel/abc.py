@@ -1,0 +1,51 @@
+"""What a backend of another package implements, as such packages import it.
+
+`nbaccel.abc.device` and its siblings are importable, too.
+"""
+
+import sys
+from types import ModuleType
+
+from nbaccel.plan.contracts import device, host_engine, training
+from nbaccel.plan.contracts.device import Device
+from nbaccel.plan.contracts.host_engine import Engine
+from nbaccel.plan.contracts.training import (
+    Bundle,
+    Place,
+    Precision,
+    PrecisionSettings,
+    ShardedCheckpoints,
+    ShardReader,
+    Strategy,
+)
+
+__all__ = [
+    "Bundle",
+    "Device",
+    "Engine",
+    "Place",
+    "Precision",
+    "PrecisionSettings",
+    "ShardReader",
+    "ShardedCheckpoints",
+    "Strategy",
+]
+
+_PARTS = {
+    "asking": ("Said", "SaidBySettings", "Source", "Wanted"),
+    "bundle": ("Bundle",),
+    "place": ("Place",),
+    "precision": ("Precision", "PrecisionSettings"),
+    "shards": ("Piece", "Remembered", "ShardReader", "remember"),
+    "standins": ("DummyOptim", "DummyScheduler"),
+    "strategy": ("ShardedCheckpoints", "Strategy"),
+}
+"""Modules that other packages import, and their names."""
+
+for _name, _names in _PARTS.items():
+    _part = ModuleType(f"{__name__}.{_name}", __doc__)
+    vars(_part).update({name: getattr(training, name) for name in _names}, __all__=list(_names))
+    sys.modules[_part.__name__] = globals()[_name] = _part
+# The same module objects, so that a class has one identity whichever way it was imported.
+sys.modules[f"{__name__}.device"] = device
+sys.modules[f"{__name__}.engine"] = host_engine

@@ -1,0 +1,1 @@
+"""A package that adds a device, a precision, a strategy and an FP8 backend to nbaccel."""
