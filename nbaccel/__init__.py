@@ -78,7 +78,10 @@ if TYPE_CHECKING:
     )
     from nbaccel.notebook.advising import advise as advise
     from nbaccel.notebook.pickers import (
+        LaunchPicker as LaunchPicker,
         Picker as Picker,
+        PrecisionPicker as PrecisionPicker,
+        ZeroPicker as ZeroPicker,
         configure as configure,
     )
     from nbaccel.output.report.run_report import compare as compare

@@ -18,12 +18,13 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.base import frames
 from nbaccel.base.optional_packages import install_line, is_installed, require
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.notebook.picker import rendering
+from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.output import publish
 
@@ -77,6 +78,8 @@ class Picker(HasTraits):
     """
 
     config: Any = Instance(RunConfig)
+
+    _panels: ClassVar[tuple[str, ...]] = PANELS
 
     def __init__(
         self,
@@ -162,7 +165,7 @@ class Picker(HasTraits):
         missing_part = _missing_widget_part(running_shell)
         if missing_part:
             # Each as soon as it is known: to measure a large model takes seconds.
-            for section in rendering.picker_sections(self._model):
+            for section in rendering.picker_sections(self._model, self._panels):
                 print(f"{section}\n", flush=True)
             print(missing_part)
         else:
@@ -192,7 +195,7 @@ class Picker(HasTraits):
 
     def __str__(self) -> str:
         with self._model.lock:
-            return rendering.picker_text(self._model)
+            return rendering.picker_text(self._model, self._panels)
 
     def _ipython_display_(self) -> None:
         """Show it, unless this cell has done so: `configure(model)` is often its last line."""
@@ -220,7 +223,7 @@ class Picker(HasTraits):
         running_shell = frames.running_shell()
         running_shell.events.unregister("post_run_cell", self._tell_variable)
         for name, value in running_shell.user_ns.items():
-            if value is self and not name.startswith("_") and self._view:
+            if value is self and not name.startswith("_") and self._view and self._view.actions:
                 self._view.actions.tell_variable(name)
                 return
 
@@ -242,7 +245,7 @@ class Picker(HasTraits):
             # Not at the top: it imports ipywidgets, which need not be installed.
             from nbaccel.notebook.picker.widgets import PickerView
 
-            self._view = PickerView(self._model, hidden_class=self._css_class)
+            self._view = PickerView(self._model, self._panels, hidden_class=self._css_class)
             self._model.observe(self._view.sync)
             self._model.observe(self._changed)
         return self._view
@@ -250,15 +253,17 @@ class Picker(HasTraits):
     def _kept_output(self) -> dict[str, str]:
         """What a saved notebook keeps."""
         model = self._model
-        text = rendering.picker_text(model)
-        rows = [*rendering.shown_rows(model)]
-        parts = [
-            rendering.trained_html(model),
-            rendering.machine_html(model),
-            rendering.fits_html(model, is_live=False),
-            *([rendering.table_html(rows)] if rows else []),
-            rendering.taken_html(model),
-        ]
+        text = rendering.picker_text(model, self._panels)
+        parts = []
+        if tuple(self._panels) == PANELS:
+            parts = [
+                rendering.trained_html(model),
+                rendering.machine_html(model),
+                rendering.fits_html(model, is_live=False),
+            ]
+            if rows := [*rendering.shown_rows(model)]:
+                parts.append(rendering.table_html(rows))
+            parts.append(rendering.taken_html(model))
         return {"text/html": rendering.kept_html(self._css_class, parts, text), "text/plain": text}
 
     # ---------------------------------------------------------------- keeping them up to date
@@ -287,6 +292,24 @@ class Picker(HasTraits):
                 running_shell.events.unregister("post_run_cell", self._renew)
             kept = self._kept_output()
             update_display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+
+
+class PrecisionPicker(Picker):
+    """Number formats: fp32, fp16, bf16, and FP8 with its backends and recipes."""
+
+    _panels = ("precision",)
+
+
+class ZeroPicker(Picker):
+    """ZeRO stage, offload, buckets, and every other key of DeepSpeed."""
+
+    _panels = ("zero",)
+
+
+class LaunchPicker(Picker):
+    """Devices, processes, start method and nodes."""
+
+    _panels = ("launch",)
 
 
 def configure(model: Any = None, sample_batch: Any = None, *, config: Any = None) -> Picker:

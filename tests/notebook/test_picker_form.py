@@ -15,6 +15,7 @@ from nbaccel.config import RunConfig
 from nbaccel.notebook.picker import widgets
 from nbaccel.notebook.picker.choices import by_name
 from nbaccel.notebook.picker.widgets import search_settings
+from nbaccel.notebook.pickers import Picker
 from tests import needs
 from tests.needs import DEEPSPEED
 from tests.notebook.machines import WITHOUT_GPU, with_gpus
@@ -209,7 +210,7 @@ def test_mistakes_of_what_is_typed_are_told_at_their_lines_before_anything_is_ta
     assert files.one("nbaccel-apply").disabled
 
 
-def test_the_editor_follows_what_is_chosen_and_takes_a_file(files):
+def test_the_editor_follows_what_is_chosen_or_loaded_by_path_and_by_upload(files, tmp_path):
     files.press("mixed_precision", "bf16")
     assert json.loads(files.one("nbaccel-text").value) == {"mixed_precision": "bf16"}
     files.one("nbaccel-text").value = '{"mixed_precision": "fp16"'
@@ -221,6 +222,11 @@ def test_the_editor_follows_what_is_chosen_and_takes_a_file(files):
     assert json.loads(files.one("nbaccel-text").value) == chosen
     assert "mistake" not in files.one("nbaccel-text-mistakes").value
 
+    path = tmp_path / "run.yaml"
+    path.write_text("mixed_precision: bf16\n")
+    files.one("nbaccel-path").value = str(path)
+    files.one("nbaccel-load").click()
+    assert files.picker.config.mixed_precision == "bf16"
     upload = files.one("nbaccel-upload")
     upload.set_trait("value", uploaded(b'{"num_processes": 2}'))
     assert files.picker.config == RunConfig(num_processes=2)
@@ -228,3 +234,22 @@ def test_the_editor_follows_what_is_chosen_and_takes_a_file(files):
     upload.set_trait("value", uploaded(b"\xff\xfe\xff"))
     assert "cannot be read" in files.one("nbaccel-load-errors").value
     assert files.picker.config == RunConfig(num_processes=2)
+
+
+@DEEPSPEED
+def test_what_is_saved_is_what_is_loaded(files, tmp_path):
+    files.press("mixed_precision", "bf16")
+    files.press("zero_stage", "2")
+    path = tmp_path / "ds.json"
+    files.one("nbaccel-target").value = str(path)
+    saved_as = next(w for w in files.all("nbaccel-row", "nbaccel-save-as"))
+    saved_as.value = "DeepSpeed JSON"
+    files.one("nbaccel-save").click()
+    assert f"Saved to {path}" in files.everything()
+    assert json.loads(path.read_text())["zero_optimization"] == {"stage": 2}
+    other = Picker(inventory=with_gpus(2))
+    other.load(path)
+    assert other.config.zero_stage == 2
+    files.one("nbaccel-target").value = str(tmp_path / "nowhere" / "run.yaml")
+    files.one("nbaccel-save").click()
+    assert "cannot be written" in files.one("nbaccel-load-errors").value

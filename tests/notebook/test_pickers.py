@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from nbaccel.config import RunConfig
-from nbaccel.notebook.picker.choices import PANELS, by_name, settings
-from nbaccel.notebook.pickers import Picker
+from nbaccel.notebook.picker.choices import by_name, settings
+from nbaccel.notebook.pickers import LaunchPicker, Picker, PrecisionPicker, ZeroPicker
 from tests import needs
 from tests.isolation import ROOT
 from tests.kernel.kernel import Kernel
@@ -145,14 +146,13 @@ def test_what_is_shown_first_is_little_and_every_section_of_all_settings_opens(s
     for heading in shown.all("nbaccel-listed", "nbaccel-opens"):
         heading.value = True
     made = list(shown.view._listed)
-    every = [s.name for panel in PANELS for s in settings(panel)]
+    every = [s.name for panel in shown.picker._panels for s in settings(panel)]
     assert sorted(made) == sorted(every)
 
 
 @needs.DEEPSPEED_ROW
 def test_opening_makes_what_is_below_that_heading_and_nothing_else(show):
-    shown = show(config=RunConfig(zero_stage=3), inventory=with_gpus(2))
-    shown.one("nbaccel-opens-all").value = True
+    shown = show(ZeroPicker(RunConfig(zero_stage=3), inventory=with_gpus(2)))
     first, fields = list(below(shown.view.root)), list(shown.view._listed)
     assert len([w for w in first if "nbaccel-opens" in w._dom_classes]) >= 5
     shown.one("nbaccel-panel-zero", "nbaccel-opens-zero").value = True
@@ -173,8 +173,7 @@ def test_opening_makes_what_is_below_that_heading_and_nothing_else(show):
 def test_what_was_set_before_a_section_is_made_is_right_when_it_is_opened(show, tmp_path):
     group = "zero_optimization.sub_group_size"
     gathers = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    shown = show(config=RunConfig(zero_stage=3), inventory=with_gpus(2))
-    shown.one("nbaccel-opens-all").value = True
+    shown = show(ZeroPicker(RunConfig(zero_stage=3), inventory=with_gpus(2)))
     shown.picker.choose(group, 1_000_000)
     path = tmp_path / "ds.json"
     path.write_text(
@@ -201,8 +200,7 @@ def test_what_was_set_before_a_section_is_made_is_right_when_it_is_opened(show, 
 
 
 def test_fp8_opens_its_section_and_a_batch_that_does_not_fit_is_told_in_the_form(show):
-    panel = show(inventory=with_gpus(2))
-    panel.one("nbaccel-opens-all").value = True
+    panel = show(PrecisionPicker(inventory=with_gpus(2)))
     section = panel.one("nbaccel-panel-precision", "nbaccel-opens-fp8")
     assert not section.value
     panel.press("mixed_precision", "fp8")
@@ -220,6 +218,25 @@ def test_fp8_opens_its_section_and_a_batch_that_does_not_fit_is_told_in_the_form
     assert "being estimated" not in text
     taken = next(line for line in text.splitlines() if "Memory cannot be estimated" in line)
     assert taken.count("does not run with this sample_batch") == 1
+
+
+@needs.DEEPSPEED_ROW
+@pytest.mark.parametrize(
+    ("kind", "has", "lacks"),
+    [
+        (PrecisionPicker, "mixed_precision", "zero_stage"),
+        (ZeroPicker, "zero_stage", "num_processes"),
+        (LaunchPicker, "num_processes", "mixed_precision"),
+    ],
+)
+def test_a_picker_of_one_panel_shows_that_alone(show, kind, has, lacks):
+    shown = show(kind(inventory=WITHOUT_GPU))
+    assert shown.all(css_of(has))
+    assert not shown.all(css_of(lacks))
+    assert not shown.all("nbaccel-suggest")
+    labels = [shown.view._model.setting(name).label for name in (has, lacks)]
+    assert [f"  {label}  " in str(shown.picker) for label in labels] == [True, False]
+    assert repr(shown.picker) == f"{kind.__name__}(config=RunConfig())"
 
 
 CELL = """
@@ -291,6 +308,20 @@ def measured(kernel: Kernel) -> Iterator[Kernel]:
     kernel.run(TELL_MEASUREMENTS).check()
     yield kernel
     kernel.run("activations.measure_activations = measure").check()
+
+
+def test_the_text_has_all_precisions_in_the_end_and_none_is_measured_for_it(measured):
+    told = measured.run(CHOOSE_MEANWHILE).check()
+    said = told.stdout.split()
+    assert said.index("chosen") < len(said) - 1, "the last measurement came after it"
+    first, *_, last = [shown["text/html"] for shown in told.displays if "text/html" in shown]
+    heading = re.compile("fp32 +fp16 +bf16")
+    assert not heading.search(first)
+    assert heading.search(last)
+    choice = 'picker.choose("mixed_precision", "bf16")'
+    told = measured.run(choice).check()
+    assert "measured" not in told.stdout
+    assert heading.search(told.updates[-1]["text/html"])
 
 
 SCRIPT = """

@@ -20,7 +20,10 @@ from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.memory.estimate import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
 from nbaccel.notebook.picker.choices import (
+    PANELS,
     form_of,
+    settings,
+    title_of,
 )
 from nbaccel.plan.launch_plan import Choice
 
@@ -418,9 +421,12 @@ def front_html(hidden_class: str) -> str:
 def kept_html(css_class: str, parts: Sequence[str], text: str) -> str:
     """What a saved notebook or an exported page shows in the form's place."""
     shown = "".join(f"<div>{part}</div>" for part in parts)
+    text_html = f"<pre>{escape(text)}</pre>"
+    if parts:
+        text_html = f"<details><summary>All of it as text</summary>{text_html}</details>"
     return (
-        f'<div class="nbaccel-static {css_class}"><style>{_part("bars.css")}</style>{shown}'
-        f"<details><summary>All of it as text</summary><pre>{escape(text)}</pre></details></div>"
+        f'<div class="nbaccel-static {css_class}"><style>{_part("bars.css")}</style>'
+        f"{shown}{text_html}</div>"
     )
 
 
@@ -435,6 +441,11 @@ def css_name(setting_name: object) -> str:
 
 
 # ---------------------------------------------------------------------- beside a field
+def heading_html(text: str) -> str:
+    """A panel's name."""
+    return f'<div class="nbaccel-heading" role="heading" aria-level="3">{escape(text)}</div>'
+
+
 def label_html(text: str, *, is_hidden: bool = False) -> str:
     """A group's label; screen readers get it as the group's name."""
     hidden_class = " nbaccel-hidden" if is_hidden else ""
@@ -542,30 +553,34 @@ TABLE_CHARS = 78
 _INDENT = "  "
 
 
-def picker_text(model: PickerModel) -> str:
+def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
     """The picker for a terminal: the choices, their memory, and the plan."""
-    return "\n\n".join(picker_sections(model))
+    return "\n\n".join(picker_sections(model, panel_names))
 
 
-def picker_sections(model: PickerModel) -> Iterator[str]:
+def picker_sections(model: PickerModel, panel_names: Sequence[str] = PANELS) -> Iterator[str]:
     """The same, one section after the other: the first ones need no measurement."""
-    batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
-    nothing = ["nothing yet: configure(model, batch) shows what fits"]
-    trained = [model.trained, batch] if model.trained else nothing
-    yield _section("1. What is trained", _folded(trained))
-    parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
-    processes = shown_value(model, "num_processes")
-    if reason := outcome_of(model, model.setting("num_processes")).reason:
-        processes = f"{processes} ({reason})"
-    chosen = f"{processes} · precision {shown_value(model, 'mixed_precision')}"
-    yield _section("2. On what", _folded([*parts, chosen]))
-    if model.is_memory_postponed:
-        yield _section("3. What fits", [model.verdict.text])
-    elif model.candidates():
-        lines = ways_lines(model.candidates())
-        if not any(candidate.is_taken for candidate in model.candidates()):
-            lines.append("What is chosen is none of these ways; its memory is below.")
-        yield _section("3. What fits", lines)
+    if tuple(panel_names) == PANELS:
+        batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
+        nothing = ["nothing yet: configure(model, batch) shows what fits"]
+        trained = [model.trained, batch] if model.trained else nothing
+        yield _section("1. What is trained", _folded(trained))
+        parts = [f"{label} (used)" if is_used else label for label, is_used in model.machine_parts]
+        processes = shown_value(model, "num_processes")
+        if reason := outcome_of(model, model.setting("num_processes")).reason:
+            processes = f"{processes} ({reason})"
+        chosen = f"{processes} · precision {shown_value(model, 'mixed_precision')}"
+        yield _section("2. On what", _folded([*parts, chosen]))
+        if model.is_memory_postponed:
+            yield _section("3. What fits", [model.verdict.text])
+        elif model.candidates():
+            lines = ways_lines(model.candidates())
+            if not any(candidate.is_taken for candidate in model.candidates()):
+                lines.append("What is chosen is none of these ways; its memory is below.")
+            yield _section("3. What fits", lines)
+    for panel_name in panel_names:
+        if rows := list(_setting_rows(model, panel_name)):
+            yield _section(title_of(panel_name), _aligned(rows))
     verdict = model.verdict
     lines = [*(bar.text() for bar in model.bars()), f"{verdict.text} {verdict.remedy}".strip()]
     yield _section("Memory", _folded(lines))
@@ -600,6 +615,17 @@ def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     indent = " " * (sum(widths) + 2 * len(_INDENT))
     lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
     return _folded(lines, indent)
+
+
+def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, str, str]]:
+    """The common choices of a panel, and those of the others that are set."""
+    for setting in settings(panel_name):
+        value = model.value(setting.name)
+        is_common = not setting.section and not model.refusal(setting.name)
+        if model.is_shown(setting.name) and (is_common or value not in (None, setting.default)):
+            meanings = [one.meaning for one in setting.options if one.value == value]
+            meaning = next(filter(None, meanings), setting.meaning)
+            yield setting.label, shown_value(model, setting.name), meaning
 
 
 # ---------------------------------------------------------------------- the table of ways

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
@@ -47,7 +48,7 @@ _TYPING_PAUSE_S = 0.25
 
 
 class ConfigEditor:
-    """An editor of the configuration, which takes files, too."""
+    """An editor of the configuration, with files to load and to save."""
 
     def __init__(self, form: Form) -> None:
         self._model = form.model
@@ -64,6 +65,11 @@ class ConfigEditor:
         """Show the present configuration, unless another text is being edited."""
         if self._text is None:
             return
+        face_names = tuple(self._model.faces())
+        if self._faces.options != face_names:
+            kept_name = self._faces.value
+            self._faces.options = face_names
+            self._faces.value = kept_name if kept_name in face_names else "YAML"
         was_edited = self._is_edited
         self._present_text = self._model.editable_text()
         if not was_edited:
@@ -84,21 +90,39 @@ class ConfigEditor:
             "Apply", "nbaccel-apply", lambda: self._take(self._text.value + "\n")
         )
         self._revert = form.new_button("Revert", "nbaccel-revert", self._revert_text)
-        self._upload = form.make(
+        self._make_file_widgets()
+        load = form.new_button(
+            "Load",
+            "nbaccel-load",
+            lambda: self._open(
+                lambda: Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
+            ),
+        )
+        save = form.new_button("Save", "nbaccel-save", self._on_save)
+        self.sync()
+        buttons = form.new_row([self._apply, self._revert], "nbaccel-row")
+        beside = form.new_box([self._told, buttons], "nbaccel-beside-text")
+        return [
+            form.new_row([self._text, beside], "nbaccel-editor"),
+            form.new_row([self._path, load, self._upload], "nbaccel-row"),
+            form.new_row([self._target, self._faces, save], "nbaccel-row"),
+            self._errors,
+        ]
+
+    def _make_file_widgets(self) -> None:
+        make = self._form.make
+        self._upload = make(
             *(w.FileUpload, "nbaccel-upload"),
             description="Upload a file",
             accept=".json,.yaml,.yml",
             icon="",  # Notebook 7 cannot load the font of its icons
         )
         self._upload.observe(lambda change: self._on_upload(change.new), "value")
-        self._errors = form.new_html("", "nbaccel-load-errors")
-        self.sync()
-        buttons = form.new_row([self._apply, self._revert, self._upload], "nbaccel-row")
-        beside = form.new_box([self._told, buttons], "nbaccel-beside-text")
-        return [
-            form.new_row([self._text, beside], "nbaccel-editor"),
-            self._errors,
-        ]
+        example = "ds_config.json"
+        self._path = make(w.Text, "nbaccel-path", description="File", placeholder=example)
+        self._target = make(w.Text, "nbaccel-target", description="Save to", placeholder="run.yaml")
+        self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
+        self._errors = self._form.new_html("", "nbaccel-load-errors")
 
     # ---------------------------------------------------------------- the text
     def _on_typed(self) -> None:
@@ -140,6 +164,7 @@ class ConfigEditor:
         """Take a text over; one with mistakes stays, to be corrected at its lines."""
         text_before = self._present_text
         mistakes = self._form.carry_out(lambda: self._model.load(source), done="Loaded.")
+        self._errors.value = ""
         if mistakes:
             self._check()
             return
@@ -149,23 +174,36 @@ class ConfigEditor:
 
     # ---------------------------------------------------------------- files
     def _on_upload(self, uploaded_files: Sequence[Any] | dict[str, Any]) -> None:
-        """Bring a file into the editor, and take it over unless there is something wrong in it."""
         if not uploaded_files:
             return
         files = uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files
-        mistakes: list[str] = []
-        try:
-            text = bytes(next(iter(files))["content"]).decode()
-        except UnicodeDecodeError as error:
-            mistakes = [f"The file cannot be read: {error}. Give a JSON or YAML file."]
-        else:
-            self._write(text)
-            if not self._check():
-                self._take(text + "\n")
-        self._errors.value = rendering.error_html(mistakes)
+        self._open(bytes(next(iter(files))["content"]).decode)
         # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
         # read-only, and a dict.
         self._upload.set_trait("value", type(uploaded_files)())
+
+    def _open(self, read_text: Callable[[], str]) -> None:
+        """Bring a file into the editor, and take it over unless there is something wrong in it."""
+        try:
+            text = read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            self._errors.value = rendering.error_html(
+                [f"The file cannot be read: {error}. Give the path of a JSON or YAML file."]
+            )
+            return
+        self._errors.value = ""
+        self._write(text)
+        if not self._check():
+            self._take(text + "\n")
+
+    def _on_save(self) -> None:
+        target_path = self._target.value.strip()
+        name = str(self._faces.value)
+        mistakes = self._form.carry_out(
+            lambda: self._model.save(target_path, name),
+            done=f"Saved to {target_path} as {name}.",
+        )
+        self._errors.value = rendering.error_html(mistakes)
 
 
 _RUN_FACES = ("YAML", "Command line", "Python")
@@ -279,9 +317,12 @@ _MAX_FOUND = 12
 class AllSettings:
     """The searchable list of all settings, in a section that is filled when it is opened."""
 
-    def __init__(self, form: Form, field_of: Callable[[Setting], SettingField]) -> None:
+    def __init__(
+        self, form: Form, panel_names: Sequence[str], field_of: Callable[[Setting], SettingField]
+    ) -> None:
         self._form = form
         self._field_of = field_of
+        self._panels = panel_names
         self._sections: list[FoldedSection] = []
         title = f"All {len(by_name())} settings"
         self.section = FoldedSection(title, form, self._make, "nbaccel-opens-all")
@@ -302,15 +343,15 @@ class AllSettings:
         self._found = self._form.new_box([], "nbaccel-found")
         panels = [
             self._form.new_box(
-                self._sections_of(name, settings(name)),
+                self.sections_of(name, settings(name)),
                 *("nbaccel-panel", f"nbaccel-panel-{name}"),
             )
-            for name in PANELS
+            for name in self._panels
         ]
         self._list = self._form.new_box(panels, "nbaccel-listed")
         return [search, self._found_count, self._found, self._list]
 
-    def _sections_of(self, panel_name: str, listed: Iterable[Setting]) -> list[w.Widget]:
+    def sections_of(self, panel_name: str, listed: Iterable[Setting]) -> list[w.Widget]:
         """Settings of a panel below a heading for each of their sections."""
         groups: dict[str, list[Setting]] = {}
         for setting in listed:
@@ -332,7 +373,7 @@ class AllSettings:
         return [self._field_of(setting).box for setting in listed]
 
     def _find(self, words: str) -> None:
-        found = search_settings(words, [one for name in PANELS for one in settings(name)])
+        found = search_settings(words, [one for name in self._panels for one in settings(name)])
         is_searching = bool(words.strip())
         shown = found[:_MAX_FOUND]
         self._found.children = tuple(self._boxes_of(shown))
@@ -416,9 +457,11 @@ _ON_WHAT = ("num_processes", "mixed_precision")
 
 
 class PickerView:
-    """Everything that is shown of one picker."""
+    """Everything that is shown of one picker; without `actions` where that is a part of it."""
 
-    def __init__(self, model: PickerModel, *, hidden_class: str) -> None:
+    def __init__(
+        self, model: PickerModel, panel_names: Sequence[str], *, hidden_class: str
+    ) -> None:
         self._model = model
         self._form = Form(model, self.carry_out)
         # Those of the list of all settings, each made when it is first shown.
@@ -429,9 +472,12 @@ class PickerView:
         self._wrong: tuple[str, ...] = ()
         widget = self._form.new_html(rendering.front_html(hidden_class), "nbaccel-front")
         self._messages = self._form.new_html()
+        self.actions: ActionsRow | None = None
         self._syncs: list[Callable[[], None]] = []
         """Each shows a part of the model's present state."""
-        self.root = self._form.new_box([widget, *self._whole()], "nbaccel-picker")
+        is_whole = tuple(panel_names) == PANELS
+        inside = self._whole(panel_names) if is_whole else self._panels(panel_names)
+        self.root = self._form.new_box([widget, *inside], "nbaccel-picker")
         self.sync()
 
     # ---------------------------------------------------------------- out
@@ -508,7 +554,7 @@ class PickerView:
         yield from self._listed.values()
 
     # ---------------------------------------------------------------- building
-    def _whole(self) -> list[w.Widget]:
+    def _whole(self, panel_names: Sequence[str]) -> list[w.Widget]:
         """The three questions, what was taken, and everything else folded."""
         form = self._form
         trained = form.new_html(rendering.trained_html(self._model), "nbaccel-part-1")
@@ -518,11 +564,11 @@ class PickerView:
         self._syncs.append(strip.sync)
         taken = self._live_html("nbaccel-taken-line", lambda: rendering.taken_html(self._model))
         taken_fields = [self._field(setting, "usable") for setting in taken_settings()]
-        all_settings = AllSettings(form, self._listed_field)
+        all_settings = AllSettings(form, panel_names, self._listed_field)
         memory = FoldedSection("Memory place by place", form, self._places)
         editor = ConfigEditor(form)
-        self.actions = ActionsRow(form)
-        self._syncs += [all_settings.sync, editor.sync, self.actions.sync]
+        self.actions = actions = ActionsRow(form)
+        self._syncs += [all_settings.sync, editor.sync, actions.sync]
         folded = [all_settings.section.box, editor.section.box, memory.box]
         return [
             trained,
@@ -537,7 +583,7 @@ class PickerView:
                 ],
                 "nbaccel-part-4",
             ),
-            self.actions.box,
+            actions.box,
         ]
 
     def _places(self) -> list[w.Widget]:
@@ -558,6 +604,19 @@ class PickerView:
 
         self._syncs.append(sync)
         return part
+
+    def _panels(self, panel_names: Sequence[str]) -> list[w.Widget]:
+        """Parts of the form: their common settings, and below them the others, folded."""
+        all_settings = AllSettings(self._form, panel_names, self._listed_field)
+        self._syncs.append(all_settings.sync)
+        boxes = []
+        for name in panel_names:
+            common = [self._listed_field(one).box for one in settings(name) if not one.section]
+            others = [setting for setting in settings(name) if setting.section]
+            heading = self._form.new_html(rendering.heading_html(title_of(name)))
+            inside = [heading, *common, *all_settings.sections_of(name, others)]
+            boxes.append(self._form.new_box(inside, "nbaccel-panel", f"nbaccel-panel-{name}"))
+        return [self._form.new_box(boxes), self._messages]
 
     def _field(self, setting: Setting, look: FieldLook) -> SettingField:
         new_field = field_for(setting, self._form, look)

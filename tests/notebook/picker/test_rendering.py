@@ -73,6 +73,7 @@ DRAWN = {
     "outcome": rendering.note_html(EVIL, outcome=EVIL, docs_link=EVIL),
     "error": rendering.error_html([EVIL]),
     "remarks": rendering.remarks_html([EVIL]),
+    "heading": rendering.heading_html(EVIL),
     "label": rendering.label_html(EVIL),
     "face": rendering.face_html(EVIL, EVIL),
     "resolved": rendering.resolved_html([Choice(EVIL, EVIL, EVIL)]),
@@ -210,14 +211,12 @@ def test_a_line_tells_what_a_way_needs_and_why_it_cannot_be_taken():
     on_host = replace(bar(parameters=GIB, lacking=2 * GIB), label="host memory · 2 processes")
     lines = ways_lines(
         [
-            candidate(
-                name="FSDP", need=need_of(ENOUGH), is_best=True, is_taken=True, reason="fast"
-            ),
-            candidate(name="ZeRO-3", need=need_of(ENOUGH, on_host)),
+            candidate(name="FSDP", need=need_of(ENOUGH), is_best=True, is_taken=True),
+            candidate(name="ZeRO-3", need=need_of(ENOUGH, replace(on_host, is_host=True))),
             candidate(name="ZeRO-3, all on disk", refusal="needs a folder"),
         ]
     )
     text = "\n".join(lines)
-    assert "FSDP                 5.0 GiB            chosen; ★ best: fast" in text
+    assert f"FSDP                 5.0 GiB            chosen; ★ best: {EVIL[:20]}" in text
     assert "5.0 GiB + 2.0 GiB  ✗ 2.0 GiB too little on host memory" in text
     assert "needs a folder" in text
