@@ -11,7 +11,7 @@ import contextlib
 import linecache
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _SENDING_S = 10.0  # for ipykernel's thread to send what it has; its own limit for a flush
@@ -40,6 +40,30 @@ def keep_no_prints(shell: Any) -> None:
     """Stop IPython 9 from keeping all that cells print for its history; before 9 it does not."""
     if hasattr(shell, "_tee"):
         shell._tee = lambda *_names, **_more: contextlib.nullcontext()
+
+
+def wrap_completions(
+    completer: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Replace what completions of IPython before 8.6 come from; later ones have a public way."""
+    return _replace_method(completer, "_complete", wrapper)
+
+
+def inspect_also(
+    shell: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Replace what `name?` calls; without it, names that only workers have are not found."""
+    return _replace_method(shell, "_inspect", wrapper)
+
+
+def _replace_method(
+    owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    if (method := getattr(owner, name, None)) is None:
+        return lambda: None
+    # In the instance, so that removing it brings the class's method back.
+    vars(owner)[name] = wrapper(method)
+    return lambda: vars(owner).pop(name, None)
 
 
 def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: list[str]) -> None:

@@ -1,17 +1,21 @@
-"""Completion of magic lines, and of names that only workers have.
+"""Completion, `name?` and tooltips: of magic lines, and of names that only workers have.
 
-It needs a matcher that sees the whole cell, which IPython takes from 8.6 on.
+From 8.6 on IPython takes matchers that see the whole cell. Earlier versions, such as the 7.34 of
+Colab and Kaggle, give a matcher only the word at the cursor: there the method behind all
+completions is wrapped.
 """
 
 from __future__ import annotations
 
+import html
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from IPython.core import completer
+from IPython.core import completer, page
 
+from nbaccel.base import ipython_private
 from nbaccel.notebook.cells import is_for_us
 from nbaccel.notebook.magic_line import (
     SUBCOMMANDS,
@@ -35,6 +39,63 @@ class Matches(NamedTuple):
     """Whether nothing else makes sense there."""
 
 
+Ask = Callable[[str, int, int], Matches]
+"""Called with the cell's text, the cursor's line (from 0) and its column."""
+
+
+def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
+    """IPython 8.6 and later."""
+
+    @completer.context_matcher(identifier="nbaccel")  # type: ignore[untyped-decorator]
+    def matcher(context: completer.CompletionContext) -> completer.SimpleMatcherResult:
+        our_matches = ask_matches(context.full_text, context.cursor_line, context.cursor_position)
+        return completer.SimpleMatcherResult(
+            completions=[
+                completer.SimpleCompletion(text=word, type=word_kind or None)
+                for word, word_kind in zip(our_matches.words, our_matches.kinds, strict=False)
+            ],
+            matched_fragment=our_matches.part,
+            suppress=our_matches.are_all,
+        )
+
+    shell_completer.custom_matchers.append(matcher)
+    return lambda: shell_completer.custom_matchers.remove(matcher)
+
+
+def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
+    """IPython before 8.6: its result is the replaced text, words, their origins, and Jedi's."""
+
+    def with_ours(earlier_complete: Callable[..., Any]) -> Callable[..., Any]:
+        def complete(*, cursor_line: int, cursor_pos: int, **more: Any) -> tuple[Any, ...]:
+            text = more.get("full_text")
+            our_matches = Matches()
+            if text and cursor_pos is not None:
+                our_matches = ask_matches(text, cursor_line, cursor_pos)
+            words = list(our_matches.words)
+            # IPython and Jedi would add Python names, which mean nothing on a magic's line.
+            if our_matches.are_all:
+                return our_matches.part, words, ["nbaccel"] * len(words), ()
+            their_matches: tuple[Any, ...] = earlier_complete(
+                cursor_line=cursor_line, cursor_pos=cursor_pos, **more
+            )
+            return _joined(our_matches, *their_matches) if words else their_matches
+
+        return complete
+
+    return ipython_private.wrap_completions(shell_completer, with_ours)
+
+
+def _joined(
+    ours: Matches, their_part: str, their_words: list[str], origins: list[str], jedi_matches: Any
+) -> tuple[str, list[str], list[str], Any]:
+    """Ours and theirs, as replacements of the same text: the longer of the two."""
+    part = max(their_part, ours.part, key=len)
+    theirs = [part.removesuffix(their_part) + word for word in their_words]
+    added = [part.removesuffix(ours.part) + word for word in ours.words]
+    added = [word for word in added if word not in theirs]
+    return part, [*added, *theirs], ["nbaccel"] * len(added) + list(origins), jedi_matches
+
+
 _LINE_MAGIC = re.compile(r"^(?P<before>.*?%accelerate[ \t]+)(?P<rest>.*)$")
 
 
@@ -46,24 +107,8 @@ class Completion:
 
     def load(self) -> Callable[[], None]:
         """Add it to the shell's completer; returns what removes it."""
-        if not hasattr(completer, "context_matcher"):
-            return lambda: None
-
-        @completer.context_matcher(identifier="nbaccel")  # type: ignore[untyped-decorator]
-        def matcher(context: completer.CompletionContext) -> completer.SimpleMatcherResult:
-            ours = self._matches(context.full_text, context.cursor_line, context.cursor_position)
-            return completer.SimpleMatcherResult(
-                completions=[
-                    completer.SimpleCompletion(text=word, type=word_kind or None)
-                    for word, word_kind in zip(ours.words, ours.kinds, strict=False)
-                ],
-                matched_fragment=ours.part,
-                suppress=ours.are_all,
-            )
-
-        matchers: Any = self._session.shell.Completer.custom_matchers
-        matchers.append(matcher)
-        return lambda: matchers.remove(matcher)
+        ask_also = _add_matcher if hasattr(completer, "context_matcher") else _wrap_complete
+        return ask_also(self._session.shell.Completer, self._matches)
 
     def _matches(self, cell_text: str, cursor_line: int, cursor_column: int) -> Matches:
         cell_lines = cell_text.split("\n")
@@ -163,3 +208,52 @@ def _beginning(words: Iterable[str], typed_part: str, kind: str = "text") -> Mat
     matching = tuple(word for word in words if word.startswith(typed_part))
     # Without a match other matchers may still know what is meant.
     return Matches(matching, (kind,) * len(matching), typed_part, are_all=bool(matching))
+
+
+def inspect_workers(session: Session) -> Callable[[], None]:
+    """Inspect names in the workers that the notebook does not have; returns what undoes that."""
+    # The shell's methods are replaced on the instance.
+    shell: Any = session.shell
+    shell_method = shell.object_inspect_mime
+
+    def object_inspect_mime(oname: str, detail_level: int = 0, **more: Any) -> Any:
+        try:
+            return shell_method(oname, detail_level, **more)
+        # IPython raises KeyError for a name that it does not find.
+        except KeyError:
+            bundle = _asked_bundle(session, oname, detail_level)
+            if bundle is None:
+                raise
+            return bundle
+
+    def also_inspect(shell_inspect: Callable[..., Any]) -> Callable[..., Any]:
+        def inspect(meth: str, oname: str, namespaces: Any = None, **more: Any) -> Any:
+            # `pinfo` is `name?`; other requests, such as `%pdoc`, need the object itself.
+            is_known = meth != "pinfo" or shell.object_inspect(oname)["found"]
+            detail_level = int(more.get("detail_level", 0))
+            bundle = None if is_known else _asked_bundle(session, oname, detail_level)
+            if bundle is None:
+                return shell_inspect(meth, oname, namespaces, **more)
+            page.page(bundle)
+            return None
+
+        return inspect
+
+    vars(shell)["object_inspect_mime"] = object_inspect_mime
+    restore_inspect = ipython_private.inspect_also(shell, also_inspect)
+
+    def restore() -> None:
+        vars(shell).pop("object_inspect_mime", None)
+        restore_inspect()
+
+    return restore
+
+
+def _asked_bundle(session: Session, name: str, detail_level: int) -> dict[str, str] | None:
+    pool = session.living_pool
+    bundle = pool.inspect(name, detail_level) if pool is not None and name else None
+    if bundle is None:
+        return None
+    text = bundle.get("text/plain", "")
+    # ipykernel removes the key `text/html` where it is not wanted, so it must exist.
+    return {"text/html": f"<pre>{html.escape(text)}</pre>", **bundle, "text/plain": text}

@@ -34,7 +34,7 @@ from nbaccel.base.log import write_notice
 from nbaccel.calls.pool_planning import CellSource
 from nbaccel.config.given_values import closest
 from nbaccel.notebook.cells import Cells
-from nbaccel.notebook.completion import Completion
+from nbaccel.notebook.completion import Completion, inspect_workers
 from nbaccel.notebook.magic_line import (
     SUBCOMMANDS,
     MagicLine,
@@ -358,6 +358,7 @@ class Extension:
             undo(shell.magics_manager.magics[magic_kind].pop, MAGIC_NAME, None)
         for load in (cells.load, Completion(session).load):
             undo(load())
+        undo(inspect_workers(session))
         undo(hint_after_cells(session))
         undo(import_with_torch(shell))
         atexit.register(session.stop)

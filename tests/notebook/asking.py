@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from IPython import version_info
+from typing import Any
 
 from tests.kernel.kernel import WAIT_S, Cell, Kernel
 
 CURSOR = "‸"
-COMPLETES = pytest.mark.skipif(
-    version_info < (8, 6), reason="earlier versions have no matchers that see the whole cell"
-)
 
 START = """%%accelerate -n 2
 import os
@@ -26,6 +22,20 @@ def complete(kernel: Kernel, code: str) -> list[str]:
     assert reply["status"] == "ok"
     begun = code.rfind("\n", 0, reply["cursor_start"]) + 1
     return [code[begun : reply["cursor_start"]] + match for match in reply["matches"]]
+
+
+def inspect(kernel: Kernel, code: str) -> dict[str, Any]:
+    """What Shift-Tab shows behind the last character; empty where nothing is found."""
+    reply = kernel.client.inspect(code, len(code), reply=True, timeout=WAIT_S)["content"]
+    assert reply["status"] == "ok"
+    return reply["data"] if reply["found"] else {}
+
+
+def paged(kernel: Kernel, code: str) -> str:
+    """What a line such as `name?` opens in the pager, or prints."""
+    reply = kernel.client.execute(code, reply=True, timeout=WAIT_S)["content"]
+    assert reply["status"] == "ok"
+    return "\n".join(page["data"]["text/plain"] for page in reply["payload"])
 
 
 def told(cell: Cell) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernel.kernel import Kernel, wait_for
-from tests.notebook.asking import START, shown, told
+from tests.notebook.asking import START, complete, shown, told
 
 STATE = """
 from IPython import get_ipython
@@ -52,6 +52,7 @@ def test_loading_wakes_no_torch_and_unloading_leaves_nothing(own):
 
     assert "already loaded" in own.run("%load_ext nbaccel").check().stdout
     own.run("%reload_ext nbaccel").check()
+    assert complete(own, "%accelerate rest‸") == ["%accelerate restart"]
     assert "No workers yet" in own.run("%accelerate").check().stdout
     own.run("import nbaccel; nbaccel.load_ipython_extension(shell)").check()
     assert own.run("print(state()['matchers'] - before['matchers'])").stdout == "1\n"

@@ -9,7 +9,7 @@ from IPython import version_info
 
 from tests import needs
 from tests.kernel.kernel import Kernel
-from tests.notebook.asking import COMPLETES, complete
+from tests.notebook.asking import complete
 
 AFTER_TIME = pytest.mark.skipif(
     version_info < (8,), reason="IPython 7's %%time shows errors without the line of the cell"
@@ -164,7 +164,6 @@ OFFERED = {
 }
 
 
-@COMPLETES
 def test_what_can_stand_there_is_offered_and_nothing_else(kernel):
     kernel.run(PREPARE).check()
     for code, offered in OFFERED.items():

@@ -8,7 +8,7 @@ import pytest
 
 from tests import needs
 from tests.kernel.kernel import Kernel
-from tests.notebook.asking import COMPLETES, START, complete, shown, told
+from tests.notebook.asking import START, complete, inspect, paged, shown, told
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,7 @@ def test_stop_ends_the_cell_and_the_workers_live_on(live):
     assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"]
 
 
-@COMPLETES
-def test_names_of_workers_are_offered(live):
+def test_names_of_workers_are_offered_and_explained(live):
     live.run(
         """%%accelerate
 class Net:
@@ -139,6 +138,12 @@ worker_net = Net()
         ("%%accelerate --out x,wor‸\nx = 1", "%%accelerate --out x,worker_net"),
     ):
         assert complete(live, code) == [offered]
+    assert "A net of the workers." in inspect(live, "%%accelerate\nworker_net")["text/plain"]
+    assert "A net of the workers." in paged(live, "worker_net?")
+    assert inspect(live, "%%accelerate\nnobody_knows") == {}
+    live.run("def own():\n    'The notebook has this.'").check()
+    assert "The notebook has this." in inspect(live, "%%accelerate\nown")["text/plain"]
+    assert "The notebook has this." in paged(live, "own?")
     live.run("worker_of_notebook = 1").check()
     offered = set(complete(live, "%%accelerate\nworker_‸"))
     assert offered >= {"worker_net", "worker_of_notebook"}
