@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,7 +12,6 @@ from nbaccel.notebook.picker.choices import by_name, settings
 from nbaccel.notebook.pickers import LaunchPicker, Picker, PrecisionPicker, ZeroPicker
 from tests import needs
 from tests.isolation import ROOT
-from tests.kernel.kernel import Kernel
 from tests.needs import DEEPSPEED
 from tests.notebook.machines import WITHOUT_GPU, with_gpus
 from tests.notebook.shown import BUCKET, OPTIMIZER_PLACE, below, css_of, net, show
@@ -274,54 +270,6 @@ def test_a_cell_shows_it_once_the_next_one_again_and_what_is_kept_follows(kernel
     assert len(told) == 1, "two changes in a moment renew it once"
     assert "bf16" in told[0]["text/html"]
     assert "bf16" in told[0]["text/plain"]
-
-
-TELL_MEASUREMENTS = """
-import threading, torch
-from nbaccel.memory import activations
-from nbaccel.notebook.pickers import Picker
-measure, calls = activations.measure_activations, []
-def told(*arguments, **options):
-    print("measured\\n", end="", flush=True)  # in one write: threads print beside each other
-    for call in calls:
-        call()
-    return measure(*arguments, **options)
-activations.measure_activations = told
-picker = Picker(model=torch.nn.Linear(4, 4), sample_batch=torch.randn(2, 4))
-"""
-
-
-CHOOSE_MEANWHILE = """
-def choose():
-    picker.choose("num_processes", 2)
-    print("chosen\\n", end="", flush=True)
-chooser = threading.Thread(target=choose)
-calls.append(lambda: chooser.ident or chooser.start())
-picker.show()
-chooser.join()
-"""
-
-
-@pytest.fixture
-def measured(kernel: Kernel) -> Iterator[Kernel]:
-    """A kernel with a picker, in which each measurement of activations is printed."""
-    kernel.run(TELL_MEASUREMENTS).check()
-    yield kernel
-    kernel.run("activations.measure_activations = measure").check()
-
-
-def test_the_text_has_all_precisions_in_the_end_and_none_is_measured_for_it(measured):
-    told = measured.run(CHOOSE_MEANWHILE).check()
-    said = told.stdout.split()
-    assert said.index("chosen") < len(said) - 1, "the last measurement came after it"
-    first, *_, last = [shown["text/html"] for shown in told.displays if "text/html" in shown]
-    heading = re.compile("fp32 +fp16 +bf16")
-    assert not heading.search(first)
-    assert heading.search(last)
-    choice = 'picker.choose("mixed_precision", "bf16")'
-    told = measured.run(choice).check()
-    assert "measured" not in told.stdout
-    assert heading.search(told.updates[-1]["text/html"])
 
 
 SCRIPT = """
