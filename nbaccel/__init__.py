@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
-    from nbaccel.bigmodel.device_map_display import show_device_map as show_device_map
+    from nbaccel.bigmodel.device_map import show_device_map as show_device_map
     from nbaccel.calls.pool import Pool as Pool
     from nbaccel.config import (
         Fp8Config as Fp8Config,
