@@ -152,5 +152,3 @@ class Metrics:
     outer: OuterLoop | None = None
     bars: tuple[ProgressBar, ...] = ()  # progress bars that its code has made, the outer one first
     bar_is_whole: bool = False  # whether the outer one is that of the whole training
-    num_left_out: int = 0  # metrics that it has logged beside those that it reports
-    left_out: tuple[str, ...] = ()  # the first of these by name

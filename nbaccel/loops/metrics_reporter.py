@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import itertools
 import numbers
 import os
 import re
@@ -45,8 +44,6 @@ from nbaccel.plan.contracts.device import Device
 REPORT_INTERVAL_S = 0.5
 _MAX_METRICS = 16
 """Metrics that are shown; a loop that logs a thousand has a tracker for them."""
-_MAX_COUNTED = 10_000  # further ones: else endless new names would fill the memory
-_MAX_NAMED = 8
 _NAME_CHARS = 60
 _MAX_UNREAD = 256
 _RATE = "learning rate"
@@ -90,7 +87,6 @@ class Reporter:
         # How many of these were there at the last message: their device has computed them.
         self._num_older = 0
         self._replaced: set[str] = set()
-        self._left_out: dict[str, None] = {}
         self._loops = TrainingLoops()
         self._bars = ProgressBars()
         self._bar_is_whole = False
@@ -237,8 +233,6 @@ class Reporter:
             return
         # Known names always: a full table must still show new values.
         if name not in self._names and len(self._names) == _MAX_METRICS:
-            if len(self._left_out) < _MAX_COUNTED:
-                self._left_out[name] = None
             return
         if name not in self._names:
             # It begins a curve, and is what "1 → 0.02" begins with.
@@ -326,8 +320,6 @@ class Reporter:
             or self._bars.around(loop, now, self.steps or 0),
             bars=self._bars.shown(),
             bar_is_whole=self._bar_is_whole,
-            num_left_out=len(self._left_out),
-            left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),
         )
 
 

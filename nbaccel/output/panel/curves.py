@@ -52,9 +52,7 @@ def is_drawn(value: float) -> bool:
     return abs(value) < 1e250
 
 
-def line_chart(
-    lines: Sequence[ChartLine], title: str, marks: Sequence[Mark], *, log_y: bool, as_image: bool
-) -> str:
+def line_chart(lines: Sequence[ChartLine], title: str, *, log_y: bool, as_image: bool) -> str:
     """Draw lines over the steps of a training; the first one is told of, and covers the others."""
     ends = [lines[0].points[0], lines[0].points[-1]]
     first, last = (f"{format_number(y)} at step {format_number(x)}" for x, y in ends)
@@ -67,15 +65,13 @@ def line_chart(
     heights = [y for curve in curves for _, y in curve if not math.isnan(y)]
     if not heights:
         return _svg(spoken, _text(_WIDTH / 2, _HEIGHT / 2, "no numbers", "middle"), as_image)
-    top = (18 if len(lines) > 1 else 6) + (12 if marks else 0)
-    y_axis = _Axis(heights, _HEIGHT - 20, top)
+    y_axis = _Axis(heights, _HEIGHT - 20, 18 if len(lines) > 1 else 6)
     y_ticks = _log_ticks(y_axis) if log_y else _linear_ticks(y_axis)
     left = 10 + _CHAR_WIDTH * max((len(label) for _, label in y_ticks), default=0)
     steps = [x for curve in curves for x, _ in curve]
     x_axis = _Axis(steps, left, _WIDTH - 8)
-    marks = [mark for mark in marks if min(steps) <= mark[0] <= max(steps)]
     looks = [_look(line, number) for number, line in enumerate(lines)]
-    elements = [*_axes(x_axis, y_axis, y_ticks), *_marks(x_axis, y_axis, marks)]
+    elements = [*_axes(x_axis, y_axis, y_ticks)]
     for curve, look in reversed([*zip(curves, looks, strict=True)]):
         elements += _line(x_axis, y_axis, curve, look)
     if len(lines) > 1:
@@ -134,19 +130,6 @@ def _axes(x_axis: _Axis, y_axis: _Axis, y_ticks: Iterable[Mark]) -> Iterable[str
         x = x_axis.at(tick)
         if x + _CHAR_WIDTH * len(label) / 2 < x_axis.end - 36:  # where "step" stands
             yield _text(x, y_axis.start + 15, label, "middle")
-
-
-def _marks(x_axis: _Axis, y_axis: _Axis, marks: Iterable[Mark]) -> Iterable[str]:
-    """Dashed lines; those whose text would lie on another's have none."""
-    free_from = x_axis.start - 1
-    for step, text in marks:
-        x = x_axis.at(step)
-        look = f'{_FAINT}"0.3" stroke-dasharray="2 3"'
-        yield _path([(x, y_axis.end - 12), (x, y_axis.start)], look)
-        text_end = x + _CHAR_WIDTH * len(text) + 8
-        if x >= free_from and text_end <= _WIDTH:
-            yield _text(x + 3, y_axis.end - 4, text)
-            free_from = text_end
 
 
 def _line(x_axis: _Axis, y_axis: _Axis, curve: Iterable[Point], look: str) -> Iterable[str]:
@@ -209,28 +192,23 @@ Curves = Mapping[int, Sequence[Point]]
 
 _LOGARITHMIC_RATIO = 8.0  # of highest to lowest
 _MAX_RANK_LINES = 16
-_MIN_SMOOTHED_POINTS = 8
-_SMOOTHED_REACH = 10  # points on either side
-_NOISY_SHARE = 0.25  # of the steps that go against the one before
 _MEAN_POINTS = 120
 _MOST_STRETCHES = 120
-_MAX_MARKS = 8
 _NAME_CHARS = 40
 SPARK_CHARS = 20
 _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def metric_chart(curves: Curves, name: str, marks: Sequence[Mark] = (), **form: Any) -> str:
+def metric_chart(curves: Curves, name: str, **form: Any) -> str:
     """A metric over the steps; empty where there is less than a line."""
     if max(map(len, curves.values()), default=0) < 2:
         return ""
-    return chart_of(metric_lines(curves), name, marks, **form)
+    return chart_of(metric_lines(curves), name, **form)
 
 
 def chart_of(
     lines: Sequence[ChartLine],
     name: str,
-    marks: Sequence[Mark] = (),
     *,
     log_y: bool | None = None,
     as_image: bool = False,
@@ -250,9 +228,7 @@ def chart_of(
         return ""
     if log_y is None:
         log_y = is_logarithmic(y for line in lines for _, y in line.points)
-    stride = math.ceil(len(marks) / _MAX_MARKS) or 1
-    marks = [(step, plain_text(text, _NAME_CHARS)) for step, text in marks[::stride]]
-    return line_chart(lines, plain_text(name, _NAME_CHARS), marks, log_y=log_y, as_image=as_image)
+    return line_chart(lines, plain_text(name, _NAME_CHARS), log_y=log_y, as_image=as_image)
 
 
 def is_logarithmic(values: Iterable[float]) -> bool:
@@ -271,23 +247,15 @@ def is_logarithmic(values: Iterable[float]) -> bool:
 
 
 def metric_lines(curves: Curves) -> list[ChartLine]:
-    """The lines of one metric's chart: the mean thick, smoothed if it is noisy; and each rank."""
-    is_alone = len(curves) == 1
+    """The lines of one metric's chart: the mean thick, and each rank."""
     ranks = [
         ChartLine(f"rank {rank}", points)
         for rank, points in itertools.islice(curves.items(), _MAX_RANK_LINES)
     ]
-    name = ranks[0].name if is_alone else "mean of ranks"
-    points = ranks[0].points if is_alone else mean_points(curves.values())
-    # One that often turns is noisy; smoothing would only delay another.
-    values = [value for _, value in points]
-    rises = [after > before for before, after in itertools.pairwise(values) if after != before]
-    turns = sum(after != before for before, after in itertools.pairwise(rises))
-    if len(rises) >= _MIN_SMOOTHED_POINTS and turns > _NOISY_SHARE * len(rises):
-        return [ChartLine(f"{name}, smoothed", smoothed(points), is_thick=True), *ranks]
-    # Drawn as it is, it would cover the only rank's own line.
-    ranks = [] if is_alone else ranks
-    return [ChartLine(name, points, is_thick=True), *ranks] if points else ranks
+    if len(ranks) == 1:
+        return [ranks[0]._replace(is_thick=True)]
+    points = mean_points(curves.values())
+    return [ChartLine("mean of ranks", points, is_thick=True), *ranks] if points else ranks
 
 
 def mean_points(curves: Iterable[Sequence[Point]]) -> list[Point]:
@@ -306,18 +274,6 @@ def _groups(items: Sequence[Any], num_groups: int) -> list[Sequence[Any]]:
     """So many stretches of about the same length, one after the other."""
     edges = [place * len(items) // num_groups for place in range(num_groups + 1) if num_groups]
     return [items[first:last] for first, last in itertools.pairwise(edges)]
-
-
-def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Means of what is around each point: of earlier ones alone it would lag behind a loss."""
-    reach = min(_SMOOTHED_REACH, len(points) // _MIN_SMOOTHED_POINTS)
-    means = []
-    for place, (step, value) in enumerate(points):
-        # Fewer near the ends: as many on one side as on the other, or a slope would be left.
-        near = max(1, min(reach, place, len(points) - 1 - place))
-        around = [y for _, y in points[max(0, place - near) : place + near + 1] if math.isfinite(y)]
-        means.append((step, statistics.fmean(around) if math.isfinite(value) else value))
-    return means
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from nbaccel.plan import Plan
 
 
-_MAX_EPOCH_MARKS = 200
 _WINDOW_S = 10.0
 
 
@@ -122,9 +121,6 @@ class RankFacts:
     samples_pace: StepPace = field(default_factory=StepPace)
     histories: dict[str, MetricHistory] = field(default_factory=dict)
     """Each metric over the whole run."""
-    marks: list[tuple[float, str]] = field(default_factory=list)
-    """The step at which each loop over batches began, and the loop's name."""
-    known_loops: set[tuple[str, int, int | None]] = field(default_factory=set)
     rewritten_lines: tuple[str, ...] = ()
     """Unfinished lines that its code draws in place."""
 
@@ -173,7 +169,6 @@ class RankFacts:
 
     def receive(self, message: Metrics) -> None:
         """Take in what the rank has reported of its training."""
-        self._note_loop(self.told, message)
         self.told = message
         if message.steps is not None:
             self.pace.add(message.time, message.steps)
@@ -187,24 +182,6 @@ class RankFacts:
             history = self.histories.setdefault(name, MetricHistory())
             for step, value in points:
                 history.add(value, step)
-
-    def _note_loop(self, before: Metrics, message: Metrics) -> None:
-        """Mark where a loop over batches begins."""
-        loop, loop_before = (
-            (told.loop_name, told.epoch, told.total_batches) for told in (message, before)
-        )
-        # One that holds a validation now and then goes on after it.
-        goes_on = message.batches > 0 and loop in self.known_loops - {loop_before}
-        self.known_loops.add(loop)
-        began = message.batches < before.batches or loop != loop_before
-        if not message.epoch or not began or goes_on:
-            return
-        step = float(message.loop_began_at_step)
-        # A loop over epochs and the first loop within it begin at one step.
-        if self.marks and self.marks[-1][0] == step:
-            self.marks.pop()
-        if len(self.marks) < _MAX_EPOCH_MARKS:
-            self.marks.append((step, message.loop_name or f"epoch {message.epoch}"))
 
 
 class RunBoard:
@@ -266,11 +243,6 @@ class RunBoard:
     def leading_rank(self) -> RankFacts | None:
         """The lowest rank that reports its training: others are in step with it, or silent."""
         return next((facts for facts in self.ranks.values() if facts.told.steps is not None), None)
-
-    @property
-    def marks(self) -> list[tuple[float, str]]:
-        """Where loops began: those of other ranks are in step with the first that has some."""
-        return self.leading_rank.marks if self.leading_rank is not None else []
 
     @property
     def samples_per_s(self) -> float | None:

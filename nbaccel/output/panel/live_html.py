@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nbaccel.base.units import (
@@ -13,7 +12,7 @@ from nbaccel.base.units import (
     format_number,
     format_seconds,
 )
-from nbaccel.output.panel.curves import ACCENT_COLOUR, is_logarithmic, metric_chart
+from nbaccel.output.panel.curves import ACCENT_COLOUR, metric_chart
 from nbaccel.output.panel.facts import RankFacts, RunBoard
 from nbaccel.output.panel.rank_times import TIME_KINDS, RankTimes, percent_of
 from nbaccel.output.panel.words import (
@@ -23,9 +22,7 @@ from nbaccel.output.panel.words import (
     ShownProgress,
     advice_of,
     filled_columns,
-    left_out_sentence,
     live_parts,
-    memory_range,
     plain_text,
     progress_of,
     rate_text,
@@ -179,7 +176,6 @@ _TRACK_STYLE = (
     "overflow:hidden;margin-right:0.6em;background:rgba(128,128,128,0.3)"
 )
 _FILL_STYLE = f"display:block;height:100%;background:{ACCENT_COLOUR}"
-_STATES_WORST_FIRST = ("failed", "gone", "ended", "stopping", "starting", "running")
 
 
 def live_html(board: RunBoard, *, is_stoppable: bool) -> str:
@@ -200,39 +196,30 @@ def live_html(board: RunBoard, *, is_stoppable: bool) -> str:
 
 
 def printed_html(board: RunBoard) -> str:
-    """Metrics that are not drawn, and messages of libraries."""
-    left_out = left_out_sentence(board)
+    """Messages of libraries, folded."""
     messages = board.library_messages
     title = f"{count_noun(messages.count, 'message')} of libraries"
-    return (f"<div>{quiet(left_out)}</div>" if left_out else "") + (
-        folded(title, lines_block("\n".join(messages.lines()))) if messages.count else ""
-    )
+    return folded(title, lines_block("\n".join(messages.lines()))) if messages.count else ""
 
 
 def _charts(board: RunBoard) -> str:
-    """The first metric; its other kind of axis and other metrics folded away."""
-    first, *others = board.metric_names() or [""]
-    curves = board.curves(first)
-    is_log = is_logarithmic(y for points in curves.values() for _, y in points)
-    content = titled(first, metric_chart(curves, first, board.marks))
-    if content:
-        other_axis = metric_chart(curves, first, board.marks, log_y=not is_log)
-        content += folded("linear axis" if is_log else "logarithmic axis", other_axis)
-    charts = [
-        titled(name, metric_chart(board.curves(name), name, board.marks))
-        for name in others[:_MOST_CHARTS]
+    """The first metric; others folded away."""
+    names = board.metric_names()[: _MOST_CHARTS + 1]
+    first, *others = [titled(name, metric_chart(board.curves(name), name)) for name in names] or [
+        ""
     ]
-    if any(charts):
-        content += folded(count_noun(len(charts), "other metric"), "".join(charts))
-    return content
+    title = count_noun(len(others), "other metric")
+    return first + (folded(title, "".join(others)) if any(others) else "")
 
 
 # ------------------------------------------------------------------------- the table
 
 
 def ranks_html(board: RunBoard) -> str:
-    """The ranks, a row each."""
-    shown, others = _shown_ranks(board)
+    """The first ranks, a row each."""
+    ranks = list(board.ranks.values())
+    shown = ranks[:MOST_ROWS]
+    rest = len(ranks) - len(shown)
     columns = {"rank": [str(facts.rank) for facts in shown]}
     columns |= {
         name: [cell_of(facts, board) for facts in shown] for name, cell_of in _COLUMNS.items()
@@ -242,34 +229,9 @@ def ranks_html(board: RunBoard) -> str:
     if board.host_total_bytes:  # all ranks share it
         names["memory"] = f"memory of {format_bytes(board.host_total_bytes)}"
     rows[0] = [names.get(name, name) for name in rows[0]]
-    return html_table(rows, is_html=True, rest=_rest_words(others) if others else "")
-
-
-def _shown_ranks(board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
-    """The ranks that get a row, and those that share the last one: the worst are shown first."""
-    ranks = list(board.ranks.values())
-    if len(ranks) <= MOST_ROWS:
-        return ranks, []
-
-    def attention_need(facts: RankFacts) -> tuple[int, float, int]:
-        # Ranks that report no steps come behind those that are slow.
-        steps = math.inf if facts.told.steps is None else facts.told.steps
-        return [*_STATES_WORST_FIRST, facts.state].index(facts.state), steps, facts.rank
-
-    by_need = sorted(ranks, key=attention_need)
-    return by_need[:MOST_ROWS], by_need[MOST_ROWS:]
-
-
-def _rest_words(ranks: Sequence[RankFacts]) -> str:
-    states = sorted({facts.state for facts in ranks})
-    parts = [f"and {count_noun(len(ranks), 'more rank')}: {', '.join(states)}"]
-    steps = [facts.told.steps for facts in ranks if facts.told.steps is not None]
-    if steps:
-        least = min(steps)
-        most = max(steps)
-        parts.append(f"step {most:,}" if least == most else f"steps {least:,} to {most:,}")
-    parts.append(memory_range([facts.memory.rss for facts in ranks]))
-    return " · ".join(parts)
+    return html_table(
+        rows, is_html=True, rest=f"and {count_noun(rest, 'more rank')}" if rest else ""
+    )
 
 
 # ------------------------------------------------------------------------- columns
@@ -313,15 +275,6 @@ def _common_loss_name(board: RunBoard) -> str:
     return plain_text(names.pop(), LABEL_CHARS) if len(names) == 1 else ""
 
 
-def _other_metrics(facts: RankFacts, board: RunBoard) -> str:
-    others = [
-        f"{name} {format_number(value)}"
-        for name, value in facts.metrics.items()
-        if name != facts.loss_name
-    ]
-    return html.escape(plain_text(", ".join(others[:3]), LINE_CHARS))
-
-
 def _device_cell(facts: RankFacts, board: RunBoard) -> str:
     memory = facts.memory
     if memory.device is None:
@@ -345,7 +298,6 @@ _COLUMNS: dict[str, Callable[[RankFacts, RunBoard], str]] = {
         rate_text(facts.samples_pace.recent(board.now)) if facts.told.samples else ""
     ),
     _LOSS_COLUMN: _loss_cell,
-    "metrics": _other_metrics,
     "memory": lambda facts, _: format_bytes(facts.memory.rss) if facts.memory.rss else "",
     "on device": _device_cell,
 }

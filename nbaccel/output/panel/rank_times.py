@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 TIME_KINDS = ("computing", "communicating", "waiting for data", "waiting for others")
-_LEAST_STARTING_SHARE = 0.02  # of the time, to be worth saying
 _INTERVAL_S = 2.0
 """Ranks report at different moments, a quarter of a second apart: over shorter intervals that
 difference would count as waiting."""
@@ -210,16 +209,3 @@ def _reason_of(slowest: SlowestRank, timed_ranks: Mapping[int, RankTimes]) -> st
     }
     most = max(more_s, key=lambda name: more_s[name])
     return words[most] if more_s[most] > slowest.waited_s / 4 else ""
-
-
-def starting_sentence(timed_ranks: Mapping[int, RankTimes]) -> str:
-    """What the shares leave out; empty where that is too little to matter."""
-    starting_s = statistics.fmean(times.starting_s for times in timed_ranks.values())
-    total_s = statistics.fmean(times.total_s for times in timed_ranks.values())
-    if starting_s < _LEAST_STARTING_SHARE * total_s:
-        return ""
-    on_average = " on average" if len(timed_ranks) > 1 else ""
-    return (
-        f"Left out is the start in the first step, {format_seconds(starting_s)}{on_average}: by "
-        "that it computed longer than the second."
-    )

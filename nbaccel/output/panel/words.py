@@ -208,19 +208,6 @@ def compile_words(facts: RankFacts) -> str:
     return f"{programs} compiled in {format_seconds(facts.told.compile_s)}"
 
 
-def left_out_sentence(board: RunBoard) -> str:
-    """Which metrics are not drawn because there are too many; empty where all are."""
-    most = max(board.ranks.values(), key=lambda facts: facts.told.num_left_out, default=None)
-    if most is None or not most.told.num_left_out:
-        return ""
-    names = [plain_text(name, LABEL_CHARS) for name in most.told.left_out]
-    if most.told.num_left_out > len(names):
-        names.append("…")
-    is_one = most.told.num_left_out == 1
-    subject = "1 more metric is" if is_one else f"{most.told.num_left_out:,} more metrics are"
-    return f"{subject} not drawn (the first {len(most.metrics)} are): {', '.join(names)}"
-
-
 # ------------------------------------------------------------------------- text
 
 
