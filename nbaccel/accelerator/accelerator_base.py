@@ -40,6 +40,15 @@ def _missing_rank(parallelism_kind: str) -> property:
     return property(rank, doc="Raises: parallelisms are not mixed; the rank is `process_index`.")
 
 
+def _handler(kind: type[Any], meaning: str) -> Any:
+    """A class of settings among the handlers, or its defaults."""
+
+    def one(self: RunDescription) -> Any:
+        return self._run.request.handlers.one(kind)
+
+    return property(one, doc=meaning)
+
+
 class RunDescription(ProcessInfo):
     """What can be read of a run: it holds before anything is prepared, and trains nothing."""
 
@@ -157,32 +166,11 @@ class RunDescription(ProcessInfo):
     """Number of the next checkpoint."""
     # --------------------------------------------------------------------- handlers
 
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs:
-        """Arguments of DDP."""
-        given = self._run.request.handlers.given
-        of_ddp = (one for one in given if isinstance(one, DistributedDataParallelKwargs))
-        return next(of_ddp, DistributedDataParallelKwargs())
-
-    @property
-    def init_handler(self) -> InitProcessGroupKwargs:
-        """Arguments of the process group."""
-        return self._run.request.handlers.process_group
-
-    @property
-    def autocast_handler(self) -> AutocastKwargs:
-        """Arguments of autocast."""
-        return self._run.request.handlers.autocast
-
-    @property
-    def scaler_handler(self) -> GradScalerKwargs:
-        """Arguments of fp16's scaler."""
-        return self._run.request.handlers.scaler
-
-    @property
-    def profile_handler(self) -> ProfileKwargs:
-        """Arguments of the profiler."""
-        return self._run.request.handlers.profile
+    ddp_handler = _handler(DistributedDataParallelKwargs, "Arguments of DDP.")
+    init_handler = _handler(InitProcessGroupKwargs, "Arguments of the process group.")
+    autocast_handler = _handler(AutocastKwargs, "Arguments of autocast.")
+    scaler_handler = _handler(GradScalerKwargs, "Arguments of fp16's scaler.")
+    profile_handler = _handler(ProfileKwargs, "Arguments of the profiler.")
 
     # --------------------------------------------------------------------- parallelism
 
@@ -205,23 +193,12 @@ class RunDescription(ProcessInfo):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Nothing happens in the block: sequences are not divided over processes here.
-
-        Args:
-            buffers: Left as they are.
-            buffer_seq_dims: Not used.
-            no_restore_buffers: Not used.
-        """
+        """Nothing happens in the block: sequences are not divided over processes here."""
         del buffers, buffer_seq_dims, no_restore_buffers
         yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """The loader as it is: sequences are not divided over processes here.
-
-        Args:
-            dl: A loader.
-            model: Not used.
-        """
+        """The loader as it is: sequences are not divided over processes here."""
         del model
         return dl
 

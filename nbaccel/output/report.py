@@ -57,11 +57,16 @@ from nbaccel.config.capabilities import device_row
 from nbaccel.config.given_values import shown
 from nbaccel.output.panel.curves import ChartLine, chart_of, mean_points, metric_chart, sparkline
 from nbaccel.output.panel.facts import (
+    TIME_KINDS,
     RankFacts,
+    RankTimes,
     RunBoard,
     SeenLine,
+    SlowestRank,
     loss_first,
     mean,
+    percent_of,
+    slowest_sentence,
     steps_in_all,
 )
 from nbaccel.output.panel.live_html import (
@@ -70,17 +75,10 @@ from nbaccel.output.panel.live_html import (
     advice_html,
     html_table,
     lines_block,
+    mean_time_html,
     printed_html,
     quiet,
-    rank_times_html,
     titled,
-)
-from nbaccel.output.panel.rank_times import (
-    TIME_KINDS,
-    RankTimes,
-    SlowestRank,
-    percent_of,
-    slowest_sentence,
 )
 from nbaccel.output.panel.words import (
     LABEL_CHARS,
@@ -241,50 +239,6 @@ def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[s
 # ------------------------------------------------------------------------- as JSON
 
 
-def facts_as_json(facts: RunFacts) -> dict[str, Any]:
-    """The facts in plain containers; see [Note: the JSON form]."""
-    document: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION}
-    document |= dataclasses.asdict(facts)
-    document["curves"] = [
-        {
-            "name": name,
-            "rank": rank,
-            "steps": [step for step, _ in points],
-            "values": [value for _, value in points],
-        }
-        for name, curves in facts.curves.items()
-        for rank, points in curves.items()
-    ]
-    plain: dict[str, Any] = _as_plain(document)
-    return plain
-
-
-def facts_from_json(document: Mapping[str, Any]) -> RunFacts:
-    """What `facts_as_json` has made."""
-    kind = (document.get("format"), document.get("version"))
-    if kind != (FORMAT_NAME, FORMAT_VERSION):
-        raise ConfigError(
-            f"This is no report that can be read: format and version are {kind[0]!r} and "
-            f"{kind[1]!r}, and {FORMAT_NAME!r} and {FORMAT_VERSION} are known. Give what "
-            "RunReport.to_dict returned."
-        )
-    try:
-        plain = json.loads(json.dumps({**document}))
-        curves: dict[str, dict[int, list[Any]]] = {}
-        for curve in plain["curves"]:
-            values = [float(y) if y in ("nan", "inf", "-inf") else y for y in curve["values"]]
-            points = list(zip(curve["steps"], values, strict=True))
-            curves.setdefault(curve["name"], {})[curve["rank"]] = points
-        plain["curves"] = curves
-        # As JSON, for which strict types take lists as tuples and whole numbers as others.
-        return TypeAdapter(RunFacts).validate_json(json.dumps(plain), strict=True)
-    except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"This report cannot be read: {error}. It was changed, or is not whole: what it says "
-            "would be shown as a page. Give what RunReport.to_dict returned."
-        ) from error
-
-
 def _as_plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -401,7 +355,7 @@ def _time_section(facts: RunFacts) -> _Section:
     return _Section(
         "Time by rank",
         [*indented(rows), *([f"  {slowest}"] if slowest else [])],
-        f"<div>{html.escape(slowest)}</div>{rank_times_html(ranks)}{html_table(rows)}",
+        f"<div>{html.escape(slowest)}</div>{mean_time_html(ranks)}{html_table(rows)}",
     )
 
 
@@ -461,19 +415,6 @@ def _warning_lines(facts: RunFacts) -> list[str]:
         + (f", rank {number_ranges(seen.ranks)})" if has_ranks else ")")
         for seen in facts.warnings
     ]
-
-
-# ------------------------------------------------------------------------- as text
-
-
-def report_lines(facts: RunFacts) -> list[str]:
-    """The report for a terminal."""
-    lines = [f"{title_of(facts)} · {' · '.join(_finished_parts(facts))}"]
-    lines += [f"! {sentence}" for sentence in facts.advice]
-    for section in _sections(facts, (), as_image=False):
-        if section.lines:
-            lines += ["", section.heading, *section.lines]
-    return lines
 
 
 def indented(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -557,13 +498,47 @@ class RunReport:
         self.facts = facts
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain containers, which `json.dumps` takes."""
-        return facts_as_json(self.facts)
+        """The report in plain containers, which `json.dumps` takes; see [Note: the JSON form]."""
+        document: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION}
+        document |= dataclasses.asdict(self.facts)
+        document["curves"] = [
+            {
+                "name": name,
+                "rank": rank,
+                "steps": [step for step, _ in points],
+                "values": [value for _, value in points],
+            }
+            for name, curves in self.facts.curves.items()
+            for rank, points in curves.items()
+        ]
+        plain: dict[str, Any] = _as_plain(document)
+        return plain
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Self:
         """The report of what `to_dict` gave, as from a saved file."""
-        return cls(facts_from_json(document))
+        kind = (document.get("format"), document.get("version"))
+        if kind != (FORMAT_NAME, FORMAT_VERSION):
+            raise ConfigError(
+                f"This is no report that can be read: format and version are {kind[0]!r} and "
+                f"{kind[1]!r}, and {FORMAT_NAME!r} and {FORMAT_VERSION} are known. Give what "
+                "RunReport.to_dict returned."
+            )
+        try:
+            plain = json.loads(json.dumps({**document}))
+            curves: dict[str, dict[int, list[Any]]] = {}
+            for curve in plain["curves"]:
+                values = [float(y) if y in ("nan", "inf", "-inf") else y for y in curve["values"]]
+                points = list(zip(curve["steps"], values, strict=True))
+                curves.setdefault(curve["name"], {})[curve["rank"]] = points
+            plain["curves"] = curves
+            # As JSON, for which strict types take lists as tuples and whole numbers as others.
+            return cls(TypeAdapter(RunFacts).validate_json(json.dumps(plain), strict=True))
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"This report cannot be read: {error}. It was changed, or is not whole: what it "
+                "says would be shown as a page. Give what RunReport.to_dict returned."
+            ) from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it into one file, which appears whole or not at all."""
@@ -592,7 +567,13 @@ class RunReport:
         return _part_html(facts, headline + advice_html(facts.advice), facts.metric_names)
 
     def __str__(self) -> str:
-        return "\n".join(report_lines(self.facts))
+        facts = self.facts
+        lines = [f"{title_of(facts)} · {' · '.join(_finished_parts(facts))}"]
+        lines += [f"! {sentence}" for sentence in facts.advice]
+        for section in _sections(facts, (), as_image=False):
+            if section.lines:
+                lines += ["", section.heading, *section.lines]
+        return "\n".join(lines)
 
     __repr__ = __str__
 

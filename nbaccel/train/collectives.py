@@ -172,24 +172,15 @@ class Collectives:
         if self.place.is_alone:
             return tree
         signatures = self._announce_call("pad_across_processes", _tensor_signature(tree, "pad"))
-        tensor_counts = [len(signature) for signature in signatures]
-        if len(set(tensor_counts)) > 1:
+        shapes_by_rank = [[shape for _, shape in signature] for signature in signatures]
+        if len({tuple(map(len, shapes)) for shapes in shapes_by_rank}) > 1:
+            found = ", ".join(f"process {rank}: {it}" for rank, it in enumerate(shapes_by_rank))
             raise CollectiveMismatch(
-                "pad_across_processes got different numbers of tensors by process: "
-                f"{tensor_counts}. It is unclear which belong together. Give as many on every "
-                "process."
+                "pad_across_processes got different numbers of tensors, or of their dimensions "
+                f"({found}): it is unclear which belong together. Give as many tensors with as "
+                "many dimensions on every process."
             )
-        shapes_by_signature = ([shape for _, shape in signature] for signature in signatures)
-        shapes = list(zip(*shapes_by_signature, strict=True))
-        for tensor_index, shapes_by_rank in enumerate(shapes):
-            if len({len(shape) for shape in shapes_by_rank}) > 1:
-                by_rank = enumerate(shapes_by_rank)
-                by_process = ", ".join(f"process {rank}: {shape}" for rank, shape in by_rank)
-                raise CollectiveMismatch(
-                    "pad_across_processes got tensors of different numbers of dimensions "
-                    f"(tensor {tensor_index}; {by_process}). They cannot be made equal in one "
-                    "dimension. Give tensors that have as many on every process."
-                )
+        shapes = list(zip(*shapes_by_rank, strict=True))
         # `map_leaves` visits leaves in the order in which `_tensor_signature` listed them.
         iterator = iter(shapes)
         return map_leaves(

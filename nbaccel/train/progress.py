@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from nbaccel.base import spent_time
-from nbaccel.base.log import notice_stream
-from nbaccel.base.quiet_bars import Bar
+from nbaccel.base.log import notice_stream, progress_bar
 from nbaccel.base.trees import find_batch_size
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.plan.contracts.training import Place
@@ -47,7 +46,7 @@ class Progress(Generic[_LoaderBatch]):
             self._num_batches = None
         reporter = metrics_reporter.current()
         # The bar; hidden on other processes than 0.
-        self.bar = Bar(
+        self.bar = progress_bar(
             total=self._num_batches,
             desc=description or None,
             disable=not place.is_main or bool(reporter and reporter.shows_bars),

@@ -77,31 +77,11 @@ def test_a_screen_reader_says_the_first_and_the_last_value_and_texts_are_escaped
         ([1000.0, 4000.0], ["1,000", "2,000", "3,000", "4,000"]),
         ([0.0, 3e-6], ["0", "1e-6", "2e-6", "3e-6"]),
         ([1e7, 1e7 + 150], ["10,000,000", "10,000,050", "10,000,100", "10,000,150"]),
-        ([0.04, 0.7, "log"], ["0.05", "0.1", "0.2", "0.5"]),
-        ([1.0, 1e3, "log"], ["1", "10", "100", "1,000"]),
-        ([1e-12, 1.0, "log"], ["1e-12", "1e-9", "1e-6", "0.001", "1"]),
     ],
 )
 def test_ticks_are_round(values, labels):
-    assert y_labels(drawn(line(*values[:2]), log_y="log" in values)) == labels
+    assert y_labels(drawn(line(*values))) == labels
     assert [*map(format_number, (0.09123, 1904.2, 1e-7, 0.0))] == ["0.09123", "1,904", "1e-7", "0"]
-
-
-@pytest.mark.parametrize(
-    ("values", "is_log"),
-    [
-        ([7.9, 1.5, 1.0], False),
-        ([8.0, 1.5, 1.0], True),
-        ([100.0, 1.0, 0.0], False),
-        ([100.0, 50.0, 1.0], False),  # as a learning rate that falls evenly
-    ],
-)
-def test_the_scale_is_logarithmic_where_that_shows_more(values, is_log):
-    high, middle, low = values
-    (path,) = accent_paths(drawn(line(*values)))
-    (_, high_y), (_, middle_y), (_, low_y) = coordinates(path)
-    place = (low_y - middle_y) / (low_y - high_y)
-    assert (place == pytest.approx((middle - low) / (high - low), abs=0.01)) is not is_log
 
 
 @pytest.mark.parametrize(
@@ -115,9 +95,8 @@ def test_the_scale_is_logarithmic_where_that_shows_more(values, is_log):
         [0.1, 0.1 + 1e-12],
     ],
 )
-@pytest.mark.parametrize("log_y", [None, True, False])
-def test_extreme_values_are_drawn_or_marked(values, log_y):
-    svg = drawn(line(*values), log_y=log_y)
+def test_extreme_values_are_drawn_or_marked(values):
+    svg = drawn(line(*values))
     assert "nan" not in ET.tostring(svg, encoding="unicode")
     # A single point is drawn as a line without a length.
     points = sum(len({*coordinates(path)}) for path in accent_paths(svg))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nbaccel.base.units import (
@@ -13,8 +12,7 @@ from nbaccel.base.units import (
     format_seconds,
 )
 from nbaccel.output.panel.curves import ACCENT_COLOUR, metric_chart
-from nbaccel.output.panel.facts import RankFacts, RunBoard
-from nbaccel.output.panel.rank_times import TIME_KINDS, RankTimes, percent_of
+from nbaccel.output.panel.facts import TIME_KINDS, RankFacts, RankTimes, RunBoard, percent_of
 from nbaccel.output.panel.words import (
     LABEL_CHARS,
     LINE_CHARS,
@@ -57,7 +55,6 @@ _BAR_LOOKS = {
     ),
 }
 """Colour and pattern apart: of a notebook that is not trusted JupyterLab drops the patterns."""
-_MOST_BARS = 16
 
 
 def quiet(text: str) -> str:
@@ -117,17 +114,6 @@ def titled(name: str, chart: str) -> str:
     return f'<div style="margin-top:0.3em">{title}<br>{chart}</div>' if chart else ""
 
 
-def rank_times_html(timed_ranks: Mapping[int, RankTimes]) -> str:
-    """A bar for each rank; a table beside them says the same to screen readers."""
-    longest_s = max((times.steady_s for times in timed_ranks.values()), default=0.0) or 1.0
-    rows = "".join(
-        f'<div style="{_TIME_ROW_STYLE}"><div style="width:4.5em">rank {rank}</div>'
-        f"{_time_bar(times.parts, longest_s)}</div>"
-        for rank, times in itertools.islice(timed_ranks.items(), _MOST_BARS)
-    )
-    return f'<div aria-hidden="true">{rows}{_time_legend(TIME_KINDS)}</div>'
-
-
 def mean_time_html(timed_ranks: Mapping[int, RankTimes]) -> str:
     """One bar for all ranks together, with the part of each kind; empty where none is known."""
     seconds = {kind: sum(one.parts[kind] for one in timed_ranks.values()) for kind in TIME_KINDS}
@@ -135,19 +121,15 @@ def mean_time_html(timed_ranks: Mapping[int, RankTimes]) -> str:
     if total_s <= 0:
         return ""
     words = [f"{kind} {percent_of(part_s, total_s)}" for kind, part_s in seconds.items()]
-    bar = _time_bar(seconds, total_s)
-    return f'<div style="{_TIME_ROW_STYLE}">{quiet("time")}{bar}</div>{_time_legend(words)}'
-
-
-def _time_bar(seconds: Mapping[str, float], full_s: float) -> str:
     parts = "".join(
         f'<div title="{kind}: {format_seconds(part_s)}" '
-        f'style="width:{100 * part_s / full_s:.2f}%;{_BAR_LOOKS[kind]}"></div>'
+        f'style="width:{100 * part_s / total_s:.2f}%;{_BAR_LOOKS[kind]}"></div>'
         for kind, part_s in seconds.items()
         if part_s > 0
     )
     style = "flex:1;display:flex;height:14px;border-radius:3px;overflow:hidden"
-    return f'<div aria-hidden="true" style="{style}">{parts}</div>'
+    bar = f'<div aria-hidden="true" style="{style}">{parts}</div>'
+    return f'<div style="{_TIME_ROW_STYLE}">{quiet("time")}{bar}</div>{_time_legend(words)}'
 
 
 def _time_legend(words: Iterable[str]) -> str:
@@ -225,7 +207,8 @@ def ranks_html(board: RunBoard) -> str:
         name: [cell_of(facts, board) for facts in shown] for name, cell_of in _COLUMNS.items()
     }
     rows = filled_columns(columns, "rank")
-    names = {_LOSS_COLUMN: html.escape(_common_loss_name(board)) or _LOSS_COLUMN}
+    loss_name = plain_text(_loss_name(board), LABEL_CHARS)
+    names = {_LOSS_COLUMN: html.escape(loss_name) or _LOSS_COLUMN}
     if board.host_total_bytes:  # all ranks share it
         names["memory"] = f"memory of {format_bytes(board.host_total_bytes)}"
     rows[0] = [names.get(name, name) for name in rows[0]]
@@ -253,7 +236,7 @@ def _state_cell(facts: RankFacts, board: RunBoard) -> str:
 
 def _progress_html(loop: ShownProgress) -> str:
     if loop.fraction is None:
-        return html.escape(str(loop))
+        return html.escape(loop.words)
     # The words say what the bar shows: a bar alone would say nothing to a screen reader.
     bar = f'<span style="{_FILL_STYLE};width:{loop.fraction:.1%}"></span>'
     return (
@@ -262,17 +245,13 @@ def _progress_html(loop: ShownProgress) -> str:
     )
 
 
+def _loss_name(board: RunBoard) -> str:
+    return next(iter(board.metric_names()), "")
+
+
 def _loss_cell(facts: RankFacts, board: RunBoard) -> str:
-    if facts.loss.last is None:
-        return ""
-    label = "" if _common_loss_name(board) else f"{plain_text(facts.loss_name, LABEL_CHARS)} "
-    return html.escape(f"{label}{format_number(facts.loss.last)}")
-
-
-def _common_loss_name(board: RunBoard) -> str:
-    """The name of the loss's column, too; empty where ranks log different metrics."""
-    names = {facts.loss_name for facts in board.ranks.values()} - {""}
-    return plain_text(names.pop(), LABEL_CHARS) if len(names) == 1 else ""
+    value = facts.metrics.get(_loss_name(board))
+    return "" if value is None else html.escape(format_number(value))
 
 
 def _device_cell(facts: RankFacts, board: RunBoard) -> str:

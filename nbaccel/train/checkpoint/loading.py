@@ -511,13 +511,10 @@ class _CheckpointLoad:
         for number, model in enumerate(models):
             saved = self._find_model(number, model) if number in self._models else None
             if saved is None:
-                bases = (files.SAFE_WEIGHTS, files.PICKLED_WEIGHTS)
-                safe_name, pickle_name = (files.numbered_name(base, number) for base in bases)
                 raise ConfigError(
-                    f"The checkpoint {str(self._folder)!r} has neither {safe_name} nor "
-                    f"{pickle_name}, but model {number} is to be loaded, and no load hook took "
-                    "it. Prepare the models that were saved, or register the hook that loads this "
-                    "one."
+                    f"The checkpoint {str(self._folder)!r} has no weights of model {number}, "
+                    "which is to be loaded, and no load hook took it. Prepare the models that were "
+                    "saved, or register the hook that loads this one."
                 )
             remaining[number] = saved
             if not saved.path.is_dir():
@@ -715,10 +712,8 @@ def _trained_problem(model: nn.Module, names: Collection[str]) -> str:
     trained_names = sorted(name for name in names if is_trained.get(name, True))
     if not trained_names:
         return ""
-    how_many = f" ({len(trained_names)} such parameters)" if len(trained_names) > 1 else ""
-    first_state = "is trained in" if trained_names[0] in is_trained else "is not in"
     return (
-        "was saved with exclude_frozen_parameters=True and has no values for "
-        f"{trained_names[0]}{how_many}, which was frozen then and {first_state} the "
-        f"{type(model).__name__} now"
+        "was saved with exclude_frozen_parameters=True and has no values for parameters that were "
+        f"frozen then, and that the {type(model).__name__} now trains or does not have: "
+        f"{first_few(trained_names, 3)}"
     )

@@ -139,7 +139,6 @@ def test_states_memory_and_what_is_left_are_told_where_they_say_something():
     page = Page(both(board)[0])
     assert page.column("memory of 24.0 GiB") == ["1.0 GiB"]
     assert page.column("on device") == ["3.0 GiBof 15.0 GiB"]
-    assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in words.live_text(board)
 
     board = board_of(2)
     for rank in (0, 1):
@@ -185,7 +184,7 @@ def test_a_metric_of_another_name_gives_the_column_its_name():
     assert live.column("accuracy") == ["2", "2"]
     assert saved.column("accuracy") == ["3 → 2", "3 → 2"]
     told(board, 1, 3, 2.0, name="train_loss")
-    assert Page(both(board)[0]).column("loss") == ["accuracy 2", "train_loss 2"]
+    assert Page(both(board)[0]).column("train_loss") == ["-", "2"]
     # The mean is of ranks that mean the same.
     board = board_of(3)
     for rank, loss, name in ((0, 1.0, "loss"), (1, 3.0, "loss"), (2, 100.0, "eval_loss")):
@@ -208,7 +207,6 @@ def test_progress_is_a_bar_with_words_above_bars_and_lines_drawn_in_place():
     assert page.column("progress") == ["75 %epoch 3, 30 of 40", "50 %epoch 3, 20 of 40"]
     assert "width:75.0%" in html
     assert "step" not in page.rows[0], "the words say how far it is"
-    assert "[0-1] running · epoch 3, 50 % (20 of 40) · 1.0 GiB" in words.live_text(board)
 
     bars = (
         ProgressBar(description="files", fraction=0.1, done="1", total="10"),
