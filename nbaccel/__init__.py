@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
-    from nbaccel.bigmodel.device_map_display import show_device_map as show_device_map
+    from nbaccel.bigmodel.device_map import show_device_map as show_device_map
     from nbaccel.calls.pool import Pool as Pool
     from nbaccel.config import (
         Fp8Config as Fp8Config,
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         ZeroPicker as ZeroPicker,
         configure as configure,
     )
-    from nbaccel.output.report.run_report import compare as compare
+    from nbaccel.output.report import compare as compare
     from nbaccel.parallelism_config import ParallelismConfig as ParallelismConfig
     from nbaccel.plan.inspecting import inspect_machine as inspect_machine
     from nbaccel.plan.inventory import Inventory as Inventory

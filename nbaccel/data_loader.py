@@ -8,7 +8,6 @@ for several processes; then one per epoch for its workers; one more where the sa
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +23,7 @@ from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.dispatch import DataLoaderDispatcher, SliceFn
+from nbaccel.train.dispatch import DataLoaderDispatcher, SliceFn, stateful_class
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import (
     DataLoaderShard,
@@ -195,8 +194,10 @@ class _LoaderPreparation:
         rng_types = [
             rng_type for rng_type in self.rng_types if rng_type != "generator" or self.synchronized
         ]
-        loader_class = DataLoaderDispatcher if self.dispatches else DataLoaderShard
-        prepared_loader = _loader_class(loader_class, self.stateful).around(
+        loader_class: Any = DataLoaderDispatcher if self.dispatches else DataLoaderShard
+        if self.stateful:
+            loader_class = stateful_class(loader_class)
+        prepared_loader: PreparedLoader = loader_class.around(
             base_loader, self.gradient_state, self._loader_settings(rng_types=tuple(rng_types))
         )
         if isinstance(prepared_loader, DataLoaderDispatcher):
@@ -406,8 +407,10 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
             base_loader, stateful=loader_settings.stateful, index_batches=remaining_batches
         )
     is_dispatcher = isinstance(loader, DataLoaderDispatcher)
-    loader_class = DataLoaderDispatcher if is_dispatcher else DataLoaderShard
-    skipping_loader = _loader_class(loader_class, loader_settings.stateful).around(
+    loader_class: Any = DataLoaderDispatcher if is_dispatcher else DataLoaderShard
+    if loader_settings.stateful:
+        loader_class = stateful_class(loader_class)
+    skipping_loader: PreparedLoader = loader_class.around(
         base_loader, loader.gradient_state, loader_settings, loader.position, drop=num_dropped
     )
     if isinstance(loader, DataLoaderDispatcher):
@@ -490,14 +493,3 @@ def _loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _size_options(loader: DataLoader[Any]) -> dict[str, Any]:
     return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-
-
-def _loader_class(
-    plain_class: type[DataLoaderShard | DataLoaderDispatcher], stateful: bool
-) -> type[PreparedLoader]:
-    """A class of prepared loaders; one that is also torchdata's where the base is."""
-    if not stateful:
-        return plain_class
-    kinds = importlib.import_module("nbaccel.train.stateful").KINDS  # it imports torchdata
-    stateful_class: type[PreparedLoader] = kinds[plain_class]
-    return stateful_class

@@ -21,6 +21,18 @@ from nbaccel.train.gradient import GradientState
 __all__ = ["AcceleratedOptimizer"]
 
 
+def _of_optimizer(name: str) -> Any:
+    """A property that is the inner optimizer's own."""
+
+    def read(self: AcceleratedOptimizer) -> Any:
+        return getattr(self.optimizer, name)
+
+    def write(self: AcceleratedOptimizer, value: Any) -> None:
+        setattr(self.optimizer, name, value)
+
+    return property(read, write)
+
+
 class AcceleratedOptimizer(Optimizer):
     """An optimizer that steps where a group of batches ends, as `Accelerator.prepare` returns it.
 
@@ -140,32 +152,9 @@ class AcceleratedOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- what is the optimizer's
 
-    @property
-    def state(self) -> Any:
-        """The optimizer's own, by parameter."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The optimizer's own."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
+    state = _of_optimizer("state")
+    param_groups = _of_optimizer("param_groups")
+    defaults = _of_optimizer("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters, with settings of their own."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -88,23 +87,8 @@ class AcceleratedScheduler:
         if isinstance(self.scheduler, ReduceLROnPlateau):
             return 1
         if self.gradient_state.adjust_scheduler:
-            self._warn_adjusted()
             return self.steps_per_call * self.gradient_state.batches_in_group
         return self.steps_per_call
-
-    def _warn_adjusted(self) -> None:
-        if (
-            self.gradient_state.batches_in_group == 1
-            or not self.gradient_state.must_tell_adjusted()
-        ):
-            return
-        warnings.warn(
-            "GradientAccumulationPlugin(adjust_scheduler=True): the schedule advances by all "
-            f"{self.gradient_state.batches_in_group} batches of an optimizer step, as a schedule "
-            "written in batches needs it. Accelerate always advances it by one: for the "
-            "same learning rates leave adjust_scheduler out.",
-            stacklevel=4,  # past _steps_to_advance and step, to the training loop
-        )
 
     def _is_over(self) -> bool:
         total_steps: int | None = getattr(self.scheduler, "total_steps", None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,11 @@ __all__ = [
 _DecoratedFunction = TypeVar("_DecoratedFunction", bound=Callable[..., Any])
 
 
+def shows(path: str) -> Any:
+    """A property that shows what is inside of its object."""
+    return property(operator.attrgetter(path))
+
+
 class ProcessInfo:
     """This process among the others: its numbers, and who runs what."""
 
@@ -53,40 +59,20 @@ class ProcessInfo:
 
     # --------------------------------------------------------------------- numbers
 
-    @property
-    def device(self) -> torch.device:
-        """What this process computes on."""
-        return self._place.device
-
-    @property
-    def num_processes(self) -> int:
-        """Processes in total."""
-        return self._place.world_size
-
-    @property
-    def process_index(self) -> int:
-        """Number of this process among all, from 0."""
-        return self._place.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Number of this process on its node, from 0."""
-        return self._place.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is process 0."""
-        return self._place.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is process 0 of its node."""
-        return self._place.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the process of the highest number."""
-        return self._place.is_last
+    device: torch.device = shows("_place.device")
+    """What this process computes on."""
+    num_processes: int = shows("_place.world_size")
+    """Processes in total."""
+    process_index: int = shows("_place.rank")
+    """Number of this process among all, from 0."""
+    local_process_index: int = shows("_place.local_rank")
+    """Number of this process on its node, from 0."""
+    is_main_process: bool = shows("_place.is_main")
+    """Whether this is process 0."""
+    is_local_main_process: bool = shows("_place.is_local_main")
+    """Whether this is process 0 of its node."""
+    is_last_process: bool = shows("_place.is_last")
+    """Whether this is the process of the highest number."""
 
     @property
     def use_distributed(self) -> bool:
@@ -262,8 +248,7 @@ def _check_process_number(process_number: int | None, num_processes: int, name: 
 # Accelerators of this process, the newest last; weak, because they hold models. A forked worker
 # has made none yet.
 _LIVE_ACCELERATORS: list[weakref.ref[Any]] = []
-if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(after_in_child=_LIVE_ACCELERATORS.clear)
+os.register_at_fork(after_in_child=_LIVE_ACCELERATORS.clear)
 
 
 def remember_accelerator(new_accelerator: Any) -> None:
@@ -336,10 +321,8 @@ class PartialState(ProcessInfo):
         """Process group backend as torch names it; None where there is no group."""
         return self._place.backend or None
 
-    @property
-    def initialized(self) -> bool:
-        """Whether the facts are known; they always are."""
-        return True
+    initialized = True
+    """Whether the facts are known; they always are."""
 
     @property
     def fork_launched(self) -> bool:
@@ -432,15 +415,10 @@ class AcceleratorState(PartialState):
         """Whether models are sharded by ``fully_shard``."""
         return self.distributed_type is DistributedType.FSDP
 
-    @property
-    def parallelism_config(self) -> None:
-        """None: this version does not mix parallelisms."""
-        return None
-
-    @property
-    def device_mesh(self) -> None:
-        """None: as `parallelism_config`."""
-        return None
+    parallelism_config = None
+    """None: this version does not mix parallelisms."""
+    device_mesh = None
+    """None: as `parallelism_config`."""
 
     @property
     def deepspeed_plugins(self) -> dict[str, Any]:

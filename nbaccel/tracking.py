@@ -710,18 +710,12 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     Raises:
         ConfigError: It is no subclass of `GeneralTracker`, or lacks one of these.
     """
-    if not _is_tracker_class(tracker_class):
+    is_tracker = GeneralTracker in getattr(tracker_class, "__mro__", ())
+    if not is_tracker or not hasattr(tracker_class, "name"):
         raise ConfigError(
-            f"register_tracker_class({shown(tracker_class)}) is no subclass of GeneralTracker: it "
-            "could not receive metrics. Derive the class from nbaccel.tracking.GeneralTracker."
-        )
-    needed = ("name", "requires_logging_directory")
-    missing_attributes = [name for name in needed if not hasattr(tracker_class, name)]
-    if missing_attributes or not tracker_class.name:
-        raise ConfigError(
-            f"register_tracker_class({tracker_class.__name__}) does not define "
-            f"{', '.join(missing_attributes) or 'a name'}. It could not be found or started. "
-            "Define it in the class."
+            f"register_tracker_class({shown(tracker_class)}) is no subclass of GeneralTracker that "
+            "defines a name: it could not be found, or not receive metrics. Derive the class from "
+            "nbaccel.tracking.GeneralTracker, and define name in it."
         )
     if tracker_class.name in LOGGER_TYPE_TO_CLASS:
         warnings.warn(
@@ -730,10 +724,6 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             stacklevel=2,
         )
     LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
-
-
-def _is_tracker_class(item: Any) -> bool:
-    return isinstance(item, type) and issubclass(item, GeneralTracker)
 
 
 def get_available_trackers() -> list[LoggerType]:
@@ -782,7 +772,7 @@ def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> lis
 
 
 def _match_trackers(item: Any) -> list[_Tracker]:
-    if isinstance(item, GeneralTracker) or _is_tracker_class(item):
+    if GeneralTracker in getattr(item if isinstance(item, type) else type(item), "__mro__", ()):
         return [item]
     # A member of an enumeration stands for its value: Accelerate's LoggerType is one.
     tracker_name = getattr(item, "value", item)

@@ -24,7 +24,7 @@ from nbaccel.config.handlers import (
     ProjectConfiguration,
 )
 from nbaccel.plan.training_plan import TrainingPlan
-from nbaccel.state import AcceleratorState, ProcessInfo, distributed_type
+from nbaccel.state import AcceleratorState, ProcessInfo, distributed_type, shows
 
 
 def _missing_rank(parallelism_kind: str) -> property:
@@ -40,6 +40,15 @@ def _missing_rank(parallelism_kind: str) -> property:
     return property(rank, doc="Raises: parallelisms are not mixed; the rank is `process_index`.")
 
 
+def _handler(kind: type[Any], meaning: str) -> Any:
+    """A class of settings among the handlers, or its defaults."""
+
+    def one(self: RunDescription) -> Any:
+        return self._run.request.handlers.one(kind)
+
+    return property(one, doc=meaning)
+
+
 class RunDescription(ProcessInfo):
     """What can be read of a run: it holds before anything is prepared, and trains nothing."""
 
@@ -50,10 +59,8 @@ class RunDescription(ProcessInfo):
 
     # --------------------------------------------------------------------- the run
 
-    @property
-    def plan(self) -> TrainingPlan:
-        """What was decided, and why: ``print(accelerator.plan.explain())``."""
-        return self._run.plan
+    plan: TrainingPlan = shows("_run.plan")
+    """What was decided, and why: ``print(accelerator.plan.explain())``."""
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -82,20 +89,16 @@ class RunDescription(ProcessInfo):
         """Whether several devices train together."""
         return self.use_distributed and not device_row(self._place.device_name).in_host_memory
 
-    @property
-    def mixed_precision(self) -> str:
-        """The row of the precision: ``no``, ``fp16``, ``bf16`` or ``fp8``, for example."""
-        return self.plan.mixed_precision
+    mixed_precision: str = shows("plan.mixed_precision")
+    """The row of the precision: ``no``, ``fp16``, ``bf16`` or ``fp8``, for example."""
 
     @property
     def native_amp(self) -> bool:
         """Whether torch's autocast is in use."""
         return self._run.precision.dtype is not None
 
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """What scales the loss, under fp16."""
-        return self._run.precision.scaler
+    scaler: torch.amp.GradScaler | None = shows("_run.precision.scaler")
+    """What scales the loss, under fp16."""
 
     @property
     def is_fsdp2(self) -> bool:
@@ -114,10 +117,8 @@ class RunDescription(ProcessInfo):
         plugin = self.deepspeed_plugin
         return None if plugin is None else dict(plugin.deepspeed_config)
 
-    @property
-    def parallelism_config(self) -> None:
-        """None: this version does not mix parallelisms, and refuses the configuration."""
-        return None
+    parallelism_config = None
+    """None: this version does not mix parallelisms, and refuses the configuration."""
 
     @property
     def fp8_backend(self) -> str | None:
@@ -131,20 +132,12 @@ class RunDescription(ProcessInfo):
 
     # --------------------------------------------------------------------- data
 
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are shared out."""
-        return self._run.request.data
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether each batch is cut into a slice per process."""
-        return self._run.request.data.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether process 0 reads for all."""
-        return self._run.request.data.dispatch_batches
+    dataloader_config: DataLoaderConfiguration = shows("_run.request.data")
+    """How loaders are shared out."""
+    split_batches: bool = shows("_run.request.data.split_batches")
+    """Whether each batch is cut into a slice per process."""
+    dispatch_batches: bool | None = shows("_run.request.data.dispatch_batches")
+    """Whether process 0 reads for all."""
 
     @property
     def even_batches(self) -> bool:
@@ -155,89 +148,38 @@ class RunDescription(ProcessInfo):
     def even_batches(self, value: bool) -> None:
         self._run.request.data.even_batches = value
 
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling depends on seed and epoch alone."""
-        return self._run.request.data.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether copies to the device do not wait."""
-        return self._run.request.data.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether torchdata's loader is used."""
-        return self._run.request.data.use_stateful_dataloader
-
+    use_seedable_sampler: bool = shows("_run.request.data.use_seedable_sampler")
+    """Whether shuffling depends on seed and epoch alone."""
+    non_blocking: bool = shows("_run.request.data.non_blocking")
+    """Whether copies to the device do not wait."""
+    use_stateful_dataloader: bool = shows("_run.request.data.use_stateful_dataloader")
+    """Whether torchdata's loader is used."""
     # --------------------------------------------------------------------- project
 
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where checkpoints and logs go."""
-        return self._run.request.project
-
-    @property
-    def project_dir(self) -> str | Path | None:
-        """Folder of the project."""
-        return self._run.request.project.project_dir
-
-    @property
-    def logging_dir(self) -> str | Path | None:
-        """Folder of the trackers."""
-        return self._run.request.project.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next checkpoint."""
-        return self._run.request.project.iteration
-
+    project_configuration: ProjectConfiguration = shows("_run.request.project")
+    """Where checkpoints and logs go."""
+    project_dir: str | Path | None = shows("_run.request.project.project_dir")
+    """Folder of the project."""
+    logging_dir: str | Path | None = shows("_run.request.project.logging_dir")
+    """Folder of the trackers."""
+    save_iteration: int = shows("_run.request.project.iteration")
+    """Number of the next checkpoint."""
     # --------------------------------------------------------------------- handlers
 
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs:
-        """Arguments of DDP."""
-        given = self._run.request.handlers.given
-        of_ddp = (one for one in given if isinstance(one, DistributedDataParallelKwargs))
-        return next(of_ddp, DistributedDataParallelKwargs())
-
-    @property
-    def init_handler(self) -> InitProcessGroupKwargs:
-        """Arguments of the process group."""
-        return self._run.request.handlers.process_group
-
-    @property
-    def autocast_handler(self) -> AutocastKwargs:
-        """Arguments of autocast."""
-        return self._run.request.handlers.autocast
-
-    @property
-    def scaler_handler(self) -> GradScalerKwargs:
-        """Arguments of fp16's scaler."""
-        return self._run.request.handlers.scaler
-
-    @property
-    def profile_handler(self) -> ProfileKwargs:
-        """Arguments of the profiler."""
-        return self._run.request.handlers.profile
+    ddp_handler = _handler(DistributedDataParallelKwargs, "Arguments of DDP.")
+    init_handler = _handler(InitProcessGroupKwargs, "Arguments of the process group.")
+    autocast_handler = _handler(AutocastKwargs, "Arguments of autocast.")
+    scaler_handler = _handler(GradScalerKwargs, "Arguments of fp16's scaler.")
+    profile_handler = _handler(ProfileKwargs, "Arguments of the profiler.")
 
     # --------------------------------------------------------------------- parallelism
 
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether models are sharded by ``fully_shard``, which can go with other parallelisms."""
-        return self.is_fsdp2
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this process is the one of its node that writes whole weights."""
-        return self.is_local_main_process
-
-    @property
-    def torch_device_mesh(self) -> None:
-        """None: this version mixes no parallelisms, and makes no mesh for them."""
-        return None
-
+    is_composable_parallelism_enabled: bool = shows("is_fsdp2")
+    """Whether models are sharded by ``fully_shard``, which can go with other parallelisms."""
+    should_save_model: bool = shows("is_local_main_process")
+    """Whether this process is the one of its node that writes whole weights."""
+    torch_device_mesh = None
+    """None: this version mixes no parallelisms, and makes no mesh for them."""
     tensor_parallel_rank = _missing_rank("tensor")
     pipeline_parallel_rank = _missing_rank("pipeline")
     context_parallel_rank = _missing_rank("context")
@@ -251,23 +193,12 @@ class RunDescription(ProcessInfo):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Nothing happens in the block: sequences are not divided over processes here.
-
-        Args:
-            buffers: Left as they are.
-            buffer_seq_dims: Not used.
-            no_restore_buffers: Not used.
-        """
+        """Nothing happens in the block: sequences are not divided over processes here."""
         del buffers, buffer_seq_dims, no_restore_buffers
         yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """The loader as it is: sequences are not divided over processes here.
-
-        Args:
-            dl: A loader.
-            model: Not used.
-        """
+        """The loader as it is: sequences are not divided over processes here."""
         del model
         return dl
 

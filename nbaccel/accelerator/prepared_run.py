@@ -6,9 +6,9 @@ lets some variables win over arguments). A run has what was decided, and what do
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -60,73 +60,66 @@ from nbaccel.plan.training_plan import (
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 
+_HANDLER_KINDS = (
+    *(AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs),
+    Fp8Handler,
+)
+_Kind = TypeVar("_Kind")
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Handlers:
     """The settings given as ``kwargs_handlers``, one of each class."""
 
-    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
-    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
-    process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
-    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
-    fp8: Fp8Handler | None = None
     given: tuple[Any, ...] = ()
-    """All of them as they were given, among them settings of strategies."""
+    """Among them settings of strategies."""
+
+    def one(self, kind: type[_Kind]) -> _Kind:
+        """Those of a class, or its defaults."""
+        return (
+            next((handler for handler in self.given if isinstance(handler, kind)), None) or kind()
+        )
+
+    @property
+    def fp8(self) -> Fp8Handler | None:
+        """Those of FP8, by whatever library."""
+        return next((handler for handler in self.given if isinstance(handler, Fp8Handler)), None)
 
     @classmethod
     def of(
         cls, given_handlers: Sequence[Handler] | None, other_spelling: Sequence[Handler] | None
     ) -> Handlers:
-        """Sort a list of handlers, which was given under either name of the argument."""
+        """Check a list of handlers, which was given under either name of the argument."""
         if given_handlers is not None and other_spelling is not None:
-            raise ConfigError(
-                f"Accelerator got kwargs_handlers={given_handlers} and kwarg_handlers="
-                f"{other_spelling}: two spellings of one argument. Give kwargs_handlers alone."
+            raise _two_given(
+                f"kwargs_handlers={given_handlers}", f"kwarg_handlers={other_spelling}"
             )
-        given_handlers = other_spelling if given_handlers is None else given_handlers
-        field_names = {
-            AutocastKwargs: "autocast",
-            GradScalerKwargs: "scaler",
-            InitProcessGroupKwargs: "process_group",
-            ProfileKwargs: "profile",
-            **dict.fromkeys(_subclasses(Fp8Handler), "fp8"),
-        }
         # Of strategies whose settings have no argument of their own; by their classes' paths, as
         # importing the classes of all rows would import their libraries.
-        of_strategies = {
-            row.settings: f"strategy {row.name}"
-            for row in STRATEGIES
-            if row.settings and not row.arguments
-        }
-        handlers_by_field: dict[str, Any] = {}
-        for handler in given_handlers or ():
-            kind = type(handler)
-            path = f"{kind.__module__}:{kind.__qualname__}"
-            field_name = field_names.get(kind) or of_strategies.get(path)
-            if field_name is None:
-                strategy_classes = (path.rpartition(":")[2] for path in of_strategies)
-                known = [*(one.__name__ for one in field_names), *strategy_classes]
+        of_strategies = [row.settings for row in STRATEGIES if row.settings and not row.arguments]
+        by_kind: dict[Any, Any] = {}
+        for handler in given_handlers or other_spelling or ():
+            path = f"{type(handler).__module__}:{type(handler).__qualname__}"
+            kinds = [kind for kind in _HANDLER_KINDS if isinstance(handler, kind)]
+            kind: Any = path if path in of_strategies else next(iter(kinds), None)
+            if kind is None:
+                known = [*(one.__name__ for one in _HANDLER_KINDS)]
+                known += [path.partition(":")[2] for path in of_strategies]
                 raise ConfigError(
-                    f"kwargs_handlers got a {kind.__name__}: {handler!r}. It would have no effect. "
-                    f"Give objects of {', '.join(known)}."
+                    f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
+                    f"no effect. Give objects of {', '.join(known)}."
                 )
-            if field_name in handlers_by_field:
-                first_handler = handlers_by_field[field_name]
-                class_names = sorted({type(first_handler).__name__, kind.__name__})
-                raise ConfigError(
-                    f"kwargs_handlers got two {' and '.join(class_names)}: {first_handler} and "
-                    f"{handler}. Only one can apply. Give one with both settings."
-                )
-            handlers_by_field[field_name] = handler
-        own_names = handlers_by_field.keys() & set(field_names.values())
-        own_handlers = {name: handlers_by_field[name] for name in own_names}
-        return cls(**own_handlers, given=tuple(given_handlers or ()))
+            if kind in by_kind:
+                raise _two_given(f"kwargs_handlers with {by_kind[kind]}", f"{handler}")
+            by_kind[kind] = handler
+        return cls(tuple(by_kind.values()))
 
 
-def _subclasses(settings_class: type[Fp8Handler]) -> Iterator[type[Fp8Handler]]:
-    for handler_class in settings_class.__subclasses__():
-        yield handler_class
-        yield from _subclasses(handler_class)
+def _two_given(first: str, second: str) -> ConfigError:
+    """An error for two things of which only one can hold."""
+    return ConfigError(
+        f"Accelerator got {first} and {second}: only one of them can hold. Give one alone."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,11 +211,7 @@ def _loader_settings(
     if split_batches is None or split_batches == loader_config.split_batches:
         return loader_config
     if config is not None:
-        raise ConfigError(
-            f"split_batches={split_batches} contradicts "
-            f"dataloader_config.split_batches={loader_config.split_batches}. Batches would have "
-            "another size than one of them says. Give it in the DataLoaderConfiguration alone."
-        )
+        raise _two_given(f"split_batches={split_batches}", f"dataloader_config={config}")
     return replace(loader_config, split_batches=split_batches)
 
 
@@ -241,10 +230,9 @@ def _accumulation_settings(
         and num_steps is not None
         and accumulation_plugin.num_steps not in (None, num_steps)
     ):
-        raise ConfigError(
-            f"gradient_accumulation_steps={num_steps} contradicts "
-            f"gradient_accumulation_plugin.num_steps={accumulation_plugin.num_steps}. Only one "
-            "can apply. Give num_steps in the plugin alone."
+        raise _two_given(
+            f"gradient_accumulation_steps={num_steps}",
+            f"gradient_accumulation_plugin={accumulation_plugin}",
         )
     plugin = accumulation_plugin or GradientAccumulationPlugin()
     if plugin.num_steps is not None:
@@ -288,10 +276,7 @@ def _fp8_settings(
         )
     settings = handler.to_config()
     if run_config is not None and run_config.fp8 not in (None, settings):
-        raise ConfigError(
-            f"kwargs_handlers got {handler}, and config.fp8 is {run_config.fp8}: only one can "
-            "hold. Give it in one of them."
-        )
+        raise _two_given(f"kwargs_handlers with {handler}", f"config.fp8={run_config.fp8}")
     return settings
 
 
@@ -342,10 +327,7 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
             "compile. Give TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
         )
     if backend is not None:
-        raise ConfigError(
-            f"Accelerator got dynamo_backend={backend!r} and dynamo_plugin={plugin}: only one can "
-            "hold. Give the backend in the plugin alone."
-        )
+        raise _two_given(f"dynamo_backend={backend!r}", f"dynamo_plugin={plugin}")
     return plugin
 
 
@@ -384,7 +366,7 @@ class TrainingRun:
     def begin(cls, request: Request, dynamo: TorchDynamoPlugin) -> TrainingRun:
         """Join the process group, and choose strategy and precision."""
         asked = request.asked
-        handlers = request.handlers
+        process_group = request.handlers.one(InitProcessGroupKwargs)
         device_backend = registry.device(asked.device or distributed.name_device())
         expected_place = Place(
             device=device_backend.torch_device(distributed.local_rank()),
@@ -403,9 +385,7 @@ class TrainingRun:
             expected_facts.compute_capability,
         )
         note = _downcast(request, precision_class, device_backend)
-        place = distributed.init_process(
-            device=device_backend.name, settings=handlers.process_group
-        )
+        place = distributed.init_process(device=device_backend.name, settings=process_group)
         plan = plan_training(asked, _observed_facts(place))
         plan = replace(plan, warnings=(*plan.warnings, *note))
         strategy_class = registry.strategy(plan.strategy)
@@ -422,7 +402,7 @@ class TrainingRun:
                 place, strategy_settings, precision=precision, asked=asked
             ),
             precision=precision,
-            collectives=Collectives(place, distributed.timeout_s(handlers.process_group)),
+            collectives=Collectives(place, distributed.timeout_s(process_group)),
             dynamo=dynamo,
         )
 
@@ -474,8 +454,8 @@ def _build_precision(
         fp8 = fp8.changed(recipe=recipe_of(fp8, choice.row))
     precision_settings = PrecisionSettings(
         device=place.device,
-        autocast=request.handlers.autocast,
-        scaler=request.handlers.scaler,
+        autocast=request.handlers.one(AutocastKwargs),
+        scaler=request.handlers.one(GradScalerKwargs),
         fp8=fp8 if has_backends else request.asked.fp8,
         emulates_fp8=choice.row is not None and is_emulated(choice.row, facts.compute_capability),
         world_size=place.world_size,

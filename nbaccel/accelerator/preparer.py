@@ -68,24 +68,18 @@ class Preparer(RunDescription):
         default = self.device_placement
         given = device_placement or [None] * len(args)
         placements = [default if placement is None else placement for placement in given]
-        # Reversed, so that an object given twice keeps its first index.
-        first_index = {id(given_item): index for index, given_item in reversed([*enumerate(args)])}
-        # What is given twice is prepared once; but two loops over one loader are two loaders.
-        indices = [
-            index
-            for index, given_item in enumerate(args)
-            if first_index[id(given_item)] == index or isinstance(given_item, DataLoader)
-        ]
-        ready_items = self._prepare_distinct(
-            [args[index] for index in indices],
-            [placements[index] for index in indices],
-        )
-        by_index = dict(zip(indices, ready_items, strict=True))
-        ready = [
-            by_index[index if index in by_index else first_index[id(given_item)]]
-            for index, given_item in enumerate(args)
-        ]
-        return ready[0] if len(ready) == 1 else tuple(ready)
+        ready: dict[int, Any] = {}
+        new: dict[int, Any] = {}
+        first_place = {id(given_item): place for place, given_item in reversed([*enumerate(args)])}
+        for place, given_item in enumerate(args):
+            # What is given twice is prepared once; but two loops over one loader are two loaders.
+            if first_place[id(given_item)] == place or isinstance(given_item, DataLoader):
+                ready[place] = self._prepared_before(given_item)
+                if ready[place] is None:
+                    new[place] = given_item
+        ready.update(self._prepare_new(new, placements))
+        items = [ready.get(n, ready[first_place[id(item)]]) for n, item in enumerate(args)]
+        return items[0] if len(items) == 1 else tuple(items)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -183,45 +177,37 @@ class Preparer(RunDescription):
         """
         return skip_first_batches(dataloader, num_batches)
 
-    def _prepare_distinct(self, args: Sequence[Any], placements: Sequence[bool]) -> list[Any]:
-        ready_items = [self._prepared_before(given_item) for given_item in args]
-        new_indices = [index for index, given_item in enumerate(ready_items) if given_item is None]
-        for index in new_indices:
-            ready_items[index] = args[index]
-        model_indices = [index for index in new_indices if isinstance(args[index], nn.Module)]
-        optimizer_indices = [
-            index for index in new_indices if isinstance(args[index], _OPTIMIZER_TYPES)
-        ]
-        scheduler_indices = [index for index in new_indices if _is_scheduler(args[index])]
-        for index in new_indices:  # first, because an engine needs the size of a batch
-            if isinstance(given_item := args[index], DataLoader):
-                ready_items[index] = self.prepare_data_loader(given_item, placements[index])
+    def _prepare_new(self, new: dict[int, Any], placements: Sequence[bool]) -> dict[int, Any]:
+        """What new arguments become, by their places among all."""
+        ready = dict(new)
+        for place, item in new.items():  # first, because an engine needs the size of a batch
+            if isinstance(item, DataLoader):
+                ready[place] = self.prepare_data_loader(item, placements[place])
+        models = {n: item for n, item in new.items() if isinstance(item, nn.Module)}
+        optimizers = {n: item for n, item in new.items() if isinstance(item, _OPTIMIZER_TYPES)}
+        schedulers = {n: item for n, item in new.items() if _is_scheduler(item)}
         bundle = Bundle(
-            models=tuple(args[index] for index in model_indices),
-            optimizers=tuple(args[index] for index in optimizer_indices),
-            schedulers=tuple(args[index] for index in scheduler_indices),
+            models=tuple(models.values()),
+            optimizers=tuple(optimizers.values()),
+            schedulers=tuple(schedulers.values()),
             # All loaders so far: the one that an engine reads the batch size of may be prepared
             # earlier.
             loaders=tuple(self._dataloaders),
         )
-        model_placements = [placements[index] for index in model_indices]
-        for model, to_device in zip(bundle.models, model_placements, strict=True):
-            if to_device and not getattr(model, "hf_device_map", None):
+        for place, model in models.items():
+            if placements[place] and not getattr(model, "hf_device_map", None):
                 _refuse_empty(model)
         _refuse_offloaded(bundle)
-        bundle = self._make_ready(bundle, model_placements)
-        for numbers, ready_objects in (
-            (model_indices, bundle.models),
-            (optimizer_indices, bundle.optimizers),
-        ):
-            for index, ready_object in zip(numbers, ready_objects, strict=True):
+        bundle = self._make_ready(bundle, [placements[place] for place in models])
+        for places, ready_objects in ((models, bundle.models), (optimizers, bundle.optimizers)):
+            for place, ready_object in zip(places, ready_objects, strict=True):
                 _mark(ready_object)
-                ready_items[index] = ready_object
+                ready[place] = ready_object
         self._models.extend(bundle.models)
         # Last, because each looks for its optimizer among the prepared ones.
-        for index, scheduler in zip(scheduler_indices, bundle.schedulers, strict=True):
-            ready_items[index] = self.prepare_scheduler(scheduler)
-        return ready_items
+        for place, scheduler in zip(schedulers, bundle.schedulers, strict=True):
+            ready[place] = self.prepare_scheduler(scheduler)
+        return ready
 
     def _make_ready(self, bundle: Bundle, placements: Sequence[bool]) -> Bundle:
         strategy, precision = self._run.strategy, self._run.precision

@@ -1,38 +1,11 @@
 """The errors of nbaccel, in branches by who can do something about it.
 
-::
-
-    NbaccelError
-    ├── UserMistake              what was asked cannot be done; ask differently
-    │   ├── ConfigError          (ValueError)    settings, all mistakes listed together
-    │   │   ├── CheckpointDamaged    files of a checkpoint are not what was saved
-    │   │   └── WrongArguments   (TypeError, too)    a call with arguments that there are not
-    │   ├── ModelNotShareable    (ValueError)    a model that shared memory cannot hold
-    │   ├── NotSendable          (TypeError)     something that cannot be sent to a worker
-    │   ├── PortTaken            (OSError)       the port belongs to another process
-    │   └── InputRefused         (EOFError)      input() in a worker, which has no keyboard
-    ├── MissingBackend           (ImportError)   an optional package is not there; install it
-    ├── UnsafeMoment             (RuntimeError)  right request, wrong time
-    │   └── UnsafeFork           this process cannot be forked as it is now
-    ├── PrecisionMismatch        (RuntimeError)  asked for one precision, training in another
-    ├── CheckpointFailed         (RuntimeError)  a process could not write or read its part
-    ├── CollectiveMismatch       (RuntimeError)  processes met with different calls or shapes
-    ├── CollectiveTimeout        (TimeoutError)  some processes did not come to a collective
-    ├── TrainingDiverged         (RuntimeError)  losses or gradients are no numbers any more
-    ├── NothingFits              (RuntimeError)  no batch size is small enough for the memory
-    ├── WorkerFailed             (RuntimeError)  a worker raised
-    │   ├── WorkerDied           a worker was killed or left without a result
-    │   ├── LaunchTimeout        (TimeoutError)  the launch took longer than allowed
-    │   └── StartupFailed        workers never became ready
-    ├── PlatformUnsupported      (RuntimeError)  this operating system lacks what is needed
-    └── InternalError            a bug in nbaccel; please report it
-    LaunchInterrupted            (KeyboardInterrupt)  stopped by the user; no `Exception`
-    StoppedAtStep                (KeyboardInterrupt)  the same, within the function
-
-Each leaf is also the built-in exception that a reader would expect, so code which catches
-``ValueError`` or ``TimeoutError`` keeps working. Every message says what was wrong (with the
-value), why it matters and what to do. In a notebook they are shown with the user's own lines only
-(`nbaccel.base.frames`); a bug of nbaccel keeps its whole traceback.
+A `UserMistake` is answered by asking differently, `MissingBackend` by an installation, a
+`WorkerFailed` by a look at what the worker raised. Each leaf is also the built-in exception that a
+reader would expect, so code which catches ``ValueError`` or ``TimeoutError`` keeps working. Every
+message says what was wrong (with the value), why it matters and what to do. In a notebook they are
+shown with the user's own lines only (`nbaccel.base.frames`); a bug of nbaccel keeps its whole
+traceback.
 """
 
 from __future__ import annotations

@@ -81,3 +81,16 @@ def write_notice(text: str) -> None:
     text_stream = notice_stream()
     text_stream.write(text)
     text_stream.flush()
+
+
+def progress_bar(**options: Any) -> Any:
+    """A bar of tqdm without the thread that watches over all bars of a process.
+
+    That thread outlives the bar, and nbaccel warns of threads before it forks a notebook.
+    """
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0
+
+    return Bar(**options)

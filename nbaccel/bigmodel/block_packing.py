@@ -12,9 +12,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-DecisionText = tuple[str, tuple[object, ...]]
-"""A message with its arguments, as loggers take them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -56,7 +53,6 @@ class Packing:
     devices: dict[str, int | str]  # the device of each block by name, in the order of placing
     held: dict[int | str, float]  # bytes on each device
     refusals: dict[int | str, Refusal]  # by device, for those that were left
-    decisions: tuple[DecisionText, ...]  # what was decided, and why
     is_complete: bool  # whether all blocks have a place
     largest_kept_away: float  # bytes of the largest layer on a tier that is not computed on
 
@@ -254,7 +250,6 @@ class _BlockPacker:
         self._devices: dict[str, int | str] = {}
         self._held: dict[int | str, float] = {tier.device: 0 for tier in tiers}
         self._refusals: dict[int | str, Refusal] = {}
-        self._decisions: list[DecisionText] = []
 
     def pack(self) -> Packing:
         """Place all blocks that can be placed."""
@@ -270,7 +265,6 @@ class _BlockPacker:
             devices=self._devices,
             held=self._held,
             refusals=self._refusals,
-            decisions=tuple(self._decisions),
             is_complete=not self._waiting,
             largest_kept_away=self._forest.size_of(islice(away, 1)),
         )
@@ -286,17 +280,12 @@ class _BlockPacker:
         heapq.heappush(self._queue, number)
         divisible = self._divisible(number, members)
         if divisible is not None:
-            self._split(divisible, size)
+            self._split(divisible)
         elif not (self._rules.may_skip_ahead and self._place_later_block(number)):
             tier = self._tiers[self._current]
             name = self._forest.blocks[number].name
             room_kept = self._room_beside(members)
             self._refusals[tier.device] = Refusal(name, size, room_kept)
-            self._decide(
-                "%s: cannot be split, and its %s bytes do not fit on %s, which holds %s of %s and "
-                "keeps %s free for layers of slower tiers: nothing more is put there",
-                *(name, size, tier.device, self._held[tier.device], tier.budget, room_kept),
-            )
             self._current += 1
 
     def _divisible(self, number: int, members: Sequence[int]) -> int | None:
@@ -342,34 +331,18 @@ class _BlockPacker:
     # ------------------------------------------------------------------- what is done
     def _place(self, members: Sequence[int], size: float) -> None:
         tier = self._tiers[self._current]
-        names = [self._forest.blocks[member].name for member in members]
         self._held[tier.device] += size
-        for name, member in zip(names, members, strict=True):
-            self._devices[name] = tier.device
+        for member in members:
+            self._devices[self._forest.blocks[member].name] = tier.device
             self._waiting.remove(member)
             inner = slice(member, self._forest.ends[member])
             self._levels[inner] = [tier.level] * (inner.stop - inner.start)
-        limit = "without limit" if tier.budget is None else tier.budget
-        self._decide(
-            "%s: put on %s, %s bytes; it holds %s of %s",
-            *(" with ".join(names), tier.device, size, self._held[tier.device], limit),
-        )
 
-    def _split(self, number: int, size: float) -> None:
+    def _split(self, number: int) -> None:
         self._waiting.remove(number)
         self._waiting.update(self._forest.children[number])
         for child in self._forest.children[number]:
             heapq.heappush(self._queue, child)
-        tier = self._tiers[self._current]
-        self._decide(
-            "%s: split into %d parts, because %s bytes do not fit on %s, which holds %s of %s and "
-            "keeps %s free for layers of slower tiers",
-            *(self._forest.blocks[number].name, len(self._forest.children[number]), size),
-            *(tier.device, self._held[tier.device], tier.budget, self._room_beside([number])),
-        )
-
-    def _decide(self, text: str, *arguments: object) -> None:
-        self._decisions.append((text, arguments))
 
     def _place_later_block(self, number: int) -> bool:
         tier = self._tiers[self._current]
@@ -385,7 +358,7 @@ class _BlockPacker:
                 outer = next(
                     outer for outer in self._forest.around(member) if outer in self._waiting
                 )
-                self._split(outer, size)
+                self._split(outer)
         if members:
             self._place(members, size)
         return bool(members)

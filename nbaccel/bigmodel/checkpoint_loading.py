@@ -4,7 +4,7 @@ Where the dtypes agree, a tensor in host memory is a copy-on-write view of the s
 nothing is copied, several processes share what was read, and a strategy that cuts the model into
 shards reads its own part only. Everything else is copied tensor by tensor, and what was read is let
 go at once: memory holds the model and one portion. First the headers are compared with the model:
-a `LoadPlan` says which stored tensor goes where, or all that is wrong, before anything is changed.
+`Placement`s say which stored tensor goes where, or all that is wrong, before anything is changed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import nn
 
 from nbaccel.base import mapped_files, torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.log import get_logger
-from nbaccel.base.quiet_bars import Bar
+from nbaccel.base.log import get_logger, progress_bar
 from nbaccel.base.units import first_few
 from nbaccel.bigmodel.checkpoint_files import (
     CheckpointContent,
@@ -32,7 +31,7 @@ from nbaccel.bigmodel.checkpoint_files import (
     read_checkpoint,
 )
 from nbaccel.bigmodel.device_map import DISK, HOST
-from nbaccel.bigmodel.module_sizes import get_non_persistent_buffers, names_upwards
+from nbaccel.bigmodel.module_sizes import get_non_persistent_buffers, owner_in
 from nbaccel.bigmodel.offload_folder import offload_weight, save_offload_index
 from nbaccel.bigmodel.tensor_placing import as_dtype
 from nbaccel.strategies import optimizer_shards
@@ -148,7 +147,7 @@ def fill_model(
     needs_mapping: bool = True,
 ) -> StoredWeights:
     """Fill a model, and return the weights on the ``disk`` tier, which stayed in the files."""
-    plan = plan_loading(
+    placements = plan_loading(
         model,
         read_checkpoint(checkpoint),
         device_map=device_map,
@@ -157,11 +156,11 @@ def fill_model(
         offload_buffers=offload_buffers,
         strict=strict,
     )
-    on_disk = plan.on_tier(DISK)
-    _check_tiers(plan)
+    on_disk = [placement for placement in placements if placement.tier == DISK]
+    _check_tiers(placements)
     if needs_mapping:
         _refuse_unmapped(on_disk)
-    empty_names = [p.names[0] for p in plan.placements if p.tensor.is_meta and is_sharded(p.tensor)]
+    empty_names = [p.names[0] for p in placements if p.tensor.is_meta and is_sharded(p.tensor)]
     if empty_names:
         raise ConfigError(
             f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
@@ -169,8 +168,8 @@ def fill_model(
             'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
         )
     files = WeightFiles()
-    files.map_files(placement.stored for placement in plan.placements)
-    _fill(plan, files)
+    files.map_files(placement.stored for placement in placements)
+    _fill(inner_model(model), placements, files)
     stored = {name: placement.stored for placement in on_disk for name in placement.names}
     return StoredWeights(files, stored)
 
@@ -209,24 +208,6 @@ class Placement:
     tier: Any  # what the device map says of it; None where there is no map
     dtype: torch.dtype  # its dtype afterwards
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of it in memory, in its dtype."""
-        return int(torch.Size(self.stored.shape).numel()) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadPlan:
-    """What a load will do."""
-
-    model: nn.Module  # the user's own module, inside wrappers
-    # In the order of the files, so that these are read from begin to end.
-    placements: tuple[Placement, ...]
-
-    def on_tier(self, *tiers: Any) -> tuple[Placement, ...]:
-        """Those of some tiers."""
-        return tuple(placement for placement in self.placements if placement.tier in tiers)
-
 
 def plan_loading(
     model: nn.Module,
@@ -237,8 +218,8 @@ def plan_loading(
     fp32_modules: Collection[str] = (),
     offload_buffers: bool = False,
     strict: bool = False,
-) -> LoadPlan:
-    """Compare a checkpoint's headers with a model."""
+) -> list[Placement]:
+    """Compare a checkpoint's headers with a model; what goes where, in the order of the files."""
     model = inner_model(model)
     groups = _tensor_groups(model)
     buffer_names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -279,11 +260,11 @@ def plan_loading(
             f"{content.source} does not fit {type(model).__name__}:\n  {shown}\nNothing has been "
             "loaded. Build the model from the configuration that the checkpoint was saved with, or "
             "give the checkpoint of this "
-            f"model.{_prefix_hint(groups, content)}{_conversion_hint(model, mistakes)}"
+            f"model.{_prefix_hint(groups, content)}"
         )
     _warn_of_empty_buffers(model)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
-    return LoadPlan(model=model, placements=tuple(placements))
+    return placements
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -300,8 +281,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 def tier_of(tensor_name: str, device_map: Mapping[str, Any]) -> Any:
     """What a device map says of a tensor: the entry of the nearest module around it."""
-    around = (name for name in names_upwards(tensor_name) if name in device_map)
-    tier = device_map.get(next(around, ""), "")
+    tier = device_map.get(owner_in(tensor_name, device_map) or "", "")
     return HOST if isinstance(tier, torch.device) and tier.type == "cpu" else tier
 
 
@@ -356,25 +336,16 @@ def _coverage_mistakes(
         listed = first_few(without_values, _MOST_LISTED)
         yield f"{len(without_values)} weights are not in the checkpoint{how}: {listed}"
     elif missing:
-        _log.warning(
-            "%d weights of %s are not in %s and keep their values: %s",
-            len(missing),
-            "the model",
-            content.source,
-            first_few([name for name, _ in missing], _MOST_LISTED),
-        )
-    if unused_names and strict:
-        yield (
-            f"{len(unused_names)} tensors of the checkpoint are not in the model (strict=True): "
-            f"{first_few(unused_names, _MOST_LISTED)}"
-        )
-    elif unused_names:
-        _log.warning(
-            "%d tensors of %s are not in the model and are not used: %s",
-            len(unused_names),
-            content.source,
-            first_few(unused_names, _MOST_LISTED),
-        )
+        listed = first_few([name for name, _ in missing], _MOST_LISTED)
+        text = "%d weights of the model are not in %s and keep their values: %s"
+        _log.warning(text, len(missing), content.source, listed)
+    if unused_names:
+        listed = first_few(unused_names, _MOST_LISTED)
+        if strict:
+            yield f"{len(unused_names)} tensors of it are not in the model (strict=True): {listed}"
+        else:
+            text = "%d tensors of %s are not in the model and are not used: %s"
+            _log.warning(text, len(unused_names), content.source, listed)
 
 
 def _warn_of_empty_buffers(model: nn.Module) -> None:
@@ -403,34 +374,12 @@ def _prefix_hint(
     """What would make names fit of which none does."""
     all_names = {name for names, _ in groups for name in names}
     file_names = content.tensors.keys()
-    if not all_names.isdisjoint(file_names):
-        return ""
-    for prefix in _WRAPPER_PREFIXES:
+    for prefix in _WRAPPER_PREFIXES if all_names.isdisjoint(file_names) else ():
         if not all_names.isdisjoint(name.replace(prefix, "") for name in file_names):
-            return (
-                f" Without {prefix!r} in the file's names they fit: save the model without its "
-                "wrapper (accelerator.unwrap_model), or rename the file's keys."
-            )
+            return f" Without {prefix!r} in the file's names they fit: rename them."
         if not all_names.isdisjoint(prefix + name for name in file_names):
-            return (
-                f" With {prefix!r} before the file's names they fit: load them into the model's "
-                f"{prefix.removesuffix('.')}, or rename the file's keys."
-            )
+            return f" With {prefix!r} before the file's names they fit: rename them."
     return ""
-
-
-def _conversion_hint(model: nn.Module, mistakes: list[str]) -> str:
-    """Of models of transformers, whose published files may have the names of an older version."""
-    has_other_names = any(
-        "not in the checkpoint" in mistake or "none of the" in mistake for mistake in mistakes
-    )
-    if not has_other_names or not callable(getattr(model, "save_pretrained", None)):
-        return ""
-    return (
-        " Or do the names differ because the files are older than this version of transformers? "
-        "Its from_pretrained converts them: save the model again with "
-        "save_pretrained(folder, save_original_format=False)."
-    )
 
 
 # ------------------------------------------------------------------------------ refusals
@@ -455,18 +404,19 @@ def _refuse_map(device_map: Any, model: nn.Module) -> None:
         )
 
 
-def _check_tiers(plan: LoadPlan) -> None:
+def _check_tiers(placements: Sequence[Placement]) -> None:
     """Try each device before anything is changed."""
     # By their texts, since what a user gives need not be hashable.
-    tiers = {repr(p.tier): p.tier for p in plan.placements if p.tier not in (None, HOST, DISK)}
+    placed = (p for p in reversed(placements) if p.tier not in (None, HOST, DISK))
+    tiers = {repr(p.tier): p for p in placed}
     problems = []
-    for _, tier in sorted(tiers.items()):
+    for tier_text, placement in sorted(tiers.items()):
         try:
-            torch.empty(0, device=tier)
+            torch.empty(0, device=placement.tier)
         # torch built without a device raises an AssertionError for it.
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
             problems.append(
-                f"device_map sends {plan.on_tier(tier)[0].names[0]} to {tier!r}, which this "
+                f"device_map sends {placement.names[0]} to {tier_text}, which this "
                 f"process cannot use ({str(error).splitlines()[0]}). Nothing has been loaded. "
                 'Give a device of this machine, "cpu" or "disk".'
             )
@@ -490,12 +440,15 @@ def _shorten_map(device_map: Mapping[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------ filling
-def _fill(plan: LoadPlan, files: WeightFiles) -> None:
-    converted = _host_memory(plan)
-    total_bytes = sum(p.stored.num_bytes for p in plan.placements if _is_read_now(p))
+def _fill(model: nn.Module, placements: Sequence[Placement], files: WeightFiles) -> None:
+    # Memory for tensors that come to the host and cannot be views of the file, by `id`.
+    wanted = [p for p in placements if _goes_to_host(p) and _must_be_copied(p)]
+    tensors = arena.empty_tensors([(p.stored.shape, p.dtype) for p in wanted])
+    converted = {id(p.tensor): tensor for p, tensor in zip(wanted, tensors, strict=True)}
+    total_bytes = sum(p.stored.num_bytes for p in placements if _is_read_now(p))
     with (
         torch.no_grad(),
-        Bar(
+        progress_bar(
             total=total_bytes,
             desc="loading weights",
             unit="B",
@@ -505,15 +458,8 @@ def _fill(plan: LoadPlan, files: WeightFiles) -> None:
             leave=False,
         ) as bar,
     ):
-        for placement in plan.placements:
-            _fill_one(plan.model, placement, files, converted, bar)
-
-
-def _host_memory(plan: LoadPlan) -> dict[int, torch.Tensor]:
-    """Memory for tensors that come to the host and cannot be views of the file, by `id`."""
-    wanted = [p for p in plan.placements if _goes_to_host(p) and _must_be_copied(p)]
-    tensors = arena.empty_tensors([(p.stored.shape, p.dtype) for p in wanted])
-    return {id(p.tensor): tensor for p, tensor in zip(wanted, tensors, strict=True)}
+        for placement in placements:
+            _fill_one(model, placement, files, converted, bar)
 
 
 def _goes_to_host(placement: Placement) -> bool:
@@ -626,14 +572,14 @@ def _replace_values(old_parameter: nn.Parameter, new_parameter: nn.Parameter) ->
 def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: bool) -> None:
     """Process 0 reads, the others get their part of each tensor from it; a collective."""
     files = WeightFiles()
-    plan = None
+    placements: list[Placement] = []
     outcome: list[Any] = [None, ()]
     if dist.get_rank() == 0:
         # An error of process 0 is raised on all, so that none waits for it.
         try:
-            plan = plan_loading(model, read_checkpoint(checkpoint), strict=strict)
-            files.map_files(placement.stored for placement in plan.placements)
-            outcome = [None, [(p.names[0], p.stored.shape) for p in plan.placements]]
+            placements = plan_loading(model, read_checkpoint(checkpoint), strict=strict)
+            files.map_files(placement.stored for placement in placements)
+            outcome = [None, [(p.names[0], p.stored.shape) for p in placements]]
         except ConfigError as error:
             outcome = [error, ()]
     dist.broadcast_object_list(outcome, 0)
@@ -642,14 +588,12 @@ def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: b
         raise problem
     tensors = dict(arena.named_tensors(inner_model(model)))
     _agree_on_receiving(tensors, expected)
-    placements = iter(plan.placements if plan is not None else ())
     with torch.no_grad():
-        for name, _ in expected:
-            placement = next(placements, None)
-            values = files.view(placement.stored) if placement is not None else None
-            _receive(tensors[name], values)
-            if placement is not None:
-                files.release(placement.stored)
+        for number, (name, _) in enumerate(expected):
+            stored = placements[number].stored if placements else None
+            _receive(tensors[name], None if stored is None else files.view(stored))
+            if stored is not None:
+                files.release(stored)
 
 
 def _agree_on_receiving(

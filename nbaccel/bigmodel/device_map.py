@@ -6,11 +6,14 @@ and the kernel publish it.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from torch import nn
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.base.torch_private import module_tables
-from nbaccel.base.units import format_bytes, parse_bytes
+from nbaccel.base.units import count_noun, format_bytes, parse_bytes
 from nbaccel.bigmodel.block_packing import (
     Block,
     BlockForest,
@@ -36,7 +39,9 @@ from nbaccel.bigmodel.module_sizes import (
     compute_module_sizes,
     find_tied_parameters,
     get_module_leaves,
+    named_module_tensors,
     names_upwards,
+    owner_in,
 )
 from nbaccel.memory.estimate import table_lines
 from nbaccel.plan import registry
@@ -53,6 +58,8 @@ NAMED_TIERS = ("mps", HOST, DISK)
 
 _USED_WHEN_ALONE = 0.9
 _ROOM_PER_BLOCK = 1.25
+_BAR_CHARS = 40
+_NUMBER_AT_END = re.compile(r"(.*?)(\d+)")
 
 _log = get_logger(__name__)
 
@@ -264,7 +271,7 @@ def infer_auto_device_map(
             those with a residual connection.
         dtype: The format in which weights will be loaded, as in :func:`compute_module_sizes`.
         special_dtypes: Formats of single tensors, as in :func:`compute_module_sizes`.
-        verbose: Whether each decision is logged, with its reason, at level INFO.
+        verbose: Whether it is logged, at level INFO, where each block is put.
         clean_result: Whether modules whose parts all lie on one device are named as a whole.
         offload_buffers: Whether buffers of blocks on the host or the disk stay there, too; if not,
             they lie on an accelerator, and a warning says where that has no room for them.
@@ -275,8 +282,8 @@ def infer_auto_device_map(
         Devices by the names of modules and tensors.
 
     Raises:
-        ConfigError: The disk has a budget, and the model does not fit. A table says what each
-            device holds and what it had no room for.
+        ConfigError: The disk has a budget, and the model does not fit; it says what each device
+            holds.
     """
     budgets = get_max_memory(max_memory, inventory=inventory)
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
@@ -295,9 +302,8 @@ def infer_auto_device_map(
     packing = pack_blocks(
         BlockForest(blocks, tied_groups), _tiers_of(budgets), may_skip_ahead=fallback_allocation
     )
-    if verbose:
-        for decision_text, decision_arguments in packing.decisions:
-            _log.info(decision_text, *decision_arguments)
+    for name, device in packing.devices.items() if verbose else ():
+        _log.info("%s: put on %s, %s bytes", name, device, module_sizes.get(name, 0))
     if not packing.is_complete:
         raise ConfigError(_too_small_text(packing))
     _report_empty_devices(packing)
@@ -371,23 +377,18 @@ def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[Tier]:
 
 # ------------------------------------------------------------------------------- reports
 def _too_small_text(packing: Packing) -> str:
-    table_rows = [("device", "budget", "placed", "wanted next", "its size")]
-    for tier in packing.tiers:
-        refusal = packing.refusals.get(tier.device)
-        wanted = (refusal.block, format_bytes(round(refusal.size))) if refusal else ("", "")
-        limit = "unlimited" if tier.budget is None else format_bytes(tier.budget)
-        held = format_bytes(round(packing.held[tier.device]))
-        table_rows.append((str(tier.device), limit, held, *wanted))
-    last_refusal = packing.refusals[packing.tiers[-1].device]
-    return "\n".join(
-        [
-            f"The model does not fit into max_memory: {last_refusal.block!r} and what comes after "
-            "it have no place on any device.",
-            *(f"  {line}" for line in table_lines(table_rows)),
-            "What is wanted next counts with what is tied to it; the first accelerator and the cpu "
-            "also keep room for the largest layer of a slower device. Give larger budgets, leave "
-            "'disk' out (it is unlimited then), or let more classes be split.",
-        ]
+    held = ", ".join(
+        f"{tier.device} {format_bytes(round(packing.held[tier.device]))}"
+        + ("" if tier.budget is None else f" of {format_bytes(tier.budget)}")
+        for tier in packing.tiers
+    )
+    refused = packing.refusals[packing.tiers[-1].device]
+    return (
+        f"The model does not fit into max_memory: {refused.block!r}, with what is tied to it "
+        f"{format_bytes(round(refused.size))}, and what comes after it have no place. Held are: "
+        f"{held}; the first accelerator and the cpu also keep room for the largest layer of a "
+        "slower device. Give larger budgets, leave 'disk' out (it is unlimited then), or let more "
+        "classes be split."
     )
 
 
@@ -485,7 +486,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) ->
             stacklevel=2,
         )
     tensor_names = model.state_dict(keep_vars=True)
-    homeless_names = [n for n in tensor_names if device_map.keys().isdisjoint(names_upwards(n))]
+    homeless_names = [name for name in tensor_names if owner_in(name, device_map) is None]
     if homeless_names:
         raise ConfigError(
             f"The device_map has no device for {len(homeless_names)} tensors of "
@@ -535,3 +536,145 @@ def fallback_allocate(
         is_found = block_name == found_name
         remaining[place : place + 1] = [] if is_found else _direct_parts(block_name, found_part)
     return found_name, found_part, remaining
+
+
+# ------------------------------------------------------------------------------- shown
+@dataclass(frozen=True, slots=True, repr=False)
+class DeviceMapView:
+    """Where the blocks of a model lie: it prints itself as bars and a table."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def show_device_map(
+    model: nn.Module,
+    max_memory: Mapping[DeviceKey, int | float | str] | None = None,
+    *,
+    inventory: Inventory | None = None,
+    device_map: Mapping[str, Any] | None = None,
+) -> DeviceMapView:
+    """Show where each block of a model lies, and what each device has left.
+
+    Args:
+        model: The module; its tensors may be on ``meta``.
+        max_memory: Budgets, as in :func:`get_max_memory`. Where it is None, a device has what is
+            free there now and what the model itself takes of it now; weights that hooks keep on
+            the host are not seen as the model's.
+        inventory: The machine; this one where it is None.
+        device_map: Devices by the names of modules and tensors; the model's own ``hf_device_map``
+            where it is None.
+
+    Returns:
+        What prints itself as bars and a table.
+
+    Raises:
+        ConfigError: There is no map, it names something that is no device, or it has no device for
+            some weights.
+    """
+    shown_map = getattr(model, "hf_device_map", None) if device_map is None else device_map
+    if not isinstance(shown_map, Mapping) or not shown_map:
+        raise ConfigError(
+            f"{type(model).__name__} has no device map to show: hf_device_map is {shown_map!r}. "
+            "Make one with infer_auto_device_map(model) and give it as device_map, or load the "
+            'model with load_checkpoint_and_dispatch(..., device_map="auto").'
+        )
+    check_device_map(model, shown_map)
+    machine = inspect_machine() if inventory is None else inventory
+    capacities = get_max_memory(max_memory, inventory=machine)
+    devices = {name: _device_key(device) for name, device in shown_map.items()}
+    sizes = dict.fromkeys(devices, 0.0)
+    module_sizes = compute_module_sizes(model)
+    for tensor_name, tensor in named_module_tensors(model, recurse=True):
+        # Buffers that are not saved may be without a device.
+        owner = owner_in(tensor_name, devices)
+        if owner is not None:
+            sizes[owner] += module_sizes[tensor_name]
+        # What the model takes now is not free, and its own; on `meta` it takes nothing.
+        if max_memory is None and (place := _device_key(tensor.device)) in capacities:
+            capacities[place] += tensor.numel() * tensor.itemsize
+    labels: dict[DeviceKey, str] = {
+        unit.index: f"{unit.index} · {unit.name}" for unit in registry.usable_units(machine)
+    }
+    runs = _fold_runs(devices, sizes, model)
+    bars = [
+        (labels.get(device, str(device)), *_bar(device, runs, capacities.get(device)))
+        for device in sorted({*capacities, *devices.values()}, key=_tier_order)
+    ]
+    rows = [
+        (label, labels.get(device, str(device)), format_bytes(round(size)))
+        for label, device, size in runs
+    ]
+    num_devices = count_noun(len(set(devices.values())), "device")
+    total = f"{format_bytes(round(sum(sizes.values())))}, {count_noun(len(devices), 'block')}"
+    headline = f"{type(model).__name__}: {total} on {num_devices}"
+    table = table_lines([("block", "device", "bytes"), *rows])
+    return DeviceMapView("\n".join([headline, *table_lines(bars), "", *table]))
+
+
+def _device_key(device: Any) -> DeviceKey:
+    """An accelerator's number; the name of what there is one of."""
+    if isinstance(device, int) or device == DISK:
+        return device  # type: ignore[no-any-return]  # both are keys
+    try:
+        torch_device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"The device map has {device!r}, which is no device, so it cannot be shown where that "
+            "is. Give a number, 'cpu', 'disk' or a torch.device."
+        ) from error
+    named = (*NAMED_TIERS, "meta")
+    return torch_device.type if torch_device.type in named else torch_device.index or 0
+
+
+_Run = tuple[str, DeviceKey, float]
+"""Blocks that follow one another on one device: ``model.layers.0-11``, the device, bytes."""
+
+
+def _fold_runs(
+    devices: Mapping[str, DeviceKey], sizes: Mapping[str, float], model: nn.Module
+) -> list[_Run]:
+    """The blocks of a map in the model's order; those whose numbers count on are put together."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    places = {name: place for place, name in enumerate(names)}
+
+    def place_of(name: str) -> tuple[int, bool]:
+        # A tensor stands between its module and the modules inside of that.
+        known = next(outer for outer in names_upwards(name) if outer in places)
+        return places[known], known != name
+
+    def run_key(place_and_name: tuple[int, str]) -> tuple[Any, ...]:
+        place, name = place_and_name
+        found = _NUMBER_AT_END.fullmatch(name)
+        # Equal for as long as the number counts with the place.
+        return (found[1], int(found[2]) - place, devices[name]) if found else (name,)
+
+    runs = []
+    for _, group in itertools.groupby(enumerate(sorted(devices, key=place_of)), key=run_key):
+        first, *others = [name for _, name in group]
+        end = f"-{others[-1][len(others[-1].rstrip('0123456789')) :]}" if others else ""
+        size = sum(sizes[name] for name in (first, *others))
+        runs.append((f"{first or '(the whole model)'}{end}", devices[first], size))
+    return runs
+
+
+def _bar(device: DeviceKey, runs: list[_Run], capacity: int | None) -> tuple[str, str, str]:
+    """A bar of what lies on a device, what it holds, and what is left."""
+    used = sum(size for _, place, size in runs if place == device)
+    rest = "no limit known"
+    if capacity is not None:
+        left = round(capacity - used)
+        rest = f"{format_bytes(left)} left" if left >= 0 else f"✗ {format_bytes(-left)} too much"
+    # Without a capacity, and beyond it, the bar is scaled to what lies there.
+    scale = _BAR_CHARS / max(capacity or 0, used, 1)
+    text = ""
+    before = 0.0
+    for number, (_, place, size) in enumerate(runs):
+        if place == device:
+            before += size
+            # Ends are rounded, not lengths: many short runs are together as long as they should be.
+            text += "█▓"[number % 2] * (round(scale * before) - len(text))
+    of_capacity = "" if capacity is None else f" of {format_bytes(capacity)}"
+    return f"[{text:·<{_BAR_CHARS}}]", f"holds {format_bytes(round(used))}{of_capacity}", rest

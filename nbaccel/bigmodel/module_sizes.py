@@ -7,7 +7,7 @@ take; nothing is measured, and nothing is moved.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,11 @@ def names_upwards(tensor_name: str) -> Iterator[str]:
         yield tensor_name
         tensor_name = tensor_name.rpartition(".")[0]
     yield ""
+
+
+def owner_in(tensor_name: str, names: Container[str]) -> str | None:
+    """The name itself or that of the nearest module around it, whichever is among some names."""
+    return next((outer for outer in names_upwards(tensor_name) if outer in names), None)
 
 
 def class_names(no_split_module_classes: str | Iterable[str] | None) -> frozenset[str]:
@@ -261,7 +266,7 @@ def get_module_size_with_ties(
     each tied parameter, the name and the module that holds it.
     """
     parts_by_name = dict(modules_to_treat)
-    holder_names = [_holder_name(tied_param, parts_by_name) for tied_param in tied_params]
+    holder_names = [_known_owner(tied_param, parts_by_name) for tied_param in tied_params]
     # A module with two tied parameters comes along once.
     bytes_around = sum(module_sizes[name] for name in dict.fromkeys(holder_names))
     tied_bytes = sum(module_sizes[tied_param] for tied_param in tied_params)
@@ -272,14 +277,14 @@ def get_module_size_with_ties(
     )
 
 
-def _holder_name(tied_param: str, parts_by_name: Mapping[str, Any]) -> str:
-    for part_name in names_upwards(tied_param):
-        if part_name in parts_by_name:
-            return part_name
-    raise ConfigError(
-        f"The tied parameter {tied_param!r} is in none of {list(parts_by_name)[:8]}: what has to "
-        "share its device is not known. Give the modules that are still to be placed, all of them."
-    )
+def _known_owner(tensor_name: str, names: Collection[str]) -> str:
+    owner = owner_in(tensor_name, names)
+    if owner is None:
+        raise ConfigError(
+            f"Neither {tensor_name!r} nor a module around it is in {list(names)[:8]}: where it "
+            "belongs is not known. Add one of them there."
+        )
+    return owner
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
@@ -303,20 +308,10 @@ def check_tied_parameters_on_same_device(
 ) -> None:
     """Warn, in the log, of tied parameters that a map puts on different devices."""
     for tied_names in tied_params:
-        devices = {name: _device_of(name, device_map) for name in tied_names}
+        devices = {name: device_map[_known_owner(name, device_map)] for name in tied_names}
         if len(set(devices.values())) > 1:
             _log.warning(
                 "Tied parameters are mapped to different devices: %s. Each device would get its "
                 'own copy, and they are one weight no more. Change the map, or take "auto".',
                 devices,
             )
-
-
-def _device_of(tensor_name: str, device_map: Mapping[str, Any]) -> Any:
-    for module_name in names_upwards(tensor_name):
-        if module_name in device_map:
-            return device_map[module_name]
-    raise ConfigError(
-        f"The device_map has no device for {tensor_name!r}: it names {list(device_map)[:8]}. "
-        "The tensor would stay where it is. Add the tensor, or a module that holds it."
-    )

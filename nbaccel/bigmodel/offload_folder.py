@@ -150,16 +150,16 @@ def load_offload_index(offload_folder: str | os.PathLike[str]) -> dict[str, Any]
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointDamaged(
-            f"{index_path} cannot be read ({type(error).__name__}: {error}): it has the formats "
-            "and shapes of the weights in this folder. Offload the model again, to a new folder."
-        ) from None
+        raise _damaged(index_path, f"cannot be read ({type(error).__name__}: {error})") from None
     if not isinstance(index, dict):
-        raise CheckpointDamaged(
-            f"{index_path} holds a {type(index).__name__}, not weights by their names: nothing in "
-            "this folder can be read by it. Offload the model again, to a new folder."
-        )
+        raise _damaged(index_path, f"holds a {type(index).__name__}, not weights by their names")
     return index
+
+
+def _damaged(path: Path, problem: str) -> CheckpointDamaged:
+    return CheckpointDamaged(
+        f"{path} {problem}. Offload the model again, to a new folder, or copy the whole folder."
+    )
 
 
 def load_offloaded_weight(
@@ -184,17 +184,11 @@ def load_offloaded_weight(
     try:
         found_bytes = path.stat().st_size
     except OSError as error:
-        raise CheckpointDamaged(
-            f"{path} cannot be read ({type(error).__name__}: {error.strerror}), though the index "
-            f"tells of {expected_bytes} bytes there. Offload the model again, or copy the whole "
-            "folder."
-        ) from None
+        found = f"{type(error).__name__}: {error.strerror}"
+        raise _damaged(path, f"cannot be read ({found}), but is in the index") from None
     if found_bytes != expected_bytes:
-        raise CheckpointDamaged(
-            f"{path} has {found_bytes} bytes; by the index ({dtype}, shape {list(shape)}) it must "
-            f"have {expected_bytes}: it is truncated, or belongs to another model. Offload the "
-            "model again, to a new folder."
-        )
+        expected = f"by the index ({dtype}, shape {list(shape)}) it must have {expected_bytes}"
+        raise _damaged(path, f"has {found_bytes} bytes; {expected}")
     if expected_bytes == 0:
         return torch.empty(shape, dtype=dtype)
     # Copy on write: pages that are only read are the file's own, and cost no memory of the process.
@@ -208,10 +202,7 @@ def _stored_dtype(path: Path, weight_info: Any) -> torch.dtype:
     # Numbers that need a scale beside them are not stored like this.
     is_plain = isinstance(dtype, torch.dtype) and not str(name).startswith(("q", "bits"))
     if not isinstance(dtype, torch.dtype) or not is_plain:
-        raise CheckpointDamaged(
-            f"The index entry of {path} is {weight_info!r}: its dtype is no format of torch "
-            f"{torch.__version__}, so the file cannot be read. Offload the model again."
-        )
+        raise _damaged(path, f"has the entry {weight_info!r}, whose dtype is no format of torch")
     return dtype
 
 
@@ -222,10 +213,7 @@ def _stored_shape(path: Path, weight_info: Mapping[str, Any]) -> tuple[int, ...]
     # be compared with, and torch multiplies them.
     is_usable = shape is sizes and all(type(size) is int and size >= 0 for size in sizes)
     if not is_usable or math.prod(size or 1 for size in sizes) >= _MOST_NUMBERS:
-        raise CheckpointDamaged(
-            f"The index entry of {path} has the shape {shape!r}, which is no list of sizes that "
-            "a tensor can have, so the file cannot be read. Offload the model again."
-        )
+        raise _damaged(path, f"has the shape {shape!r} in the index, which no tensor can have")
     return tuple(sizes)
 
 
@@ -326,10 +314,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 with safe_open(path, framework="pt", device="cpu") as file:
                     tensor: torch.Tensor = file.get_tensor(weight_info.get("weight_name", key))
             except (OSError, SafetensorError) as error:
-                raise CheckpointDamaged(
-                    f"{path} cannot give the weight {key!r} ({type(error).__name__}: {error}). "
-                    "Download or save the checkpoint again."
-                ) from None
+                found = f"({type(error).__name__}: {error})"
+                raise _damaged(path, f"cannot give the weight {key!r} {found}") from None
             return tensor.to(usable_device("cpu" if self.device is None else self.device), dtype)
         if self.save_folder is None:
             raise ConfigError(

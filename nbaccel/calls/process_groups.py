@@ -45,7 +45,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.plan.topology import Topology
 from nbaccel.train import call_check, distributed
-from nbaccel.train.in_sync import tensor_fingerprint
+from nbaccel.train.collectives import tensor_fingerprint
 from nbaccel.transfer import sharded_tensors
 from nbaccel.workers import fork_safety, rendezvous
 from nbaccel.workers.messaging import GroupWanted

@@ -141,18 +141,17 @@ def scatter_optimizer_state(
             f"The saved optimizer has {num_saved} parameters and this one has {len(parameters)}: "
             "state would go to the wrong ones. Build the optimizer as when it was saved."
         )
+
+    def placed(number: Any, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
+        empty = torch.empty(value.shape, dtype=value.dtype)
+        whole = optimizer_state["state"][number][name] if source else empty
+        return place_like(whole, parameters[number])
+
     placed_state = {
-        parameter_number: {
-            state_name: _placed_value(
-                state_value,
-                optimizer_state,
-                (parameter_number, state_name),
-                parameters[parameter_number],
-                source=source,
-            )
-            for state_name, state_value in parameter_state.items()
-        }
-        for parameter_number, parameter_state in state_outline["state"].items()
+        number: {name: placed(number, name, value) for name, value in state.items()}
+        for number, state in state_outline["state"].items()
     }
     optimizer.load_state_dict({**state_outline, "state": placed_state})
 
@@ -168,18 +167,3 @@ def _outline_state(optimizer_state: Mapping[str, Any]) -> dict[str, Any]:
         for number, parameter_state in optimizer_state["state"].items()
     }
     return {**optimizer_state, "state": outlined_state}
-
-
-def _placed_value(
-    value: Any,
-    state: Mapping[str, Any],
-    key: tuple[Any, str],
-    parameter: torch.Tensor,
-    *,
-    source: bool,
-) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_meta:
-        return value
-    number, name = key
-    empty = torch.empty(value.shape, dtype=value.dtype)
-    return place_like(state["state"][number][name] if source else empty, parameter)

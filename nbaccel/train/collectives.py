@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
 
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
 from nbaccel.base.trees import leaves, map_leaves, map_tensors, slice_rows
+from nbaccel.base.units import first_few
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train.call_check import DEFAULT_TIMEOUT_S, default_group_check
 
@@ -170,24 +172,15 @@ class Collectives:
         if self.place.is_alone:
             return tree
         signatures = self._announce_call("pad_across_processes", _tensor_signature(tree, "pad"))
-        tensor_counts = [len(signature) for signature in signatures]
-        if len(set(tensor_counts)) > 1:
+        shapes_by_rank = [[shape for _, shape in signature] for signature in signatures]
+        if len({tuple(map(len, shapes)) for shapes in shapes_by_rank}) > 1:
+            found = ", ".join(f"process {rank}: {it}" for rank, it in enumerate(shapes_by_rank))
             raise CollectiveMismatch(
-                "pad_across_processes got different numbers of tensors by process: "
-                f"{tensor_counts}. It is unclear which belong together. Give as many on every "
-                "process."
+                "pad_across_processes got different numbers of tensors, or of their dimensions "
+                f"({found}): it is unclear which belong together. Give as many tensors with as "
+                "many dimensions on every process."
             )
-        shapes_by_signature = ([shape for _, shape in signature] for signature in signatures)
-        shapes = list(zip(*shapes_by_signature, strict=True))
-        for tensor_index, shapes_by_rank in enumerate(shapes):
-            if len({len(shape) for shape in shapes_by_rank}) > 1:
-                by_rank = enumerate(shapes_by_rank)
-                by_process = ", ".join(f"process {rank}: {shape}" for rank, shape in by_rank)
-                raise CollectiveMismatch(
-                    "pad_across_processes got tensors of different numbers of dimensions "
-                    f"(tensor {tensor_index}; {by_process}). They cannot be made equal in one "
-                    "dimension. Give tensors that have as many on every process."
-                )
+        shapes = list(zip(*shapes_by_rank, strict=True))
         # `map_leaves` visits leaves in the order in which `_tensor_signature` listed them.
         iterator = iter(shapes)
         return map_leaves(
@@ -263,3 +256,79 @@ def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple
             "exchange. Use gather_object, or gather_for_metrics(..., use_gather_object=True)."
         )
     return tuple((leaf.dtype, leaf.shape) for leaf in tree_leaves)
+
+
+# ------------------------------------------------------------------------- still in sync?
+_MOST_DIFFERENCES = 10
+# The integers and weights of a chunk take 8 bytes per element: at most 32 MiB each.
+_CHUNK_ELEMENTS = 1 << 22
+_INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def tensor_fingerprint(tensor: torch.Tensor) -> int:
+    """A whole number that is equal for tensors with equal bits, and almost never for others."""
+    flat_tensor = tensor.detach().contiguous().reshape(-1)
+    if flat_tensor.is_complex():
+        flat_tensor = torch.view_as_real(flat_tensor).reshape(-1)
+    integers = flat_tensor.view(_INTEGER_BY_SIZE[flat_tensor.element_size()])
+    weighted_sum = torch.zeros((), dtype=torch.int64, device=flat_tensor.device)
+    for first_element in range(0, integers.numel(), _CHUNK_ELEMENTS):
+        chunk = integers[first_element : first_element + _CHUNK_ELEMENTS].to(torch.int64)
+        # Weighted by position, because a plain sum would not see two elements swapped. int64 wraps.
+        weighted_sum += (
+            chunk
+            * torch.arange(first_element + 1, first_element + 1 + len(chunk), device=chunk.device)
+        ).sum()
+    return int(weighted_sum)
+
+
+def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list[str]:
+    """Compare facts over the processes; a collective."""
+    facts_by_rank = collectives.answers("check_in_sync", dict(facts))
+    message_lines = []
+    # A process may lack names that another one has.
+    for fact_name in dict.fromkeys(name for rank_facts in facts_by_rank for name in rank_facts):
+        values = [rank_facts.get(fact_name, "missing") for rank_facts in facts_by_rank]
+        others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            # Fingerprints of parameters would tell a reader nothing.
+            is_printable = all(isinstance(value, (str, float)) for value in values)
+            shown_values = f": {', '.join(map(str, values))} by process" if is_printable else ""
+            message_lines.append(
+                f"{fact_name} differs from process 0's on process {', '.join(others)}{shown_values}"
+            )
+    return message_lines
+
+
+def check_in_sync(
+    models: Iterable[nn.Module],
+    optimizers: Iterable[Any],
+    loaders: Iterable[Any],
+    collectives: Collectives,
+) -> bool:
+    """Compare what the processes train, and warn on process 0 where they differ; a collective."""
+    facts: dict[str, Any] = {
+        f"model {index}: {name}": [tensor_fingerprint(parameter)]
+        for index, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+        # No two processes share the shards of one.
+        if not hasattr(parameter, "placements")
+    }
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            rate_name = f"learning rate of optimizer {index}, group {group_index}"
+            facts[rate_name] = float(group["lr"])
+    for index, loader in enumerate(loaders):
+        batches = f"{loader.batches_seen} (epoch {loader.iteration})"
+        facts[f"batches used of loader {index}"] = batches
+    differences = find_differences(facts, collectives)
+    if differences and collectives.place.is_main:
+        listed = first_few(differences, _MOST_DIFFERENCES, separator="\n  ")
+        warnings.warn(
+            f"The processes have drifted apart:\n  {listed}\n"
+            "They train different models from here on. Look for code that changes weights on one "
+            "process only, different seeds before the model was built, or a `break` that only some "
+            "take.",
+            stacklevel=3,  # past Accelerator.check_in_sync
+        )
+    return not differences

@@ -7,6 +7,7 @@ wrong), then sends the tensors; every process keeps its rows.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -26,7 +27,13 @@ from nbaccel.base.trees import (
 )
 from nbaccel.train import distributed
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.loader import PreparedLoader, reading_class, refuse_mesh, settings_by_hand
+from nbaccel.train.loader import (
+    DataLoaderShard,
+    PreparedLoader,
+    reading_class,
+    refuse_mesh,
+    settings_by_hand,
+)
 
 SliceFn = Callable[..., Any]
 """``slice_fn(batch, rows: slice, *, process_index: int, num_processes: int) -> batch``."""
@@ -245,3 +252,20 @@ def _check_divisible_leaves(batches: list[Any]) -> None:
             "be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
             "make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
         )
+
+
+@functools.cache
+def stateful_class(plain_class: type[PreparedLoader]) -> type[PreparedLoader]:
+    """The class of prepared loaders that are torchdata's, too: code asks what they are."""
+    # Ours comes first, so that its methods win over torchdata's.
+    bases = (plain_class, reading_class(True))
+    name = f"Stateful{plain_class.__name__}"
+    return type(name, bases, {"__module__": __name__, "__doc__": plain_class.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    """The same classes, for who unpickles a loader: torchdata is imported where it is used."""
+    for plain_class in (DataLoaderShard, DataLoaderDispatcher):
+        if name == f"Stateful{plain_class.__name__}":
+            return stateful_class(plain_class)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ loader gives, must know where that loader is.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import weakref
 from collections import Counter
@@ -23,7 +24,6 @@ from nbaccel.base.trees import leaves
 from nbaccel.config.handlers import GradientAccumulationPlugin
 from nbaccel.loops import metrics_reporter
 from nbaccel.plan.contracts.device import CompileCounts, DeviceRuntime
-from nbaccel.train import distributed
 from nbaccel.train.resuming import Resuming
 
 
@@ -42,9 +42,12 @@ class IteratedLoader(Protocol):
 _ITERATED_LOADERS: list[IteratedLoader] = []
 # Those made from settings, the newest last; weak, because an accelerator may be dropped.
 _LIVE_STATES: list[weakref.ref[GradientState]] = []
-if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(after_in_child=_ITERATED_LOADERS.clear)
-    os.register_at_fork(after_in_child=_LIVE_STATES.clear)
+os.register_at_fork(after_in_child=_ITERATED_LOADERS.clear)
+os.register_at_fork(after_in_child=_LIVE_STATES.clear)
+
+
+def _of_plugin(name: str) -> Any:
+    return property(operator.attrgetter(f"plugin.{name}"))
 
 
 class GradientState:
@@ -76,7 +79,6 @@ class GradientState:
         self.sync_gradients = True
         self.batches_in_group = 1
         self._loader_stack: list[IteratedLoader] = []
-        self._has_told = False
         self._watch: CompileWatch | None = None
         self.resuming: Resuming | None = None
 
@@ -132,26 +134,12 @@ class GradientState:
         """Rows to keep of a gathered batch, the current one; None to keep all."""
         return self.remainder if self.end_of_dataloader and self.remainder > 0 else None
 
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader ends a group even if it is short."""
-        return self.plugin.sync_with_dataloader
-
-    @property
-    def sync_each_batch(self) -> bool:
-        """Whether gradients are reduced after every batch."""
-        return self.plugin.sync_each_batch
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """Whether schedules are written in batches, not in optimizer steps."""
-        return bool(self.plugin.adjust_scheduler)
-
-    def must_tell_adjusted(self) -> bool:
-        """Whether it is still to be said that schedules advance by batches: once, on process 0."""
-        already_told = self._has_told
-        self._has_told = True
-        return not already_told and distributed.rank() == 0
+    sync_with_dataloader: bool = _of_plugin("sync_with_dataloader")
+    """Whether the last batch of a loader ends a group even if it is short."""
+    sync_each_batch: bool = _of_plugin("sync_each_batch")
+    """Whether gradients are reduced after every batch."""
+    adjust_scheduler: bool = _of_plugin("adjust_scheduler")
+    """Whether schedules are written in batches, not in optimizer steps."""
 
     def enter_loader(self, loader: IteratedLoader) -> None:
         """A loader is being iterated over from now on."""

@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -276,20 +277,14 @@ class PreparedLoader(DataLoader[Any]):
         divisor = self.settings.num_sharing if self.settings.split_batches else 1
         return self.settings.base_batch_size and self.settings.base_batch_size // divisor
 
-    @property
-    def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether a last batch that is not full is dropped."""
-        return self.settings.drop_last
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where batches are put; None where they stay as they were read."""
-        return self.settings.device
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether it continues within an epoch by itself, after `load_state_dict`."""
-        return self.settings.stateful
+    drop_last: Any = property(attrgetter("settings.drop_last"))
+    """Whether a last batch that is not full is dropped."""
+    device: Any = property(attrgetter("settings.device"))
+    """Where batches are put; None where they stay as they were read."""
+    use_stateful_dataloader: Any = property(attrgetter("settings.stateful"))
+    """Whether it continues within an epoch by itself, after `load_state_dict`."""
+    batches_seen: Any = property(attrgetter("position.batches_seen"))
+    """Batches given out in the running epoch; in a restored one, until it continues."""
 
     @property
     def total_batch_size(self) -> int | None:
@@ -313,11 +308,6 @@ class PreparedLoader(DataLoader[Any]):
     @iteration.setter
     def iteration(self, epoch: int) -> None:
         self.position.move_to(epoch)
-
-    @property
-    def batches_seen(self) -> int:
-        """Batches given out in the running epoch; in a restored one, until it continues."""
-        return self.position.batches_seen
 
     @property
     def even_batches(self) -> bool:

@@ -25,14 +25,8 @@ from nbaccel.base.errors import ConfigError
 
 def check_divisible(batch_size: int | None, num_processes: int, owner_name: str) -> None:
     """Refuse to split batches that do not fall into equal slices."""
-    if batch_size is None:
-        raise ConfigError(
-            f"{owner_name} cannot use split_batches=True with batch_size=None: the length of a "
-            f"slice for one of {num_processes} processes is unknown. Give the loader a batch_size "
-            "(or its batch sampler such an attribute), or leave split_batches out."
-        )
-    if batch_size % num_processes:
-        fitting_size = math.ceil(batch_size / num_processes) * num_processes
+    if batch_size is None or batch_size % num_processes:
+        fitting_size = math.ceil((batch_size or 1) / num_processes) * num_processes
         raise ConfigError(
             f"{owner_name} cannot use split_batches=True with batch_size={batch_size}: it does "
             f"not divide into equal slices for {num_processes} processes. Give "

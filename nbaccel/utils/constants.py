@@ -1,6 +1,6 @@
 """Names of files and words, as code written for Accelerate imports them.
 
-The files are those that `save_state` and `save_model` write; `train/checkpoint/layout.py` has the
+The files are those that `save_state` and `save_model` write; `train/checkpoint/files.py` has the
 whole layout.
 """
 

@@ -118,7 +118,7 @@ def test_a_dynamo_plugin_says_how_models_are_compiled() -> None:
     assert not forward(dynamo_plugin=TorchDynamoPlugin(backend="no"))
     regional = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
     assert forward(dynamo_plugin=regional)
-    with pytest.raises(ConfigError, match=r"'eager' and dynamo_plugin=.*only one can hold"):
+    with pytest.raises(ConfigError, match=r"'eager' and dynamo_plugin=.*only one of them can hold"):
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=regional)
     with pytest.raises(ConfigError, match=r"dynamo_plugin={'backend': 'eager'}\) is no"):
         Accelerator(cpu=True, dynamo_plugin={"backend": "eager"})

@@ -30,9 +30,12 @@ THREE = GradientAccumulationPlugin(num_steps=3)
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": THREE},
-            "contradicts gradient_accumulation_plugin.num_steps=3",
+            "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3",
         ),
-        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "got two AutocastKwargs"),
+        (
+            {"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]},
+            "kwargs_handlers with AutocastKwargs",
+        ),
         ({"kwargs_handlers": ["text"]}, "kwargs_handlers got a str"),
         ({"log_with": "nonsense"}, "nonsense"),
         ({"config": "bf16"}, "config must be a RunConfig, or a picker: got 'bf16'"),

@@ -26,7 +26,7 @@ def test_split_batches_as_an_argument_is_honoured() -> None:
         (True, [[0, 1], [4, 5]]),
         (True, [[2, 3], [6, 7]]),
     ]
-    with pytest.raises(ConfigError, match="contradicts dataloader_config"):
+    with pytest.raises(ConfigError, match=r"and dataloader_config=.*only one of them can hold"):
         Accelerator(split_batches=True, dataloader_config=DataLoaderConfiguration())
 
 

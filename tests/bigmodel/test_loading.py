@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from tqdm import tqdm
 
-from nbaccel.base.quiet_bars import Bar
 from nbaccel.bigmodel.checkpoint_files import read_checkpoint
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.errors import CheckpointDamaged, ConfigError
@@ -273,7 +273,7 @@ def test_weights_without_a_value_and_values_without_a_weight_are_told_or_refused
     assert "extra" in caplog.text
     text = refused(build(1), path, strict=True)
     assert "strict=True" in text
-    assert "1 tensors of the checkpoint are not in the model" in text
+    assert "1 tensors of it are not in the model" in text
     wrong = torch.ones(5, dtype=torch.complex64)
     path = write(build(), tmp_path / "model.safetensors", **{"inner.0.bias": wrong})
     for model in (on_meta(), build(1)):
@@ -360,13 +360,15 @@ def test_a_bar_counts_every_byte_that_is_read_and_a_short_load_shows_none(
     monkeypatch.setattr("nbaccel.bigmodel.checkpoint_loading._BAR_DELAY_S", 0)
     seen = []
 
-    class Watched(Bar):
+    class Watched(tqdm):
+        monitor_interval = 0
+
         def close(self) -> None:
             if not self.disable and seen[-1:] != [(self.n, self.total)]:
                 seen.append((self.n, self.total))
             super().close()
 
-    monkeypatch.setattr("nbaccel.bigmodel.checkpoint_loading.Bar", Watched)
+    monkeypatch.setattr("nbaccel.bigmodel.checkpoint_loading.progress_bar", Watched)
     for options in ({}, {"dtype": torch.bfloat16}):
         seen.clear()
         load_checkpoint_in_model(build(1), path, device_map, **options)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbaccel.train.checkpoint import layout, load_state, save_model, save_state
+from nbaccel.train.checkpoint import files, load_state, save_model, save_state
 from tests.isolation import isolated
 from tests.train.checkpoint.training import ALONE, Training
 
@@ -76,7 +76,7 @@ def test_accelerate_goes_on_from_a_checkpoint_of_nbaccel(tmp_path):
         accelerator = prepared(second)
         accelerator.save_state(str(tmp_path / f"theirs-{safe}"), safe_serialization=safe)
         theirs = {path.name for path in (tmp_path / f"theirs-{safe}").iterdir()}
-        assert {path.name for path in folder.iterdir()} == theirs | {layout.MANIFEST_FILE}
+        assert {path.name for path in folder.iterdir()} == theirs | {files.MANIFEST_FILE}
         accelerator.load_state(str(folder))
         assert accelerator.step == 5, safe
         assert second.state() == saved, safe

@@ -223,7 +223,7 @@ def test_both_spellings_of_both_names_are_taken():
         accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwarg_handlers=[handler])
         levels = [c.value for c in accelerator.plan.choices if c.name == "fp8.opt_level"]
         assert levels == ["O1"]
-    with pytest.raises(ConfigError, match="two spellings"):
+    with pytest.raises(ConfigError, match="only one of them can hold"):
         Accelerator(cpu=True, kwargs_handlers=[], kwarg_handlers=[])
     with pytest.raises(ConfigError, match="two names of one setting"):
         FP8RecipeKwargs(opt_level="O1", optimization_level="O2")
@@ -246,10 +246,10 @@ def test_handlers_without_fp8_and_two_of_them_are_refused():
     for wrong in ({"mixed_precision": "bf16"}, {}):
         with pytest.raises(ConfigError, match=r"nothing would compute in 8 bits.*'fp8'"):
             Accelerator(cpu=True, kwargs_handlers=[FP8RecipeKwargs()], **wrong)
-    with pytest.raises(ConfigError, match=r"two AORecipeKwargs and MSAMPRecipeKwargs"):
+    with pytest.raises(ConfigError, match=r"AORecipeKwargs.* and MSAMPRecipeKwargs.*one of them"):
         in_fp8(AORecipeKwargs(), MSAMPRecipeKwargs())
     config = RunConfig(mixed_precision="fp8", fp8="native")
-    with pytest.raises(ConfigError, match=r"config.fp8 is .*only one can hold"):
+    with pytest.raises(ConfigError, match=r"config.fp8=.*only one of them can hold"):
         Accelerator(cpu=True, config=config, kwargs_handlers=[MSAMPRecipeKwargs()])
     assert Accelerator(cpu=True, config=config).fp8_backend == "native"
 

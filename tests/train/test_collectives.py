@@ -74,7 +74,7 @@ def test_tensors_of_every_dtype_and_views_are_joined_and_what_has_no_shape_is_re
         assert "got str in it" in no_shape
         assert "gather_object" in no_shape
         assert uneven.startswith("CollectiveMismatch")
-        assert "process 0: [1, 5], process 1: [1, 1, 6]" in uneven
+        assert "process 0: [[1, 5]], process 1: [[1, 1, 6]]" in uneven
 
 
 # ------------------------------------------------------------------------- alone

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from nbaccel import notebook_launcher
-from nbaccel.train.collectives import Collectives
+from nbaccel.train.collectives import Collectives, find_differences, tensor_fingerprint
 from nbaccel.train.distributed import init_process
-from nbaccel.train.in_sync import find_differences, tensor_fingerprint
 
 
 @pytest.mark.parametrize(

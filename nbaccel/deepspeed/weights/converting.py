@@ -21,7 +21,7 @@ from torch import nn
 
 from nbaccel.base import weight_files
 from nbaccel.base.errors import CheckpointFailed, ConfigError
-from nbaccel.base.quiet_bars import Bar
+from nbaccel.base.log import progress_bar
 from nbaccel.base.units import parse_bytes
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.weights.checkpoint_layout import Weight, checked_bits, read_layout
@@ -60,7 +60,9 @@ def write_files(
     shards = _distributed(weights, max_shard_size)
     folder = Path(output_dir).expanduser()
     total_bytes = sum(weight.nbytes for weight in weights.values())
-    bar = Bar(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
+    bar = progress_bar(
+        total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress
+    )
     with (
         bar,
         weight_files.publishing(folder, total_bytes) as temporary_folder,

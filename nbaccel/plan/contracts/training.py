@@ -331,7 +331,7 @@ class Strategy:
 class ShardedCheckpoints(Protocol):
     """A strategy whose processes can each write and read their own part of a checkpoint."""
 
-    shard_kind: ClassVar[str]  # what kind of shards they are, see `train.checkpoint.layout`
+    shard_kind: ClassVar[str]  # what kind of shards they are, see `train.checkpoint.files`
 
     @property
     def keeps_own_disks(self) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from nbaccel.train.checkpoint.files import save, save_model
 from nbaccel.train.checkpoint.loading import load_state
-from nbaccel.train.checkpoint.numbered_checkpoints import Checkpoints
 from nbaccel.train.checkpoint.saving import CheckpointParts, check_checkpointable, save_state
 
 __all__ = [
     "CheckpointParts",
-    "Checkpoints",
     "check_checkpointable",
     "load_state",
     "save",

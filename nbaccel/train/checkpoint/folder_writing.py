@@ -56,7 +56,7 @@ from nbaccel.base.trees import leaves, map_tensors
 from nbaccel.base.units import format_bytes, number_ranges
 from nbaccel.base.weight_files import Recorded, digest, is_archive
 from nbaccel.plan.contracts.training import Place, ShardedCheckpoints
-from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint import files
 from nbaccel.train.collectives import Collectives
 
 
@@ -64,7 +64,7 @@ def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) ->
     """Note every file of a checkpoint; all processes have written theirs."""
     paths = sorted(_checkpoint_files(folder))
     entries = {path.relative_to(folder).as_posix(): _manifest_entry(path) for path in paths}
-    manifest_path = folder / layout.MANIFEST_FILE
+    manifest_path = folder / files.MANIFEST_FILE
     manifest: dict[str, Any] = {"version": 1, "files": entries}
     if part_entry is not None:
         manifest["part"] = dict(part_entry)
@@ -76,10 +76,10 @@ def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) ->
 
 def read_manifest(folder: Path) -> Mapping[str, Recorded]:
     """Read what :func:`write_manifest` wrote."""
-    manifest_path = folder / layout.MANIFEST_FILE
+    manifest_path = folder / files.MANIFEST_FILE
     if not manifest_path.exists():
         return {}
-    recorded: dict[str, Recorded] = layout.read_noted(
+    recorded: dict[str, Recorded] = files.read_noted(
         manifest_path,
         lambda content: {
             str(file_name): Recorded(
@@ -95,7 +95,7 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
 
 def _checkpoint_files(folder: Path) -> Iterator[Path]:
     for top_path in folder.iterdir():
-        if layout.is_checkpoint_part(top_path.name):
+        if files.is_checkpoint_part(top_path.name):
             yield from (path for path in (top_path, *top_path.rglob("*")) if path.is_file())
 
 
@@ -241,7 +241,7 @@ def _rename_into_place(partial_folder: Path, target: Path) -> None:
 def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:
     """Let the user's own files move over, then delete the old checkpoint."""
     for old_path in old_folder.iterdir():
-        if not layout.is_checkpoint_part(old_path.name) and not os.path.lexists(
+        if not files.is_checkpoint_part(old_path.name) and not os.path.lexists(
             new_folder / old_path.name
         ):
             old_path.rename(new_folder / old_path.name)
@@ -475,7 +475,7 @@ def check_is_own_part(folder: Path, place: Place) -> None:
 
 def _part_entry(folder: Path) -> dict[str, Any]:
     try:
-        entry = json.loads((folder / layout.MANIFEST_FILE).read_text(encoding="utf-8"))["part"]
+        entry = json.loads((folder / files.MANIFEST_FILE).read_text(encoding="utf-8"))["part"]
         return {"ranks": [int(rank) for rank in entry["ranks"]], "hosts": list(entry["hosts"])}
     # Without a manifest or its entry it is no part; a damaged one is reported by its reader.
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -36,7 +36,7 @@ from nbaccel.base.weight_files import file_problem
 from nbaccel.config.given_values import shown
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train import rng
-from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint import files
 from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline, read_weights
 from nbaccel.train.checkpoint.folder_writing import (
     all_succeed,
@@ -137,11 +137,11 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
 
     Kinds of which nothing was prepared may be there: a script that evaluates needs no optimizer.
     """
-    there = layout.numbers_by_kind(folder)
+    there = files.numbers_by_kind(folder)
     text = f"The checkpoint {str(folder)!r}"
     own_kind = parts.sharder.shard_kind if parts.sharder is not None else ""
     own_shards = there[own_kind] if own_kind else frozenset()
-    others = [kind for kind in layout.SHARD_KINDS if kind != own_kind and there[kind]]
+    others = [kind for kind in files.SHARD_KINDS if kind != own_kind and there[kind]]
     mistakes = []
     expected: list[tuple[str, int, frozenset[int]]] = []
     # Another strategy's shards are a mistake only if there is nothing that this run can read.
@@ -282,7 +282,7 @@ class _CheckpointLoad:
             self._recorded = dict(read_manifest(self._folder))
         except CheckpointDamaged as error:
             self._damaged += error.mistakes
-        self._left_out = layout.read_left_out(self._folder)
+        self._left_out = files.read_left_out(self._folder)
         self._rng_states: dict[str, Any] | None = None
         # A load hook's own files are not known.
         self._models = {
@@ -309,8 +309,8 @@ class _CheckpointLoad:
         sharder = self._parts.sharder
         if sharder and (shards := self._folder / sharder.shard_folder(number)).is_dir():
             return self._shard_folder(shards, number, model, self._parts.optimizer_of(model))
-        bases = (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
-        path = self._existing_file(*(layout.numbered_name(base, number) for base in bases))
+        bases = (files.SAFE_WEIGHTS, files.PICKLED_WEIGHTS)
+        path = self._existing_file(*(files.numbered_name(base, number) for base in bases))
         return None if path is None else self._weights_file(path, number, model)
 
     def _weights_file(self, path: Path, number: int, model: nn.Module) -> _SavedPart:
@@ -354,8 +354,8 @@ class _CheckpointLoad:
     def _find_optimizers(self) -> Iterator[_SavedPart]:
         """Those with a file or folder of their own; the first one's shards are the model's."""
         for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
-            shards = self._folder / layout.OPTIMIZER_SHARDS.format(number)
-            name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
+            shards = self._folder / files.OPTIMIZER_SHARDS.format(number)
+            name = files.numbered_name(files.OPTIMIZER_FILE, number)
             if model is not None and self._parts.sharder is not None and shards.is_dir():
                 models = self._parts.models
                 model_number = next(n for n, other in enumerate(models) if other is model)
@@ -379,14 +379,14 @@ class _CheckpointLoad:
     def _find_small_states(self) -> Iterator[tuple[Any, _SavedPart]]:
         parts = self._parts
         for number, scheduler in enumerate(parts.schedulers):
-            path = self._folder / layout.numbered_name(layout.SCHEDULER_FILE, number)
+            path = self._folder / files.numbered_name(files.SCHEDULER_FILE, number)
             yield scheduler, _small_state(path, scheduler, self._read, _state_problem)
         if (scaler := parts.scaler) is not None:
-            path = self._folder / layout.SCALER_FILE
+            path = self._folder / files.SCALER_FILE
             yield scaler, _small_state(path, scaler, read_torch_file, _state_problem)
         # A precision without a file, or one saved under another, begins with no history; a state
         # of another model is left to the precision.
-        precision_path = self._existing_file(layout.PRECISION_FILE)
+        precision_path = self._existing_file(files.PRECISION_FILE)
         precision = parts.precision_state
         if precision_path is not None and precision is not None and precision.state_dict():
             yield precision, _small_state(precision_path, precision, read_torch_file)
@@ -400,13 +400,13 @@ class _CheckpointLoad:
 
     def _registered(self) -> Iterator[tuple[Path, Any]]:
         for number, custom_object in enumerate(self._parts.custom):
-            yield self._folder / layout.CUSTOM_OBJECT_FILE.format(number), custom_object
+            yield self._folder / files.CUSTOM_OBJECT_FILE.format(number), custom_object
 
     def _find_loaders(self) -> Iterator[tuple[int, _SavedPart]]:
         for number, loader in self._parts.stateful_loaders():
             is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
-            name = layout.loader_file(number, stateful=is_stateful, rank=self._place.rank)
-            path = self._existing_file(name, layout.loader_file(number, stateful=is_stateful))
+            name = files.loader_file(number, stateful=is_stateful, rank=self._place.rank)
+            path = self._existing_file(name, files.loader_file(number, stateful=is_stateful))
             if path is not None:
                 part = _small_state(path, loader, self._read, _loader_problem, is_common=False)
                 yield number, part
@@ -416,7 +416,7 @@ class _CheckpointLoad:
             if isinstance(custom_object, (nn.Module, Optimizer)):
                 yield _registered_large(path, custom_object)
         # Sharded gradients are not saved; another strategy's may lie in the folder.
-        gradients = self._existing_file(layout.GRADIENTS_FILE.format(self._place.rank))
+        gradients = self._existing_file(files.GRADIENTS_FILE.format(self._place.rank))
         if gradients is not None and self._parts.sharder is None:
             yield _SavedPart(
                 path=gradients,
@@ -425,7 +425,7 @@ class _CheckpointLoad:
                 is_common=False,
             )
         # Last, because a `load_state_dict` or a hook of the user's may draw random numbers.
-        generators = self._existing_file(layout.RANDOM_STATES_FILE.format(self._place.rank))
+        generators = self._existing_file(files.RANDOM_STATES_FILE.format(self._place.rank))
         if generators is not None:
             yield _SavedPart(
                 path=generators,
@@ -450,14 +450,14 @@ class _CheckpointLoad:
     @property
     def _all(self) -> list[_SavedPart]:
         small = [part for _, part in self._small]
-        files = (self._models.values(), self._optimizers, small, self._loaders.values())
-        return [*itertools.chain(*files), *self._large]
+        parts = (self._models.values(), self._optimizers, small, self._loaders.values())
+        return [*itertools.chain(*parts), *self._large]
 
     # --------------------------------------------------------------------- does it fit?
 
     def damaged_files(self) -> list[str]:
         """Problems of files; each file is read by one process of a node."""
-        first_states = layout.RANDOM_STATES_FILE.format(0)
+        first_states = files.RANDOM_STATES_FILE.format(0)
         common = {first_states} if (self._folder / first_states).exists() else set()
         own: set[str] = set()
         for part in self._all:
@@ -494,7 +494,7 @@ class _CheckpointLoad:
 
     def _read_step(self) -> None:
         # A run with more processes than the saved one has ranks without a file of their own.
-        first = self._existing_file(layout.RANDOM_STATES_FILE.format(0))
+        first = self._existing_file(files.RANDOM_STATES_FILE.format(0))
         states = self._rng_states or (read_torch_file(first) if first is not None else {})
         self.step = states.get("step")
 
@@ -511,13 +511,10 @@ class _CheckpointLoad:
         for number, model in enumerate(models):
             saved = self._find_model(number, model) if number in self._models else None
             if saved is None:
-                bases = (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
-                safe_name, pickle_name = (layout.numbered_name(base, number) for base in bases)
                 raise ConfigError(
-                    f"The checkpoint {str(self._folder)!r} has neither {safe_name} nor "
-                    f"{pickle_name}, but model {number} is to be loaded, and no load hook took "
-                    "it. Prepare the models that were saved, or register the hook that loads this "
-                    "one."
+                    f"The checkpoint {str(self._folder)!r} has no weights of model {number}, "
+                    "which is to be loaded, and no load hook took it. Prepare the models that were "
+                    "saved, or register the hook that loads this one."
                 )
             remaining[number] = saved
             if not saved.path.is_dir():
@@ -559,7 +556,7 @@ class _CheckpointLoad:
         """Weights, optimizers, registered models, gradients and random numbers; not undone."""
         for part in (*self._models.values(), *self._optimizers, *self._large):
             part.load()
-        name = layout.RANDOM_STATES_FILE.format(self._place.rank)
+        name = files.RANDOM_STATES_FILE.format(self._place.rank)
         if self._existing_file(name) is None:
             _log.warning("%s has no %s: random numbers begin anew", self._folder, name)
 
@@ -715,10 +712,8 @@ def _trained_problem(model: nn.Module, names: Collection[str]) -> str:
     trained_names = sorted(name for name in names if is_trained.get(name, True))
     if not trained_names:
         return ""
-    how_many = f" ({len(trained_names)} such parameters)" if len(trained_names) > 1 else ""
-    first_state = "is trained in" if trained_names[0] in is_trained else "is not in"
     return (
-        "was saved with exclude_frozen_parameters=True and has no values for "
-        f"{trained_names[0]}{how_many}, which was frozen then and {first_state} the "
-        f"{type(model).__name__} now"
+        "was saved with exclude_frozen_parameters=True and has no values for parameters that were "
+        f"frozen then, and that the {type(model).__name__} now trains or does not have: "
+        f"{first_few(trained_names, 3)}"
     )

@@ -16,7 +16,7 @@ from nbaccel.base import atomic, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.contracts.training import Place, Precision, ShardedCheckpoints, Strategy
 from nbaccel.train import rng
-from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint import files
 from nbaccel.train.checkpoint.files import save
 from nbaccel.train.checkpoint.folder_writing import FolderDisks, new_checkpoint, send_to_writers
 from nbaccel.train.collectives import Collectives
@@ -176,24 +176,24 @@ class _StateWriter:
     def write_all(self, hooks: list[SaveHook], place: Place, step: int, safetensors: bool) -> None:
         self._write_models(hooks, safetensors)
         if self._writes_shared and any(self._left_out.values()):
-            left_out_path = self._folder / layout.LEFT_OUT_FILE
+            left_out_path = self._folder / files.LEFT_OUT_FILE
             self._attempt_step(
-                lambda: atomic.write_text(left_out_path, layout.left_out_text(self._left_out))
+                lambda: atomic.write_text(left_out_path, files.left_out_text(self._left_out))
             )
         self._write_optimizers()
         for number, loader in self._parts.stateful_loaders():
             is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
             # Each process has workers, random numbers and a part of the data of its own.
-            name = layout.loader_file(number, stateful=is_stateful, rank=place.rank)
+            name = files.loader_file(number, stateful=is_stateful, rank=place.rank)
             self._write(name, loader.state_dict, is_own=True)
         self._write_small_states()
         # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
         if self._parts.amid_group and self._parts.sharder is None:
-            gradients_file = layout.GRADIENTS_FILE.format(place.rank)
+            gradients_file = files.GRADIENTS_FILE.format(place.rank)
             self._write(gradients_file, self._parts.gradients, is_own=True)
         # The step is in this file because Accelerate keeps it there.
         states = {"step": step, **rng.capture_rng_states(place)}
-        self._write(layout.RANDOM_STATES_FILE.format(place.rank), states, is_own=True)
+        self._write(files.RANDOM_STATES_FILE.format(place.rank), states, is_own=True)
         if self._met_errors:
             raise self._met_errors[0]
 
@@ -217,10 +217,10 @@ class _StateWriter:
         for save_hook in hooks:
             self._attempt_step(partial(save_hook, remaining_models, states, str(self._folder)))
         # Numbered as the hooks left the list, which may have removed entries.
-        base_name = layout.SAFE_WEIGHTS if safetensors else layout.PICKLED_WEIGHTS
+        base_name = files.SAFE_WEIGHTS if safetensors else files.PICKLED_WEIGHTS
         for number, state in enumerate(states):
             self._left_out[number] = left_out_by_state.get(id(state), frozenset())
-            self._write(layout.numbered_name(base_name, number), state, safetensors=safetensors)
+            self._write(files.numbered_name(base_name, number), state, safetensors=safetensors)
 
     def _write_shards(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder_name: str
@@ -246,7 +246,7 @@ class _StateWriter:
 
     def _write_optimizers(self) -> None:
         for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
-            name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
+            name = files.numbered_name(files.OPTIMIZER_FILE, number)
             if model is None:
                 self._write(name, optimizer.state_dict)
             elif self._sharder is None:
@@ -254,19 +254,19 @@ class _StateWriter:
                 self._write(name, state)
             # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
-                self._write_shards(model, optimizer, layout.OPTIMIZER_SHARDS.format(number))
+                self._write_shards(model, optimizer, files.OPTIMIZER_SHARDS.format(number))
 
     def _write_small_states(self) -> None:
         for number, scheduler in enumerate(self._parts.schedulers):
-            name = layout.numbered_name(layout.SCHEDULER_FILE, number)
+            name = files.numbered_name(files.SCHEDULER_FILE, number)
             self._write(name, scheduler.state_dict)
         if self._parts.scaler is not None:
-            self._write(layout.SCALER_FILE, self._parts.scaler.state_dict)
+            self._write(files.SCALER_FILE, self._parts.scaler.state_dict)
         precision = self._parts.precision_state
         if precision is not None and (state := precision.state_dict()):
-            self._write(layout.PRECISION_FILE, state)
+            self._write(files.PRECISION_FILE, state)
         for number, custom_object in enumerate(self._parts.custom):
-            self._write(layout.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
+            self._write(files.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
 
     def _write(
         self,

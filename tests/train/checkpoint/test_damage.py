@@ -14,7 +14,7 @@ from torch import nn
 from nbaccel import debug_launcher
 from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.train import rng
-from nbaccel.train.checkpoint import layout, load_state, save_state
+from nbaccel.train.checkpoint import files, load_state, save_state
 from nbaccel.train.checkpoint.files import save
 from tests.damage import DAMAGES, damaged_copy, flip_a_bit
 from tests.train.checkpoint.training import ALONE, Training, arrived
@@ -84,7 +84,7 @@ def test_nothing_is_loaded_of_a_checkpoint_with_a_damaged_file(
     for name in FILES:
         folder = damaged_copy(saved[name != FILES[1]], tmp_path / "ckpt", name, damage)
         if not has_manifest:  # as Accelerate writes it
-            (folder / layout.MANIFEST_FILE).unlink()
+            (folder / files.MANIFEST_FILE).unlink()
             if damage == "flipped" and name == "model.safetensors":
                 continue  # there is no checksum
             if damage == "missing" and name.startswith(("sampler", "dl_", "grad", "random")):
@@ -117,11 +117,11 @@ def test_several_damaged_files_are_told_together_and_those_not_to_be_loaded_may_
 
 
 def test_a_damaged_manifest_can_be_deleted_and_archives_without_checksums_are_read(saved, tmp_path):
-    folder = damaged_copy(saved[True], tmp_path / "ckpt", layout.MANIFEST_FILE, "truncated")
+    folder = damaged_copy(saved[True], tmp_path / "ckpt", files.MANIFEST_FILE, "truncated")
     training = whole_training(1)
     with pytest.raises(CheckpointDamaged, match=r"nbaccel_manifest.json is truncated.*delete"):
         load(training, folder)
-    (folder / layout.MANIFEST_FILE).unlink()
+    (folder / files.MANIFEST_FILE).unlink()
     load(training, folder)
     first, second = whole_training(0), whole_training(1)
     torch.serialization.set_crc32_options(False)
@@ -147,7 +147,7 @@ def test_a_wider_model_or_an_optimizer_of_another_is_refused(saved, tmp_path):
     training = whole_training(1)
     before = everything(training)
     folder = damaged_copy(saved[True], tmp_path / "ckpt", "optimizer.bin", "missing")
-    (folder / layout.MANIFEST_FILE).unlink()
+    (folder / files.MANIFEST_FILE).unlink()
     save(other.optimizer.state_dict(), folder / "optimizer.bin")
     with pytest.raises(ConfigError, match=r"optimizer.bin .* exp_avg of parameter 0 has shape"):
         load(training, folder)
@@ -163,7 +163,7 @@ def test_a_file_of_another_kind_is_refused(saved, tmp_path, name):
     training = whole_training(1)
     before = everything(training)
     folder = damaged_copy(saved[True], tmp_path / "ckpt", name, "missing")
-    (folder / layout.MANIFEST_FILE).unlink()
+    (folder / files.MANIFEST_FILE).unlink()
     save({"weight": torch.ones(3)}, folder / name)
     with pytest.raises(ConfigError, match=rf"{name} holds no state of .*but weight"):
         load(training, folder)

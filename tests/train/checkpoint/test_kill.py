@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nbaccel.accelerator.training_checkpoints import Checkpoints
 from nbaccel.config.handlers import ProjectConfiguration
-from nbaccel.train.checkpoint import Checkpoints
 from tests.isolation import isolated
 from tests.process import forked
 from tests.train.checkpoint.training import ALONE, Training

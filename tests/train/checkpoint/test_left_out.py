@@ -115,11 +115,11 @@ def test_a_model_that_trains_them_now_or_another_one_is_refused(tmp_path: Path) 
     wider.more = nn.Linear(2, 2).requires_grad_(False)
     without.base = nn.Identity()
     before = model.adapter.weight.clone()
-    with pytest.raises(ConfigError, match=r"no values for base\.bias \(2 such .*is trained in the"):
+    with pytest.raises(ConfigError, match=r"no values for .* now trains .*: base\.bias, "):
         load(folder, model)
     with pytest.raises(ConfigError, match=r"it has no more\.weight, more\.bias"):
         load(folder, wider)
-    with pytest.raises(ConfigError, match=r"base\.bias.*is not in the Adapted now"):
+    with pytest.raises(ConfigError, match=r"the Adapted now .* does not have: base\.bias"):
         load(folder, without)
     assert torch.equal(model.adapter.weight, before)
     load(folder, model, strict=False)
