@@ -248,7 +248,8 @@ def _check_process_number(process_number: int | None, num_processes: int, name: 
 # Accelerators of this process, the newest last; weak, because they hold models. A forked worker
 # has made none yet.
 _LIVE_ACCELERATORS: list[weakref.ref[Any]] = []
-os.register_at_fork(after_in_child=_LIVE_ACCELERATORS.clear)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_LIVE_ACCELERATORS.clear)
 
 
 def remember_accelerator(new_accelerator: Any) -> None:

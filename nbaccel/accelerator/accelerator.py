@@ -496,7 +496,7 @@ class Accelerator(TrainingCheckpoints):
     ) -> Iterator[_AnyBatch]:
         """Iterate over a loader's batches under one progress bar for all processes.
 
-        Call it on every process; process 0 shows it, with its own loss and samples per second.
+        Call it on every process; process 0 shows it, with mean loss and samples per second of all.
 
         Args:
             loader: What to iterate over.

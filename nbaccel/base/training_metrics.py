@@ -53,6 +53,11 @@ class MetricHistory:
             self._values_each *= 2
 
     @property
+    def first(self) -> float | None:
+        """The first value of all."""
+        return None if self.first_point is None else self.first_point[1]
+
+    @property
     def last(self) -> float | None:
         """The latest value."""
         return None if self.last_point is None else self.last_point[1]
@@ -65,6 +70,10 @@ class MetricHistory:
         begin = [self.first_point] if points[0] is not self.first_point else []
         end = [self.last_point] if points[-1] is not self.last_point else []
         return [*begin, *points, *end]
+
+    def values(self) -> list[float]:
+        """The values of `points`."""
+        return [value for _, value in self.points()]
 
 
 def _extremes(points: list[Point]) -> list[Point]:
@@ -143,3 +152,5 @@ class Metrics:
     outer: OuterLoop | None = None
     bars: tuple[ProgressBar, ...] = ()  # progress bars that its code has made, the outer one first
     bar_is_whole: bool = False  # whether the outer one is that of the whole training
+    num_left_out: int = 0  # metrics that it has logged beside those that it reports
+    left_out: tuple[str, ...] = ()  # the first of these by name

@@ -282,8 +282,8 @@ def infer_auto_device_map(
         Devices by the names of modules and tensors.
 
     Raises:
-        ConfigError: The disk has a budget, and the model does not fit; it says what each device
-            holds.
+        ConfigError: The disk has a budget, and the model does not fit. A table says what each
+            device holds and what it had no room for.
     """
     budgets = get_max_memory(max_memory, inventory=inventory)
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
@@ -377,18 +377,23 @@ def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[Tier]:
 
 # ------------------------------------------------------------------------------- reports
 def _too_small_text(packing: Packing) -> str:
-    held = ", ".join(
-        f"{tier.device} {format_bytes(round(packing.held[tier.device]))}"
-        + ("" if tier.budget is None else f" of {format_bytes(tier.budget)}")
-        for tier in packing.tiers
-    )
-    refused = packing.refusals[packing.tiers[-1].device]
-    return (
-        f"The model does not fit into max_memory: {refused.block!r}, with what is tied to it "
-        f"{format_bytes(round(refused.size))}, and what comes after it have no place. Held are: "
-        f"{held}; the first accelerator and the cpu also keep room for the largest layer of a "
-        "slower device. Give larger budgets, leave 'disk' out (it is unlimited then), or let more "
-        "classes be split."
+    table_rows = [("device", "budget", "placed", "wanted next", "its size")]
+    for tier in packing.tiers:
+        refusal = packing.refusals.get(tier.device)
+        wanted = (refusal.block, format_bytes(round(refusal.size))) if refusal else ("", "")
+        limit = "unlimited" if tier.budget is None else format_bytes(tier.budget)
+        held = format_bytes(round(packing.held[tier.device]))
+        table_rows.append((str(tier.device), limit, held, *wanted))
+    last_refusal = packing.refusals[packing.tiers[-1].device]
+    return "\n".join(
+        [
+            f"The model does not fit into max_memory: {last_refusal.block!r} and what comes after "
+            "it have no place on any device.",
+            *(f"  {line}" for line in table_lines(table_rows)),
+            "What is wanted next counts with what is tied to it; the first accelerator and the cpu "
+            "also keep room for the largest layer of a slower device. Give larger budgets, leave "
+            "'disk' out (it is unlimited then), or let more classes be split.",
+        ]
     )
 
 

@@ -63,13 +63,18 @@ class OffloadedBlock(Protocol):
 
 
 class ExecutionOrder:
-    """Which block runs next: what followed it last; at first, in the order they came in."""
+    """Which block runs next, learnt while they run; at first, in the order they came in.
+
+    What follows a block is kept with the block before it, because one may run at several places of
+    a pass; where that pair is new, what followed the block last is expected.
+    """
 
     def __init__(self, window_bytes: int = PREFETCH_WINDOW_BYTES, prefetch: bool = True) -> None:
         self.window_bytes = self._pass_window_bytes = window_bytes
         self.prefetch = prefetch
         self._registered: list[OffloadedBlock] = []
-        self._after: dict[OffloadedBlock, OffloadedBlock] = {}
+        self._after: dict[tuple[OffloadedBlock | None, OffloadedBlock], OffloadedBlock] = {}
+        self._previous: OffloadedBlock | None = None
         self._running: OffloadedBlock | None = None
         self._asked: set[OffloadedBlock] = set()
         self._copied: OffloadedBlock | None = None
@@ -78,19 +83,20 @@ class ExecutionOrder:
         """Add a block; it is expected after those that are there."""
         if block not in self._registered:
             if self._registered:
-                self._after.setdefault(self._registered[-1], block)
+                self._after.setdefault((None, self._registered[-1]), block)
             self._registered.append(block)
 
     def forget(self, block: OffloadedBlock) -> None:
         """Remove a block, which will not run as one any more."""
-        following = self._after.pop(block, None)
-        for before, after in list(self._after.items()):
-            if after is block:
-                del self._after[before]
-                if following is not None and following is not before:
-                    self._after[before] = following
+        following = self._after.get((None, block))
+        for pair, after in list(self._after.items()):
+            if block in pair or after is block:
+                del self._after[pair]
+            if after is block and pair[0] is None and following not in (None, pair[1]):
+                self._after[pair] = following
         self._registered = [other for other in self._registered if other is not block]
         self._asked.discard(block)
+        self._previous = None
         self._running = None if self._running is block else self._running
         self._copied = None if self._copied is block else self._copied
 
@@ -99,7 +105,8 @@ class ExecutionOrder:
         self.register(block)
         # One that runs several times in a row, as shared layers do, is one step.
         if self._running is not None and self._running is not block:
-            self._after[self._running] = block
+            self._after[None, self._running] = self._after[self._previous, self._running] = block
+            self._previous = self._running
         self._running = block
         if not self.prefetch:
             return
@@ -132,19 +139,31 @@ class ExecutionOrder:
         None at the end of a pass: whether there is another one is not known, and a copy would take
         the device's memory until then.
         """
-        following = None if self._running is None else self._after.get(self._running)
-        return None if following in (None, *self._registered[:1]) else following
+        if self._running is None:
+            return None
+        following = self._expected(self._previous, self._running)
+        return None if following is self._registered[0] else following
+
+    def _expected(
+        self, previous: OffloadedBlock | None, block: OffloadedBlock
+    ) -> OffloadedBlock | None:
+        return self._after.get((previous, block)) or self._after.get((None, block))
 
     def _in_window(self, block: OffloadedBlock) -> Iterator[OffloadedBlock]:
         """The blocks that are expected next, until the window is full."""
         seen = {block}
+        steps: set[tuple[OffloadedBlock, OffloadedBlock]] = set()
         num_bytes = 0
-        coming = self._after.get(block)
-        while coming is not None and coming not in seen and num_bytes < self._pass_window_bytes:
-            yield coming
-            num_bytes += coming.weight_bytes
+        previous, coming = block, self._expected(self._previous, block)
+        while coming is not None and (previous, coming) not in steps:
+            if num_bytes >= self._pass_window_bytes:
+                return
+            if coming not in seen:
+                yield coming
+                num_bytes += coming.weight_bytes
             seen.add(coming)
-            coming = self._after.get(coming)
+            steps.add((previous, coming))
+            previous, coming = coming, self._expected(previous, coming)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExecutionOrder:
         """An empty one: the blocks of a copied model register themselves when they run."""

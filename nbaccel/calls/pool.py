@@ -37,7 +37,7 @@ from nbaccel.config.given_values import shown
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.publish import CellPlace
-from nbaccel.output.report import RunReport, report_of
+from nbaccel.output.report.run_report import RunReport, report_of
 from nbaccel.transfer.arena import Sharing
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.library_settings import library_settings

@@ -37,7 +37,6 @@ from nbaccel.base import env, spent_time, torch_private
 from nbaccel.base.errors import StoppedAtStep
 from nbaccel.base.log import write_notice
 from nbaccel.base.training_libraries import patch_module
-from nbaccel.base.trees import find_batch_size
 from nbaccel.config.capabilities import device_row
 from nbaccel.loops import metrics_reporter
 from nbaccel.loops.metrics_reporter import MetricsChannel, Reporter, RunningLoop
@@ -47,6 +46,7 @@ SWITCH = "NBACCEL_WATCH_LOOPS"
 _MEASURED_FIRST = 10  # passes of a DDP model that torch measures in any case
 _MOST_WITHOUT_FIRST = 20
 """Steps of another optimizer after which the first one is of an earlier phase of the training."""
+_MAX_DEPTH = 4  # of containers in which a batch's tensors are looked for
 _awaited: set[str] = set()
 """Libraries that are looked for when they are imported."""
 
@@ -350,7 +350,7 @@ class SeenLoop:
             self._rows = None
             self.end()
             raise
-        self._rows = find_batch_size(batch) or 0
+        self._rows = _num_rows(batch)
         return batch
 
     def note_done(self, num_rows: int) -> None:
@@ -437,6 +437,18 @@ def _noting_batches(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return plain(self)
 
     return read_next
+
+
+def _num_rows(batch: Any, depth: int = 0) -> int:
+    """Rows of the first tensor with a dimension; 0 where there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.size(0) if batch.dim() else 0
+    if depth == _MAX_DEPTH or not isinstance(batch, (tuple, list, Mapping)):
+        return 0
+    for part in batch.values() if isinstance(batch, Mapping) else batch:
+        if rows := _num_rows(part, depth + 1):
+            return rows
+    return 0
 
 
 # ------------------------------------------------------------------------- libraries

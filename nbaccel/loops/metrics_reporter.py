@@ -24,13 +24,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import math
+import itertools
 import numbers
 import os
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,6 +45,8 @@ from nbaccel.plan.contracts.device import Device
 REPORT_INTERVAL_S = 0.5
 _MAX_METRICS = 16
 """Metrics that are shown; a loop that logs a thousand has a tracker for them."""
+_MAX_COUNTED = 10_000  # further ones: else endless new names would fill the memory
+_MAX_NAMED = 8
 _NAME_CHARS = 60
 _MAX_UNREAD = 256
 _RATE = "learning rate"
@@ -88,6 +90,7 @@ class Reporter:
         # How many of these were there at the last message: their device has computed them.
         self._num_older = 0
         self._replaced: set[str] = set()
+        self._left_out: dict[str, None] = {}
         self._loops = TrainingLoops()
         self._bars = ProgressBars()
         self._bar_is_whole = False
@@ -234,6 +237,8 @@ class Reporter:
             return
         # Known names always: a full table must still show new values.
         if name not in self._names and len(self._names) == _MAX_METRICS:
+            if len(self._left_out) < _MAX_COUNTED:
+                self._left_out[name] = None
             return
         if name not in self._names:
             # It begins a curve, and is what "1 → 0.02" begins with.
@@ -321,6 +326,8 @@ class Reporter:
             or self._bars.around(loop, now, self.steps or 0),
             bars=self._bars.shown(),
             bar_is_whole=self._bar_is_whole,
+            num_left_out=len(self._left_out),
+            left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),
         )
 
 
@@ -361,7 +368,13 @@ def flush() -> None:
 
 # ------------------------------------------------------------------------- loops
 
+_MOST_LOOPS = 2
+"""Other loops that an epoch may have beside its first one."""
 _DIGITS = re.compile(r"\d+")
+
+
+_LoopKey = tuple[int, str, "int | None", "str | None"]
+"""Depth, name without numbers, length, and of one that was only seen what it reads from."""
 
 
 class EpochCount:
@@ -373,9 +386,9 @@ class EpochCount:
         self._began_at = self._done_at = began_at
         self._began_steps = self._done_steps = began_steps
 
-    def note_done(self, current_time: float, steps: int, *, done: int | None = None) -> None:
-        """One more is over, or so many are."""
-        self.done = self.done + 1 if done is None else done
+    def note_done(self, current_time: float, steps: int) -> None:
+        """One more is over."""
+        self.done = self.done + 1
         self._done_at = current_time
         self._done_steps = steps
 
@@ -401,20 +414,11 @@ class RunningLoop:
     epoch: int = 0  # how many of its kind have begun, this one included
     batches: int = 0
     total_batches: int | None = None
-    rounds: int = 0
-    # Rounds before the first one within which another loop began, and how many of these there were.
-    rounds_before: float | None = None
-    rounds_with_loops: int = 0
-    has_loop_now: bool = False  # whether another one has begun within this round
-    epochs: EpochCount | None = None  # its rounds, if they are epochs and it is known how many
-
-    @property
-    def holds_loops(self) -> bool:
-        """Whether its rounds are epochs: others have begun in all but those that were skipped."""
-        return (
-            self.rounds_before is not None
-            and self.rounds_before + self.rounds_with_loops == self.rounds
-        )
+    # Of a loop of known length: for the case that other loops begin within it.
+    epochs: EpochCount | None = None
+    holds_loops: bool = False  # whether its rounds are no batches, as others have begun within them
+    had_loops: bool = False
+    uncounted: int = 0
 
 
 class TrainingLoops:
@@ -423,10 +427,11 @@ class TrainingLoops:
     def __init__(self) -> None:
         self.latest = RunningLoop()
         self._open: list[RunningLoop] = []
-        self._begun: Counter[tuple[Any, ...]] = Counter()
+        self._begun: dict[_LoopKey, int] = {}
         self._around: EpochCount | None = None
         # The loop whose number of epochs was given, if that is where it is known from.
-        self._given: tuple[Any, ...] | None = None
+        self._given_key: _LoopKey | None = None
+        self._since_given = 0  # other loops since that one has begun last
 
     def begin(
         self,
@@ -439,29 +444,20 @@ class TrainingLoops:
         source: str | None = None,
     ) -> RunningLoop:
         """A loop begins; one that was only seen is told by what it reads from."""
-        if self._open:
-            parent = self._open[-1]
-            parent.has_loop_now = True
-            if parent.rounds_before is None:
-                parent.rounds_before = parent.rounds
-                if parent.total_batches:
-                    left = parent.total_batches - parent.rounds
-                    parent.epochs = EpochCount(left, current_time, steps)
+        self._note_within(current_time, steps)
         around = self._epochs_around()
         # By its place and length, not by the loader, of which there may be a new one for each
         # epoch; `epoch 1` and `epoch 2` are the same loop.
-        kind = (len(self._open), _DIGITS.sub("#", name), source)
-        key = (*kind, total_batches)
-        self._begun[key] += 1
+        key = (len(self._open), _DIGITS.sub("#", name), total_batches, source)
+        self._begun[key] = self._begun.get(key, 0) + 1
         if around is not None:
             self._around = around
-            self._given = None
+            self._given_key = None
         elif epochs:
-            if self._is_new_training(kind, epochs, current_time, steps):
-                self._begun[key] = 1
-                self._given = kind
-                self._around = EpochCount(epochs, current_time, steps)
-        elif self._given is None and not self._open:
+            self._count_given(key, epochs, current_time, steps)
+        elif self._given_key is not None and key[0] == self._given_key[0]:
+            self._since_given += 1
+        elif self._given_key is None and not self._open:
             self._around = None  # an earlier loop over epochs is over
         loop = RunningLoop(
             name=name,
@@ -469,49 +465,90 @@ class TrainingLoops:
             began_at_step=steps,
             epoch=self._begun[key],
             total_batches=total_batches,
+            epochs=EpochCount(total_batches, current_time, steps) if total_batches else None,
         )
         self._open.append(loop)
         self.latest = loop
         return loop
+
+    def _note_within(self, current_time: float, steps: int) -> None:
+        """Another loop begins within the innermost one."""
+        if not self._open:
+            return
+        parent = self._open[-1]
+        if parent.batches and parent.total_batches and not (parent.had_loops or parent.holds_loops):
+            # Rounds without others were before: batches, or epochs that are skipped when a training
+            # goes on. The next round tells.
+            parent.epochs = EpochCount(parent.total_batches - parent.batches, current_time, steps)
+        parent.had_loops = True
+        parent.holds_loops = parent.holds_loops or not parent.batches
 
     def _epochs_around(self) -> EpochCount | None:
         """Those of the innermost loop over epochs of known number; of folds, those of one."""
         holding = (loop.epochs for loop in reversed(self._open) if loop.holds_loops)
         return next((epochs for epochs in holding if epochs is not None), None)
 
-    def _is_new_training(
-        self, kind: tuple[Any, ...], epochs: int, current_time: float, steps: int
-    ) -> bool:
-        """Count an epoch of a loop of which it was said how many there are, if it is not new."""
-        if self._around is None or self._given is None:
-            return True
-        if kind == self._given:
+    def _count_given(self, key: _LoopKey, epochs: int, current_time: float, steps: int) -> None:
+        """Count the epochs of a loop of which it was said how many there are."""
+        self._since_given += 1
+        is_resumed = self._begun[key] == 2 and self._given_key and self._begun[self._given_key] == 1
+        if is_resumed and self._around is not None:
+            # The first one was the rest of an epoch, and shorter.
+            self._given_key = key
+            self._around.done = 1
+        if key == self._given_key and self._around is not None:
+            self._since_given = 0
             self._around.note_done(current_time, steps)
-            return self._around.done >= epochs
-        # One for validation says the same number.
-        return 1 < self._around.total <= self._around.done + 1
+            is_over = self._around.done >= epochs
+        else:
+            # A loop for validation says the same number, and begins as often as the first one.
+            is_over = self._given_key is None or (
+                self._begun[key] == 1
+                and self._around is not None
+                and self._around.done + 1 >= self._around.total
+                and self._around.total > 1
+            )
+        if is_over:
+            self._begun[key] = 1
+            self._given_key = key
+            self._since_given = 0
+            self._around = EpochCount(epochs, current_time, steps)
 
     def round_done(self, loop: RunningLoop | None, current_time: float, steps: int) -> bool:
-        """A round of a loop is over; returns whether it was a batch."""
+        """A round of a loop is over."""
         done = loop or self.latest
-        had_loops = done.has_loop_now
-        done.has_loop_now = False
-        done.rounds += 1
-        done.rounds_with_loops += had_loops
+        had_loops = done.had_loops
+        done.had_loops = False
         # One that has begun later may run on at the end of a round (`zip`, threads).
-        is_beside = done in self._open and self._open[-1] is not done
-        if is_beside:
-            done.rounds_before = math.inf
-        if done.holds_loops:
+        if done in self._open and self._open[-1] is not done:
+            self._let_be_over_batches(done)
+            return False
+        if done.holds_loops and had_loops:
+            done.uncounted += 1
             if done.epochs is not None:
                 done.epochs.note_done(current_time, steps)
             return False
-        if done.epochs is not None and self._around is done.epochs:
-            self._around = self._epochs_around()
-        done.batches = done.rounds
-        if loop in self._open and not is_beside:
+        if had_loops:
+            # One with a validation now and then, or one over epochs of which some were skipped.
+            done.holds_loops = True
+            if done.epochs is not None:
+                done.epochs.note_done(current_time, steps)
+        elif done.holds_loops:
+            self._let_be_over_batches(done)
+        done.batches += 1
+        if loop in self._open:
             self.latest = done
-        return not is_beside
+        return True
+
+    def _let_be_over_batches(self, loop: RunningLoop) -> None:
+        """Its rounds are no epochs, though other loops have begun within one."""
+        was_around = loop.epochs is not None and self._around is loop.epochs
+        loop.batches += loop.uncounted
+        loop.holds_loops = False
+        loop.epochs = None
+        loop.uncounted = 0
+        if was_around:
+            self._around = self._epochs_around()
 
     def end(self, loop: RunningLoop) -> None:
         """A loop is over, or was left."""
@@ -521,7 +558,15 @@ class TrainingLoops:
 
     def around(self, current_time: float, steps: int) -> OuterLoop | None:
         """How far the epochs of the training are; None where it is not known how many there are."""
-        return None if self._around is None else self._around.progress(current_time, steps)
+        if self._around is None:
+            return None
+        if (
+            self._given_key is not None
+            and not self._around.done
+            and self._since_given > _MOST_LOOPS
+        ):
+            return None  # no loop is like another one: none tells when an epoch is over
+        return self._around.progress(current_time, steps)
 
 
 # ------------------------------------------------------------------------- bars of tqdm
@@ -529,10 +574,15 @@ class TrainingLoops:
 _MOST_KEPT = 16  # a function may leave any number of bars without closing them
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class _KnownBar:
     bar: ProgressBar
-    rounds: EpochCount
+    rounds: float
+    total: float | None
+    began_steps: int
+    moved_at: float  # when its number was another one, and what the training had come to then
+    moved_s: float = 0.0
+    moved_steps: int = 0
     is_closed: bool = False
 
 
@@ -550,14 +600,24 @@ class ProgressBars:
         if known is None or known.is_closed:
             # A loop that is through is of no interest once another one has begun.
             self._bars = {key: one for key, one in self._bars.items() if not one.is_closed}
-            known = _KnownBar(found, EpochCount(0, now - found.elapsed_s, steps))
+            known = _KnownBar(
+                bar=found,
+                rounds=tqdm_bar.n,
+                total=tqdm_bar.total,
+                began_steps=steps,
+                moved_at=now,
+                moved_steps=steps,
+            )
             self._bars[id(tqdm_bar)] = known
             for oldest in list(self._bars)[:-_MOST_KEPT]:
                 del self._bars[oldest]
+        elif known.rounds != tqdm_bar.n:
+            known.moved_at = now
+            known.moved_s = found.elapsed_s
+            known.moved_steps = steps
         known.bar = found
-        known.rounds.total = int(tqdm_bar.total or 0)
-        if is_new or known.rounds.done != int(tqdm_bar.n):
-            known.rounds.note_done(now, steps, done=int(tqdm_bar.n))
+        known.rounds = tqdm_bar.n
+        known.total = tqdm_bar.total
         return is_new
 
     def close(self, tqdm_bar: Any) -> None:
@@ -572,19 +632,26 @@ class ProgressBars:
 
     def around(self, loop: RunningLoop, now: float, steps: int) -> OuterLoop | None:
         """How far the loop is whose bar is around the loop over batches; None without one."""
-        outer = next((known.rounds for known in self._bars.values()), None)
+        outer = next(iter(self._bars.values()), None)
         if outer is None or not outer.total or not _is_around(outer, loop, len(self._bars)):
             return None
-        return outer.progress(now, steps)
+        return OuterLoop(
+            total=int(outer.total),
+            done=int(outer.rounds),
+            done_s=outer.moved_s,
+            round_s=now - outer.moved_at,
+            done_steps=outer.moved_steps - outer.began_steps,
+            round_steps=steps - outer.moved_steps,
+        )
 
 
-def _is_around(outer: EpochCount, loop: RunningLoop, num_bars: int) -> bool:
+def _is_around(outer: _KnownBar, loop: RunningLoop, num_bars: int) -> bool:
     """Whether it is the bar of a loop around another one, and not one that was left half done."""
     if loop.is_seen and outer.total == loop.total_batches:
         return False  # it is the bar of that loop
     if loop.epoch:
         # An epoch's loop may be over before the bar around it moves.
-        return loop.epoch - 1 <= outer.done <= loop.epoch
+        return loop.epoch - 1 <= outer.rounds <= loop.epoch
     return num_bars > 1
 
 

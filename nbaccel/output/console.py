@@ -62,7 +62,7 @@ from nbaccel.output.publish import CellPlace
 from nbaccel.workers import messaging
 
 _REWRITTEN_CHARS = 1_000
-_START_ANEW = re.compile(r"\r|\x1b\[2K")  # ECMA-48: erase in line
+_MARKS = re.compile(r"(\r|\x1b\[2K)")  # ECMA-48: erase in line
 
 
 class LineAssembler:
@@ -75,8 +75,9 @@ class LineAssembler:
         self._begin_line()
 
     def _begin_line(self) -> None:
-        self._moves = False  # whether the line has been written from its start again
-        self._starts_anew = False  # whether what comes next is written from its start
+        self._moves = False
+        """Whether the line has been written from its start again."""
+        self._under = ""  # what stands there when its last carriage return comes
         self._empty_line()
 
     def _empty_line(self) -> None:
@@ -115,14 +116,18 @@ class LineAssembler:
         return [text] if text else []
 
     def _write(self, text: str) -> None:
-        """Go on with the line; what comes after a carriage return replaces it."""
-        for number, part in enumerate(_START_ANEW.split(text)):
-            if number:
-                self._moves = self._starts_anew = True
-            if part:
-                if self._starts_anew:
+        """Go on with the line, and do what marks in it say."""
+        for part in _MARKS.split(text):
+            if part == "\r":
+                # What comes covers what is there, as far as it goes.
+                self._moves = True
+                if self._num_chars:
+                    self._under = self._covered()
                     self._empty_line()
-                self._starts_anew = False
+            elif part == "\x1b[2K":
+                self._under = ""
+                self._empty_line()
+            elif part:
                 self._add(part)
 
     def _add(self, text: str) -> None:
@@ -142,12 +147,15 @@ class LineAssembler:
         self._num_chars = len(tail_text)
 
     def _line(self) -> str:
+        """Blanks with which a bar has erased a longer one are not part of it."""
+        return self._covered().rstrip() if self._moves else self._covered()
+
+    def _covered(self) -> str:
         text = "".join(self._pieces)
         if self._head:
             cut_chars = max(0, len(text) - int(self._max_chars) // 2)
             text = mark_left_out(self._head, self._num_dropped + cut_chars, text[cut_chars:])
-        # Blanks with which a bar has erased a longer one are not part of it.
-        return text.rstrip() if self._moves else text
+        return text + self._under[len(text) :]
 
 
 _LOOK_AHEAD = 50  # items of a queue in which a twin is looked for: it bounds the cost per line

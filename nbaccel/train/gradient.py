@@ -42,8 +42,9 @@ class IteratedLoader(Protocol):
 _ITERATED_LOADERS: list[IteratedLoader] = []
 # Those made from settings, the newest last; weak, because an accelerator may be dropped.
 _LIVE_STATES: list[weakref.ref[GradientState]] = []
-os.register_at_fork(after_in_child=_ITERATED_LOADERS.clear)
-os.register_at_fork(after_in_child=_LIVE_STATES.clear)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_ITERATED_LOADERS.clear)
+    os.register_at_fork(after_in_child=_LIVE_STATES.clear)
 
 
 def _of_plugin(name: str) -> Any:

@@ -1,23 +1,32 @@
-"""One progress bar for all processes: process 0 shows it, with its own samples and losses."""
+"""One progress bar for all processes: process 0 shows it, with the samples and losses of all.
+
+Every process writes its numbers to the rendezvous store twice a second at most, and none waits for
+another: a process that is slow, or shows no bar, delays no other.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from nbaccel.base import spent_time
+from nbaccel.base import spent_time, torch_private
 from nbaccel.base.log import notice_stream, progress_bar
 from nbaccel.base.trees import find_batch_size
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train.loader import PreparedLoader
 
-_SHOWN_EACH_S = 0.5
+_POST_INTERVAL_S = 0.5
 _LoaderBatch = TypeVar("_LoaderBatch")
+# Processes make their bars in the same order, so equal numbers mean the same bar.
+_BAR_COUNTER = itertools.count()
 _NO_BATCH = object()
 
 
@@ -32,10 +41,12 @@ class Progress(Generic[_LoaderBatch]):
         epochs: int | None = None,
     ) -> None:
         self._loader = loader
-        self._num_processes = place.world_size
+        self._place = place
+        self._bar_number = next(_BAR_COUNTER)
         self._last_loss: torch.Tensor | None = None
-        self._began_at = time.monotonic()
-        self._last_shown_at = 0.0
+        # Not the monotonic clock: other processes compare this time with theirs.
+        self._start_time = time.time()
+        self._last_post_s = 0.0
         self._had_phase = False
         self._description = description
         self._epochs = epochs
@@ -45,7 +56,8 @@ class Progress(Generic[_LoaderBatch]):
         except TypeError:  # an iterable dataset has no length
             self._num_batches = None
         reporter = metrics_reporter.current()
-        # The bar; hidden on other processes than 0.
+        # The bar; hidden on other processes than 0. Shown are batches of process 0, the mean of all
+        # processes' last losses, and samples per second of all together.
         self.bar = progress_bar(
             total=self._num_batches,
             desc=description or None,
@@ -58,7 +70,7 @@ class Progress(Generic[_LoaderBatch]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[_LoaderBatch]:
-        self._began_at = time.monotonic()
+        self._start_time = time.time()
         loop = None
         if reporter := metrics_reporter.current():
             loop = reporter.loop_begins(self._description, self._num_batches, self._epochs)
@@ -72,10 +84,10 @@ class Progress(Generic[_LoaderBatch]):
                 self.bar.update(1)
                 if reporter := metrics_reporter.current():
                     reporter.step_done(batch_samples, loop)
-                if time.monotonic() - self._last_shown_at >= _SHOWN_EACH_S:
-                    self._show_numbers()
+                if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:
+                    self._report_progress()
             self._show_phase()
-            self._show_numbers()
+            self._report_progress()
         finally:
             if loop is not None and (reporter := metrics_reporter.current()):
                 reporter.loop_ends(loop)
@@ -111,17 +123,46 @@ class Progress(Generic[_LoaderBatch]):
         """Remember the last loss; it is read from the device only when the bar is drawn."""
         self._last_loss = loss.detach()
 
-    def _show_numbers(self) -> None:
-        self._last_shown_at = time.monotonic()
-        if self.bar.disable:
+    def _report_progress(self) -> None:
+        self._last_post_s = time.monotonic()
+        # Reading the loss waits for the device, which is why it is done this seldom.
+        last_loss = None if self._last_loss is None else float(self._last_loss.float().mean())
+        own: dict[str, Any] = {
+            "samples": self.samples,
+            "loss": last_loss,
+            "since": self._start_time,
+        }
+        all_numbers = [own] if self._place.is_alone else self._exchange_numbers(own)
+        if not self._place.is_main:
             return
-        postfix: dict[str, Any] = {}
-        if self._last_loss is not None:
-            # Reading it waits for the device, which is why it is done this seldom.
-            postfix["loss"] = f"{float(self._last_loss.float().mean()):.4g}"
-        if self.samples:  # a loop over numbers has none
-            rate = self.samples / max(self._last_shown_at - self._began_at, 1e-9)
-            postfix["samples/s"] = f"{rate:.0f}"
-        if self._num_processes > 1:
-            postfix["processes"] = self._num_processes
+        # The clock may not have advanced since the start, or may have been set back.
+        elapsed_s = max(time.time() - self._start_time, 1e-9)
+        all_samples = sum(rank_numbers["samples"] for rank_numbers in all_numbers)
+        # A loop over numbers has none.
+        postfix = {"samples/s": f"{all_samples / elapsed_s:.0f}"} if all_samples else {}
+        losses = [numbers["loss"] for numbers in all_numbers if numbers["loss"] is not None]
+        if losses:
+            postfix = {"loss": f"{sum(losses) / len(losses):.4g}", **postfix}
+        if not self._place.is_alone:
+            heard, all_processes = len(all_numbers), self._place.world_size
+            # Of those that have said nothing yet no samples are counted.
+            before = "" if heard == all_processes else f"{heard} of "
+            postfix["processes"] = f"{before}{all_processes}"
         self.bar.set_postfix(postfix)
+
+    def _exchange_numbers(self, own_numbers: dict[str, Any]) -> list[dict[str, Any]]:
+        """Write this process's numbers; process 0 also reads those of the others so far."""
+        with contextlib.suppress(dist.DistError):  # the store is gone; a bar must not end training
+            store = torch_private.default_store()
+            store.set(self._store_key(self._place.rank), json.dumps(own_numbers))
+            if self._place.is_main:
+                store_keys = [self._store_key(rank) for rank in range(1, self._place.world_size)]
+                # `get` blocks until a key exists: what has not written anything yet is left out.
+                posted = [json.loads(store.get(key)) for key in store_keys if store.check([key])]
+                # An earlier run on the same store may have left numbers of its own.
+                since = self._start_time - 3600
+                return [own_numbers, *(n for n in posted if n["since"] > since)]
+        return [own_numbers]
+
+    def _store_key(self, rank: int) -> str:
+        return f"nbaccel/progress/{self._bar_number}/{rank}"

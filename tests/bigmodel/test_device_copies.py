@@ -67,6 +67,12 @@ def test_the_next_block_is_copied_when_one_has_been_queued():
     run_blocks(order, blocks, "ac")
     assert told == [("copy", "b"), ("drop", "b")]
     told = []
+    order, blocks = ExecutionOrder(), {name: FakeBlock(name, told) for name in "xabc"}
+    for _ in range(2):
+        told.clear()
+        run_blocks(order, blocks, "xabac")
+    assert told == [("copy", "a"), ("copy", "b"), ("copy", "a"), ("copy", "c")]
+    told = []
     order, blocks = ExecutionOrder(), {name: FakeBlock(name, told) for name in "Pab"}
     for _ in range(2):
         told.clear()

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import nbaccel
 from nbaccel import Accelerator, ConfigError, Pool, RunConfig, WorkerFailed, notebook_launcher
 from nbaccel.launchers import Results
-from nbaccel.output.panel.facts import ENDED_RUNS, RankTimes
-from nbaccel.output.report import report_of
+from nbaccel.output.panel.facts import ENDED_RUNS
+from nbaccel.output.panel.rank_times import RankTimes
+from nbaccel.output.report.run_report import report_of
 from tests import worker_functions as workers
 
 BATCHES = 24
@@ -178,6 +179,7 @@ def test_waiting_at_the_first_call_of_all_is_waiting_and_waiting_for_data_is_a_s
         assert times.data_s > 0.5 * times.steady_s
         parts_s = times.computing_s + times.communicating_s + times.data_s + times.waiting_s
         assert times.total_s == pytest.approx(parts_s + times.starting_s, abs=0.01)
+    assert "Left out is the start in the first step, 3." in str(results.report())
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

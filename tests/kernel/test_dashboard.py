@@ -128,7 +128,7 @@ def test_stop_leaves_nothing_but_the_summary_and_a_report(live, code):
     assert told == "True\n"
 
 
-def test_a_page_that_comes_back_has_the_summary(live):
+def test_pages_that_come_back_and_loops_of_launches_have_their_charts(live):
     cell = live.run("notebook_launcher(train, (1.5,), 2)").check()
     (place,) = cell.outputs
     asked = ask_for_run(live, place)
@@ -140,6 +140,21 @@ def test_a_page_that_comes_back_has_the_summary(live):
     assert run_on_other_page(live, "1 + 1").outputs == {}, "it is said once"
     unknown = ask_for_run(live, "of another kernel")
     assert (unknown.outputs, len(unknown.closed)) == ({}, 1)
+
+    cell = live.run(
+        """
+        def steps():
+            accelerator = Accelerator()
+            for step in accelerator.progress(range(3)):
+                accelerator.log({"loss": 1.0 / (1 + step)})
+        for _ in range(5):
+            notebook_launcher(steps, (), 2)
+        """
+    ).check()
+    charts = [data["text/html"].rpartition("<img") for data in cell.outputs.values()]
+    assert all(mark for _, mark, _ in charts), "none is lost"
+    is_folded = ["</details>" in behind for _, _, behind in charts]
+    assert is_folded == [True, True, False, False, False]
 
 
 def test_a_training_with_bars_and_logs_leaves_no_stderr(live):

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from nbaccel.base.units import format_number
-from nbaccel.output.panel.curves import ChartLine, chart_of, metric_chart
+from nbaccel.output.panel.curves import ChartLine, chart_of, metric_chart, smoothed
 
 
 def drawn(*lines: ChartLine, **settings: object) -> ET.Element:
@@ -56,6 +56,17 @@ def test_an_image_says_and_draws_the_same_in_a_grey_that_both_themes_show():
     assert (light + 0.05) / (((0x11 / 255 + 0.055) / 1.055) ** 2.4 + 0.05) > 4
 
 
+@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
+def test_a_mean_is_around_each_point_and_what_is_no_number_stays_in_its_place(missing):
+    points = [(float(place), missing if place == 50 else 1.0) for place in range(100)]
+    for place, (_, value) in enumerate(smoothed(points)):
+        assert value == (points[50][1] if place == 50 else 1.0) or math.isnan(missing)
+    slope = [3.0 * place for place in range(200)]
+    found = [value for _, value in smoothed([*enumerate(slope)])]
+    assert found[1:-1] == pytest.approx(slope[1:-1])
+    assert [value for _, value in smoothed([(0.0, 0.3)] * 200)] == pytest.approx([0.3] * 200)
+
+
 def test_a_screen_reader_says_the_first_and_the_last_value_and_texts_are_escaped():
     svg = drawn(line(0.69, 0.5, 0.3), line(0.7, 0.5, 0.25, role="raw"))
     spoken = "loss: from 0.69 at step 0 to 0.3 at step 2"
@@ -63,8 +74,10 @@ def test_a_screen_reader_says_the_first_and_the_last_value_and_texts_are_escaped
     assert svg.get("aria-label") == svg.findtext("title") == spoken
 
     odd = '<b a="1">&\''
-    svg = ET.fromstring(chart_of([line(1, 2, name=odd), line(1, 2, role="rank", name=odd)], odd))
-    assert texts(svg).count(odd) == 2
+    svg = ET.fromstring(
+        chart_of([line(1, 2, name=odd), line(1, 2, role="rank", name=odd)], odd, [(0, odd)])
+    )
+    assert texts(svg).count(odd) == 3
     assert (svg.get("aria-label") or "").startswith(odd)
 
 
@@ -77,11 +90,31 @@ def test_a_screen_reader_says_the_first_and_the_last_value_and_texts_are_escaped
         ([1000.0, 4000.0], ["1,000", "2,000", "3,000", "4,000"]),
         ([0.0, 3e-6], ["0", "1e-6", "2e-6", "3e-6"]),
         ([1e7, 1e7 + 150], ["10,000,000", "10,000,050", "10,000,100", "10,000,150"]),
+        ([0.04, 0.7, "log"], ["0.05", "0.1", "0.2", "0.5"]),
+        ([1.0, 1e3, "log"], ["1", "10", "100", "1,000"]),
+        ([1e-12, 1.0, "log"], ["1e-12", "1e-9", "1e-6", "0.001", "1"]),
     ],
 )
 def test_ticks_are_round(values, labels):
-    assert y_labels(drawn(line(*values))) == labels
+    assert y_labels(drawn(line(*values[:2]), log_y="log" in values)) == labels
     assert [*map(format_number, (0.09123, 1904.2, 1e-7, 0.0))] == ["0.09123", "1,904", "1e-7", "0"]
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log"),
+    [
+        ([7.9, 1.5, 1.0], False),
+        ([8.0, 1.5, 1.0], True),
+        ([100.0, 1.0, 0.0], False),
+        ([100.0, 50.0, 1.0], False),  # as a learning rate that falls evenly
+    ],
+)
+def test_the_scale_is_logarithmic_where_that_shows_more(values, is_log):
+    high, middle, low = values
+    (path,) = accent_paths(drawn(line(*values)))
+    (_, high_y), (_, middle_y), (_, low_y) = coordinates(path)
+    place = (low_y - middle_y) / (low_y - high_y)
+    assert (place == pytest.approx((middle - low) / (high - low), abs=0.01)) is not is_log
 
 
 @pytest.mark.parametrize(
@@ -95,8 +128,9 @@ def test_ticks_are_round(values, labels):
         [0.1, 0.1 + 1e-12],
     ],
 )
-def test_extreme_values_are_drawn_or_marked(values):
-    svg = drawn(line(*values))
+@pytest.mark.parametrize("log_y", [None, True, False])
+def test_extreme_values_are_drawn_or_marked(values, log_y):
+    svg = drawn(line(*values), log_y=log_y)
     assert "nan" not in ET.tostring(svg, encoding="unicode")
     # A single point is drawn as a line without a length.
     points = sum(len({*coordinates(path)}) for path in accent_paths(svg))
@@ -135,7 +169,12 @@ def test_many_points_are_thinned_within_the_picture_and_a_spike_and_a_gap_stay()
     assert metric_chart({0: [(1.0, 2.0)]}, "loss") == metric_chart({}, "loss") == ""
 
 
-def test_legends_say_what_they_leave_out():
+def test_marks_have_their_text_where_there_is_room_and_legends_say_what_they_leave_out():
+    marks = [(0.0, "epoch 1"), (50.0, "epoch 2"), (51.0, "epoch 3"), (500.0, "beyond")]
+    svg = drawn(line(*map(float, range(101))), marks=marks)
+    dashed = [path for path in svg.iter("path") if path.get("stroke-dasharray") == "2 3"]
+    assert len(dashed) == 3
+    assert [text for text in texts(svg) if text.startswith("epoch")] == ["epoch 1", "epoch 2"]
     ranks = [line(1, 2, role="rank", name=f"rank {rank}") for rank in range(6)]
     svg = drawn(line(1, 2, name="mean"), *ranks)
     assert texts(svg)[-5:] == ["mean", "rank 0", "rank 1", "rank 2", "and 3 more"]

@@ -12,6 +12,7 @@ import base64
 import html
 import itertools
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,33 +52,30 @@ def is_drawn(value: float) -> bool:
     return abs(value) < 1e250
 
 
-def chart_of(given: Sequence[ChartLine], name: str, *, as_image: bool = False) -> str:
-    """Lines over the steps of a training; the first one is told of, and covers the others."""
-    lines = []
-    for line in given:
-        # Of many points the lowest and the highest of each stretch.
-        history = MetricHistory(_MOST_STRETCHES)
-        for step, value in line.points:
-            if is_drawn(step):
-                history.add(value, step)
-        if points := history.points():
-            lines.append(line._replace(points=points))
-    if not lines:
-        return ""
+def line_chart(
+    lines: Sequence[ChartLine], title: str, marks: Sequence[Mark], *, log_y: bool, as_image: bool
+) -> str:
+    """Draw lines over the steps of a training; the first one is told of, and covers the others."""
     ends = [lines[0].points[0], lines[0].points[-1]]
     first, last = (f"{format_number(y)} at step {format_number(x)}" for x, y in ends)
-    spoken = f"{plain_text(name, _NAME_CHARS)}: from {first} to {last}"
-    curves = [[(x, y if is_drawn(y) else math.nan) for x, y in one.points] for one in lines]
+    spoken = f"{title}: from {first} to {last}"
+    scale = math.log10 if log_y else float
+    curves = [
+        [(x, scale(y) if is_drawn(y) and (y > 0 or not log_y) else math.nan) for x, y in one.points]
+        for one in lines
+    ]
     heights = [y for curve in curves for _, y in curve if not math.isnan(y)]
     if not heights:
         return _svg(spoken, _text(_WIDTH / 2, _HEIGHT / 2, "no numbers", "middle"), as_image)
-    y_axis = _Axis(heights, _HEIGHT - 20, 18 if len(lines) > 1 else 6)
-    y_ticks = _ticks(y_axis)
+    top = (18 if len(lines) > 1 else 6) + (12 if marks else 0)
+    y_axis = _Axis(heights, _HEIGHT - 20, top)
+    y_ticks = _log_ticks(y_axis) if log_y else _linear_ticks(y_axis)
     left = 10 + _CHAR_WIDTH * max((len(label) for _, label in y_ticks), default=0)
     steps = [x for curve in curves for x, _ in curve]
     x_axis = _Axis(steps, left, _WIDTH - 8)
+    marks = [mark for mark in marks if min(steps) <= mark[0] <= max(steps)]
     looks = [_look(line, number) for number, line in enumerate(lines)]
-    elements = [*_axes(x_axis, y_axis, y_ticks)]
+    elements = [*_axes(x_axis, y_axis, y_ticks), *_marks(x_axis, y_axis, marks)]
     for curve, look in reversed([*zip(curves, looks, strict=True)]):
         elements += _line(x_axis, y_axis, curve, look)
     if len(lines) > 1:
@@ -104,7 +102,7 @@ class _Axis:
         return self.start + share * (self.end - self.start)
 
 
-def _ticks(axis: _Axis) -> list[Mark]:
+def _linear_ticks(axis: _Axis) -> list[Mark]:
     """Places on an axis, and what they are labelled."""
     least_step = (axis.high - axis.low) / _MOST_TICKS * 0.999
     power = 10.0 ** math.floor(math.log10(least_step))
@@ -114,6 +112,17 @@ def _ticks(axis: _Axis) -> list[Mark]:
     return [(step * i, f"{step * i:,.10g}".replace("e-0", "e-")) for i in numbers]
 
 
+def _log_ticks(axis: _Axis) -> list[Mark]:
+    """Powers of ten, with 2 and 5 between them where there is room, or fewer."""
+    decades = range(math.floor(axis.low), math.floor(axis.high) + 1)
+    ticks = [decade + math.log10(factor) for decade in decades for factor in (1, 2, 5)]
+    ticks = [tick for tick in ticks if axis.low <= tick <= axis.high]
+    if len(ticks) > _MOST_TICKS:
+        stride = math.ceil((axis.high - axis.low) / _MOST_TICKS)
+        ticks = [tick for tick in ticks if tick % stride == 0]
+    return [(tick, format_number(10.0**tick)) for tick in ticks]
+
+
 def _axes(x_axis: _Axis, y_axis: _Axis, y_ticks: Iterable[Mark]) -> Iterable[str]:
     for tick, label in y_ticks:
         y = y_axis.at(tick)
@@ -121,10 +130,23 @@ def _axes(x_axis: _Axis, y_axis: _Axis, y_ticks: Iterable[Mark]) -> Iterable[str
         yield _text(x_axis.start - 5, y + 4, label, "end")
     yield _path([(x_axis.start, y_axis.start), (x_axis.end, y_axis.start)], f'{_FAINT}"0.4"')
     yield _text(x_axis.end, y_axis.start + 15, "step", "end")
-    for tick, label in _ticks(x_axis):
+    for tick, label in _linear_ticks(x_axis):
         x = x_axis.at(tick)
         if x + _CHAR_WIDTH * len(label) / 2 < x_axis.end - 36:  # where "step" stands
             yield _text(x, y_axis.start + 15, label, "middle")
+
+
+def _marks(x_axis: _Axis, y_axis: _Axis, marks: Iterable[Mark]) -> Iterable[str]:
+    """Dashed lines; those whose text would lie on another's have none."""
+    free_from = x_axis.start - 1
+    for step, text in marks:
+        x = x_axis.at(step)
+        look = f'{_FAINT}"0.3" stroke-dasharray="2 3"'
+        yield _path([(x, y_axis.end - 12), (x, y_axis.start)], look)
+        text_end = x + _CHAR_WIDTH * len(text) + 8
+        if x >= free_from and text_end <= _WIDTH:
+            yield _text(x + 3, y_axis.end - 4, text)
+            free_from = text_end
 
 
 def _line(x_axis: _Axis, y_axis: _Axis, curve: Iterable[Point], look: str) -> Iterable[str]:
@@ -185,31 +207,87 @@ def _svg(spoken: str, drawn: str, as_image: bool) -> str:
 Curves = Mapping[int, Sequence[Point]]
 """Rank → the points of a metric."""
 
+_LOGARITHMIC_RATIO = 8.0  # of highest to lowest
 _MAX_RANK_LINES = 16
+_MIN_SMOOTHED_POINTS = 8
+_SMOOTHED_REACH = 10  # points on either side
+_NOISY_SHARE = 0.25  # of the steps that go against the one before
 _MEAN_POINTS = 120
 _MOST_STRETCHES = 120
+_MAX_MARKS = 8
 _NAME_CHARS = 40
 SPARK_CHARS = 20
 _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def metric_chart(curves: Curves, name: str, *, as_image: bool = False) -> str:
+def metric_chart(curves: Curves, name: str, marks: Sequence[Mark] = (), **form: Any) -> str:
     """A metric over the steps; empty where there is less than a line."""
     if max(map(len, curves.values()), default=0) < 2:
         return ""
-    return chart_of(metric_lines(curves), name, as_image=as_image)
+    return chart_of(metric_lines(curves), name, marks, **form)
+
+
+def chart_of(
+    lines: Sequence[ChartLine],
+    name: str,
+    marks: Sequence[Mark] = (),
+    *,
+    log_y: bool | None = None,
+    as_image: bool = False,
+) -> str:
+    """Lines as a chart, on the axis that shows more unless it is said which."""
+    thinned = []
+    for line in lines:
+        # Of many points the lowest and the highest of each stretch.
+        history = MetricHistory(_MOST_STRETCHES)
+        for step, value in line.points:
+            if is_drawn(step):
+                history.add(value, step)
+        if points := history.points():
+            thinned.append(line._replace(points=points))
+    lines = thinned
+    if not lines:
+        return ""
+    if log_y is None:
+        log_y = is_logarithmic(y for line in lines for _, y in line.points)
+    stride = math.ceil(len(marks) / _MAX_MARKS) or 1
+    marks = [(step, plain_text(text, _NAME_CHARS)) for step, text in marks[::stride]]
+    return line_chart(lines, plain_text(name, _NAME_CHARS), marks, log_y=log_y, as_image=as_image)
+
+
+def is_logarithmic(values: Iterable[float]) -> bool:
+    """Whether a logarithmic axis shows more: a loss falls fast, and then is a flat line."""
+    values = [value for value in values if is_drawn(value)]
+    low = min(values, default=0.0)
+    high = max(values, default=0.0)
+    if low <= 0 or high / _LOGARITHMIC_RATIO < low:
+        return False
+    # Not for a learning rate that falls evenly to nearly nothing: whichever scale has as many
+    # values above its middle as below shows more of them.
+    median = statistics.median(values)
+    place = (median - low) / (high - low)
+    log_place = (math.log(median) - math.log(low)) / (math.log(high) - math.log(low))
+    return abs(log_place - 0.5) < abs(place - 0.5)
 
 
 def metric_lines(curves: Curves) -> list[ChartLine]:
-    """The lines of one metric's chart: the mean thick, and each rank."""
+    """The lines of one metric's chart: the mean thick, smoothed if it is noisy; and each rank."""
+    is_alone = len(curves) == 1
     ranks = [
         ChartLine(f"rank {rank}", points)
         for rank, points in itertools.islice(curves.items(), _MAX_RANK_LINES)
     ]
-    if len(ranks) == 1:
-        return [ranks[0]._replace(is_thick=True)]
-    points = mean_points(curves.values())
-    return [ChartLine("mean of ranks", points, is_thick=True), *ranks] if points else ranks
+    name = ranks[0].name if is_alone else "mean of ranks"
+    points = ranks[0].points if is_alone else mean_points(curves.values())
+    # One that often turns is noisy; smoothing would only delay another.
+    values = [value for _, value in points]
+    rises = [after > before for before, after in itertools.pairwise(values) if after != before]
+    turns = sum(after != before for before, after in itertools.pairwise(rises))
+    if len(rises) >= _MIN_SMOOTHED_POINTS and turns > _NOISY_SHARE * len(rises):
+        return [ChartLine(f"{name}, smoothed", smoothed(points), is_thick=True), *ranks]
+    # Drawn as it is, it would cover the only rank's own line.
+    ranks = [] if is_alone else ranks
+    return [ChartLine(name, points, is_thick=True), *ranks] if points else ranks
 
 
 def mean_points(curves: Iterable[Sequence[Point]]) -> list[Point]:
@@ -230,11 +308,24 @@ def _groups(items: Sequence[Any], num_groups: int) -> list[Sequence[Any]]:
     return [items[first:last] for first, last in itertools.pairwise(edges)]
 
 
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Means of what is around each point: of earlier ones alone it would lag behind a loss."""
+    reach = min(_SMOOTHED_REACH, len(points) // _MIN_SMOOTHED_POINTS)
+    means = []
+    for place, (step, value) in enumerate(points):
+        # Fewer near the ends: as many on one side as on the other, or a slope would be left.
+        near = max(1, min(reach, place, len(points) - 1 - place))
+        around = [y for _, y in points[max(0, place - near) : place + near + 1] if math.isfinite(y)]
+        means.append((step, statistics.fmean(around) if math.isfinite(value) else value))
+    return means
+
+
 def sparkline(values: Sequence[float]) -> str:
     """A curve in block characters, over all of the values."""
     # `mean` lets a value that is not finite win, so that the curve shows it.
     points = [mean(group) or 0.0 for group in _groups(values, min(len(values), SPARK_CHARS))]
-    heights = [value if is_drawn(value) else math.nan for value in points]
+    scale = math.log if is_logarithmic(points) else float
+    heights = [scale(value) if is_drawn(value) else math.nan for value in points]
     drawn = [height for height in heights if not math.isnan(height)]
     low = min(drawn, default=0.0)
     highest = max(drawn, default=0.0) - low

@@ -48,7 +48,8 @@ from nbaccel.output.panel.live_html import live_html
 from nbaccel.output.panel.run_notes import NoteFile
 from nbaccel.output.panel.words import live_text
 from nbaccel.output.publish import CellPlace, WaitingLine
-from nbaccel.output.report import facts_of, finished_line, summary_html
+from nbaccel.output.report.run_facts import facts_of
+from nbaccel.output.report.run_report import finished_line, summary_html
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.device import Device
 
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 FIRST_S = 1.0
 REDRAW_INTERVAL_S = 1.0
+_OPEN_CHARTS = 3  # enough to compare two runs of a cell with a third
 _LESS_AND_LESS = 3  # times as long until a terminal is told again
 
 
@@ -155,6 +157,8 @@ class Dashboard:
             summary = {"text/plain": line, "text/html": summary_html(self.board, facts)}
             self._place.show(summary)
             note_end(self._place.display_id, summary)
+            folded_html = summary_html(self.board, facts, folds_chart=True)
+            _fold_earlier(self._place, {"text/plain": line, "text/html": folded_html})
         elif self.was_shown:
             self._say_lines(line)
 
@@ -164,6 +168,20 @@ class Dashboard:
     def _say(self, text: str) -> None:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
+
+
+_SHOWN_SUMMARIES: list[tuple[str, CellPlace, dict[str, Any]]] = []
+"""Request, place, and what it shows once its chart is folded; of those whose chart is in sight."""
+
+
+def _fold_earlier(place: CellPlace, folded: dict[str, Any]) -> None:
+    """Fold the charts of earlier runs of this cell: of a loop of launches they fill screens."""
+    request_id = publish.request_header("msg_id")
+    of_this_cell = [shown for shown in _SHOWN_SUMMARIES if shown[0] == request_id]
+    _SHOWN_SUMMARIES[:] = [*of_this_cell, (request_id, place, folded)]
+    while len(_SHOWN_SUMMARIES) > _OPEN_CHARTS:
+        _, earliest_place, its_summary = _SHOWN_SUMMARIES.pop(0)
+        earliest_place.show(its_summary)
 
 
 # ------------------------------------------------------------------------- a panel of workers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nbaccel.base.units import (
@@ -11,8 +13,9 @@ from nbaccel.base.units import (
     format_number,
     format_seconds,
 )
-from nbaccel.output.panel.curves import ACCENT_COLOUR, metric_chart
-from nbaccel.output.panel.facts import TIME_KINDS, RankFacts, RankTimes, RunBoard, percent_of
+from nbaccel.output.panel.curves import ACCENT_COLOUR, is_logarithmic, metric_chart
+from nbaccel.output.panel.facts import RankFacts, RunBoard
+from nbaccel.output.panel.rank_times import TIME_KINDS, RankTimes, percent_of
 from nbaccel.output.panel.words import (
     LABEL_CHARS,
     LINE_CHARS,
@@ -20,7 +23,9 @@ from nbaccel.output.panel.words import (
     ShownProgress,
     advice_of,
     filled_columns,
+    left_out_sentence,
     live_parts,
+    memory_range,
     plain_text,
     progress_of,
     rate_text,
@@ -55,6 +60,7 @@ _BAR_LOOKS = {
     ),
 }
 """Colour and pattern apart: of a notebook that is not trusted JupyterLab drops the patterns."""
+_MOST_BARS = 16
 
 
 def quiet(text: str) -> str:
@@ -114,6 +120,17 @@ def titled(name: str, chart: str) -> str:
     return f'<div style="margin-top:0.3em">{title}<br>{chart}</div>' if chart else ""
 
 
+def rank_times_html(timed_ranks: Mapping[int, RankTimes]) -> str:
+    """A bar for each rank; a table beside them says the same to screen readers."""
+    longest_s = max((times.steady_s for times in timed_ranks.values()), default=0.0) or 1.0
+    rows = "".join(
+        f'<div style="{_TIME_ROW_STYLE}"><div style="width:4.5em">rank {rank}</div>'
+        f"{_time_bar(times.parts, longest_s)}</div>"
+        for rank, times in itertools.islice(timed_ranks.items(), _MOST_BARS)
+    )
+    return f'<div aria-hidden="true">{rows}{_time_legend(TIME_KINDS)}</div>'
+
+
 def mean_time_html(timed_ranks: Mapping[int, RankTimes]) -> str:
     """One bar for all ranks together, with the part of each kind; empty where none is known."""
     seconds = {kind: sum(one.parts[kind] for one in timed_ranks.values()) for kind in TIME_KINDS}
@@ -121,15 +138,19 @@ def mean_time_html(timed_ranks: Mapping[int, RankTimes]) -> str:
     if total_s <= 0:
         return ""
     words = [f"{kind} {percent_of(part_s, total_s)}" for kind, part_s in seconds.items()]
+    bar = _time_bar(seconds, total_s)
+    return f'<div style="{_TIME_ROW_STYLE}">{quiet("time")}{bar}</div>{_time_legend(words)}'
+
+
+def _time_bar(seconds: Mapping[str, float], full_s: float) -> str:
     parts = "".join(
         f'<div title="{kind}: {format_seconds(part_s)}" '
-        f'style="width:{100 * part_s / total_s:.2f}%;{_BAR_LOOKS[kind]}"></div>'
+        f'style="width:{100 * part_s / full_s:.2f}%;{_BAR_LOOKS[kind]}"></div>'
         for kind, part_s in seconds.items()
         if part_s > 0
     )
     style = "flex:1;display:flex;height:14px;border-radius:3px;overflow:hidden"
-    bar = f'<div aria-hidden="true" style="{style}">{parts}</div>'
-    return f'<div style="{_TIME_ROW_STYLE}">{quiet("time")}{bar}</div>{_time_legend(words)}'
+    return f'<div aria-hidden="true" style="{style}">{parts}</div>'
 
 
 def _time_legend(words: Iterable[str]) -> str:
@@ -158,6 +179,7 @@ _TRACK_STYLE = (
     "overflow:hidden;margin-right:0.6em;background:rgba(128,128,128,0.3)"
 )
 _FILL_STYLE = f"display:block;height:100%;background:{ACCENT_COLOUR}"
+_STATES_WORST_FIRST = ("failed", "gone", "ended", "stopping", "starting", "running")
 
 
 def live_html(board: RunBoard, *, is_stoppable: bool) -> str:
@@ -178,43 +200,76 @@ def live_html(board: RunBoard, *, is_stoppable: bool) -> str:
 
 
 def printed_html(board: RunBoard) -> str:
-    """Messages of libraries, folded."""
+    """Metrics that are not drawn, and messages of libraries."""
+    left_out = left_out_sentence(board)
     messages = board.library_messages
     title = f"{count_noun(messages.count, 'message')} of libraries"
-    return folded(title, lines_block("\n".join(messages.lines()))) if messages.count else ""
+    return (f"<div>{quiet(left_out)}</div>" if left_out else "") + (
+        folded(title, lines_block("\n".join(messages.lines()))) if messages.count else ""
+    )
 
 
 def _charts(board: RunBoard) -> str:
-    """The first metric; others folded away."""
-    names = board.metric_names()[: _MOST_CHARTS + 1]
-    first, *others = [titled(name, metric_chart(board.curves(name), name)) for name in names] or [
-        ""
+    """The first metric; its other kind of axis and other metrics folded away."""
+    first, *others = board.metric_names() or [""]
+    curves = board.curves(first)
+    is_log = is_logarithmic(y for points in curves.values() for _, y in points)
+    content = titled(first, metric_chart(curves, first, board.marks))
+    if content:
+        other_axis = metric_chart(curves, first, board.marks, log_y=not is_log)
+        content += folded("linear axis" if is_log else "logarithmic axis", other_axis)
+    charts = [
+        titled(name, metric_chart(board.curves(name), name, board.marks))
+        for name in others[:_MOST_CHARTS]
     ]
-    title = count_noun(len(others), "other metric")
-    return first + (folded(title, "".join(others)) if any(others) else "")
+    if any(charts):
+        content += folded(count_noun(len(charts), "other metric"), "".join(charts))
+    return content
 
 
 # ------------------------------------------------------------------------- the table
 
 
 def ranks_html(board: RunBoard) -> str:
-    """The first ranks, a row each."""
-    ranks = list(board.ranks.values())
-    shown = ranks[:MOST_ROWS]
-    rest = len(ranks) - len(shown)
+    """The ranks, a row each."""
+    shown, others = _shown_ranks(board)
     columns = {"rank": [str(facts.rank) for facts in shown]}
     columns |= {
         name: [cell_of(facts, board) for facts in shown] for name, cell_of in _COLUMNS.items()
     }
     rows = filled_columns(columns, "rank")
-    loss_name = plain_text(_loss_name(board), LABEL_CHARS)
-    names = {_LOSS_COLUMN: html.escape(loss_name) or _LOSS_COLUMN}
+    names = {_LOSS_COLUMN: html.escape(_common_loss_name(board)) or _LOSS_COLUMN}
     if board.host_total_bytes:  # all ranks share it
         names["memory"] = f"memory of {format_bytes(board.host_total_bytes)}"
     rows[0] = [names.get(name, name) for name in rows[0]]
-    return html_table(
-        rows, is_html=True, rest=f"and {count_noun(rest, 'more rank')}" if rest else ""
-    )
+    return html_table(rows, is_html=True, rest=_rest_words(others) if others else "")
+
+
+def _shown_ranks(board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
+    """The ranks that get a row, and those that share the last one: the worst are shown first."""
+    ranks = list(board.ranks.values())
+    if len(ranks) <= MOST_ROWS:
+        return ranks, []
+
+    def attention_need(facts: RankFacts) -> tuple[int, float, int]:
+        # Ranks that report no steps come behind those that are slow.
+        steps = math.inf if facts.told.steps is None else facts.told.steps
+        return [*_STATES_WORST_FIRST, facts.state].index(facts.state), steps, facts.rank
+
+    by_need = sorted(ranks, key=attention_need)
+    return by_need[:MOST_ROWS], by_need[MOST_ROWS:]
+
+
+def _rest_words(ranks: Sequence[RankFacts]) -> str:
+    states = sorted({facts.state for facts in ranks})
+    parts = [f"and {count_noun(len(ranks), 'more rank')}: {', '.join(states)}"]
+    steps = [facts.told.steps for facts in ranks if facts.told.steps is not None]
+    if steps:
+        least = min(steps)
+        most = max(steps)
+        parts.append(f"step {most:,}" if least == most else f"steps {least:,} to {most:,}")
+    parts.append(memory_range([facts.memory.rss for facts in ranks]))
+    return " · ".join(parts)
 
 
 # ------------------------------------------------------------------------- columns
@@ -236,7 +291,7 @@ def _state_cell(facts: RankFacts, board: RunBoard) -> str:
 
 def _progress_html(loop: ShownProgress) -> str:
     if loop.fraction is None:
-        return html.escape(loop.words)
+        return html.escape(str(loop))
     # The words say what the bar shows: a bar alone would say nothing to a screen reader.
     bar = f'<span style="{_FILL_STYLE};width:{loop.fraction:.1%}"></span>'
     return (
@@ -245,13 +300,26 @@ def _progress_html(loop: ShownProgress) -> str:
     )
 
 
-def _loss_name(board: RunBoard) -> str:
-    return next(iter(board.metric_names()), "")
-
-
 def _loss_cell(facts: RankFacts, board: RunBoard) -> str:
-    value = facts.metrics.get(_loss_name(board))
-    return "" if value is None else html.escape(format_number(value))
+    if facts.loss.last is None:
+        return ""
+    label = "" if _common_loss_name(board) else f"{plain_text(facts.loss_name, LABEL_CHARS)} "
+    return html.escape(f"{label}{format_number(facts.loss.last)}")
+
+
+def _common_loss_name(board: RunBoard) -> str:
+    """The name of the loss's column, too; empty where ranks log different metrics."""
+    names = {facts.loss_name for facts in board.ranks.values()} - {""}
+    return plain_text(names.pop(), LABEL_CHARS) if len(names) == 1 else ""
+
+
+def _other_metrics(facts: RankFacts, board: RunBoard) -> str:
+    others = [
+        f"{name} {format_number(value)}"
+        for name, value in facts.metrics.items()
+        if name != facts.loss_name
+    ]
+    return html.escape(plain_text(", ".join(others[:3]), LINE_CHARS))
 
 
 def _device_cell(facts: RankFacts, board: RunBoard) -> str:
@@ -277,6 +345,7 @@ _COLUMNS: dict[str, Callable[[RankFacts, RunBoard], str]] = {
         rate_text(facts.samples_pace.recent(board.now)) if facts.told.samples else ""
     ),
     _LOSS_COLUMN: _loss_cell,
+    "metrics": _other_metrics,
     "memory": lambda facts, _: format_bytes(facts.memory.rss) if facts.memory.rss else "",
     "on device": _device_cell,
 }

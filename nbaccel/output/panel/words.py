@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from nbaccel.base.units import (
     count_noun,
+    format_bytes,
     format_number,
     format_seconds,
     number_ranges,
@@ -17,7 +18,6 @@ from nbaccel.base.units import (
 from nbaccel.output.panel.facts import (
     ENDED_RUNS,
     RankFacts,
-    RankTimes,
     RunBoard,
     epochs_around,
     is_over_epochs,
@@ -26,6 +26,7 @@ from nbaccel.output.panel.facts import (
     steps_in_all,
     throughput,
 )
+from nbaccel.output.panel.rank_times import RankTimes
 
 # ------------------------------------------------------------------------- what is wrong
 _LEAST_S = 2.0  # of training, before its shares mean something
@@ -207,12 +208,37 @@ def compile_words(facts: RankFacts) -> str:
     return f"{programs} compiled in {format_seconds(facts.told.compile_s)}"
 
 
+def left_out_sentence(board: RunBoard) -> str:
+    """Which metrics are not drawn because there are too many; empty where all are."""
+    most = max(board.ranks.values(), key=lambda facts: facts.told.num_left_out, default=None)
+    if most is None or not most.told.num_left_out:
+        return ""
+    names = [plain_text(name, LABEL_CHARS) for name in most.told.left_out]
+    if most.told.num_left_out > len(names):
+        names.append("…")
+    is_one = most.told.num_left_out == 1
+    subject = "1 more metric is" if is_one else f"{most.told.num_left_out:,} more metrics are"
+    return f"{subject} not drawn (the first {len(most.metrics)} are): {', '.join(names)}"
+
+
 # ------------------------------------------------------------------------- text
 
 
 def live_text(board: RunBoard) -> str:
-    """The run as a line, and what is wrong with it."""
-    return "\n".join([live_line(board), *(f"! {sentence}" for sentence in advice_of(board))])
+    """The run as lines: the summary, and one for each thing that some rank does."""
+    groups: dict[str, list[RankFacts]] = {}
+    for facts in board.ranks.values():
+        if facts.state:  # else it has not been looked at yet
+            groups.setdefault(facts.doing or facts.state, []).append(facts)
+    lines = [
+        f"[{number_ranges([facts.rank for facts in group])}] "
+        + " · ".join([activity, *_least_progress(group), _held_words(group, board)])
+        for activity, group in groups.items()
+    ]
+    if len(lines) > MOST_ROWS:
+        lines = [*lines[:MOST_ROWS], f"… and {len(lines) - MOST_ROWS} more"]
+    advice = [f"! {sentence}" for sentence in advice_of(board)]
+    return "\n".join([live_line(board), *advice, *lines])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +255,13 @@ class ShownProgress:
     def words(self) -> str:
         """`epoch 3, 412 of 650`."""
         return f"{self.label}, {self.done}" if self.label else self.done
+
+    def __str__(self) -> str:
+        """`epoch 3, 63 % (412 of 650)`."""
+        words = f"{self.label}, " if self.label else ""
+        if self.fraction is None:
+            return f"{words}{self.done}"
+        return f"{words}{self.fraction * 100:.0f} % ({self.done})"
 
 
 def progress_of(facts: RankFacts) -> list[ShownProgress]:
@@ -260,6 +293,33 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
         for line in facts.rewritten_lines
     ]
     return [*loops, *bars, *lines]
+
+
+def _least_progress(ranks: Sequence[RankFacts]) -> list[str]:
+    """`epoch 3, 63 % (412 of 650)`, of the rank that is least far; nothing for no loop."""
+    loops_of_ranks = [loops for facts in ranks if (loops := progress_of(facts))]
+    least_far = min(loops_of_ranks, key=lambda loops: loops[0].fraction or 0.0, default=[])
+    return [str(loop) for loop in least_far]
+
+
+def _held_words(ranks: Sequence[RankFacts], board: RunBoard) -> str:
+    """`1.0 GiB`, or from least to most: `0.9 GiB to 1.2 GiB`; the device's behind it."""
+    words = memory_range([facts.memory.rss for facts in ranks])
+    if board.host_total_bytes:
+        words += f" of {format_bytes(board.host_total_bytes)}"
+    on_device = [held for facts in ranks if (held := facts.memory.device) is not None]
+    if not on_device:
+        return words
+    totals = [total for facts in ranks if (total := facts.memory.device_total)]
+    of_words = f" of {memory_range(totals)}" if totals else ""
+    return f"{words}, on the device {memory_range(on_device)}{of_words}"
+
+
+def memory_range(sizes: Sequence[int]) -> str:
+    """From least to most: `0.9 GiB to 1.2 GiB`, or `1.0 GiB` where they are alike."""
+    least = format_bytes(min(sizes))
+    most = format_bytes(max(sizes))
+    return most if least == most else f"{least} to {most}"
 
 
 # ------------------------------------------------------------------------- pieces

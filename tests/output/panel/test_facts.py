@@ -41,7 +41,7 @@ def test_a_history_is_bounded_and_spans_the_run(count, most):
     history = MetricHistory(most)
     for i in range(count):
         history.add(float(i))
-    values = [value for _, value in history.points()]
+    values = history.values()
     assert len(values) <= 2 * most + 2
     assert (values[0], values[-1]) == (0.0, count - 1.0)
     assert values == sorted(values)
@@ -101,9 +101,7 @@ def test_all_metrics_have_histories_of_every_point_and_the_loss_is_named_first()
     board.receive(0, metrics(2.0, 2, lr=0.1, loss=5.0))
     board.receive(0, metrics(3.0, 3, lr=0.1, loss=4.0))
     facts = board.ranks[0]
-    assert (facts.loss_name, [y for _, y in facts.loss.points()]) == ("loss", [5.0, 4.0]), (
-        "a better name"
-    )
+    assert (facts.loss_name, facts.loss.values()) == ("loss", [5.0, 4.0]), "a better name"
     assert facts.metrics == {"lr": 0.1, "loss": 4.0}
     board = RunBoard([0], began_at=0.0)
     board.receive(0, Metrics(time=1.0, steps=2, points=(("loss", ((1.0, 3.0), (2.0, 2.0))),)))
@@ -142,6 +140,16 @@ def test_what_is_left_is_that_of_the_slowest_rank_and_of_the_outer_bar():
     assert most_left(board.ranks.values(), board.now) == TimeLeft(seconds=53.0, of_what=""), (
         "it is told again only when it moves"
     )
+
+
+def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readable():
+    board = RunBoard([0], began_at=0.0)
+    for epoch in range(1, 1001):
+        board.receive(0, looping(float(epoch), 0, steps=(epoch - 1) * 50, epoch=epoch))
+        board.receive(0, looping(epoch + 0.5, 50, steps=epoch * 50, epoch=epoch))
+    marks = board.ranks[0].marks
+    assert marks[:2] == [(0.0, "epoch 1"), (50.0, "epoch 2")]
+    assert len(marks) <= 200
 
 
 def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number():
@@ -433,6 +441,10 @@ class Nested:
         for _ in self.progress(rounds, name, epochs):
             self.now += BATCH_S
 
+    @property
+    def marks(self) -> list[float]:
+        return [step for step, _ in self._board.ranks[0].marks]
+
     def least_and_most(self, *, after: float, of_what: str = "") -> tuple[float, float]:
         """The least and the most that was said, as shares of what was really left."""
         shares = [
@@ -459,6 +471,7 @@ def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first):
         if number % 10 == first:
             run.batches(2, "validation")
     assert run.steps == pytest.approx(100 + 10 * 2, abs=1)
+    assert len(run.marks) == pytest.approx(1 + 10, abs=1), "going on after it is no beginning"
     least, most = run.least_and_most(after=10.0, of_what="epoch")
     # What validations take is known of none of them.
     assert 0.7 < least <= most < 1.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -15,7 +16,8 @@ from nbaccel.output.panel.curves import ACCENT_COLOUR
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.panel.live_html import ADVICE_COLOUR
 from nbaccel.output.panel.words import advice_of, live_text
-from nbaccel.output.report import RunReport, facts_of
+from nbaccel.output.report.run_facts import facts_of
+from nbaccel.output.report.run_report import RunReport
 from tests.html_reader import Html
 from tests.output.panel.finished import PLAN, final_html, final_line, report
 
@@ -106,7 +108,7 @@ def test_no_line_breaks_the_table(line):
     assert len(page.rows) == 3
 
 
-def test_columns_that_nobody_fills_are_left_out_and_of_many_ranks_the_first_have_rows():
+def test_columns_that_nobody_fills_are_left_out_and_of_many_ranks_the_worst_have_rows():
     bare = Page(both(board_of(2))[0])
     assert bare.rows[0] == ["rank", "state", "memory"]
     assert bare.scopes.count("col") == len(bare.rows[0]), "for screen readers"
@@ -115,17 +117,24 @@ def test_columns_that_nobody_fills_are_left_out_and_of_many_ranks_the_first_have
     told(board, 0, 1, 4.0, 2.0)
     full = Page(both(board)[0])
     assert full.rows[0] == [
-        *("rank", "state", "step", "steps/s", "loss", "memory", "on device"),
+        *("rank", "state", "step", "steps/s", "loss", "metrics", "memory", "on device"),
     ]
     assert full.column("state")[0] == "waiting in all_reduceCell In[3], line 8"
     assert full.column("step") == ["2", "-"], "rank 1 has told nothing"
     assert full.column("loss")[0] == "2"
+    assert full.column("metrics")[0] == "lr 0.5"
     (found, _) = Page(both(board_of(2, doing="y" * 500))[0]).column("state")
     assert found == "y" * (words.LINE_CHARS - 1) + "…"
 
-    page = Page(both(board_of(64))[0])
+    board = board_of(64)
+    for rank in range(64):
+        told(board, rank, 500 + rank % 3, 1.0)
+    told(board, 40, 100, 1.0)  # a straggler
+    board.see([RankStatus(rank=63, state="failed", seconds=0.0, rss_bytes=GIB)])
+    page = Page(both(board)[0])
+    assert [row[0] for row in page.rows[1:3]] == ["63", "40"]
     assert len(page.rows) == 1 + words.MOST_ROWS + 1
-    assert page.rows[-1] == ["and 56 more ranks"]
+    assert page.rows[-1] == ["and 56 more ranks: running · steps 500 to 502 · 1.0 GiB"]
 
 
 def test_states_memory_and_what_is_left_are_told_where_they_say_something():
@@ -139,6 +148,7 @@ def test_states_memory_and_what_is_left_are_told_where_they_say_something():
     page = Page(both(board)[0])
     assert page.column("memory of 24.0 GiB") == ["1.0 GiB"]
     assert page.column("on device") == ["3.0 GiBof 15.0 GiB"]
+    assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in words.live_text(board)
 
     board = board_of(2)
     for rank in (0, 1):
@@ -184,7 +194,7 @@ def test_a_metric_of_another_name_gives_the_column_its_name():
     assert live.column("accuracy") == ["2", "2"]
     assert saved.column("accuracy") == ["3 → 2", "3 → 2"]
     told(board, 1, 3, 2.0, name="train_loss")
-    assert Page(both(board)[0]).column("train_loss") == ["-", "2"]
+    assert Page(both(board)[0]).column("loss") == ["accuracy 2", "train_loss 2"]
     # The mean is of ranks that mean the same.
     board = board_of(3)
     for rank, loss, name in ((0, 1.0, "loss"), (1, 3.0, "loss"), (2, 100.0, "eval_loss")):
@@ -198,6 +208,21 @@ def test_a_metric_of_another_name_gives_the_column_its_name():
     assert "loss nan" in page.text
 
 
+def test_metrics_beyond_those_that_are_reported_are_named():
+    board = board_of(2)
+    told(board, 0, 1, 3.0)
+    assert not any("not drawn" in page for page in both(board))
+    message = report(2.0, 2, {"loss": 1.0}, num_left_out=1, left_out=("<b>",))
+    board.receive(0, message)
+    said = "1 more metric is not drawn (the first 2 are): <b>"
+    assert words.left_out_sentence(board) == said
+    assert all(said in Page(page).text for page in both(board))
+    board.receive(1, replace(message, num_left_out=1_200, left_out=("a", NASTY)))
+    said = "1,200 more metrics are not drawn (the first 1 are): a, </td><script>alert(1)</…, …"
+    assert words.left_out_sentence(board) == said
+    assert all(said in Page(page).text for page in both(board))
+
+
 def test_progress_is_a_bar_with_words_above_bars_and_lines_drawn_in_place():
     board = board_of(2)
     for rank, batches in ((0, 30), (1, 20)):
@@ -207,6 +232,7 @@ def test_progress_is_a_bar_with_words_above_bars_and_lines_drawn_in_place():
     assert page.column("progress") == ["75 %epoch 3, 30 of 40", "50 %epoch 3, 20 of 40"]
     assert "width:75.0%" in html
     assert "step" not in page.rows[0], "the words say how far it is"
+    assert "[0-1] running · epoch 3, 50 % (20 of 40) · 1.0 GiB" in words.live_text(board)
 
     bars = (
         ProgressBar(description="files", fraction=0.1, done="1", total="10"),
@@ -228,7 +254,7 @@ def loop_message(batches: int, **more: object) -> Metrics:
     return report(float(batches), batches=batches, **settled)
 
 
-def test_any_metric_has_a_chart():
+def test_any_metric_has_a_chart_and_epochs_are_marked():
     board = board_of(2)
     for rank in (0, 1):
         for step in range(1, 41):
@@ -237,10 +263,11 @@ def test_any_metric_has_a_chart():
             )
             board.receive(rank, message)
     html = live_html.live_html(board, is_stoppable=False)
-    assert html.count("<svg") == 2
+    assert html.count("<svg") == 3
+    assert "linear axis" in Page(html).text
     assert "1 other metric" in Page(html).text
-    chart = curves.metric_chart(board.curves("loss"), "loss")
-    for text in ("rank 0", "rank 1", "mean of ranks", "step"):
+    chart = curves.metric_chart(board.curves("loss"), "loss", board.marks)
+    for text in ("epoch 2", "rank 0", "rank 1", "mean of ranks", "step"):
         assert text in chart
     assert curves.metric_chart(board.curves("unknown"), "unknown") == ""
 

@@ -103,7 +103,7 @@ def test_only_numbers_of_the_rank_itself_are_told_and_no_device_is_waited_for(la
 
     launch(train)
     messages = seen.messages_of(0)
-    first = messages[0]
+    first, last = messages[0], messages[-1]
     told = {name: points[-1][1] for name, points in first.points}
     assert math.isnan(told.pop("nan"))
     assert told == {"loss": 2.5, "yes": 1.0, "inf": math.inf}
@@ -111,7 +111,8 @@ def test_only_numbers_of_the_rank_itself_are_told_and_no_device_is_waited_for(la
     names = list(dict.fromkeys((f"{i}" * 500)[:60] for i in range(1, 3000)))
     kept = dict.fromkeys(name for message in messages for name, _ in message.points)
     assert [*kept][-12:] == names[:12]
-    assert len(kept) == 16
+    assert (len(kept), last.num_left_out) == (16, len(names) - 12)
+    assert list(last.left_out) == names[12:20]
 
 
 def test_a_rank_that_fails_has_told_its_last_loss(seen):
@@ -198,6 +199,8 @@ def test_rounds_of_a_loop_over_epochs_are_no_steps_and_say_how_far_the_training_
         )
         first = next(message for message in seen.messages_of(rank) if message.outer is not None)
         assert (first.outer.done, first.outer.round_steps) == (0, 0)
+        marks = [step for step, _ in facts.marks]
+        assert marks == sorted(set(marks)), "the two loops that begin at step 0 have one mark"
 
 
 @pytest.mark.slow
@@ -260,8 +263,9 @@ def test_a_plain_loop_is_seen(seen, monkeypatch):
         assert [step for step, _ in facts.loss.points()] == [*range(1, steps + 1)], "each step's"
         rates = facts.histories["learning rate"].points()
         assert [value for _, value in rates] == [0.05, 0.025]
-        losses = facts.loss.points()
-        assert losses[-1][1] < losses[0][1]
+        assert facts.loss.first is not None
+        assert facts.loss.last is not None
+        assert facts.loss.last < facts.loss.first
     monkeypatch.setenv(loop_watch.SWITCH, "0")
     notebook_launcher(plain_loop, (nn.Linear(2, 1),), 2)
     assert {facts.told.steps for facts in seen.board.ranks.values()} == {None}

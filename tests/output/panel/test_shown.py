@@ -88,6 +88,24 @@ def test_a_short_cell_shows_nothing_and_it_can_be_turned_off(
     assert cell.taken == 0
 
 
+def test_ranks_that_do_the_same_are_one_line_and_too_many_lines_are_cut(cell, clock):
+    board = Dashboard(range(4), plan=PLAN, read_clock=clock)
+    clock.now += 12
+    waiting = "waiting in all_reduce (Cell In[3], line 5)"
+    board.update([row(0, waiting), row(2, waiting), row(1, waiting), row(3, rss_bytes=2 * GIB)])
+    assert cell.text == (
+        "4 ranks · 12.0 s\n"
+        "[0-2] waiting in all_reduce (Cell In[3], line 5) · 1.0 GiB\n"
+        "[3] running · 2.0 GiB"
+    )
+    cell.outputs.clear()
+    board = Dashboard(range(64), plan=PLAN, read_clock=clock)
+    clock.now += 2
+    board.update([row(i, f"thing {i}") for i in range(64)])
+    assert cell.text.count("\n") == 9
+    assert cell.text.endswith("… and 56 more")
+
+
 @pytest.mark.parametrize("word", ["failed", "stopped", "timed out", ""])
 def test_afterwards_one_line_stays_with_the_peak_and_the_ending(cell, clock, word):
     place = CellPlace()
@@ -110,7 +128,7 @@ def test_a_terminal_gets_a_line_now_and_then(clock, capsys):
     at = []
     for second in range(700):
         board.update([row(0, "reading")])
-        if "2 ranks" in capsys.readouterr().err:
+        if "reading" in capsys.readouterr().err:
             at.append(second)
         clock.now += 1
     assert at == [1, 3, 9, 27, 81, 243]
@@ -179,7 +197,8 @@ def test_a_launch_in_a_terminal_is_told_of_there():
     # What a start is waiting for is erased again.
     lines = re.sub(r"\r\x1b\[K(nbaccel: starting[^\r]*)?", "", text).splitlines()
     assert lines[0].startswith("nbaccel: 2 ranks · 1.")
-    assert len(lines) == 2
+    assert lines[1].startswith("nbaccel: [0-1] running · ")
+    assert len(lines) == 3
 
 
 MIB = 2**20

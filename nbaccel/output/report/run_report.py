@@ -1,51 +1,24 @@
 """``RunReport``: what a finished run can tell of itself; and several runs side by side.
 
-`RunFacts` are made of what was seen while the run was watched. They are told as one line, as the
-summary that stays in the cell, and as a report: a list of sections, each of which is drawn in two
-forms, as lines for a terminal and as HTML for a notebook or a file of its own. The HTML has inline
-styles only and no script; the file adds a style sheet for its page.
-
-[Note: the JSON form] `format` is `"nbaccel.report"` and `version` is 2; a later version may add
-keys, and gets another number where a key changes its meaning or goes. Times are in seconds, sizes
-in bytes, what is not known is null. JSON has no numbers beside finite ones: a metric that was none
-is `"nan"`, `"inf"` or `"-inf"`.
-
-    began        when the run began: ISO 8601, in UTC
-    seconds      how long it took
-    title        what was run: the name of a function, or a cell's number
-    ending       "" if it ended well; else `failed`, `stopped` or `timed out`
-    plan         text (as `plan.explain()`), headline, device, num_processes, world_size, warnings
-    ranks        per rank: rank, state, progress (of its loops, as text), steps, steps_in_all,
-                 steps_per_s, samples, samples_per_s, peak_host_bytes, peak_device_bytes,
-                 compiled (programs of a compiling device, as text), times (or null): total_s,
-                 computing_s, communicating_s, data_s, waiting_s, is_partial, starting_s (the first
-                 step's start, in no other part)
-    advice       what is wrong and what to do, in sentences
-    slowest      the rank that the others wait for (or null): rank, waited_s, waited_share
-    curves       per metric and rank: name, rank, steps, values (all, or the extremes of stretches)
-    warnings     per text: text, count, ranks
-    notes        what was not measured, and why
+A finished run is told as one line, as the summary that stays in its cell, and as a report: a list
+of sections, each of which is drawn in two forms, as lines for a terminal and as HTML for a notebook
+or a file of its own. The HTML has inline styles only and no script; the file adds a style sheet for
+its page.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import html
 import json
-import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter
-
 from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.training_metrics import Point
 from nbaccel.base.units import (
     count_noun,
     format_bytes,
@@ -53,203 +26,45 @@ from nbaccel.base.units import (
     format_seconds,
     number_ranges,
 )
-from nbaccel.config.capabilities import device_row
 from nbaccel.config.given_values import shown
 from nbaccel.output.panel.curves import ChartLine, chart_of, mean_points, metric_chart, sparkline
-from nbaccel.output.panel.facts import (
-    TIME_KINDS,
-    RankFacts,
-    RankTimes,
-    RunBoard,
-    SeenLine,
-    SlowestRank,
-    loss_first,
-    mean,
-    percent_of,
-    slowest_sentence,
-    steps_in_all,
-)
+from nbaccel.output.panel.facts import RunBoard, mean
 from nbaccel.output.panel.live_html import (
     PANEL_STYLE,
     SUMMARY_STYLE,
     advice_html,
     html_table,
     lines_block,
-    mean_time_html,
     printed_html,
     quiet,
+    rank_times_html,
     titled,
+)
+from nbaccel.output.panel.rank_times import (
+    TIME_KINDS,
+    percent_of,
+    slowest_sentence,
+    starting_sentence,
 )
 from nbaccel.output.panel.words import (
     LABEL_CHARS,
-    advice_of,
-    compile_words,
     filled_columns,
     plain_text,
-    progress_of,
     rate_text,
     step_words,
 )
-from nbaccel.plan import Plan
+from nbaccel.output.report.run_facts import (
+    RankFigures,
+    RunFacts,
+    facts_as_json,
+    facts_from_json,
+    facts_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-FORMAT_NAME = "nbaccel.report"
-FORMAT_VERSION = 2
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRun:
-    """What was planned."""
-
-    text: str
-    headline: str
-    device: str
-    num_processes: int
-    world_size: int
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFigures:
-    """What one rank has done and needed."""
-
-    rank: int
-    state: str = ""
-    progress: str = ""
-    steps: int | None = None
-    steps_in_all: int | None = None
-    """How many it would have taken in the end."""
-    steps_per_s: float | None = None
-    samples: int | None = None
-    samples_per_s: float | None = None
-    peak_host_bytes: int | None = None
-    peak_device_bytes: int | None = None
-    compiled: str = ""
-    """What its device's compiler has done, in words."""
-    times: RankTimes | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """All that a report tells; see [Note: the JSON form]."""
-
-    nbaccel_version: str
-    began: str
-    seconds: float
-    ending: str
-    plan: PlannedRun
-    title: str = ""
-    ranks: tuple[RankFigures, ...]
-    advice: tuple[str, ...] = ()
-    slowest: SlowestRank | None = None
-    curves: dict[str, dict[int, list[Point]]] = field(default_factory=dict)
-    """Metric → rank → what it has logged."""
-    warnings: tuple[SeenLine, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def timed_ranks(self) -> dict[int, RankTimes]:
-        """The times of ranks of which they are known."""
-        return {one.rank: one.times for one in self.ranks if one.times is not None}
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Of all ranks together; None where none counts samples."""
-        known = [figures.samples_per_s for figures in self.ranks]
-        return sum(rate for rate in known if rate is not None) if any(known) else None
-
-    @property
-    def metric_names(self) -> list[str]:
-        """In the order in which they were logged, the one that is shown first in front."""
-        return loss_first(self.curves)
-
-
-# ------------------------------------------------------------------------- of a board
-
-
-def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
-    """The facts of a run that has ended."""
-    times = board.times.by_rank()
-    return RunFacts(
-        nbaccel_version=sys.modules["nbaccel"].__version__,
-        began=board.began_on.isoformat(timespec="seconds"),
-        seconds=board.seconds,
-        ending=board.ending,
-        title=board.title,
-        plan=PlannedRun(
-            text=plan.explain(),
-            headline=plan.headline(),
-            device=plan.device,
-            num_processes=plan.num_processes,
-            world_size=plan.world_size,
-            warnings=plan.warnings,
-        ),
-        ranks=tuple(
-            _figures_of(facts, times.get(rank), board.now) for rank, facts in board.ranks.items()
-        ),
-        advice=tuple(advice_of(board)),
-        slowest=board.times.slowest(),
-        curves={name: board.curves(name) for name in board.metric_names()},
-        warnings=tuple(board.warnings.by_text.values()),
-        notes=tuple(_notes_of(board, plan, list(times.values()))),
-    )
-
-
-def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFigures:
-    return RankFigures(
-        rank=facts.rank,
-        state=facts.told.phase or facts.state,
-        progress=" · ".join(filter(None, (loop.words for loop in progress_of(facts)))),
-        steps=facts.told.steps,
-        steps_in_all=steps_in_all(facts, now),
-        steps_per_s=facts.pace.overall,
-        samples=facts.told.samples or None,
-        samples_per_s=facts.samples_pace.overall if facts.told.samples else None,
-        peak_host_bytes=facts.memory.peak_rss or None,
-        peak_device_bytes=facts.memory.peak_device,
-        compiled=compile_words(facts),
-        times=times,
-    )
-
-
-def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[str]:
-    """What was measured how, and what was not."""
-    yield (
-        "Times begin with a rank's first loop over batches; the start in its first step is left "
-        "out. Waiting for data is known of DataLoaders and of accelerator.progress, waiting for "
-        "others is what a rank spent in collectives beyond the one that spent least there."
-    )
-    if times and not device_row(plan.device).in_host_memory:
-        yield (
-            f"On {plan.device}, collectives run beside the program. Counted are those of nbaccel "
-            "and what torch measures of DDP's exchange of gradients; others are in computing."
-        )
-    if any(rank_times.is_partial for rank_times in times):
-        yield (
-            "This torch does not tell how long DDP's exchange of gradients takes: it is in "
-            "computing, and so is waiting for others there."
-        )
-    yield "Memory was looked at once a second; what was taken for less may not show."
-    if board.warnings.num_left_out:
-        yield f"{board.warnings.num_left_out:,} more warnings with other texts were not kept."
-
-
-# ------------------------------------------------------------------------- as JSON
-
-
-def _as_plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _as_plain(held) for key, held in value.items()}
-    if isinstance(value, set):
-        return sorted(value)
-    return [_as_plain(held) for held in value] if isinstance(value, (list, tuple)) else value
-
-
-# ------------------------------------------------------------------------- looks
 _MOST_CHARTS = 16  # as many as a rank reports
 _SIGNS = {"": "✓", "stopped": "■", "failed": "✗", "timed out": "✗"}
 
@@ -345,6 +160,7 @@ def _time_section(facts: RunFacts) -> _Section:
         words = "No loop over batches was seen."
         return _Section("Time by rank", [f"  {words}"], f"<div>{quiet(words)}</div>")
     slowest = slowest_sentence(facts.slowest, ranks) if len(ranks) > 1 else ""
+    left_out = starting_sentence(ranks)
     rows = [["rank", *TIME_KINDS, "together"]]
     for rank, times in ranks.items():
         cells = [
@@ -354,8 +170,9 @@ def _time_section(facts: RunFacts) -> _Section:
         rows.append([str(rank), *cells, format_seconds(times.steady_s)])
     return _Section(
         "Time by rank",
-        [*indented(rows), *([f"  {slowest}"] if slowest else [])],
-        f"<div>{html.escape(slowest)}</div>{mean_time_html(ranks)}{html_table(rows)}",
+        [*indented(rows), *(f"  {words}" for words in (slowest, left_out) if words)],
+        f"<div>{html.escape(slowest)}</div>{rank_times_html(ranks)}{html_table(rows)}"
+        + (f"<div>{quiet(left_out)}</div>" if left_out else ""),
     )
 
 
@@ -371,7 +188,7 @@ def _curve_section(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> 
 
 
 def _chart(facts: RunFacts, name: str, *, as_image: bool) -> str:
-    return titled(name, metric_chart(facts.curves[name], name, as_image=as_image))
+    return titled(name, metric_chart(facts.curves[name], name, facts.marks, as_image=as_image))
 
 
 def from_to(points: Sequence[tuple[float, float]] | None) -> str:
@@ -417,6 +234,19 @@ def _warning_lines(facts: RunFacts) -> list[str]:
     ]
 
 
+# ------------------------------------------------------------------------- as text
+
+
+def report_lines(facts: RunFacts) -> list[str]:
+    """The report for a terminal."""
+    lines = [f"{title_of(facts)} · {' · '.join(_finished_parts(facts))}"]
+    lines += [f"! {sentence}" for sentence in facts.advice]
+    for section in _sections(facts, (), as_image=False):
+        if section.lines:
+            lines += ["", section.heading, *section.lines]
+    return lines
+
+
 def indented(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table whose columns are as wide as their widest cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -453,13 +283,14 @@ def report_document(facts: RunFacts) -> str:
     )
 
 
-def summary_html(board: RunBoard, facts: RunFacts) -> str:
+def summary_html(board: RunBoard, facts: RunFacts, *, folds_chart: bool = False) -> str:
     """What stays of a run in its cell: one line that unfolds to the report, and the chart."""
     words = html.escape(" · ".join(_finished_parts(facts)))
     headline = f"{_SIGNS[facts.ending]} <b>{count_noun(len(facts.ranks), 'rank')}</b> · {words}"
     names = facts.metric_names
-    report = _part_html(facts, "", names[1:]) + printed_html(board)
-    charts = "".join(_chart(facts, name, as_image=True) for name in names[:1])
+    in_sight = [] if folds_chart else names[:1]
+    report = _part_html(facts, "", names[len(in_sight) :]) + printed_html(board)
+    charts = "".join(_chart(facts, name, as_image=True) for name in in_sight)
     return (
         f'<div style="{PANEL_STYLE}"><details><summary style="{SUMMARY_STYLE}">{headline}</summary>'
         # In sight, and not only in the report.
@@ -498,47 +329,13 @@ class RunReport:
         self.facts = facts
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain containers, which `json.dumps` takes; see [Note: the JSON form]."""
-        document: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION}
-        document |= dataclasses.asdict(self.facts)
-        document["curves"] = [
-            {
-                "name": name,
-                "rank": rank,
-                "steps": [step for step, _ in points],
-                "values": [value for _, value in points],
-            }
-            for name, curves in self.facts.curves.items()
-            for rank, points in curves.items()
-        ]
-        plain: dict[str, Any] = _as_plain(document)
-        return plain
+        """The report in plain containers, which `json.dumps` takes."""
+        return facts_as_json(self.facts)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Self:
         """The report of what `to_dict` gave, as from a saved file."""
-        kind = (document.get("format"), document.get("version"))
-        if kind != (FORMAT_NAME, FORMAT_VERSION):
-            raise ConfigError(
-                f"This is no report that can be read: format and version are {kind[0]!r} and "
-                f"{kind[1]!r}, and {FORMAT_NAME!r} and {FORMAT_VERSION} are known. Give what "
-                "RunReport.to_dict returned."
-            )
-        try:
-            plain = json.loads(json.dumps({**document}))
-            curves: dict[str, dict[int, list[Any]]] = {}
-            for curve in plain["curves"]:
-                values = [float(y) if y in ("nan", "inf", "-inf") else y for y in curve["values"]]
-                points = list(zip(curve["steps"], values, strict=True))
-                curves.setdefault(curve["name"], {})[curve["rank"]] = points
-            plain["curves"] = curves
-            # As JSON, for which strict types take lists as tuples and whole numbers as others.
-            return cls(TypeAdapter(RunFacts).validate_json(json.dumps(plain), strict=True))
-        except (LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"This report cannot be read: {error}. It was changed, or is not whole: what it "
-                "says would be shown as a page. Give what RunReport.to_dict returned."
-            ) from error
+        return cls(facts_from_json(document))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it into one file, which appears whole or not at all."""
@@ -567,13 +364,7 @@ class RunReport:
         return _part_html(facts, headline + advice_html(facts.advice), facts.metric_names)
 
     def __str__(self) -> str:
-        facts = self.facts
-        lines = [f"{title_of(facts)} · {' · '.join(_finished_parts(facts))}"]
-        lines += [f"! {sentence}" for sentence in facts.advice]
-        for section in _sections(facts, (), as_image=False):
-            if section.lines:
-                lines += ["", section.heading, *section.lines]
-        return "\n".join(lines)
+        return "\n".join(report_lines(self.facts))
 
     __repr__ = __str__
 

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from nbaccel import ConfigError
-from nbaccel.output.panel.facts import RankTimes, SeenLine, SlowestRank
-from nbaccel.output.report import PlannedRun, RankFigures, RunFacts, RunReport, report_document
+from nbaccel.output.panel.curves import metric_lines
+from nbaccel.output.panel.facts import SeenLine
+from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
+from nbaccel.output.report.run_facts import PlannedRun, RankFigures, RunFacts
+from nbaccel.output.report.run_report import RunReport, report_document
 from tests.html_reader import Html
 
 ODD = "<script>alert(1)</script> & \"'"
@@ -67,6 +70,7 @@ def facts(**changes: Any) -> RunFacts:
                 1: [*zip(steps, (*values[:-1], math.nan), strict=True)],
             },
         },
+        "marks": ((0.0, "epoch 1"), (100.0, f"epoch {ODD}")),
         "warnings": (SeenLine(f"UserWarning: {ODD}", 3, {0, 1}),),
         "notes": ("Memory was looked at once a second.",),
     }
@@ -76,18 +80,18 @@ def facts(**changes: Any) -> RunFacts:
 EMPTY = facts(
     ranks=(RankFigures(rank=0), RankFigures(rank=1)),
     curves={},
-    **dict.fromkeys(("warnings", "notes"), ()),
+    **dict.fromkeys(("marks", "warnings", "notes"), ()),
     slowest=None,
 )
 
 
 def test_texts_are_escaped_and_whole_and_the_json_form_is_the_documented_one():
     document = RunReport(facts()).to_dict()
-    assert (document["format"], document["version"]) == ("nbaccel.report", 2)
+    assert (document["format"], document["version"]) == ("nbaccel.report", 1)
     assert set(document) == {
         *("format", "version", "nbaccel_version", "began", "seconds", "ending", "plan", "ranks"),
         "title",
-        *("advice", "slowest", "curves", "warnings", "notes"),
+        *("advice", "slowest", "curves", "marks", "warnings", "notes"),
     }
     assert document["slowest"] == {"rank": 1, "waited_s": 5.0, "waited_share": 0.52}
     assert document["ranks"][1]["times"] == {
@@ -100,13 +104,14 @@ def test_texts_are_escaped_and_whole_and_the_json_form_is_the_documented_one():
         "starting_s": 0.0,
     }
     assert document["curves"][2]["values"][-1] == "nan"
+    assert document["marks"][0] == {"step": 0.0, "text": "epoch 1"}
 
     part = Html(RunReport(facts())._repr_html_())
     words = "\n".join(part.words)
     # In the plan, a metric's name, a warning; and for screen readers, a metric's name and curve.
     assert words.count(ODD) >= 3
     assert any(name == "alt" and ODD in (value or "") for name, value in part.attributes)
-    # In the charts, which are images: a metric's name.
+    # In the charts, which are images: a metric's name, a mark.
     images = re.findall(r"image/svg\+xml;base64,([^\"]+)", RunReport(facts())._repr_html_())
     charts = [Html(base64.b64decode(image).decode()) for image in images]
     assert any(ODD in word for chart in charts for word in chart.words)
@@ -169,7 +174,7 @@ def test_it_is_saved_as_html_and_as_json_and_nothing_else_is_saved_or_read(tmp_p
     report.save(os.fspath(tmp_path / "run.JSON"))
     assert json.loads((tmp_path / "run.JSON").read_text("utf-8")) == report.to_dict()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.JSON", "run.html"]
-    for form, version in (("nbaccel.report", 1), ("other", 2), ("", 2)):
+    for form, version in (("nbaccel.report", 2), ("other", 1), ("", 1)):
         with pytest.raises(ConfigError, match="no report that can be read"):
             RunReport.from_dict({"format": form, "version": version} if form else {})
 
@@ -208,8 +213,20 @@ def test_who_holds_the_others_up_is_said_and_a_start_is_left_out_of_shares():
     ]
     ranks = tuple(RankFigures(rank=rank, times=one) for rank, one in enumerate(started))
     report = RunReport(facts(ranks=ranks))
+    said = "Left out is the start in the first step, 6.5 s on average"
+    assert said in str(report)
     words = Html(report._repr_html_()).words
     assert "5.0 s (53 %)" in words, "as without the start"
+    assert any(said in word for word in words)
     assert "it starts longer in its first step than the other." in str(report)
     document = report.to_dict()
     assert str(RunReport.from_dict(document)) == str(report)
+    assert "Left out" not in str(RunReport(facts()))
+
+
+def test_a_noisy_curve_is_smoothed_over_its_raw_values():
+    noisy = [(float(place), 1.0 + (-1) ** place * 0.3) for place in range(60)]
+    mean, raw = metric_lines({0: noisy})
+    assert (raw.is_thick, mean.is_thick, mean.name) == (False, True, "rank 0, smoothed")
+    late = [value for _, value in mean.points][30:]
+    assert max(late) - min(late) < 0.3
