@@ -36,8 +36,8 @@ from nbaccel.config.given_values import put_at, value_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto_values import TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.engines import make_engine
 from nbaccel.deepspeed.form import LOWERED_KEYS, DeepSpeedForm
-from nbaccel.deepspeed.strategy.engines import make_engine
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
 from nbaccel.memory.activations import LiveBytes, call, loss_of, mapped, resized, storage_key
 from nbaccel.memory.estimate import (

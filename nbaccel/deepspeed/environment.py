@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbaccel.base import env, processes, training_libraries
 from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.base.log import get_logger
-from nbaccel.deepspeed import library, private_api
+from nbaccel.deepspeed import library
 from nbaccel.plan.inspecting import inspect_machine
 
 if TYPE_CHECKING:
@@ -375,7 +375,7 @@ class Before(NamedTuple):
 def observe() -> Before:
     """Look at what DeepSpeed and those who use it will change."""
     is_set_up = training_libraries.accelerate_is_set_up()
-    return Before(_library_variables(), is_set_up, private_api.hf_config_reference())
+    return Before(_library_variables(), is_set_up, library.hf_config_reference())
 
 
 def tear_down(state_before: Before) -> None:
@@ -392,7 +392,7 @@ def tear_down(state_before: Before) -> None:
             lambda: env.update({**dict.fromkeys(_library_variables()), **state_before.variables})
         )
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
-        steps.callback(private_api.keep_hf_config_reference, state_before.hf_config)
+        steps.callback(library.keep_hf_config_reference, state_before.hf_config)
         if not state_before.is_accelerate_set_up:
             steps.callback(training_libraries.forget_accelerate)
         # After the engines, some of which ask their group for a rank when they are destroyed.
@@ -480,7 +480,7 @@ def forget_groups() -> None:
         comm_module.cdb = None
     groups_module: Any = sys.modules.get("deepspeed.utils.groups")
     if groups_module is not None:
-        private_api.forget_group_references(groups_module)
+        library.forget_group_references(groups_module)
 
 
 def _group_backends() -> list[Any]:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from nbaccel.base.optional_packages import require
 from nbaccel.config.field_rules import FieldMistake
 from nbaccel.config.given_values import closest, shown
-from nbaccel.deepspeed import library, private_api
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, config_fields
 
 # DeepSpeed reads these only where processes are connected, or in other places than its reader.
@@ -125,7 +125,7 @@ def deepspeed_schema() -> Schema:
     deepspeed = library.load_module("deepspeed", why=reason)
     config_module = library.load_module("deepspeed.runtime.config", why=reason)
     schedule_module = library.load_module("deepspeed.runtime.lr_schedules", why=reason)
-    removed_keys = private_api.removed_keys(config_module)
+    removed_keys = library.removed_keys(config_module)
     with library.quiet_logger():
         search = _Search(config_module.DeepSpeedConfig, removed_keys)
     torch_optimizers = _classes_of("torch.optim", "Optimizer")

@@ -46,7 +46,7 @@ def _convert(
     ] = False,
 ) -> None:
     # Here, so that `nbaccel --help` does not import torch and safetensors.
-    from nbaccel.deepspeed.weights.converting import zero_to_fp32
+    from nbaccel.deepspeed.converting import zero_to_fp32
 
     start_time = time.monotonic()
     written = zero_to_fp32(

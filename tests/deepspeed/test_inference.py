@@ -14,8 +14,8 @@ from torch import nn
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 from nbaccel import Accelerator, DeepSpeedPlugin, deepspeed_environment, notebook_launcher
-from nbaccel.deepspeed.strategy import local_shards
-from nbaccel.deepspeed.weights.converting import fp32_state_dict
+from nbaccel.deepspeed import local_shards
+from nbaccel.deepspeed.converting import fp32_state_dict
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.deepspeed.zero_memory import check_host_memory, estimate_memory
 from nbaccel.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import nbaccel.deepspeed
-from nbaccel.deepspeed import library, private_api
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.checking import device_mistakes
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import MissingBackend
@@ -114,6 +114,6 @@ def test_what_would_lose_weights_without_a_word_is_refused(stage, name):
         module=module, basic_optimizer=object(), zero_optimization_stage=lambda: stage
     )
     with pytest.raises(MissingBackend, match=f"{name} at stage {stage}.*could not be read back"):
-        private_api.check_fp32_copies(engine)
+        library.check_fp32_copies(engine)
     setattr(module.weight, name, None)
-    private_api.check_fp32_copies(engine)
+    library.check_fp32_copies(engine)

@@ -20,7 +20,7 @@ from nbaccel import RunConfig, WorkerFailed, advise, notebook_launcher
 from nbaccel.base import env
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.advise import is_want_of_memory, training_step, trial_config
-from nbaccel.deepspeed.strategy.engines import make_engine
+from nbaccel.deepspeed.engines import make_engine
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.strategies.model_blocks import enable_gradient_checkpointing
 from nbaccel.workers.failure import FailureRecord, RaisedError

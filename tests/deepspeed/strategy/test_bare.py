@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
 from nbaccel import Accelerator, DeepSpeedPlugin, notebook_launcher
-from nbaccel.deepspeed.strategy.engines import PATIENCE
+from nbaccel.deepspeed.engines import PATIENCE
 from nbaccel.errors import NbaccelError
 from tests.deepspeed import needs
 from tests.deepspeed.engines import changes, world

@@ -18,7 +18,7 @@ from torch import nn
 
 from nbaccel import Accelerator, DeepSpeedPlugin, RunConfig, notebook_launcher
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
-from nbaccel.deepspeed.strategy.plugin import Plugins
+from nbaccel.deepspeed.plugin import Plugins
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.deepspeed.zero_memory import check_host_memory, estimate_memory
 from nbaccel.errors import ConfigError, MissingBackend, PlatformUnsupported

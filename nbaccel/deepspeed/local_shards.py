@@ -40,7 +40,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import first_few, format_bytes
 from nbaccel.config.given_values import drop_at
-from nbaccel.deepspeed import private_api
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.environment import (
     destroy,
     forget_groups,  # noqa: F401 - of the reader, as the next but one
@@ -62,7 +62,7 @@ def is_partitioned(tensor: torch.Tensor) -> bool:
 
 def is_cut(tensor: torch.Tensor) -> bool:
     """See :meth:`ShardReader.is_cut`."""
-    return is_partitioned(tensor) or private_api.has_fp32_fragment(tensor)
+    return is_partitioned(tensor) or library.has_fp32_fragment(tensor)
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -80,7 +80,7 @@ def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
     """See :meth:`ShardReader.local_pieces`; empty where this process has nothing of it."""
     if is_partitioned(tensor):
         return _of_placeholder(tensor)
-    mapping = private_api.fp32_fragment(tensor)
+    mapping = library.fp32_fragment(tensor)
     # None where the float32 copy is another rank's, and after an engine that never stepped.
     if mapping is None and held is None:
         return []
@@ -95,7 +95,7 @@ def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
 
 def hold(tensor: torch.Tensor) -> object:
     """See :meth:`ShardReader.hold`; an engine that is destroyed forgets its float32 copies."""
-    return private_api.fp32_fragment(tensor)
+    return library.fp32_fragment(tensor)
 
 
 def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ def _of_placeholder(tensor: Any) -> list[Piece]:
 def _master_part(tensor: Any) -> torch.Tensor | None:
     """This process's part of the float32 copy at stage 3, with its padding."""
     # A frozen parameter has none, also where the engine trains others.
-    if private_api.zero3_optimizer(tensor) is None or not tensor.requires_grad:
+    if library.zero3_optimizer(tensor) is None or not tensor.requires_grad:
         return None
     from deepspeed.utils import safe_get_local_fp32_param
 
@@ -504,7 +504,7 @@ def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
         return
     from transformers.integrations import deepspeed as integration
 
-    reference_before = private_api.hf_config_reference()
+    reference_before = library.hf_config_reference()
     unset_config: Any = integration.unset_hf_deepspeed_config
     unset_config()
     # A variable, because transformers' reference is weak: without one it would be gone at once.
@@ -513,7 +513,7 @@ def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
         yield
     finally:
         del kept_config
-        private_api.keep_hf_config_reference(reference_before)
+        library.keep_hf_config_reference(reference_before)
 
 
 def building_whole() -> contextlib.AbstractContextManager[None]:
@@ -559,7 +559,7 @@ def plain_state(module: nn.Module) -> dict[str, Any] | None:
     kept = {
         name: value
         for name, value in own.items()
-        if name not in private_api.ZERO3_MODULE_ATTRIBUTES
+        if name not in library.ZERO3_MODULE_ATTRIBUTES
         and not _is_deepspeeds(value)
         and not _is_deepspeeds(type(value))
     }

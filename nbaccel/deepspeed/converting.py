@@ -23,8 +23,8 @@ from nbaccel.base import weight_files
 from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.quiet_bars import Bar
 from nbaccel.base.units import parse_bytes
-from nbaccel.deepspeed import private_api
-from nbaccel.deepspeed.weights.checkpoint_layout import Weight, checked_bits, read_layout
+from nbaccel.deepspeed import library
+from nbaccel.deepspeed.checkpoint_layout import Weight, checked_bits, read_layout
 
 _COPIED_ELEMENTS = 2**22  # of a weight of an engine, at a time
 _INDEX_FILE = weight_files.FILE_PATTERN.format(suffix="") + ".index.json"
@@ -391,8 +391,8 @@ def _whole_master(
     tensor: torch.Tensor, of_stage_0: Mapping[int, torch.Tensor]
 ) -> torch.Tensor | None:
     """The optimizer's fp32 weights on rank 0; where it has none, what the model computes with."""
-    is_trained_at_3 = tensor.requires_grad and private_api.zero3_optimizer(tensor) is not None
-    if is_trained_at_3 or private_api.has_fp32_fragment(tensor):
+    is_trained_at_3 = tensor.requires_grad and library.zero3_optimizer(tensor) is not None
+    if is_trained_at_3 or library.has_fp32_fragment(tensor):
         from deepspeed.utils import safe_get_full_fp32_param
 
         # A collective, which gives the whole to every rank.

@@ -22,12 +22,11 @@ from nbaccel.base import env
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.given_values import value_at
-from nbaccel.deepspeed import library
+from nbaccel.deepspeed import engines, library, local_shards
 from nbaccel.deepspeed.auto_values import Resolved, TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.environment import Lease, forget_modules
-from nbaccel.deepspeed.strategy import engines, local_shards
-from nbaccel.deepspeed.strategy.engines import (
+from nbaccel.deepspeed.checkpoint_layout import is_readable, read_states
+from nbaccel.deepspeed.engines import (
     Drive,
     EngineOptimizer,
     EngineScheduler,
@@ -36,9 +35,9 @@ from nbaccel.deepspeed.strategy.engines import (
     is_engines,
     make_engine,
 )
-from nbaccel.deepspeed.strategy.local_shards import remember, take_back_together
-from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
-from nbaccel.deepspeed.weights.checkpoint_layout import is_readable, read_states
+from nbaccel.deepspeed.environment import Lease, forget_modules
+from nbaccel.deepspeed.local_shards import remember, take_back_together
+from nbaccel.deepspeed.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.zero_config import AUTO, ZERO
 from nbaccel.deepspeed.zero_memory import check_disk, check_host_memory, estimate_memory, host_bytes
 from nbaccel.memory.estimate import measure

@@ -32,10 +32,9 @@ from torch.optim import Optimizer
 
 from nbaccel.base import frames, mapped_files, torch_private
 from nbaccel.base.errors import ConfigError, TrainingDiverged
-from nbaccel.deepspeed import library, private_api
+from nbaccel.deepspeed import library, local_shards
 from nbaccel.deepspeed.environment import destroy
-from nbaccel.deepspeed.strategy import local_shards
-from nbaccel.deepspeed.strategy.local_shards import Claim, take_back, unhook
+from nbaccel.deepspeed.local_shards import Claim, take_back, unhook
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.plan.contracts.training import DummyOptim, DummyScheduler, Remembered
 from nbaccel.precision.native import as_float32
@@ -72,7 +71,7 @@ def make_engine(
         shard_in_turn(model, zero_config)
     with library.usual_logging(zero_config):
         engine, *_ = deepspeed.initialize(**arguments)
-    private_api.check_fp32_copies(engine)
+    library.check_fp32_copies(engine)
     _convert_inputs(engine)
     # Only here are the model's first tensors free: the engine has replaced them.
     return_all()
@@ -553,7 +552,7 @@ class Drive:
         """A block in which steps clip at this norm; those of a loop without the call do not."""
         # DeepSpeed has no public function for it: the engine reads its configuration, and its own
         # optimizers hold a copy of the value.
-        holders = {private_api.engine_settings(self.engine): "gradient_clipping"}
+        holders = {library.engine_settings(self.engine): "gradient_clipping"}
         if hasattr(self.engine.optimizer, "clip_grad"):
             holders[self.engine.optimizer] = "clip_grad"
         norms_before = [getattr(*holder) for holder in holders.items()]

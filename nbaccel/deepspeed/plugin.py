@@ -177,7 +177,7 @@ class DeepSpeedPlugin(Settings):
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
         """Switch building in shards on or off for a block."""
-        from nbaccel.deepspeed.strategy import local_shards
+        from nbaccel.deepspeed import local_shards
 
         # Below stage 3 there is nothing to build in shards, whatever is passed.
         flag_before = self.zero3_init_flag
@@ -292,7 +292,7 @@ class DeepSpeedPlugin(Settings):
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
         """Let ZeRO-3 fetch each mixture-of-experts layer as one; `prepare` does it by itself."""
-        from nbaccel.deepspeed.strategy.engines import fetch_together
+        from nbaccel.deepspeed.engines import fetch_together
 
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = env.read(_VARIABLES["transformer_moe_cls_names"])
