@@ -23,8 +23,8 @@ from nbaccel.base import weight_files
 from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.quiet_bars import Bar
 from nbaccel.base.units import parse_bytes
-from nbaccel.deepspeed import library
-from nbaccel.deepspeed.checkpoint_layout import Weight, checked_bits, read_layout
+from nbaccel.deepspeed import library, local_shards
+from nbaccel.deepspeed.checkpoint_layout import Weight, checked_bits, cut_otherwise, read_layout
 
 _COPIED_ELEMENTS = 2**22  # of a weight of an engine, at a time
 _INDEX_FILE = weight_files.FILE_PATTERN.format(suffix="") + ".index.json"
@@ -318,9 +318,10 @@ def save_16bit_weights(
             tied[name] = first_name
     # All ranks gather in the same order, that of the files.
     ordered = itertools.chain.from_iterable(_distributed(weights, max_shard_size).values())
-    gathered = (_whole_parameter(state[weight.name]) for weight in ordered)
+    is_writer = dist.get_rank() == 0
+    gathered = (local_shards.gathered(state[weight.name], keep=is_writer) for weight in ordered)
     error = written = None
-    if dist.get_rank() == 0:
+    if is_writer:
         read_once = {
             name: _EngineWeight(name, weight.shape, weight.dtype, gathered=gathered)
             for name, weight in weights.items()
@@ -356,7 +357,7 @@ class _EngineWeight(Weight):
         """See :meth:`Weight.chunks`; once."""
         tensor = next(self.gathered)
         if tensor is not None:
-            yield from torch.split(tensor.detach().to("cpu").reshape(-1), _COPIED_ELEMENTS)
+            yield from torch.split(tensor.reshape(-1), _COPIED_ELEMENTS)
 
 
 def _module_of(engine: Any) -> nn.Module:
@@ -369,22 +370,8 @@ def _module_of(engine: Any) -> nn.Module:
     ranks = getattr(engine, "mp_world_size", 1)
     if ranks > 1 or getattr(engine, "has_moe_layers", False):
         cut_kind = f"tensor parallelism over {ranks} ranks" if ranks > 1 else "experts"
-        raise ConfigError(
-            f"This engine's model has {cut_kind}: its weights are cut in a way that ZeRO cannot "
-            "put together. Save a checkpoint, and make a universal one of it with ds_to_universal."
-        )
+        raise cut_otherwise("The model of this engine", f"has {cut_kind}")
     return module
-
-
-def _whole_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What the model computes with, whole, on rank 0; a collective where it is partitioned."""
-    if not hasattr(tensor, "ds_id"):
-        return _on_rank_0(tensor.detach())
-    import deepspeed
-
-    # A copy, because the gathered tensor is freed with the block.
-    with deepspeed.zero.GatheredParameters([tensor]):
-        return tensor.detach().clone() if dist.get_rank() == 0 else None
 
 
 def _whole_master(
@@ -399,7 +386,7 @@ def _whole_master(
         return _on_rank_0(safe_get_full_fp32_param(tensor))
     if id(tensor) in of_stage_0:
         return _on_rank_0(of_stage_0[id(tensor)])
-    return _whole_parameter(tensor)
+    return local_shards.gathered(tensor, keep=dist.get_rank() == 0)
 
 
 def _on_rank_0(tensor: torch.Tensor) -> torch.Tensor | None:

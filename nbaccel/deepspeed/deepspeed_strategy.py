@@ -25,7 +25,7 @@ from nbaccel.config.given_values import value_at
 from nbaccel.deepspeed import engines, library, local_shards
 from nbaccel.deepspeed.auto_values import Resolved, TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.checkpoint_layout import is_readable, read_states
+from nbaccel.deepspeed.checkpoint_layout import CheckpointFiles, is_readable, read_states
 from nbaccel.deepspeed.engines import (
     Drive,
     EngineOptimizer,
@@ -139,7 +139,7 @@ class DeepSpeedStrategy(Strategy):
         plugin = self._plugins.active
         settings = self._as_given(plugin)
         # Before the lease: what is refused has made no process group.
-        check_parts(settings, bundle.models, bundle.optimizers, bundle.schedulers)
+        check_parts(settings, bundle)
         optimizer_of = _optimizers_by_model(bundle)
         self._lease.take()
         drives: list[Drive | None] = []
@@ -160,8 +160,13 @@ class DeepSpeedStrategy(Strategy):
                 EngineOptimizer(drive) if (drive := drive_of[id(optimizer)]) else optimizer
                 for optimizer in bundle.optimizers
             ),
+            # The engine steps its own; one of torch is stepped by the loop, as always. Where its
+            # optimizer is only in the file, one engine has it.
             schedulers=tuple(
-                _schedule_of(drives, drive_of, scheduler) for scheduler in bundle.schedulers
+                EngineScheduler(drive_of.get(id(one.optimizer)) or next(filter(None, drives)))
+                if is_engines(one)
+                else one
+                for one in bundle.schedulers
             ),
         )
 
@@ -226,9 +231,7 @@ class DeepSpeedStrategy(Strategy):
         except BaseException:  # an interrupt, too: without an engine nothing else releases it
             folders.release()
             raise
-        norm = given_settings.get("gradient_clipping")
-        troubles = engines.Troubles(engine, made_in(model))
-        engine_drive = Drive(engine, folders, troubles, norm, states_before)
+        engine_drive = Drive(engine, folders, made_in(model), states_before)
         self._drives[id(engine)] = engine_drive
         return engine_drive
 
@@ -236,7 +239,6 @@ class DeepSpeedStrategy(Strategy):
         """Warn of, or refuse, what is known before an engine is made."""
         for text in config.warnings:
             warnings.warn(text, stacklevel=2)
-        local_shards.check_buffers(model, config.config, self.place.world_size)
         machine = inspect_machine()
         # What the processes of this node will need, without activations.
         need = estimate_memory(
@@ -330,13 +332,16 @@ class DeepSpeedStrategy(Strategy):
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Refused: the state is in shards, in DeepSpeed's format, and is saved with the model."""
-        raise _shards_only(type(optimizer).__name__)
+        raise ConfigError(
+            f"The state of {type(optimizer).__name__} cannot be read or written whole: DeepSpeed "
+            "keeps it in shards, in a format of its own, together with the weights. Use "
+            "accelerator.save_state and load_state with as many processes."
+        )
 
     def load_optimizer_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Refused, for the same reason."""
-        raise _shards_only(type(optimizer).__name__)
+        self.optimizer_state(model, optimizer)  # refused, for the same reason
 
     @property
     def keeps_own_disks(self) -> bool:
@@ -425,14 +430,6 @@ def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:
     lease.give_up()
 
 
-def _shards_only(checkpoint_kind: str) -> ConfigError:
-    return ConfigError(
-        f"The state of {checkpoint_kind} cannot be read or written whole: DeepSpeed keeps it in "
-        "shards, in a format of its own, together with the weights. Use accelerator.save_state "
-        "and load_state with as many processes."
-    )
-
-
 def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
     """Each model's optimizer, by the number of the model."""
     found: dict[int, Any] = {}
@@ -457,17 +454,6 @@ def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
             )
         found[numbers[0]] = optimizer
     return found
-
-
-def _schedule_of(
-    drives: list[Drive | None], drive_of: dict[int, Drive | None], scheduler: Any
-) -> Any:
-    """What steps a schedule: the engine; one of torch is stepped by the loop, as always."""
-    if not is_engines(scheduler):
-        return scheduler
-    # Where its optimizer is only in the file, one engine has it.
-    drive = drive_of.get(id(scheduler.optimizer)) or next(filter(None, drives))
-    return EngineScheduler(drive)
 
 
 # ------------------------------------------------------------------------------ its settings
@@ -528,60 +514,43 @@ def resolve_config(
     return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
 
 
-def check_parts(
-    settings: dict[str, Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-) -> None:
+def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
     mistakes = []
-    are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in optimizers]
-    in_file = _type_of(settings.get("optimizer"))
-    if optimizers and not models:
+    if bundle.optimizers and not bundle.models:
         mistakes.append(
-            f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
-            "one engine, and the optimizer alone would train nothing. Prepare them in one call."
+            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model: DeepSpeed puts both "
+            "in one engine, and the optimizer alone would train nothing. Prepare them in one call."
         )
-    if settings.get("optimizer") and not all(are_dummies):
-        mistakes.append(
-            f"The DeepSpeed configuration has an optimizer ({in_file}), and prepare got one of "
-            "torch. Only one can train. Leave it out of the configuration, or prepare "
-            "nbaccel.utils.DummyOptim(model.parameters())."
-        )
-    if any(are_dummies) and not settings.get("optimizer"):
-        mistakes.append(
-            f"prepare got {sum(are_dummies)} DummyOptim, and the DeepSpeed configuration has no "
-            "optimizer that it could stand for. Add one there, or prepare one of torch."
-        )
-    for scheduler in schedulers:
-        is_dummy = isinstance(scheduler, DummyScheduler)
-        makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
-        if settings.get("scheduler") and (not is_dummy or makes_schedule):
+    parts: list[tuple[str, type, Any]] = [
+        *(("optimizer", DummyOptim, one) for one in bundle.optimizers),
+        *(("scheduler", DummyScheduler, one) for one in bundle.schedulers),
+    ]
+    for key, stand_in, part in parts:
+        in_file = settings.get(key)
+        is_dummy = isinstance(part, stand_in)
+        # A stand-in with a callable makes a schedule of its own.
+        makes_it = not is_dummy or getattr(part, "lr_scheduler_callable", None) is not None
+        if in_file and makes_it:
+            kind = in_file.get("type") if isinstance(in_file, dict) else in_file
             mistakes.append(
-                f"The DeepSpeed configuration has a schedule ({_type_of(settings['scheduler'])}), "
-                f"and prepare got {type(scheduler).__name__}. Only one can set the learning rate. "
-                "Leave it out of the configuration, or prepare nbaccel.utils.DummyScheduler."
+                f"The DeepSpeed configuration has an {key} ({kind}), and prepare got one of torch, "
+                f"a {type(part).__name__}. Only one can train. Leave it out of the configuration, "
+                f"or prepare nbaccel.utils.{stand_in.__name__}."
             )
-        elif is_dummy and not makes_schedule and not settings.get("scheduler"):
+        elif not in_file and not makes_it:
             mistakes.append(
-                f"prepare got a DummyScheduler(total_num_steps={scheduler.total_num_steps}), and "
-                "the DeepSpeed configuration has no schedule that it could stand for. Add one "
-                "there, or give lr_scheduler_callable."
+                f"prepare got a {stand_in.__name__}, and the DeepSpeed configuration has no {key} "
+                "that it could stand for. Add one there, or prepare one of torch."
             )
         # The real optimizer is made inside `initialize`, from the file, after this schedule.
-        elif any(are_dummies) and not is_dummy:
+        elif not is_dummy and isinstance(getattr(part, "optimizer", None), DummyOptim):
             mistakes.append(
-                f"prepare got a {type(scheduler).__name__} of an optimizer that is a DummyOptim: "
-                "it would set the learning rate of nothing. Give "
-                "DummyScheduler(lr_scheduler_callable=...)."
+                f"prepare got a {type(part).__name__} of a DummyOptim: it would set the learning "
+                "rate of nothing. Give DummyScheduler(lr_scheduler_callable=...)."
             )
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-def _type_of(section: Any) -> Any:
-    return section.get("type") if isinstance(section, dict) else section
 
 
 # ------------------------------------------------------------------------------ its checkpoints
@@ -701,31 +670,23 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = 
 
 def _check_ranks(folder: Path, engine: Any, saved_by: Any, ranks_there: Collection[int]) -> None:
     """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
-    # Only at stage 3 each rank has a file of model states.
-    saved_kinds = {
-        kind: {path.name.rpartition("zero_pp_rank_")[2].partition("_")[0] for path in paths}
+    files: dict[str, dict[int, Path]] = {
+        kind: {
+            int(rank): path
+            for path in folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}_states.pt")
+            if (rank := path.name.rpartition("zero_pp_rank_")[2].partition("_")[0]).isdecimal()
+        }
         for kind in ("model", "optim")
-        if (paths := [*folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}_states.pt")])
     }
-    if engine.zero_optimization_stage() == 0 or not saved_kinds:
+    if engine.zero_optimization_stage() == 0 or not any(files.values()):
         return
-    saved_kinds.setdefault("optim", set())
     # The model's file tells how many ranks saved it: counted by the files that are there, a missing
     # file of the last rank would look like a checkpoint of fewer processes.
-    saved_count = saved_by if isinstance(saved_by, int) else len(saved_kinds["optim"])
-    words = {"optim": "optimizer's", "model": "model's"}
-    missing = [
-        f"{words[kind]} states of rank {rank}"
-        for kind, present in sorted(saved_kinds.items(), reverse=True)
-        for rank in sorted(ranks_there or range(saved_count))
-        if str(rank) not in present
-    ]
-    if missing:
-        raise CheckpointDamaged(
-            f"{folder} was saved by {saved_count} processes, and the {', '.join(missing)} are "
-            "missing: a part of every weight is in them. Nothing has been loaded. Copy them from "
-            "where it was saved, or load another checkpoint."
-        )
+    saved_count = saved_by if isinstance(saved_by, int) else len(files["optim"])
+    # Only at stage 3 each rank has a file of model states.
+    stage = 3 if files["model"] else 2
+    found = CheckpointFiles(folder, files["model"], files["optim"])
+    found.check_ranks(ranks_there or range(saved_count), saved_count, stage)
     if saved_count != int(engine.dp_world_size):
         raise ConfigError(
             f"The checkpoint {str(folder)!r} is of {saved_count} processes, and this run has "

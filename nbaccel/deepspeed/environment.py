@@ -20,10 +20,9 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbaccel.base import env, processes, training_libraries
@@ -53,10 +52,10 @@ def _check_gpu(index: int) -> None:
     machine = inspect_machine()
     if index >= len(machine.gpus):
         listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
-        no_gpu = f"no GPU ({machine.gpu_note})" if machine.gpu_note else "no GPU"
         raise ConfigError(
-            f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
-            f"DeepSpeed would fail. Use {'one of these' if listed else 'device=' + repr('cpu')}."
+            f'device="cuda:{index}" is not there: CUDA shows this process '
+            f"{listed or f'no GPU ({machine.gpu_note})'}. DeepSpeed would fail. Use one that is "
+            "there, or device='cpu'."
         )
 
 
@@ -177,7 +176,7 @@ def deepspeed_environment(
             "for example."
         )
     _close_current()
-    _check_launcher(env.snapshot())
+    _check_launcher()
     _check_group()
     # The stack undoes every step if one fails; in the end it hands them to the environment.
     with contextlib.ExitStack() as stack:
@@ -193,12 +192,20 @@ def deepspeed_environment(
         # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there.
         stack.callback(tear_down, observe())
         deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
-        kind = _chosen_device(deepspeed, wanted_kind)
+        accelerator = deepspeed.accelerator.get_accelerator()
+        # The kind of device that DeepSpeed has chosen for the life of this process.
+        kind = str(accelerator.device_name())
+        if wanted_kind not in (None, kind):
+            raise UnsafeMoment(
+                f"device={wanted_kind!r} comes too late: DeepSpeed was imported before and has "
+                f"settled on {kind} for the life of this process. Restart the kernel and call "
+                f"deepspeed_environment(device={wanted_kind!r}) before DeepSpeed is imported."
+            )
         # One that was asked for has been looked at before DeepSpeed was imported.
         if kind == "cuda" and wanted_kind is None:
             _check_gpu(gpu_index)
         library.ready_to_build(kind)
-        backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
+        backend_name = str(accelerator.communication_backend_name())
         # The store owns the descriptor from here on, so the socket must not close it.
         _begin_group(backend_name, socket.detach(), port_number, timeout_s)
         device = kind if kind == "cpu" else f"{kind}:{gpu_index}"
@@ -220,7 +227,8 @@ def ignore_old_names() -> None:
 def _environment_variables(
     wanted_kind: str | None, gpu_index: int, port: int
 ) -> dict[str, str | None]:
-    variables: dict[str, str | None] = {
+    return {
+        **dict.fromkeys(_UNSET_VARIABLES),
         "RANK": "0",
         # DeepSpeed and transformers take the device's number from here.
         "LOCAL_RANK": str(gpu_index),
@@ -228,14 +236,12 @@ def _environment_variables(
         "MASTER_ADDR": _LOOPBACK_ADDRESS,
         "MASTER_PORT": str(port),
         "PATH": library.path_with_ninja(),
-    }
-    # Groups open further ports, on the interface of the machine's name unless these name another.
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        variables[name] = env.read(name) or "lo"
-    if wanted_kind is not None:
+        # Groups open further ports, on the interface of the machine's name unless these say which.
+        "GLOO_SOCKET_IFNAME": env.read("GLOO_SOCKET_IFNAME") or "lo",
+        "NCCL_SOCKET_IFNAME": env.read("NCCL_SOCKET_IFNAME") or "lo",
         # DeepSpeed reads it once, when it is imported.
-        variables["DS_ACCELERATOR"] = wanted_kind
-    return variables | dict.fromkeys(_UNSET_VARIABLES)
+        "DS_ACCELERATOR": wanted_kind or env.read("DS_ACCELERATOR"),
+    }
 
 
 def _close_current() -> None:
@@ -250,19 +256,18 @@ def _close_current() -> None:
         environment.close()
 
 
-def _check_launcher(environ: Mapping[str, str]) -> None:
+def _check_launcher() -> None:
     """A process that is one of several must not be cut off from the others."""
     found = [
-        name
-        for name, value in _ALONE.items()
-        if environ.get(name, "").strip() not in ("", "-1", value)
+        f"{name}={value}"
+        for name, alone in _ALONE.items()
+        if (value := (env.read(name) or "").strip()) not in ("", "-1", alone)
     ]
     if found:
         raise UnsafeMoment(
-            "A launcher's environment is here already: "
-            f"{', '.join(f'{name}={environ[name]}' for name in found)}. This process would be cut "
-            "off from the others. In a launched process leave deepspeed_environment() out; in a "
-            f"notebook they are left over: unset {', '.join(found)} first."
+            f"A launcher's environment is here already: {', '.join(found)}. This process would be "
+            "cut off from the others. In a launched process leave deepspeed_environment() out; in "
+            "a notebook these variables are left over: unset them first."
         )
 
 
@@ -278,18 +283,6 @@ def _check_group() -> None:
             "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
             f"end it first: {name}.destroy_process_group()"
         )
-
-
-def _chosen_device(deepspeed: ModuleType, wanted_kind: str | None) -> str:
-    """The kind of device that DeepSpeed has chosen for the life of this process."""
-    device_kind = str(deepspeed.accelerator.get_accelerator().device_name())
-    if wanted_kind not in (None, device_kind):
-        raise UnsafeMoment(
-            f"device={wanted_kind!r} comes too late: DeepSpeed was imported before and has "
-            f"settled on {device_kind} for the life of this process. Restart the kernel and call "
-            f"deepspeed_environment(device={wanted_kind!r}) before DeepSpeed is imported."
-        )
-    return device_kind
 
 
 def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
@@ -402,8 +395,7 @@ def tear_down(state_before: Before) -> None:
 
 
 def _destroy_engines() -> None:
-    """Remove hooks and buffers of every engine, also of those that a variable still names."""
-    for engine in live_engines():
+    for engine in live_engines():  # also those that a variable still names
         try:
             destroy(engine)
         except Exception as error:  # a half-made engine must not keep the rest alive

@@ -107,22 +107,16 @@ def group_owner() -> Any:
 
 def check_version() -> None:
     """Refuse a DeepSpeed that would fail in the middle of a training, without importing it."""
-    if version := older_than(OLDEST):
-        raise MissingBackend(
-            f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer: older "
-            "ones leave float32 weights out of checkpoints, and cannot be shut down in a running "
-            f'process. Install a newer one: pip install "deepspeed>={OLDEST}"',
-            name="deepspeed",
-        )
-
-
-def older_than(release: str) -> str:
-    """The version that is installed, where it is older than this one; empty elsewhere."""
     version = _installed_version()
-    try:
-        return version if version and Version(version) < Version(release) else ""
-    except InvalidVersion:  # of a build from source
-        return ""
+    # A build from source may have any name for its version.
+    with contextlib.suppress(InvalidVersion):
+        if version is not None and Version(version) < Version(OLDEST):
+            raise MissingBackend(
+                f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer: "
+                "older ones leave float32 weights out of checkpoints, and cannot be shut down in a "
+                f'running process. Install a newer one: pip install "deepspeed>={OLDEST}"',
+                name="deepspeed",
+            )
 
 
 # Cached: each launch and each plugin asks, and reading metadata takes milliseconds.
@@ -227,18 +221,17 @@ def path_with_ninja() -> str | None:
     search_path = env.read("PATH")
     # The one that pip installed for this Python, wherever PATH leads.
     beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
-    found = shutil.which("ninja", path=os.pathsep.join(beside_python))
-    ninja = Path(found) if found else None
-    first_path = shutil.which("ninja", path=search_path)
-    if first_path is not None and (ninja is None or Path(first_path) == ninja):
-        return search_path
-    if ninja is None:
+    own = shutil.which("ninja", path=os.pathsep.join(beside_python))
+    first = shutil.which("ninja", path=search_path)
+    if own is None and first is None:
         raise MissingBackend(
             "DeepSpeed needs ninja to load its C++ operations, also those already built: none is "
             f"in PATH ({search_path}) nor beside {sys.executable}. Install it: pip install ninja",
             name="ninja",
         )
-    return os.pathsep.join([str(ninja.parent), *filter(None, [search_path])])
+    if own is None or own == first:
+        return search_path
+    return os.pathsep.join([str(Path(own).parent), *filter(None, [search_path])])
 
 
 def _compiler() -> list[str] | None:
@@ -265,8 +258,7 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
     forgotten = tuple(filter(_is_forgotten, sorted(folder().glob("*/lock"))))
     for path in forgotten:
         # A warning, since it changes a folder that other environments of this user share.
-        name = path.parent.name
-        _log.warning("removing %s: the process that was building %s is gone", path, name)
+        _log.warning("removing %s: the process that was building there is gone", path)
         path.unlink(missing_ok=True)
     return forgotten
 
@@ -283,8 +275,7 @@ def _is_forgotten(lock_path: Path) -> bool:
             status = lock_path.stat()
         except OSError:
             return False  # the build has ended meanwhile
-        if (process := _holder_of(lock_path)) is not None:
-            _log.info("%s is being built by process %s: DeepSpeed waits", lock_path.parent, process)
+        if _is_held(lock_path):
             return False
         # The time, too: a file system may give the number of a removed file to the next one.
         seen.add((status.st_ino, status.st_ctime_ns))
@@ -298,14 +289,14 @@ def _is_forgotten(lock_path: Path) -> bool:
     return len(seen) == 1
 
 
-def _holder_of(lock_path: Path) -> int | None:
-    """The process that has a lock open, as the one that builds does until it has finished."""
+def _is_held(lock_path: Path) -> bool:
+    """Whether a process has a lock open, as the one that builds does until it has finished."""
     path = str(lock_path.resolve())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or of another user
             if any(file.path == path for file in process.open_files()):
-                return process.pid
-    return None
+                return True
+    return False
 
 
 def _would_be_seen(path: Path) -> bool:
@@ -335,27 +326,21 @@ def offloads_optimizer(zero_config: ZeroConfig) -> bool:
     return zero_config.zero_stage > 0 and section is not None and section.device in ("cpu", "nvme")
 
 
-def own_operation(optimizer_type: str, params: Mapping[str, Any], *, is_offloaded: bool) -> str:
-    """The operation of DeepSpeed's own optimizer: ``cpu_adam``; empty where it has none."""
-    # DeepSpeed compares names of optimizers in lower case.
-    kind = {"adamw": "adam"}.get(optimizer_type.lower(), optimizer_type.lower())
-    is_own = kind in ("adam", "lion", "lamb") or (kind == "adagrad" and is_offloaded)
-    if not is_own or (kind == "adam" and params.get("torch_adam")):
-        return ""
-    return f"{'cpu' if is_offloaded and kind != 'lamb' else 'fused'}_{kind}"
-
-
 def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
     """The C++ parts that a run of this configuration loads."""
     operations = [_CPU_OPERATION] if device == "cpu" else []
     maker = zero_config.optimizer
     if maker is not None and maker.type is not None:
-        away = offloads_optimizer(zero_config)
-        operations.append(own_operation(maker.type, maker.params or {}, is_offloaded=away))
+        # DeepSpeed compares names of optimizers in lower case.
+        kind = {"adamw": "adam"}.get(maker.type.lower(), maker.type.lower())
+        is_torchs = kind == "adam" and (maker.params or {}).get("torch_adam")
+        place = "cpu" if offloads_optimizer(zero_config) and kind != "lamb" else "fused"
+        kinds = ("adam", "lion", "lamb", *["adagrad"] * (place == "cpu"))
+        operations += [f"{place}_{kind}"] if kind in kinds and not is_torchs else []
     for offload in (zero_config.offload_optimizer, zero_config.offload_param):
         if offload is not None and offload.device == "nvme" and "async_io" not in operations:
             operations.append("async_io")
-    return tuple(filter(None, operations))
+    return tuple(operations)
 
 
 def missing_tools(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:

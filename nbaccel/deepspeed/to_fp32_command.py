@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nbaccel.base.units import count_noun, first_few, format_bytes, format_seconds
+from nbaccel.base.units import count_noun, format_bytes, format_seconds
 
 _HELP = (
     "Convert a checkpoint that DeepSpeed's engine.save_checkpoint wrote (ZeRO stages 0 to 3, any "
@@ -65,11 +65,3 @@ def _convert(
         f"{count_noun(len(names), 'file')} ({listed}) in {written.files[0].parent}: "
         f"{format_seconds(time.monotonic() - start_time)}\n"
     )
-    if written.tied:
-        pairs = [f"{name} is {target}" for name, target in sorted(written.tied.items())]
-        # Both names in the file would in turn be refused by safetensors' own load_model.
-        sys.stdout.write(
-            f"Tied weights are in it under one name ({first_few(pairs, 3)}). from_pretrained, "
-            "load_checkpoint_in_model and safetensors.torch.load_model know; for load_state_dict "
-            "take nbaccel.load_fp32_state_dict(DIR), which has all names.\n"
-        )

@@ -26,10 +26,8 @@ from nbaccel.memory.estimate import (
     Shape,
     common_notes,
     refuse_unsized,
-    replicated,
     shape_of,
 )
-from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
@@ -99,7 +97,7 @@ def _counted(
         if has_key(settings, key):
             put_at(part, key, value_at(settings, key))
     facts = TrainingFacts(world_size=world_size)
-    resolved, _ = resolve_decided(part, facts=facts, run=run, model=model)
+    resolved, _ = resolve_decided(part, facts, run, model)
     config = resolved.config
     document = config.to_dict()
     stage = config.zero_stage
@@ -333,8 +331,7 @@ def estimate_memory(
         gradient_checkpointing: Whether it will be turned on; a model in which it is on already,
             or that calls ``torch.utils.checkpoint`` itself, is measured as it is.
         activation_bytes: What is needed for activations on a device, where that is known.
-        run: How it will be run; decides what is ``"auto"``. Without a configuration, MS-AMP's
-            levels are counted where it asks for them (``mixed_precision="fp8"``).
+        run: How it will be run; decides what is ``"auto"``.
         inventory: What the machine has; None looks at this one.
 
     Returns:
@@ -347,26 +344,20 @@ def estimate_memory(
     _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
     shape = shape_of(model_or_shape)
     world_size = num_processes * num_nodes
-    given = {} if config is None else old_forms(load_settings(config))[0]
-    formats = short_formats(run) if config is None else None
+    given = {} if config is None else old_forms(load_settings(config))
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
-        precision = settings.precision if formats is None else "bf16"
+        # Here, since importing torch's fake tensors takes about a second.
+        from nbaccel.memory.activations import measure_activations, resized
+
         rows = given.get(_BATCH_KEY)
-        activation_bytes = _measured(
-            model_or_shape, sample_batch, rows, precision, gradient_checkpointing
-        )
+        activation_bytes = measure_activations(
+            model_or_shape,
+            resized(sample_batch, rows) if isinstance(rows, int) else sample_batch,
+            precision=settings.precision,
+            gradient_checkpointing=gradient_checkpointing,
+        ).peak
     machine = inventory or inspect_machine()
-    if formats is not None:
-        return replicated(
-            shape,
-            states=_short_states(model_or_shape, world_size, formats),
-            num_processes=num_processes,
-            num_nodes=num_nodes,
-            activation_bytes=activation_bytes,
-            inventory=machine,
-            level=formats.level,
-        )
     # Processes take the first GPUs, one each.
     gpus = machine.gpus[:num_processes]
     device, host, nvme = _BYTES_AT_STAGE[settings.stage](settings, shape, world_size, not gpus)
@@ -393,51 +384,22 @@ def estimate_memory(
     )
 
 
-def _measured(
-    model: Any, batch: Any, num_rows: Any, precision: str, gradient_checkpointing: bool
-) -> int:
-    # Here, since importing torch's fake tensors takes about a second.
-    from nbaccel.memory.activations import measure_activations, resized
-
-    return measure_activations(
-        model,
-        resized(batch, num_rows) if isinstance(num_rows, int) else batch,
-        precision=precision,
-        gradient_checkpointing=gradient_checkpointing,
-    ).peak
-
-
-def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
-    """The states at one of MS-AMP's levels, which train without DeepSpeed."""
-    if not callable(getattr(model, "modules", None)):
-        raise ConfigError(
-            f"The memory of MS-AMP's {formats.level} cannot be estimated from {model!r}: it "
-            "depends on which weights belong to linear layers. Give the module (it may be on meta)."
-        )
-    return model_states(model, world_size=world_size, formats=formats)
-
-
 def _check_arguments(
     model: Any, num_processes: int, num_nodes: int, sample_batch: Any, activation_bytes: int
 ) -> None:
-    mistakes = []
-    if num_processes < 1 or num_nodes < 1:
-        mistakes.append(
-            f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
-            "divided among them. Use 1 or more of each."
-        )
-    if sample_batch is not None and not callable(getattr(model, "modules", None)):
-        mistakes.append(
-            f"sample_batch needs the model itself: got {model!r}, with which nothing can be "
-            "measured. Give the module (it may be on meta), or activation_bytes."
-        )
-    if sample_batch is not None and activation_bytes:
-        mistakes.append(
-            f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
-            "silently override the other. Give one of them."
-        )
-    if mistakes:
-        raise ConfigError(*mistakes)
+    is_sized_alone = not callable(getattr(model, "modules", None))
+    problems = {
+        f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
+        "divided among them. Use 1 or more of each.": num_processes < 1 or num_nodes < 1,
+        f"sample_batch needs the model itself: got {model!r}, with which nothing can be measured. "
+        "Give the module (it may be on meta), or activation_bytes.": sample_batch is not None
+        and is_sized_alone,
+        f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
+        "silently override the other. Give one of them.": sample_batch is not None
+        and bool(activation_bytes),
+    }
+    if any(problems.values()):
+        raise ConfigError(*(text for text, is_there in problems.items() if is_there))
 
 
 # ------------------------------------------------------------------------------ is there room

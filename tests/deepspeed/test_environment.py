@@ -77,7 +77,7 @@ def test_a_device_of_another_kind_is_refused(device):
 
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
     monkeypatch.setattr(environment, "inspect_machine", lambda: machine(1))
-    with pytest.raises(ConfigError, match=r'"cuda:1" is not there.*cuda:0 \(a GPU\).*one of these'):
+    with pytest.raises(ConfigError, match=r'"cuda:1" is not there.*cuda:0 \(a GPU\).*one that is'):
         environment._check_gpu(1)
     has_none = replace(machine(0), gpu_note="no driver")
     monkeypatch.setattr(environment, "inspect_machine", lambda: has_none)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -30,10 +28,6 @@ def chosen(asked="auto", config=(), model=None, inventory=HOPPER):
 def test_the_format_that_was_asked_for_is_taken_or_the_best_of_the_device():
     assert chosen().precision == "bf16"
     assert chosen(inventory=TURING).precision == "fp16"
-    model = nn.Linear(8, 8)
-    model.config = SimpleNamespace(dtype=torch.bfloat16)
-    assert "65504" in str(chosen(model=model, inventory=TURING))
-    assert "65504" not in str(chosen(model=model))
     assert chosen("float32").precision == "fp32"
     assert chosen(config={"fp16": {"enabled": True}}).precision == "fp16"
     assert chosen(config={"bf16": {"enabled": False}}, inventory=TURING).precision == "fp16"
@@ -159,8 +153,7 @@ def test_a_byte_too_little_goes_one_rung_further_or_to_smaller_batches(ask, all_
     assert found.chosen.name == "ZeRO-1", "the fastest with which that batch fits"
     assert found.config["train_micro_batch_size_per_gpu"] == 2048
     assert found.config["gradient_accumulation_steps"] == 2
-    tried_again = [rung.name for rung in found.rungs if rung.batch_size == 2048]
-    assert "ZeRO-0" not in tried_again, "its model states alone are too much"
+    assert {rung.batch_size for rung in found.rungs} == {2048}
 
 
 def test_where_nothing_fits_it_says_what_comes_nearest_and_what_is_missing(ask):
