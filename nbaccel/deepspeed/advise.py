@@ -36,7 +36,7 @@ from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.engines import make_engine
-from nbaccel.deepspeed.form import LOWERED_KEYS, DeepSpeedForm
+from nbaccel.deepspeed.form import DeepSpeedForm
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
 from nbaccel.memory.activations import call, loss_of, mapped, resized
 from nbaccel.memory.estimate import (
@@ -388,7 +388,7 @@ def _walked(
     for size, steps in halvings(*batch):
         rungs.clear()
         for candidate in finder.candidates(_with_batch(run, size, steps), is_chosen=False):
-            rung = _rung(finder, candidate, size, steps)
+            rung = _rung(candidate, size, steps)
             if chosen is not None and rung.is_accepted:
                 reason = f"{rung.reason} Usually slower than what was chosen."
                 rung = replace(rung, reason=reason)
@@ -402,7 +402,7 @@ def _walked(
     return tuple(rungs), chosen
 
 
-def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:
+def _rung(candidate: Candidate, size: int, steps: int) -> Rung:
     verdict = "not available"
     reason = candidate.refusal
     if candidate.need is not None and not candidate.refusal:
@@ -410,13 +410,6 @@ def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:
         lacking = candidate.need.lacking_text
         reason = lacking or f"it needs {candidate.need.shares_text}"
     config = None if verdict == "not available" else dict(candidate.document)
-    written = finder.settings.get(ZERO) or {}
-    lowered = [
-        f"{key}={value}"
-        for key in LOWERED_KEYS
-        if key not in written and (value := value_at(config, f"{ZERO}.{key}")) is not None
-    ]
-    note = f" With {', '.join(lowered)} in place of 1e9." if lowered else ""
     return Rung(
         candidate=candidate,
         name=candidate.name,
@@ -425,7 +418,7 @@ def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:
         gradient_checkpointing=candidate.config.activation_checkpointing,
         estimate=None if candidate.need is None else candidate.need.estimate,
         verdict=verdict,
-        reason=f"{reason[:1].upper()}{reason[1:].rstrip('.')}.{note}",
+        reason=f"{reason[:1].upper()}{reason[1:].rstrip('.')}.",
         config=config,
     )
 
@@ -440,13 +433,8 @@ def _warnings(finder: _Finder, chosen: Rung | None) -> Iterator[str]:
             f"{counting} with gradient checkpointing, which no DeepSpeed configuration turns on: "
             "call model.gradient_checkpointing_enable() before training."
         )
-    if chosen is None or chosen.config is None:
-        return
-    key = "optimizer.params.torch_adam"
-    # Only where the advisor has chosen it: the user's own setting needs no remark.
-    if value_at(chosen.config, key) and not value_at(finder.settings, key):
-        yield "With torch's Adam (torch_adam), since DeepSpeed's own cannot be compiled here."
-    yield from check_config(chosen.config, inventory=finder.memory_model.inventory).warnings
+    if chosen is not None and chosen.config is not None:
+        yield from check_config(chosen.config, inventory=finder.memory_model.inventory).warnings
 
 
 # ----------------------------------------------------------------------- what it begins with

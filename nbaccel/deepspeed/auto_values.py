@@ -394,7 +394,8 @@ def resolve_decided(
             drop_at(settings, key)
             continue
         put_at(settings, key, value)
-        choices.append(Choice(key, _plain_choice(value), reason))
+        # A `bool` is an `int`, and should be shown as a word.
+        choices.append(Choice(key, value if type(value) is int else str(value), reason))
     others = sorted(waiting - set(_RULES))
     schema = None
     if others:
@@ -457,8 +458,3 @@ def _contradictions(known: _Known) -> Iterator[str]:
                 f"{key} is {shown(in_file)} in the file and {shown(value)} by the run ({reason}). "
                 'One of them would be ignored. Change one, or write "auto" in the file.'
             )
-
-
-def _plain_choice(value: Any) -> str | int:
-    # A `bool` is an `int`, and should be shown as a word.
-    return value if isinstance(value, int) and not isinstance(value, bool) else str(value)

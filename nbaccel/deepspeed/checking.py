@@ -286,7 +286,9 @@ def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
     """What works elsewhere, and not on this device."""
     if device != "cpu":
         return
-    if config.is_on("fp16") and not _cpu_has_fp16():
+    # The class itself: `get_accelerator` would choose a device for the life of this process.
+    module = library.load_module("deepspeed.accelerator.cpu_accelerator", why="float16")
+    if config.is_on("fp16") and not module.CPU_Accelerator().is_fp16_supported():
         yield (
             "fp16.enabled cannot be true on this CPU, which has no float16 arithmetic: got "
             "fp16.enabled=True. DeepSpeed says 'Type fp16 is not supported on your device'. Use "
@@ -301,10 +303,3 @@ def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
             f"optimizer.type={name!r} cannot be made on the CPU. DeepSpeed says 'This op had not "
             f"been implemented on CPU backend'. {remedy}"
         )
-
-
-def _cpu_has_fp16() -> bool:
-    """DeepSpeed's test of a CPU before it trains in float16, and before it allocates weights."""
-    # The class itself: `get_accelerator` would choose a device for the life of this process.
-    module = library.load_module("deepspeed.accelerator.cpu_accelerator", why="float16")
-    return bool(module.CPU_Accelerator().is_fp16_supported())

@@ -615,10 +615,11 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
         return root / tag
     tags = sorted(path.name for path in root.iterdir() if _has_states(path))
     wanted = "file `latest`, which tells the last tag" if tag is None else f"checkpoint {tag!r}"
+    hint = f", or one of these folders: tag={tags[-1]!r}" if tags else ""
     raise ConfigError(
         f"{root} has no {wanted}, and its folders with *_states.pt are: "
         f"{', '.join(tags) or 'none'}. It holds {_content_of(root)}. Give the folder that "
-        f"save_checkpoint was given, or one of these folders{f': tag={tags[-1]!r}' * bool(tags)}."
+        f"save_checkpoint was given{hint}."
     )
 
 

@@ -255,7 +255,7 @@ class DeepSpeedStrategy(Strategy):
         # One process of each node looks at the disk; the others wait in their first collective
         # and have not yet written anything that would count as room taken.
         if self.place.is_local_main:
-            check_disk(need, local_shards.folders_in_use())
+            check_disk(need)
             check_host_memory(need, device, machine)
 
     def unwrap(self, model: nn.Module) -> nn.Module:

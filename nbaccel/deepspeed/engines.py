@@ -1,12 +1,5 @@
 """Making DeepSpeed's engine, driving it, and what a training loop holds of it.
 
-input, output   floating-point inputs take the engine's format, outputs come back as float32,
-                as with every other strategy here
-generate        keeps ranks in step where weights are in shards
-quiet           no dozen lines of DeepSpeed's log, unless the configuration turns them on
-memory          what is freed goes back to the system where that matters
-shards          models that are cut one parameter at a time, layers that are gathered as one
-
 [Note: when it steps] DeepSpeed's engine must be told, before a backward pass, whether it ends a
 group of accumulated batches, and reduces gradients in it. The step itself is taken when the loop
 asks the optimizer for it, or clips gradients (the engine clips inside its step, with the norm given

@@ -187,7 +187,21 @@ def deepspeed_environment(
             processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
         )
         port_number = int(socket.getsockname()[1])
-        variables = _environment_variables(wanted_kind, gpu_index, port_number)
+        variables = {
+            **dict.fromkeys(_UNSET_VARIABLES),
+            "RANK": "0",
+            # DeepSpeed and transformers take the device's number from here.
+            "LOCAL_RANK": str(gpu_index),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+            "MASTER_ADDR": _LOOPBACK_ADDRESS,
+            "MASTER_PORT": str(port_number),
+            "PATH": library.path_with_ninja(),
+            # Groups open further ports, on the interface of the machine's name unless told.
+            "GLOO_SOCKET_IFNAME": env.read("GLOO_SOCKET_IFNAME") or "lo",
+            "NCCL_SOCKET_IFNAME": env.read("NCCL_SOCKET_IFNAME") or "lo",
+            # DeepSpeed reads it once, when it is imported.
+            "DS_ACCELERATOR": wanted_kind or env.read("DS_ACCELERATOR"),
+        }
         stack.enter_context(env.applied(variables))
         # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there.
         stack.callback(tear_down, observe())
@@ -222,26 +236,6 @@ def ignore_old_names() -> None:
     DeepSpeed 0.19 calls collectives by names that torch 2.13 has replaced.
     """
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
-
-
-def _environment_variables(
-    wanted_kind: str | None, gpu_index: int, port: int
-) -> dict[str, str | None]:
-    return {
-        **dict.fromkeys(_UNSET_VARIABLES),
-        "RANK": "0",
-        # DeepSpeed and transformers take the device's number from here.
-        "LOCAL_RANK": str(gpu_index),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
-        "MASTER_ADDR": _LOOPBACK_ADDRESS,
-        "MASTER_PORT": str(port),
-        "PATH": library.path_with_ninja(),
-        # Groups open further ports, on the interface of the machine's name unless these say which.
-        "GLOO_SOCKET_IFNAME": env.read("GLOO_SOCKET_IFNAME") or "lo",
-        "NCCL_SOCKET_IFNAME": env.read("NCCL_SOCKET_IFNAME") or "lo",
-        # DeepSpeed reads it once, when it is imported.
-        "DS_ACCELERATOR": wanted_kind or env.read("DS_ACCELERATOR"),
-    }
 
 
 def _close_current() -> None:

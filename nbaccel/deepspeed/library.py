@@ -26,8 +26,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +35,7 @@ from packaging.version import InvalidVersion, Version
 from nbaccel.base import env, training_libraries
 from nbaccel.base.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.base.log import get_logger, write_notice
-from nbaccel.base.optional_packages import install_line, is_installed, require
+from nbaccel.base.optional_packages import install_line, installed_version, is_installed, require
 from nbaccel.base.training_libraries import patch_module
 
 if TYPE_CHECKING:
@@ -107,26 +105,16 @@ def group_owner() -> Any:
 
 def check_version() -> None:
     """Refuse a DeepSpeed that would fail in the middle of a training, without importing it."""
-    version = _installed_version()
-    # A build from source may have any name for its version.
+    version = installed_version("deepspeed")
+    # A build from source may have any name for its version, and no metadata has none.
     with contextlib.suppress(InvalidVersion):
-        if version is not None and Version(version) < Version(OLDEST):
+        if Version(version) < Version(OLDEST):
             raise MissingBackend(
                 f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer: "
                 "older ones leave float32 weights out of checkpoints, and cannot be shut down in a "
                 f'running process. Install a newer one: pip install "deepspeed>={OLDEST}"',
                 name="deepspeed",
             )
-
-
-# Cached: each launch and each plugin asks, and reading metadata takes milliseconds.
-@lru_cache(maxsize=1)
-def _installed_version() -> str | None:
-    """The version that would be imported; None where no metadata says it."""
-    try:
-        return metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # ------------------------------------------------------------------------------ building
@@ -413,9 +401,6 @@ def check_fp32_copies(engine: Any) -> None:
         )
 
 
-# ------------------------------------------------------------------------------ parameters
-
-
 def has_fp32_fragment(tensor: Any) -> bool:
     """Whether ZeRO 1 or 2 keeps a float32 copy of a parameter, in parts.
 
@@ -433,8 +418,6 @@ def zero3_optimizer(tensor: Any) -> Any:
     """The ZeRO 3 optimizer that trains a parameter; None where there is only inference."""
     return getattr(tensor, _Z3_OPTIMIZER, None)
 
-
-# ------------------------------------------------------------------------------ modules, engines
 
 ZERO3_MODULE_ATTRIBUTES = frozenset(
     {
@@ -465,9 +448,6 @@ def forget_group_references(module: Any) -> None:
         importlib.reload(module)
 
 
-# ------------------------------------------------------------------------------ configuration
-
-
 def removed_keys(reader: Any) -> Mapping[str, str]:
     """Keys that DeepSpeed had, and its sentence on each; from 0.19.7 on, empty before."""
     zero_keys: Mapping[str, str] = getattr(reader, "_REMOVED_ZERO_CONFIG_KEYS", {})
@@ -476,8 +456,6 @@ def removed_keys(reader: Any) -> Mapping[str, str]:
         **{f"zero_optimization.{name}": text for name, text in zero_keys.items()},
     }
 
-
-# ------------------------------------------------------------------------------ transformers
 
 _TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
 _HF_CONFIG = "_hf_deepspeed_config_weak_ref"

@@ -293,7 +293,7 @@ _OPEN_CLAIMS: list[Claim] = []
 
 def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
     """Give an engine folders that no other engine of this process has."""
-    used = folders_in_use()
+    used = {folder for open_claim in _OPEN_CLAIMS for folder in open_claim.folders}
     own: set[Path] = set()
     for name in ("offload_optimizer", "offload_param"):
         section = getattr(zero_config, name)
@@ -315,11 +315,6 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
         # Before the files exist: a worker that is killed cannot remove them, and the notebook does.
         announce_leftover(leftover, is_there=True)
     return zero_config, new_claim
-
-
-def folders_in_use() -> set[Path]:
-    """Those in which engines of this process have files."""
-    return {folder for other_claim in _OPEN_CLAIMS for folder in other_claim.folders}
 
 
 def leave() -> None:

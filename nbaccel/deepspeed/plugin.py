@@ -22,7 +22,7 @@ from nbaccel.config.deepspeed_document import (
     taken_out,
     tidied_settings,
 )
-from nbaccel.config.given_values import has_key, put_at, shown, value_at
+from nbaccel.config.given_values import put_at, shown, value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings, old_forms
@@ -149,8 +149,6 @@ class DeepSpeedPlugin(Settings):
         self.deepspeed_config = settings
         self.hf_ds_config = ConfigQueries(settings)
 
-    # ---------------------------------------------------------------- reading
-
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """What the configuration has under a dotted key: ``zero_optimization.stage``."""
         return value_at(self.deepspeed_config, ds_key_long, default)
@@ -188,27 +186,6 @@ class DeepSpeedPlugin(Settings):
     def is_zero3_init_enabled(self) -> bool:
         """Whether transformers builds models in shards."""
         return bool(self.zero3_init_flag)
-
-    def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Write a precision where the configuration leaves it open."""
-        config = self.deepspeed_config
-        # DeepSpeed has no section for FP8: its layers are part of a model in bfloat16.
-        wanted = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
-        other = {"fp16": "bf16", "bf16": "fp16"}.get(wanted)
-        if other and value_at(config, f"{other}.enabled") is True:
-            raise ConfigError(
-                f"mixed_precision={mixed_precision!r} contradicts the DeepSpeed configuration, "
-                f"where {other}.enabled is true. Training has one number format. Leave one out."
-            )
-        for name in ("fp16", "bf16"):
-            is_enabled = name == wanted
-            if not has_key(config, name):
-                more = {"auto_cast": True} if is_enabled and name == "fp16" else {}
-                config[name] = {"enabled": is_enabled, **more}
-            if value_at(config, f"{name}.enabled") == AUTO:
-                put_at(config, f"{name}.enabled", is_enabled)
-
-    # ---------------------------------------------------------------- putting together
 
     def _read_variables(self) -> None:
         for argument, variable in _VARIABLES.items():

@@ -8,7 +8,7 @@ them with real engines.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
-from nbaccel.deepspeed.zero_config import ZERO, auto_keys, load_settings, old_forms
+from nbaccel.deepspeed.zero_config import ZERO, load_settings, old_forms
 from nbaccel.memory.estimate import (
     Bytes,
     MemoryEstimate,
@@ -84,8 +84,6 @@ class CountedSettings:
     torch_optimizer: bool  # torch's, or the caller's, not DeepSpeed's own
     optimizer_place: str  # "none" (on the device), "cpu" or "nvme"; so of the next one
     parameter_place: str
-    unknown: tuple[str, ...]
-    """Settings left to "auto", counted as DeepSpeed's defaults."""
 
 
 def _counted(
@@ -133,7 +131,6 @@ def _counted(
         torch_optimizer=is_torchs,
         optimizer_place=optimizer_place,
         parameter_place=parameter_place,
-        unknown=tuple(key for key in auto_keys(part) if not has_key(document, key)),
     )
 
 
@@ -300,9 +297,6 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
 _BYTES_AT_STAGE = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)
 
 
-# ------------------------------------------------------------------------------ the estimate
-
-
 def estimate_memory(
     model_or_shape: Any,
     config: Mapping[str, Any] | str | Path | Any = None,
@@ -364,8 +358,6 @@ def estimate_memory(
     folders = tuple(nvme_folders(given))
     contents = {"optimizer": settings.optimizer_place, "parameters": settings.parameter_place}
     moved = [f"{content} on {place}" for content, place in contents.items() if place != "none"]
-    names = ", ".join(settings.unknown)
-    note = f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.'
     return MemoryEstimate(
         device=device + Bytes(activations=activation_bytes),
         host=host * num_processes,
@@ -380,7 +372,7 @@ def estimate_memory(
         # Only where something is swapped: a folder of a section that is not used does not matter.
         nvme_free=min(map(free_bytes, folders), default=None) if nvme.total else None,
         nvme_folders=folders,
-        notes=(*common_notes(activation_bytes, on_cpu=not gpus), *([note] if names else [])),
+        notes=common_notes(activation_bytes, on_cpu=not gpus),
     )
 
 
@@ -432,24 +424,16 @@ def check_host_memory(need: MemoryEstimate, device: str, machine: Inventory) -> 
         warnings.warn(f"{text}: the system may kill it at the start. {advice}", stacklevel=2)
 
 
-def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
+def check_disk(need: MemoryEstimate) -> None:
     """Refuse to swap to a disk that is too small."""
     needed_bytes = need.nvme.total
-    if not needed_bytes:
-        return
     # Both folders may be on one disk: the whole need must fit on the fuller of the two.
-    room_of = {
-        folder: free_bytes(folder)
-        # What an earlier run has left there will be overwritten.
-        + sum(one.stat().st_size for one in folder.glob("zero_stage_3/*/rank*/*.swp"))
-        * (folder not in in_use)
-        for folder in need.nvme_folders
-    }
-    free_room, folder = min((room, folder) for folder, room in room_of.items())
-    if needed_bytes > free_room:
-        raise ConfigError(
-            f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
-            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
-            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. Training "
-            'would end half-way. Make room, give another folder, or set the device to "cpu".'
-        )
+    for folder in need.nvme_folders if needed_bytes else ():
+        free_room = free_bytes(folder)
+        if needed_bytes > free_room:
+            raise ConfigError(
+                f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
+                f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
+                f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. "
+                'Training would end half-way. Make room, give another folder, or set "cpu".'
+            )

@@ -20,7 +20,7 @@ from tests.programs import run_program
 
 @pytest.mark.parametrize("version", ["0.16.9", "0.18.4", "0.9.2", "0.16", "0.12.7+cu121"])
 def test_what_is_too_old_is_refused_with_what_to_install(monkeypatch, version):
-    monkeypatch.setattr(library, "_installed_version", lambda: version)
+    monkeypatch.setattr(library, "installed_version", lambda _: version)
     with pytest.raises(MissingBackend, match=r'pip install "deepspeed>=') as told:
         library.check_version()
     assert f"DeepSpeed {version} is installed" in str(told.value)
@@ -30,7 +30,7 @@ def test_what_is_as_new_as_declared_is_not(monkeypatch):
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert set(re.findall(r'"deepspeed>=([\d.]+)"', text)) == {library.OLDEST}
     for version in (library.OLDEST, "0.19.8", "0.19.8+e2f1a", "0.20", "1.0.0", "main"):
-        monkeypatch.setattr(library, "_installed_version", lambda version=version: version)
+        monkeypatch.setattr(library, "installed_version", lambda _, version=version: version)
         library.check_version()
 
 

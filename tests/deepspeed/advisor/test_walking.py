@@ -252,7 +252,6 @@ def test_what_zero_3_has_at_once_is_lowered_before_nothing_fits(model, batch):
     assert zero["sub_group_size"] < 10**9
     assert zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] < 10**9
     assert lowered.estimate.device.peak < rung.estimate.device.peak
-    assert f"With sub_group_size={zero['sub_group_size']}, " in lowered.reason
     assert found.chosen is not None
     check_config(lowered.config, world_size=2, inventory=GPUS)
 

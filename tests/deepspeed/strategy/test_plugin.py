@@ -41,28 +41,6 @@ def plugin() -> DeepSpeedPlugin:
     return DeepSpeedPlugin(hf_ds_config=copy.deepcopy(FILE))
 
 
-def theirs() -> Any:
-    accelerate = pytest.importorskip("accelerate.utils")
-    return accelerate.DeepSpeedPlugin(hf_ds_config=copy.deepcopy(FILE))
-
-
-@pytest.mark.parametrize(
-    ("precision", "on"), [("no", None), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "bf16")]
-)
-def test_a_precision_is_written_where_the_file_leaves_it_open(precision, on):
-    mine, peer = plugin(), theirs()
-    for one in (mine, peer):
-        one.set_mixed_precision(precision)
-        assert {name: one.deepspeed_config[name]["enabled"] for name in ("fp16", "bf16")} == {
-            "fp16": on == "fp16",
-            "bf16": on == "bf16",
-        }
-    assert mine.deepspeed_config["fp16"] == peer.deepspeed_config["fp16"]
-    mine.deepspeed_config |= {"fp16": {"enabled": True}, "bf16": {"enabled": False}}
-    with pytest.raises(ConfigError, match=r"fp16\.enabled is true"):
-        mine.set_mixed_precision("bf16")
-
-
 def test_one_of_several_is_selected_by_its_name_and_none_by_itself():
     student, teacher = plugin(), plugin()
     assert not student.selected
