@@ -1,7 +1,4 @@
-"""``advise``: the ways to train with DeepSpeed, by estimates and, with `try_it`, by a real step.
-
-What it gives is an ``Advice``: the configuration that was chosen, and all that were looked at.
-"""
+"""``advise``: the ways to train with DeepSpeed, by estimates and, with `try_it`, by real steps."""
 
 from __future__ import annotations
 
@@ -61,7 +58,6 @@ _HEAD = ("way", "batch", "device", "host", "NVMe", "verdict")
 class Rung:
     """One way to train with one batch of a process, and its verdict."""
 
-    candidate: Candidate
     name: str
     """``ZeRO-2, optimizer on the CPU``."""
     batch_size: int
@@ -289,8 +285,7 @@ def advise(
 class _Finder(CandidateFinder):
     """Finds ways with DeepSpeed, from stage 0 on, with whole configurations."""
 
-    # The user's own.
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the user's own
 
     def ways(self, config: RunConfig, plan: Plan) -> Iterator[TrainingWay]:
         """The fastest first; all but the first compute activations again, where that can be."""
@@ -411,7 +406,6 @@ def _rung(candidate: Candidate, size: int, steps: int) -> Rung:
         reason = lacking or f"it needs {candidate.need.shares_text}"
     config = None if verdict == "not available" else dict(candidate.document)
     return Rung(
-        candidate=candidate,
         name=candidate.name,
         batch_size=size,
         accumulation_steps=steps,

@@ -26,7 +26,6 @@ from nbaccel.deepspeed.zero_config import (
     ZeroConfig,
     auto_keys,
     load_settings,
-    old_forms,
 )
 from nbaccel.plan.launch_plan import Choice, choices_table
 
@@ -125,11 +124,10 @@ def made_in(model: Any) -> str | None:
 
 
 def hidden_size(model: Any) -> tuple[int | None, str]:
-    """The width of a model, and where it was found.
+    """The width of a model, and where it was found: first by the published rule.
 
-    Published rule first: ``config.hidden_size``, the largest of ``config.hidden_sizes``, and the
-    same of ``config.text_config``. A model without those is measured: the widest linear layer by
-    its smaller side, because the larger one may be a vocabulary.
+    A model without it is measured: the widest linear layer by its smaller side, because the larger
+    one may be a vocabulary.
     """
     config = getattr(model, "config", None)
     holders = {"config": config, "config.text_config": getattr(config, "text_config", None)}
@@ -378,7 +376,7 @@ def resolve_decided(
 
     For a form and an estimate, which go on without them; they are mistakes where it is strict.
     """
-    settings = old_forms(load_settings(config))
+    settings = load_settings(config)
     all_facts = gathered(facts, run, optimizer, scheduler)
     known = _Known(all_facts, model, settings, _only_defaults(facts, optimizer, scheduler))
     mistakes = list(_contradictions(known))

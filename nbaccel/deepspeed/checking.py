@@ -1,10 +1,8 @@
 """A DeepSpeed configuration checked before any process starts: every mistake, all at once.
 
-DeepSpeed ignores most keys it does not know, so that a typo trains something else, and passes on
-values that fail in the first step. Here a key is compared with those that the installed DeepSpeed
-reads, a value with its kind and DeepSpeed's models, and combinations with those that were found to
-run. What would work nowhere is refused; what would not work on this machine is advice where nothing
-says that it is to be run here.
+DeepSpeed ignores most keys it does not know, so that a typo trains something else: they are held
+against those that it reads. What would work nowhere is refused; what would not work on this machine
+is advice where nothing says that it is to be run here.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from nbaccel.deepspeed.zero_config import (
     ZeroConfig,
     auto_keys,
     load_settings,
-    old_forms,
 )
 from nbaccel.plan import Inventory, inspect_machine
 
@@ -83,7 +80,7 @@ def check_config(
         MissingBackend: DeepSpeed is not installed.
     """
     schema = deepspeed_schema()
-    settings = old_forms(load_settings(config))
+    settings = load_settings(config)
     if run is not None and run.num_processes is not None and world_size is None:
         world_size = run.num_processes * run.num_nodes
     if device is None and run is not None and run.device != AUTO:
@@ -236,9 +233,8 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None) -> Iterator[st
     factors += [f"{processes} processes"] if world_size is not None else []
     yield (
         f"train_batch_size={total} {'is not' if is_exact else 'is no multiple of'} "
-        f"{' * '.join(factors)} = {product}. "
-        "Every step takes micro batch * accumulation * processes samples. Leave train_batch_size "
-        f"out, or give {'' if is_exact else 'a multiple of '}{product}."
+        f"{' * '.join(factors)} = {product}, the samples of a step. Leave train_batch_size out, or "
+        f"give {'' if is_exact else 'a multiple of '}{product}."
     )
 
 

@@ -250,24 +250,27 @@ def fp32_state_dict(
         ConfigError: This is no engine of DeepSpeed, or one whose weights are also cut in another
             way.
     """
-    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
-    state = _module_of(engine).state_dict(keep_vars=True)
+    state = _weights_of(engine, exclude_frozen_parameters)
     of_stage_0 = dict(_masters_of_stage_0(engine.optimizer))
     # By identity: tied parameters are one tensor of several names.
     whole: dict[int, torch.Tensor] = {}
     for tensor in {id(value): value for value in state.values()}.values():
-        # A module's extra state is no weight.
-        is_weight = isinstance(tensor, torch.Tensor)
-        if is_weight and not (exclude_frozen_parameters and _is_frozen(tensor)):
-            gathered = _whole_master(tensor, of_stage_0)
-            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-            if gathered is not None:
-                whole[id(tensor)] = gathered.to("cpu", dtype, copy=True)
+        gathered = _whole_master(tensor, of_stage_0)
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        if gathered is not None:
+            whole[id(tensor)] = gathered.to("cpu", dtype, copy=True)
     return {name: whole[id(value)] for name, value in state.items() if id(value) in whole}
 
 
-def _is_frozen(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+def _weights_of(engine: Any, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
+        for name, tensor in _module_of(engine).state_dict(keep_vars=True).items()
+        # A module's extra state is no weight.
+        if isinstance(tensor, torch.Tensor)
+        and (not exclude_frozen or tensor.requires_grad or not isinstance(tensor, nn.Parameter))
+    }
 
 
 def save_16bit_weights(
@@ -298,14 +301,7 @@ def save_16bit_weights(
             way, or the disk has too little room.
         CheckpointFailed: On every rank, if rank 0 could not write; the folder is as it was.
     """
-    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
-    state = {
-        name: tensor
-        for name, tensor in _module_of(engine).state_dict(keep_vars=True).items()
-        # A module's extra state is no weight.
-        if isinstance(tensor, torch.Tensor)
-        and not (exclude_frozen_parameters and _is_frozen(tensor))
-    }
+    state = _weights_of(engine, exclude_frozen_parameters)
     first_names: dict[int, str] = {}
     weights: dict[str, Weight] = {}
     tied: dict[str, str] = {}

@@ -60,14 +60,9 @@ if TYPE_CHECKING:
 
 
 _ORPHANED_DRIVES: list[Drive] = []
-"""Engines whose Accelerator is gone, without which they cannot be trained.
-
-In a live worker a cell that prepares is run again, perhaps with another model. The earlier engine
-would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
-collector does not see that nothing else refers to them.
+"""Engines whose Accelerator is gone, without which they cannot be trained, as in a live worker in
+which a cell is run again. They would stay for ever: torch's C++ side holds hooks on gradients.
 """
-
-
 _PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
 """Of a model that has no engine, or one that cannot write."""
 
@@ -197,8 +192,7 @@ class DeepSpeedStrategy(Strategy):
         # DeepSpeed would make these from the file all the same.
         dropped = () if is_training else ("optimizer", "scheduler")
         settings = {key: one for key, one in given_settings.items() if key not in dropped}
-        parts = (model, optimizer, scheduler, bundle.loaders)
-        resolved_config = resolve_config(settings, plugin, self._asked, self.place, *parts)
+        resolved_config = self._resolved(settings, plugin, optimizer, scheduler, model, bundle)
         if not is_training and resolved_config.config.zero_stage < 3:
             model.to(self.place.device)
             return None
@@ -234,6 +228,60 @@ class DeepSpeedStrategy(Strategy):
         engine_drive = Drive(engine, folders, made_in(model), states_before)
         self._drives[id(engine)] = engine_drive
         return engine_drive
+
+    def _resolved(
+        self,
+        given_config: dict[str, Any],
+        plugin: DeepSpeedPlugin,
+        optimizer: Any,
+        scheduler: Any,
+        model: nn.Module,
+        bundle: Bundle,
+    ) -> Resolved:
+        """Fill in and check a configuration."""
+        # All prepared loaders count, since nothing says which of them is the training's. One with a
+        # batch sampler of the user's own may have None.
+        sizes = [one.batch_size for one in bundle.loaders if isinstance(one.batch_size, int)]
+        micro_batch = (min if plugin.is_train_batch_min else max)(sizes, default=None)
+        is_dummy = isinstance(scheduler, DummyScheduler)
+        steps = scheduler.total_num_steps if is_dummy else None
+        # The schedule's steps in one process: each takes its share of the batches.
+        processes = 1 if self._asked.split_batches else self.place.world_size
+        # The rate to which the file's schedule warms up where the file leaves it to the optimizer.
+        is_open = value_at(given_config, "scheduler.params.warmup_max_lr") == AUTO
+        rate = getattr(optimizer, "defaults", {}).get("lr") if is_open else None
+        facts = TrainingFacts(
+            world_size=self.place.world_size,
+            micro_batch_size=micro_batch,
+            accumulation_steps=self._asked.accumulation_steps,
+            mixed_precision=self._asked.mixed_precision,
+            total_steps=None if steps is None else math.ceil(steps / processes),
+            learning_rate=None if rate is None else float(rate),
+        )
+        # A copy: the given one is the plugin's, which keeps what the user wrote.
+        settings = copy.deepcopy(given_config)
+        choices: tuple[Choice, ...] = ()
+        if value_at(settings, f"{ZERO}.stage") == 3:
+            # Without it DeepSpeed's `save_16bit_model` writes nothing.
+            settings[ZERO].setdefault("stage3_gather_16bit_weights_on_model_save", True)
+        total_key, micro_key, _ = BATCH_SIZES
+        given_sizes = {settings.get(micro_key), settings.get(total_key)}
+        if micro_batch is None and given_sizes <= {AUTO, None}:
+            settings[micro_key] = 1
+            reason = "no loader was prepared before; DeepSpeed only counts samples by it"
+            choices = (Choice(micro_key, 1, reason),)
+        resolved_config = resolve_auto(
+            settings,
+            facts=facts,
+            model=model,
+            optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
+            scheduler=scheduler if is_dummy else None,
+        )
+        # The check needs the device alone: all else that a run decides has been filled in by now.
+        checked = check_config(
+            resolved_config.config, world_size=self.place.world_size, device=self.place.device.type
+        )
+        return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
 
     def _warn_before(self, model: nn.Module, config: Resolved, *, is_training: bool) -> None:
         """Warn of, or refuse, what is known before an engine is made."""
@@ -459,61 +507,6 @@ def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
 # ------------------------------------------------------------------------------ its settings
 
 
-def resolve_config(
-    given_config: dict[str, Any],
-    plugin: DeepSpeedPlugin,
-    asked_settings: TrainingRequest,
-    place: Place,
-    model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    loaders: Iterable[Any],
-) -> Resolved:
-    """Fill in and check a configuration."""
-    # All prepared loaders count, since nothing says which of them is the training's. One with a
-    # batch sampler of the user's own may have None.
-    sizes = [loader.batch_size for loader in loaders if isinstance(loader.batch_size, int)]
-    micro_batch = (min if plugin.is_train_batch_min else max)(sizes, default=None)
-    is_dummy = isinstance(scheduler, DummyScheduler)
-    steps = scheduler.total_num_steps if is_dummy else None
-    # The schedule's steps in one process: each takes its share of the batches.
-    processes = 1 if asked_settings.split_batches else place.world_size
-    # The rate to which the file's schedule warms up where the file leaves it to the optimizer.
-    is_open = value_at(given_config, "scheduler.params.warmup_max_lr") == AUTO
-    rate = getattr(optimizer, "defaults", {}).get("lr") if is_open else None
-    facts = TrainingFacts(
-        world_size=place.world_size,
-        micro_batch_size=micro_batch,
-        accumulation_steps=asked_settings.accumulation_steps,
-        mixed_precision=asked_settings.mixed_precision,
-        total_steps=None if steps is None else math.ceil(steps / processes),
-        learning_rate=None if rate is None else float(rate),
-    )
-    # A copy: the given one is the plugin's, which keeps what the user wrote.
-    settings = copy.deepcopy(given_config)
-    choices: tuple[Choice, ...] = ()
-    if value_at(settings, f"{ZERO}.stage") == 3:
-        # Without it DeepSpeed's `save_16bit_model` writes nothing.
-        settings[ZERO].setdefault("stage3_gather_16bit_weights_on_model_save", True)
-    total_key, micro_key, _ = BATCH_SIZES
-    if micro_batch is None and {settings.get(micro_key), settings.get(total_key)} <= {AUTO, None}:
-        settings[micro_key] = 1
-        reason = "no loader was prepared before; DeepSpeed only counts samples by it"
-        choices = (Choice(micro_key, 1, reason),)
-    resolved_config = resolve_auto(
-        settings,
-        facts=facts,
-        model=model,
-        optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
-        scheduler=scheduler if is_dummy else None,
-    )
-    # The check needs the device alone: all else that a run decides has been filled in by now.
-    checked = check_config(
-        resolved_config.config, world_size=place.world_size, device=place.device.type
-    )
-    return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
-
-
 def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
     mistakes = []
@@ -599,9 +592,7 @@ def _load(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = (
     if loaded_path is None:
         raise ConfigError(
             f"The checkpoint {str(checkpoint_folder)!r} has files that DeepSpeed cannot read: it "
-            "loaded nothing. It holds "
-            f"{', '.join(sorted(tag_path.name for tag_path in checkpoint_folder.iterdir()))}. Load "
-            "another one."
+            "loaded nothing. Load another one."
         )
 
 

@@ -199,17 +199,16 @@ def fetch_together(model: nn.Module, class_names: str) -> None:
     """Let ZeRO-3 gather layers as one, whose parts are not all used in every pass."""
     from deepspeed.utils import set_z3_leaf_modules
 
-    names = [class_name.strip() for class_name in class_names.split(",") if class_name.strip()]
+    names = [name for name in map(str.strip, class_names.split(",")) if name]
     # DeepSpeed is given classes, not names: those of this model, wherever they are defined.
     classes = {type(model_part).__name__: type(model_part) for model_part in model.modules()}
-    missing_names = [class_name for class_name in names if class_name not in classes]
-    if missing_names:
+    if missing_names := [name for name in names if name not in classes]:
         raise ConfigError(
             f"transformer_moe_cls_names={class_names!r}: {type(model).__name__} has no layer of "
             f"class {', '.join(missing_names)}. Its experts would be fetched one by one, which can "
             f"hang. It has {', '.join(sorted(classes))}."
         )
-    set_z3_leaf_modules(model, [classes[class_name] for class_name in names])
+    set_z3_leaf_modules(model, [classes[name] for name in names])
 
 
 # ------------------------------------------------------------------------------ freed memory
@@ -326,10 +325,6 @@ class _EngineProxy:
         if name == "_drive":
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
         return getattr(getattr(self._drive.engine, self._name_in_engine), name)
-
-    def __repr__(self) -> str:
-        inner = getattr(self._drive.engine, self._name_in_engine)
-        return f"{type(self).__name__}({type(inner).__name__})"
 
 
 class EngineOptimizer(_EngineProxy, Optimizer):

@@ -99,10 +99,7 @@ class DeepSpeedEnvironment:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Undo everything. Closing again does nothing.
-
-        Engines that are still alive are destroyed, the process group ends, variables are as before.
-        """
+        """Undo everything: engines are destroyed, the group ends, variables are as before."""
         # A forked child has a copy; group, store and variables are its parent's to end.
         if self.closed or os.getpid() != self._pid:
             return
@@ -139,11 +136,9 @@ def deepspeed_environment(
     """Let DeepSpeed run in this very process, without a launcher.
 
     ``deepspeed.initialize``, ``deepspeed.zero.Init``, ``HfDeepSpeedConfig`` and
-    ``Trainer(args=TrainingArguments(deepspeed=...))`` work in it, again and again, with whatever
-    ZeRO stage. For several processes use `notebook_launcher`, whose workers need none of this.
-
-    As a block it ends with the block; as a plain call it stays until it is closed, called again,
-    or Python exits::
+    ``Trainer(args=TrainingArguments(deepspeed=...))`` work in it, again and again. Workers of
+    `notebook_launcher` need none of this. As a block it ends with the block; as a plain call it
+    stays until it is closed, called again, or Python exits::
 
         with deepspeed_environment():
             engine, *_ = deepspeed.initialize(model=model, config=config)

@@ -1,8 +1,4 @@
-"""``DeepSpeedForm``: what pickers offer of DeepSpeed: keys as choices, ways to train, their memory.
-
-Keys and their descriptions come from `ZeroConfig`. Here are the order of the first ones, and their
-labels.
-"""
+"""``DeepSpeedForm``: what pickers offer of DeepSpeed: the keys of `ZeroConfig`, ways to train."""
 
 from __future__ import annotations
 
@@ -71,12 +67,6 @@ _LABELS = {
     "optimizer.type": "Optimizer",
     "scheduler.type": "Scheduler",
 }
-# For descriptions that say how to write the value, while a form has the values to choose from.
-_MEANINGS = {
-    "zero_stage": "What each process holds only a shard of.",
-    "optimizer.type": "Which optimizer, and whether DeepSpeed makes it.",
-    "scheduler.type": "Which learning rate schedule, and whether DeepSpeed makes it.",
-}
 _SECTIONS = {
     "": "Engine",
     ZERO: "ZeRO",
@@ -123,7 +113,7 @@ def _of_key(key: str, place: str, field: FieldInfo) -> Setting:
     return Setting(
         name=key,
         label=_LABELS.get(key, key.rpartition(".")[2].replace("_", " ").capitalize()),
-        meaning=_MEANINGS.get(key, description),
+        meaning=description,
         unit=next(iter(named_units), ""),
         panel="zero",
         section="" if key in _LABELS else _SECTIONS.get(place, place),
@@ -283,7 +273,7 @@ class DeepSpeedForm(SettingsForm):
         yield Setting(
             name="zero_stage",
             label=_LABELS["zero_stage"],
-            meaning=_MEANINGS["zero_stage"],
+            meaning="What each process holds only a shard of.",
             panel="zero",
             kind="one-of",
             options=_STAGES,

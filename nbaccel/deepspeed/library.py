@@ -1,10 +1,9 @@
 """DeepSpeed itself, imported when first needed, and its C++ operations.
 
-Its greeting to machines without a GPU is left out. It compiles an operation when it is first used,
-inside the training process, silently, for a minute or two, which is said. On a CPU every engine
-loads one, whatever its stage, and torch needs ninja even where it was built long ago. The errors of
-all this come late and name something else, and the lock of a build that was killed makes it wait
-for ever.
+It compiles an operation when it is first used, inside the training process, silently, for a minute
+or two, which is said. On a CPU every engine loads one, whatever its stage, and torch needs ninja
+even where it was built long ago. The errors of all this come late and name something else, and the
+lock of a build that was killed makes it wait for ever.
 
 A CPU worker has ``ACCELERATE_USE_CPU``, without which Hugging Face Accelerate would not find the
 other processes. Accelerate 1.15 reads it as "no DeepSpeed", too, and silently trains with DDP. In
@@ -373,8 +372,7 @@ def _links_aio(command: list[str]) -> bool:
 
 
 # ------------------------------------------------------------------------------ private parts
-# They may change with any release; what stands here was seen in DeepSpeed 0.18.5 to 0.19.8 unless
-# its function says otherwise.
+# What stands here was seen in DeepSpeed 0.18.5 to 0.19.8 unless its function says otherwise.
 
 _HP_MAPPING = "_hp_mapping"
 _Z3_OPTIMIZER = "_z3_optimizer"

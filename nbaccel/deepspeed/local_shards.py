@@ -392,20 +392,15 @@ def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
     Parameters of a module have DeepSpeed's attributes; a state dict has only shapes, unless it was
     taken with `keep_vars`.
     """
-    is_module = isinstance(module_or_state, nn.Module)
-    # With duplicates: a tied parameter is named twice in the state dict, too.
-    named = (
-        module_or_state.named_parameters(remove_duplicate=False)
-        if isinstance(module_or_state, nn.Module)
-        else module_or_state.items()
-    )
-    return [
-        name
-        for name, value in named
-        if isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and (shape_of(value) != tuple(value.shape) or (not is_module and value.shape == (0,)))
-    ]
+    if isinstance(module_or_state, nn.Module):
+        # With duplicates: a tied parameter is named twice in the state dict, too.
+        module_or_state = dict(module_or_state.named_parameters(remove_duplicate=False))
+    floats = {
+        name: value
+        for name, value in module_or_state.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    return [name for name, one in floats.items() if one.shape == (0,) or one.shape != shape_of(one)]
 
 
 def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> None:

@@ -25,7 +25,7 @@ from nbaccel.config.deepspeed_document import (
 from nbaccel.config.given_values import put_at, shown, value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings, old_forms
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings
 
 if TYPE_CHECKING:
     from nbaccel.config import RunConfig
@@ -247,30 +247,25 @@ def _read_config(config: Any) -> dict[str, Any] | None:
         with contextlib.suppress(ValueError):
             decoded = base64.b64decode(config.strip(), altchars=b"-_", validate=True).decode()
             config = decoded if decoded.lstrip().startswith("{") else config
-    settings = old_forms(load_settings(config))
-    return tidied_settings(settings)
+    return tidied_settings(load_settings(config))
 
 
 class Plugins:
     """One plugin, which is called ``default``, or several by name, of which one is in force."""
 
     def __init__(self, given: Any) -> None:
-        named_plugins = given if isinstance(given, Mapping) else {"default": given}
+        plugins = given if isinstance(given, Mapping) else {"default": given}
         if isinstance(given, (list, tuple)):
             # Plugins of a sequence are named by their positions, as texts.
-            named_plugins = {str(number): plugin for number, plugin in enumerate(given)}
-        wrong_items = {
-            name: item
-            for name, item in named_plugins.items()
-            if not isinstance(item, DeepSpeedPlugin)
-        }
-        if wrong_items or not named_plugins:
+            plugins = {str(number): plugin for number, plugin in enumerate(given)}
+        wrong_items = {n: p for n, p in plugins.items() if not isinstance(p, DeepSpeedPlugin)}
+        if wrong_items or not plugins:
             raise ConfigError(
                 f"deepspeed_plugin got {shown(wrong_items or given)}, which is no DeepSpeedPlugin: "
                 "it does not say how to shard. Give DeepSpeedPlugin(...), or a dictionary of names "
                 "and plugins."
             )
-        self.by_name: dict[str, DeepSpeedPlugin] = dict(named_plugins)
+        self.by_name: dict[str, DeepSpeedPlugin] = dict(plugins)
         self.active: DeepSpeedPlugin  # the one that the next `prepare` uses
         self.select(next(iter(self.by_name)))
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nbaccel.base.units import count_noun, format_bytes, format_seconds
+from nbaccel.base.units import count_noun, first_few, format_bytes, format_seconds
 
 _HELP = (
     "Convert a checkpoint that DeepSpeed's engine.save_checkpoint wrote (ZeRO stages 0 to 3, any "
@@ -59,9 +59,8 @@ def _convert(
         progress=sys.stderr.isatty(),
     )
     names = [path.name for path in written.files]
-    listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
     sys.stdout.write(
         f"{count_noun(written.num_tensors, 'tensor')}, {format_bytes(written.num_bytes)}, in "
-        f"{count_noun(len(names), 'file')} ({listed}) in {written.files[0].parent}: "
+        f"{count_noun(len(names), 'file')} ({first_few(names, 3)}) in {written.files[0].parent}: "
         f"{format_seconds(time.monotonic() - start_time)}\n"
     )

@@ -389,14 +389,14 @@ def config_fields(
 
 
 def load_settings(config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
-    """The settings as they stand, as plain values, wherever they come from."""
+    """The settings as plain values, in today's form, wherever they come from."""
     settings = read_source(config, DOCUMENT_NAME)
     if not isinstance(settings, dict):
         raise ConfigError(
             f"{DOCUMENT_NAME} cannot be a {type(config).__name__}: got {shown(config)}. There is "
             "nothing to read in it. Give a dictionary, a path or a ZeroConfig."
         )
-    return settings
+    return old_forms(settings)
 
 
 def auto_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterator[str]:

@@ -1,8 +1,7 @@
 """``estimate_memory``: what a DeepSpeed run needs on each device, each host and the disk.
 
-The model states are counted at the moment when there is most of them: when the optimizer steps.
-All numbers follow from the configuration and from what DeepSpeed allocates for it; tests compare
-them with real engines.
+The model states are counted when there is most of them: when the optimizer steps. All numbers follow
+from what DeepSpeed allocates for a configuration; tests compare them with real engines.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
-from nbaccel.deepspeed.zero_config import ZERO, load_settings, old_forms
+from nbaccel.deepspeed.zero_config import ZERO, load_settings
 from nbaccel.memory.estimate import (
     Bytes,
     MemoryEstimate,
@@ -338,7 +337,7 @@ def estimate_memory(
     _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
     shape = shape_of(model_or_shape)
     world_size = num_processes * num_nodes
-    given = {} if config is None else old_forms(load_settings(config))
+    given = {} if config is None else load_settings(config)
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
         # Here, since importing torch's fake tensors takes about a second.
@@ -407,21 +406,20 @@ def host_bytes(need: MemoryEstimate, device: str) -> int:
 def check_host_memory(need: MemoryEstimate, device: str, machine: Inventory) -> None:
     """Say before it happens that the system will kill processes for want of memory."""
     needed_bytes = host_bytes(need, device)
+    # What is free may grow until it is needed, so only a machine that is too small is refused.
+    is_refused = needed_bytes > machine.host_total_bytes
     text = (
         f"DeepSpeed will need about {format_bytes(needed_bytes)} of host memory for "
         f"{need.num_processes} process(es), and {format_bytes(machine.host_available_bytes)} of "
-        f"{format_bytes(machine.host_total_bytes)} are free"
+        f"{format_bytes(machine.host_total_bytes)} are free: the system "
+        f"{'would' if is_refused else 'may'} kill it at the start. Set "
+        "zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or 'nvme', "
+        "a lower sub_group_size, or use fewer processes; nbaccel.advise finds what fits."
     )
-    advice = (
-        "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
-        "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
-        "fits."
-    )
-    # What is free may grow until it is needed, so only a machine that is too small is refused.
-    if needed_bytes > machine.host_total_bytes:
-        raise ConfigError(f"{text}: the system would kill it at the start. {advice}")
+    if is_refused:
+        raise ConfigError(text)
     if needed_bytes > machine.host_available_bytes:
-        warnings.warn(f"{text}: the system may kill it at the start. {advice}", stacklevel=2)
+        warnings.warn(text, stacklevel=2)
 
 
 def check_disk(need: MemoryEstimate) -> None:

@@ -260,7 +260,6 @@ def stand_ins(folder: Path) -> dict[str, Any]:
         "settled": accelerator.deepspeed_config,
         "explained": accelerator.plan.explain(),
         "group": round(optimizer.param_groups[0]["lr"], 6),
-        "optimizer": repr(optimizer),
     }
 
 
@@ -484,7 +483,6 @@ def test_stand_ins_become_what_the_file_describes(told):
     assert "the run's learning rate" in found["explained"]
     assert max(found["rates"]) <= 0.02
     assert found["rates"][-1] == found["group"] < max(found["rates"])
-    assert "EngineOptimizer(FusedAdam)" in found["optimizer"]
 
 
 def test_loops_of_every_form_train_the_same(told):
