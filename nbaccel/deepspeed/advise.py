@@ -49,7 +49,6 @@ from nbaccel.memory.ways import FASTEST_FIRST, Candidate, CandidateFinder, best_
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.strategies.model_blocks import checkpoints_gradients, enable_gradient_checkpointing
 
-_LINE_CHARS = 100
 _CHECKPOINTING = "gradient checkpointing"
 _HEAD = ("way", "batch", "device", "host", "NVMe", "verdict")
 
@@ -170,7 +169,7 @@ class Advice:
         head, *lines = table_lines(self._rows())
         text = [self.headline(), "", head]
         # A reason is a sentence, too long for a column of text of fixed width.
-        wrap = textwrap.TextWrapper(_LINE_CHARS, initial_indent="  ", subsequent_indent="  ")
+        wrap = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="  ")
         for line, rung in zip(lines, self.rungs, strict=True):
             text += [line, *wrap.wrap(rung.reason)]
         return "\n".join([*text, "", *self.warnings])
@@ -255,12 +254,7 @@ def advise(
         allow_auto=True,
         check_tools=False,
     )
-    # What every way begins with: all but the batch sizes, which the walk decides.
-    base = {key: one for key, one in copy.deepcopy(settings).items() if key not in BATCH_SIZES}
-    base.setdefault("optimizer", {"type": optimizer})
-    for section in ("offload_optimizer", "offload_param") if nvme_path is not None else ():
-        put_at(base, f"{ZERO}.{section}.nvme_path", str(nvme_path))
-    run = _in_precision(precision, base, model, plan, machine)
+    run = _first_run(precision, settings, optimizer, nvme_path, plan, memory_model)
     finder = _Finder(memory_model=memory_model, settings=settings)
     finder.completed(_with_batch(run, *batch), plan)  # raises for an "auto" that nothing decides
     trials = itertools.count(1)
@@ -432,10 +426,19 @@ def _warnings(finder: _Finder, chosen: Rung | None) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------- what it begins with
-def _in_precision(
-    asked: str, base: dict[str, Any], model: Any, plan: Plan, machine: Inventory
+def _first_run(
+    asked: str,
+    settings: Mapping[str, Any],
+    optimizer: str,
+    nvme_path: str | Path | None,
+    plan: Plan,
+    memory_model: MemoryModel,
 ) -> RunConfig:
-    """A run in the number format that was asked for, is written, or that the hardware has."""
+    """What every way begins with, but for batch sizes; in the format asked for, or the best."""
+    base = {key: one for key, one in copy.deepcopy(settings).items() if key not in BATCH_SIZES}
+    base.setdefault("optimizer", {"type": optimizer})
+    for section in ("offload_optimizer", "offload_param") if nvme_path is not None else ():
+        put_at(base, f"{ZERO}.{section}.nvme_path", str(nvme_path))
     precision = _PRECISIONS.get(asked, asked)
     if precision not in ("auto", "no", "bf16", "fp16"):
         raise ConfigError(
@@ -448,8 +451,9 @@ def _in_precision(
         return run
     # 16-bit weights would have to be converted to be trained in float32, and CPUs do not train in
     # fp16.
-    in_half = any(one.is_floating_point() and one.element_size() == 2 for one in model.parameters())
-    found, _ = best_precision(plan, machine)
+    parameters = memory_model.model.parameters()
+    in_half = any(one.is_floating_point() and one.element_size() == 2 for one in parameters)
+    found, _ = best_precision(plan, memory_model.inventory)
     return run.changed(mixed_precision="bf16" if found == "no" and in_half else found)
 
 
@@ -575,7 +579,9 @@ def run_trial(
         env.update({"PATH": library.ready_to_build(device_name)})
         if host_limit is not None:
             most_bytes = psutil.Process().memory_info().data + _PROCESS_BYTES + host_limit
-            resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, resource.RLIM_INFINITY))
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+            if hard_limit == resource.RLIM_INFINITY or most_bytes < hard_limit:
+                resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard_limit))
         if device_limit is not None:
             device.limit_memory(device_limit)
         if recomputes:

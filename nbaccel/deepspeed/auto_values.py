@@ -1,7 +1,6 @@
 """``"auto"`` values filled in by the rules that transformers and Accelerate publish, with reasons.
 
-DeepSpeed has no ``"auto"``: it replaces it by its default, or fails on it. What a key becomes
-follows from the model, the optimizer, the schedule and the run; a value in the file that
+DeepSpeed has no ``"auto"``: it replaces it by its default, or fails on it. A value in the file that
 contradicts the run is reported, with both values.
 """
 
@@ -200,7 +199,7 @@ def _said(name: str, meaning: str, default: Any = None, reason: str = "") -> _Ru
     """A rule: the run's value, or a published default."""
 
     def rule(known: _Known) -> _AutoAnswer:
-        value = getattr(known.facts, name)
+        value = getattr(known.facts, name, None)
         if value is None and not reason:
             raise _UnknownValue(f"nothing says the {meaning}; give {name}")
         if value is None:
@@ -213,10 +212,6 @@ def _said(name: str, meaning: str, default: Any = None, reason: str = "") -> _Ru
 
 def _always(value: Any, reason: str) -> _Rule:
     return _Rule(lambda _: (value, reason))
-
-
-def _swap_folder(known: _Known) -> _AutoAnswer:
-    raise _UnknownValue("nothing says the folder on the fast disk; give nvme_path")
 
 
 def _micro_batch(known: _Known) -> _AutoAnswer:
@@ -296,12 +291,13 @@ def _warmup_steps(known: _Known) -> _AutoAnswer:
 
 _BY_ACCELERATE = "Accelerate's default"
 _LEARNING_RATE = _said("learning_rate", "learning rate")
+_SWAP_FOLDER = _Rule(_said("nvme_path", "folder on the fast disk").decide)
 _RULES: dict[str, _Rule] = {
     f"{ZERO}.stage": _said("zero_stage", "ZeRO stage", 2, _BY_ACCELERATE),
     f"{ZERO}.offload_optimizer.device": _always("none", _BY_ACCELERATE),
     f"{ZERO}.offload_param.device": _always("none", _BY_ACCELERATE),
-    f"{ZERO}.offload_optimizer.nvme_path": _Rule(_swap_folder),
-    f"{ZERO}.offload_param.nvme_path": _Rule(_swap_folder),
+    f"{ZERO}.offload_optimizer.nvme_path": _SWAP_FOLDER,
+    f"{ZERO}.offload_param.nvme_path": _SWAP_FOLDER,
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save": _always(False, _BY_ACCELERATE),
     # These three formulas are those of transformers' `HfTrainerDeepSpeedConfig`.
     f"{ZERO}.reduce_bucket_size": _by_width(lambda width: width * width, "hidden * hidden"),

@@ -177,8 +177,10 @@ def _refused_by_deepspeed(config: ZeroConfig, allow_auto: bool) -> Iterator[str]
     except Exception as error:  # whatever it raises is what the user would meet later
         told = str(error)
         if isinstance(error, ValidationError):
-            details = error.errors(include_url=False)
-            told = "; ".join(f"{one['loc']} = {one['input']!r}: {one['msg']}" for one in details)
+            told = f"{error.title}: " + "; ".join(
+                f"{'.'.join(map(str, one['loc']))}={shown(one['input'])}: {one['msg']}"
+                for one in error.errors(include_url=False)
+            )
         yield (
             f"DeepSpeed refuses this configuration: {' '.join(told.split())}. "
             f"Training could not start. It read {shown(settings)}; change what it names."

@@ -366,7 +366,7 @@ def _module_of(engine: Any) -> nn.Module:
     ranks = getattr(engine, "mp_world_size", 1)
     if ranks > 1 or getattr(engine, "has_moe_layers", False):
         cut_kind = f"tensor parallelism over {ranks} ranks" if ranks > 1 else "experts"
-        raise cut_otherwise("The model of this engine", f"has {cut_kind}")
+        raise cut_otherwise(f"The {type(module).__name__} of this engine", f"has {cut_kind}")
     return module
 
 

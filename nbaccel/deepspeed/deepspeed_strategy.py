@@ -519,6 +519,7 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
         *(("optimizer", DummyOptim, one) for one in bundle.optimizers),
         *(("scheduler", DummyScheduler, one) for one in bundle.schedulers),
     ]
+    has_stand_in = any(isinstance(one, DummyOptim) for one in bundle.optimizers)
     for key, stand_in, part in parts:
         in_file = settings.get(key)
         is_dummy = isinstance(part, stand_in)
@@ -537,10 +538,10 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
                 "that it could stand for. Add one there, or prepare one of torch."
             )
         # The real optimizer is made inside `initialize`, from the file, after this schedule.
-        elif not is_dummy and isinstance(getattr(part, "optimizer", None), DummyOptim):
+        elif not is_dummy and has_stand_in and key == "scheduler":
             mistakes.append(
-                f"prepare got a {type(part).__name__} of a DummyOptim: it would set the learning "
-                "rate of nothing. Give DummyScheduler(lr_scheduler_callable=...)."
+                f"prepare got a {type(part).__name__} beside a DummyOptim: it would set the "
+                "learning rate of nothing. Give DummyScheduler(lr_scheduler_callable=...)."
             )
     if mistakes:
         raise ConfigError(*mistakes)

@@ -6,9 +6,8 @@
                 ever chosen first and bound later
 
 All of it, and what DeepSpeed, Accelerate and transformers add, is undone in the opposite order.
-They are made for scripts, which end: in a notebook engines stay registered, lists keep modules
-alive, DeepSpeed's wrapper of torch's process group outlives the group, and transformers goes on
-training with DeepSpeed because a variable says so.
+They are made for scripts, which end: in a notebook engines and groups stay registered, lists keep
+modules alive, and transformers trains on with DeepSpeed because a variable says so.
 """
 
 from __future__ import annotations
@@ -60,6 +59,7 @@ def _check_gpu(index: int) -> None:
 
 
 _LOOPBACK_ADDRESS = "127.0.0.1"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OLD_NAMES = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 _ALONE = {
     **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
@@ -192,8 +192,7 @@ def deepspeed_environment(
             "MASTER_PORT": str(port_number),
             "PATH": library.path_with_ninja(),
             # Groups open further ports, on the interface of the machine's name unless told.
-            "GLOO_SOCKET_IFNAME": env.read("GLOO_SOCKET_IFNAME") or "lo",
-            "NCCL_SOCKET_IFNAME": env.read("NCCL_SOCKET_IFNAME") or "lo",
+            **{name: env.read(name) or "lo" for name in _INTERFACES},
             # DeepSpeed reads it once, when it is imported.
             "DS_ACCELERATOR": wanted_kind or env.read("DS_ACCELERATOR"),
         }
@@ -210,14 +209,13 @@ def deepspeed_environment(
                 f"settled on {kind} for the life of this process. Restart the kernel and call "
                 f"deepspeed_environment(device={wanted_kind!r}) before DeepSpeed is imported."
             )
-        # One that was asked for has been looked at before DeepSpeed was imported.
-        if kind == "cuda" and wanted_kind is None:
+        if kind == "cuda":
             _check_gpu(gpu_index)
         library.ready_to_build(kind)
         backend_name = str(accelerator.communication_backend_name())
         # The store owns the descriptor from here on, so the socket must not close it.
         _begin_group(backend_name, socket.detach(), port_number, timeout_s)
-        device = kind if kind == "cpu" else f"{kind}:{gpu_index}"
+        device = f"{kind}:{gpu_index}" if kind == "cuda" else kind
         opened_environment = DeepSpeedEnvironment(
             device=device, backend=backend_name, port=port_number, undo=stack.pop_all()
         )

@@ -13,7 +13,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import install_line, is_installed
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits, strategy_row
-from nbaccel.config.deepspeed_document import engine_config
+from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
 from nbaccel.config.field_rules import rule_of
 from nbaccel.config.given_values import drop_at, put_at, value_at
 from nbaccel.deepspeed.auto_values import AUTO_KEYS, TrainingFacts, resolve_decided
@@ -247,10 +247,7 @@ _KEY_OF_RUN_FIELD = {
     "mixed_precision": "bf16.enabled, fp16.enabled",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-_FILLED_LATER = dict.fromkeys(
-    ("train_micro_batch_size_per_gpu", "train_batch_size"),
-    "filled in by prepare, from your data loader",
-)
+_FILLED_LATER = dict.fromkeys(BATCH_SIZES[:2], "filled in by prepare, from your data loader")
 
 
 class DeepSpeedForm(SettingsForm):

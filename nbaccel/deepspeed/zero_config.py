@@ -1,4 +1,4 @@
-"""``ZeroConfig``: a DeepSpeed configuration as an immutable object, read from and written as JSON.
+"""``ZeroConfig``: a DeepSpeed configuration as an immutable object.
 
 A key has a field where it means something to a person, nbaccel computes with it, or DeepSpeed takes
 whatever stands there. All others are kept as they stand, in ``extra``: what they are is known to
@@ -256,7 +256,7 @@ class HalfPrecision(Section):
 class Maker(Section):
     """The optimizer, or the schedule, that DeepSpeed makes."""
 
-    type: Text = _meant("The name of its class: AdamW, WarmupLR, ...")
+    type: Text = _meant("Its class, AdamW or WarmupLR, where DeepSpeed makes it.")
     params: Params = _meant("Its constructor's arguments: lr, betas, ...; counts are in steps.")
 
 

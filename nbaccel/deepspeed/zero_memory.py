@@ -1,7 +1,7 @@
 """``estimate_memory``: what a DeepSpeed run needs on each device, each host and the disk.
 
-The model states are counted when there is most of them: when the optimizer steps. All numbers follow
-from what DeepSpeed allocates for a configuration; tests compare them with real engines.
+The model states are counted when there is most of them: when the optimizer steps. All numbers are
+of what DeepSpeed allocates for a configuration; tests compare them with real engines.
 """
 
 from __future__ import annotations

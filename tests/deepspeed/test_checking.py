@@ -84,7 +84,7 @@ def test_keys_without_a_field_and_old_names_are_read_as_deepspeed_does():
     key = "zero_optimization.elastic_checkpoint"
     assert warning == f'{key}="auto" leaves it to DeepSpeed\'s default.'
     told = refused(**{ZERO: {"stage": 1, "legacy_stage1": "old"}})
-    assert "refuses this configuration: ('legacy_stage1',) = 'old': " in told
+    assert "refuses this configuration: DeepSpeedZeroConfig: legacy_stage1='old': " in told
     assert "'legacy_stage1'" in refused(**{ZERO: {"stage": 1, "legacy_stage": True}})
 
 
