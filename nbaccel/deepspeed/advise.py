@@ -247,13 +247,8 @@ def advise(
     world_size = plan.num_processes * num_nodes
     batch = _batch_of(settings, samples=memory_model.num_samples, world_size=world_size)
     # Before the ways, so that mistakes of the user's file are reported as such.
-    check_config(
-        {**settings, _BATCH_KEY: batch[0]},
-        world_size=world_size,
-        inventory=machine,
-        allow_auto=True,
-        check_tools=False,
-    )
+    own = {**settings, _BATCH_KEY: batch[0]}
+    check_config(own, world_size=world_size, inventory=machine, allow_auto=True, check_tools=False)
     run = _first_run(precision, settings, optimizer, nvme_path, plan, memory_model)
     finder = _Finder(memory_model=memory_model, settings=settings)
     finder.completed(_with_batch(run, *batch), plan)  # raises for an "auto" that nothing decides

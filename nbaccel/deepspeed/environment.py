@@ -201,7 +201,6 @@ def deepspeed_environment(
         stack.callback(tear_down, observe())
         deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
         accelerator = deepspeed.accelerator.get_accelerator()
-        # The kind of device that DeepSpeed has chosen for the life of this process.
         kind = str(accelerator.device_name())
         if wanted_kind not in (None, kind):
             raise UnsafeMoment(
