@@ -110,7 +110,7 @@ def command(subject: str, checkpoint: Path, out: Path) -> list[str]:
 
 def baselines(checkpoint: Path) -> dict[str, list[str]]:
     """The same interpreters with all that a conversion imports, and nothing converted."""
-    ours = "import nbaccel.cli, nbaccel.deepspeed.weights.converting"
+    ours = "import nbaccel.cli, nbaccel.deepspeed.converting"
     return {
         NBACCEL: [sys.executable, "-c", ours],
         PEER: [sys.executable, "-W", "ignore", str(checkpoint / "zero_to_fp32.py"), "--help"],

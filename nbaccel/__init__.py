@@ -61,14 +61,14 @@ if TYPE_CHECKING:
         ProjectConfiguration as ProjectConfiguration,
     )
     from nbaccel.data_loader import skip_first_batches as skip_first_batches
-    from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
-    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-    from nbaccel.deepspeed.weights.converting import (
+    from nbaccel.deepspeed.converting import (
         fp32_state_dict as fp32_state_dict,
         load_fp32_state_dict as load_fp32_state_dict,
         save_16bit_weights as save_16bit_weights,
         zero_to_fp32 as zero_to_fp32,
     )
+    from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
+    from nbaccel.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from nbaccel.deepspeed.zero_memory import estimate_memory as estimate_memory
     from nbaccel.inference import prepare_pippy as prepare_pippy
     from nbaccel.launchers import (

@@ -186,7 +186,7 @@ def counted(training: Training, *, short: bool) -> dict[str, int]:
 
 def _count(training: Training, *, short: bool) -> dict[str, int]:
     from nbaccel import deepspeed_environment, estimate_memory
-    from nbaccel.deepspeed.strategy import engines
+    from nbaccel.deepspeed import engines
 
     if short:
         engines.return_at_once()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         check_config as check_config,
     )
     from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
-    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from nbaccel.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from nbaccel.deepspeed.zero_config import ZeroConfig as ZeroConfig
     from nbaccel.deepspeed.zero_memory import estimate_memory as estimate_memory
 

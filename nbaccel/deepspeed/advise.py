@@ -1,7 +1,4 @@
-"""``advise``: the ways to train with DeepSpeed, by estimates and, with `try_it`, by a real step.
-
-What it gives is an ``Advice``: the configuration that was chosen, and all that were looked at.
-"""
+"""``advise``: the ways to train with DeepSpeed, by estimates and, with `try_it`, by real steps."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from torch import nn
 
 from nbaccel.base import env
@@ -34,12 +30,12 @@ from nbaccel.config.capabilities import device_row
 from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
 from nbaccel.config.given_values import put_at, value_at
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.auto_values import TrainingFacts, made_in, resolve_auto
+from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.form import LOWERED_KEYS, DeepSpeedForm
-from nbaccel.deepspeed.strategy.engines import make_engine
+from nbaccel.deepspeed.engines import make_engine
+from nbaccel.deepspeed.form import DeepSpeedForm
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
-from nbaccel.memory.activations import LiveBytes, call, loss_of, mapped, resized, storage_key
+from nbaccel.memory.activations import call, loss_of, mapped, resized
 from nbaccel.memory.estimate import (
     MemoryEstimate,
     paragraphs,
@@ -53,18 +49,22 @@ from nbaccel.memory.ways import FASTEST_FIRST, Candidate, CandidateFinder, best_
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.strategies.model_blocks import checkpoints_gradients, enable_gradient_checkpointing
 
-_LINE_CHARS = 100
 _CHECKPOINTING = "gradient checkpointing"
-_HEAD = ("way", "batch", "device", "host", "NVMe", "measured", "verdict")
+_HEAD = ("way", "batch", "device", "host", "NVMe", "verdict")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
     """One way to train with one batch of a process, and its verdict."""
 
-    candidate: Candidate
+    name: str
+    """``ZeRO-2, optimizer on the CPU``."""
     batch_size: int
     accumulation_steps: int
+    gradient_checkpointing: bool
+    """Whether activations are computed again."""
+    estimate: MemoryEstimate | None
+    """What it needs, beside what there is; None where the way is not available."""
     verdict: str
     """``fits``, ``does not fit``, by estimate; ``works``, ``out of memory``, by a real step; ``not
     tried``; ``not available``."""
@@ -72,23 +72,6 @@ class Rung:
     """Why, in one sentence."""
     config: dict[str, Any] | None
     """DeepSpeed's configuration; None where the way is not available."""
-    measured: int | None = None
-    """The most bytes of tensors that a real step took where it computes."""
-
-    @property
-    def name(self) -> str:
-        """Its name: ``ZeRO-2, optimizer on the CPU``."""
-        return self.candidate.name
-
-    @property
-    def estimate(self) -> MemoryEstimate | None:
-        """What it needs, beside what there is; None where the way is not available."""
-        return None if self.candidate.need is None else self.candidate.need.estimate
-
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """Whether activations are computed again."""
-        return self.candidate.config.activation_checkpointing
 
     @property
     def is_accepted(self) -> bool:
@@ -105,8 +88,7 @@ class Rung:
             host = self.estimate.host_needed if on_host else self.estimate.host.peak
             sizes = [self.estimate.device.peak, host, self.estimate.nvme.total]
         texts = ["" if one is None else "-" if not one else format_bytes(one) for one in sizes]
-        measured = "" if self.measured is None else format_bytes(self.measured)
-        return [self.name, f"{self.batch_size}{accumulated}", *texts, measured, self.verdict]
+        return [self.name, f"{self.batch_size}{accumulated}", *texts, self.verdict]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -114,7 +96,7 @@ class Advice:
     """Which DeepSpeed configuration to train with.
 
     Attributes:
-        rungs: All ways that were looked at, in order.
+        rungs: The ways, in order, with the batch that was chosen, or the smallest.
         chosen: The one to take; None where none fits.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         num_processes: Processes on each machine.
@@ -130,14 +112,12 @@ class Advice:
     @property
     def config(self) -> dict[str, Any] | None:
         """What ``deepspeed.initialize(config=...)`` takes; None where nothing fits."""
-        return None if self.zero is None else self.zero.to_dict()
+        return None if self.chosen is None else copy.deepcopy(self.chosen.config)
 
     @property
     def zero(self) -> ZeroConfig | None:
         """The same as a `ZeroConfig`."""
-        if self.chosen is None or self.chosen.config is None:
-            return None
-        return ZeroConfig.from_dict(self.chosen.config)
+        return None if self.config is None else ZeroConfig.from_dict(self.config)
 
     @property
     def batch_size(self) -> int | None:
@@ -189,7 +169,7 @@ class Advice:
         head, *lines = table_lines(self._rows())
         text = [self.headline(), "", head]
         # A reason is a sentence, too long for a column of text of fixed width.
-        wrap = textwrap.TextWrapper(_LINE_CHARS, initial_indent="  ", subsequent_indent="  ")
+        wrap = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="  ")
         for line, rung in zip(lines, self.rungs, strict=True):
             text += [line, *wrap.wrap(rung.reason)]
         return "\n".join([*text, "", *self.warnings])
@@ -267,25 +247,25 @@ def advise(
     world_size = plan.num_processes * num_nodes
     batch = _batch_of(settings, samples=memory_model.num_samples, world_size=world_size)
     # Before the ways, so that mistakes of the user's file are reported as such.
-    check_config(
-        {**settings, _BATCH_KEY: batch[0]},
-        world_size=world_size,
-        inventory=machine,
-        allow_auto=True,
-        check_tools=False,
-    )
-    base = _begun(settings, optimizer, nvme_path)
-    run = _in_precision(precision, base, model, plan, machine)
+    own = {**settings, _BATCH_KEY: batch[0]}
+    check_config(own, world_size=world_size, inventory=machine, allow_auto=True, check_tools=False)
+    run = _first_run(precision, settings, optimizer, nvme_path, plan, memory_model)
     finder = _Finder(memory_model=memory_model, settings=settings)
     finder.completed(_with_batch(run, *batch), plan)  # raises for an "auto" that nothing decides
-    prove = _prover(finder, plan, max_trials, timeout, launch) if try_it else None
+    trials = itertools.count(1)
+
+    def prove(rung: Rung) -> Rung:
+        if try_it and next(trials) <= max_trials:
+            return _proven(rung, memory_model, plan, timeout, launch)
+        return replace(rung, verdict="not tried") if try_it else rung
+
     rungs, chosen = _walked(finder, run, batch, prove)
     return Advice(
         rungs=rungs,
         chosen=chosen,
-        precision=_word_of(run),
+        precision="fp32" if run.mixed_precision == "no" else run.mixed_precision,
         num_processes=plan.num_processes,
-        warnings=tuple(_warnings(finder, _word_of(run), chosen)),
+        warnings=tuple(_warnings(finder, chosen)),
     )
 
 
@@ -294,8 +274,7 @@ def advise(
 class _Finder(CandidateFinder):
     """Finds ways with DeepSpeed, from stage 0 on, with whole configurations."""
 
-    # The user's own.
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the user's own
 
     def ways(self, config: RunConfig, plan: Plan) -> Iterator[TrainingWay]:
         """The fastest first; all but the first compute activations again, where that can be."""
@@ -323,18 +302,21 @@ class _Finder(CandidateFinder):
     def document_of(self, form: SettingsForm, config: RunConfig, plan: Plan) -> Mapping[str, Any]:
         """DeepSpeed's configuration with nothing left to ``"auto"``, which runs here."""
         document = self.completed(config, plan)
-        world_size = self._world_size(plan)
+        how: dict[str, Any] = {
+            "world_size": self._world_size(plan),
+            "inventory": self.memory_model.inventory,
+        }
         try:
-            check_config(document, world_size=world_size, inventory=self.memory_model.inventory)
-        except ConfigError as error:
+            check_config(document, **how)
+        except ConfigError:
             # On a GPU DeepSpeed compiles its Adam, and few notebooks have the compiler for it.
-            # Torch's Adam computes the same.
-            document = _with_torch_adam(document)
-            try:
-                check_config(document, world_size=world_size, inventory=self.memory_model.inventory)
-            # The first error is about the user's configuration, this one about one that was tried.
-            except ConfigError:
-                raise error from None
+            # Torch's Adam computes the same; an offloaded step needs DeepSpeed's.
+            optimizer = document.get("optimizer") or {}
+            is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")
+            if is_adam and "offload_optimizer" not in document[ZERO]:
+                params = {"torch_adam": True, **(optimizer.get("params") or {})}
+                document["optimizer"] = {**optimizer, "params": params}
+            check_config(document, **how)
         return document
 
     def refusal_of(self, error: NbaccelError) -> str:
@@ -370,16 +352,6 @@ class _Finder(CandidateFinder):
         return plan.num_processes * (self.memory_model.num_nodes or 1)
 
 
-def _with_torch_adam(document: dict[str, Any]) -> dict[str, Any]:
-    """The same with torch's Adam, where DeepSpeed's need not be: not of an offloaded step."""
-    optimizer = document.get("optimizer") or {}
-    has_offload = "offload_optimizer" in document[ZERO]
-    if has_offload or str(optimizer.get("type")).lower() not in ("adam", "adamw"):
-        return document
-    params = {"torch_adam": True, **(optimizer.get("params") or {})}
-    return {**document, "optimizer": {**optimizer, "params": params}}
-
-
 def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> RunConfig:
     return run.changed(
         gradient_accumulation_steps=accumulation_steps,
@@ -389,57 +361,32 @@ def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> Run
 
 # ----------------------------------------------------------------------- the walk
 def _walked(
-    finder: _Finder, run: RunConfig, batch: tuple[int, int], prove: Callable[[Rung], Rung] | None
+    finder: _Finder, run: RunConfig, batch: tuple[int, int], prove: Callable[[Rung], Rung]
 ) -> tuple[tuple[Rung, ...], Rung | None]:
     """The first rung that fits, or works: of all ways, then again with half the batch, and so on.
 
-    The table shows all of the round in which it was found.
+    The table is of the last round.
     """
-    seen: list[Rung] = []
-    hopeless: set[str] = set()
+    rungs: list[Rung] = []
+    chosen: Rung | None = None
     for size, steps in halvings(*batch):
-        candidates = finder.candidates(_with_batch(run, size, steps), is_chosen=False)
-        chosen = None
-        for candidate in candidates:
-            if candidate.name in hopeless:
-                continue
-            rung = _rung(finder, candidate, size, steps)
+        rungs.clear()
+        for candidate in finder.candidates(_with_batch(run, size, steps), is_chosen=False):
+            rung = _rung(candidate, size, steps)
             if chosen is not None and rung.is_accepted:
                 reason = f"{rung.reason} Usually slower than what was chosen."
                 rung = replace(rung, reason=reason)
             elif rung.is_accepted:
-                rung = rung if prove is None else prove(rung)
+                rung = prove(rung)
                 chosen = rung if rung.is_accepted else None
-            seen.append(rung)
+            rungs.append(rung)
         # Without activations every batch needs the same.
         if chosen is not None or finder.memory_model.sample_batch is None:
-            return tuple(seen), chosen
-        # A smaller batch lowers activations and nothing else.
-        for one in candidates:
-            estimate = None if one.need is None else one.need.estimate
-            if estimate is not None and not one.refusal:
-                estimate = replace(estimate, device=replace(estimate.device, activations=0))
-            if estimate is None or one.refusal or not estimate.fits:
-                hopeless.add(one.name)
-    return tuple(seen), None
+            break
+    return tuple(rungs), chosen
 
 
-def _prover(
-    finder: _Finder, plan: Plan, max_trials: int, timeout_s: float, launch: Callable[..., Any]
-) -> Callable[[Rung], Rung]:
-    """What tries a way with one launch, of `max_trials`."""
-    trials = itertools.count(1)
-
-    def prove(rung: Rung) -> Rung:
-        if next(trials) > max_trials:
-            reason = f"{rung.reason} It was not tried: no launch of max_trials was left."
-            return replace(rung, verdict="not tried", reason=reason)
-        return proven(rung, finder.memory_model, plan, timeout_s, launch)
-
-    return prove
-
-
-def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:
+def _rung(candidate: Candidate, size: int, steps: int) -> Rung:
     verdict = "not available"
     reason = candidate.refusal
     if candidate.need is not None and not candidate.refusal:
@@ -447,66 +394,46 @@ def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:
         lacking = candidate.need.lacking_text
         reason = lacking or f"it needs {candidate.need.shares_text}"
     config = None if verdict == "not available" else dict(candidate.document)
-    written = finder.settings.get(ZERO) or {}
-    lowered = [
-        f"{key}={value}"
-        for key in LOWERED_KEYS
-        if key not in written and (value := value_at(config, f"{ZERO}.{key}")) is not None
-    ]
-    note = f" With {', '.join(lowered)} in place of 1e9." if lowered else ""
     return Rung(
-        candidate=candidate,
+        name=candidate.name,
         batch_size=size,
         accumulation_steps=steps,
+        gradient_checkpointing=candidate.config.activation_checkpointing,
+        estimate=None if candidate.need is None else candidate.need.estimate,
         verdict=verdict,
-        reason=f"{reason[:1].upper()}{reason[1:].rstrip('.')}.{note}",
+        reason=f"{reason[:1].upper()}{reason[1:].rstrip('.')}.",
         config=config,
     )
 
 
 # ----------------------------------------------------------------------- what is told
-def _warnings(finder: _Finder, precision: str, chosen: Rung | None) -> Iterator[str]:
-    model = finder.memory_model.model
+def _warnings(finder: _Finder, chosen: Rung | None) -> Iterator[str]:
     if finder.memory_model.sample_batch is None:
         yield "Activations are not in it: they depend on the batch. Give sample_batch."
-    made_precision = made_in(model)
-    if precision == "fp16" and made_precision == "bfloat16":
-        yield (
-            f"The model was trained in {made_precision} and will be trained in fp16, whose largest "
-            "number is 65504: losses may become NaN. Where they do, train in fp32, or on a GPU of "
-            "compute capability 8.0 or newer in bf16."
-        )
     if finder.can_checkpoint and (chosen is None or chosen.gradient_checkpointing):
         counting = "All ways but the first count" if chosen is None else f"{chosen.name} counts"
         yield (
             f"{counting} with gradient checkpointing, which no DeepSpeed configuration turns on: "
             "call model.gradient_checkpointing_enable() before training."
         )
-    if chosen is None or chosen.config is None:
-        return
-    key = "optimizer.params.torch_adam"
-    # Only where the advisor has chosen it: the user's own setting needs no remark.
-    if value_at(chosen.config, key) and not value_at(finder.settings, key):
-        yield "With torch's Adam (torch_adam), since DeepSpeed's own cannot be compiled here."
-    yield from check_config(chosen.config, inventory=finder.memory_model.inventory).warnings
+    if chosen is not None and chosen.config is not None:
+        yield from check_config(chosen.config, inventory=finder.memory_model.inventory).warnings
 
 
 # ----------------------------------------------------------------------- what it begins with
-def _begun(
-    settings: Mapping[str, Any], optimizer: str, nvme_path: str | Path | None
-) -> dict[str, Any]:
-    """What every way begins with: all but the batch sizes, which the walk decides."""
+def _first_run(
+    asked: str,
+    settings: Mapping[str, Any],
+    optimizer: str,
+    nvme_path: str | Path | None,
+    plan: Plan,
+    memory_model: MemoryModel,
+) -> RunConfig:
+    """What every way begins with, but for batch sizes; in the format asked for, or the best."""
     base = {key: one for key, one in copy.deepcopy(settings).items() if key not in BATCH_SIZES}
     base.setdefault("optimizer", {"type": optimizer})
     for section in ("offload_optimizer", "offload_param") if nvme_path is not None else ():
         put_at(base, f"{ZERO}.{section}.nvme_path", str(nvme_path))
-    return base
-
-
-def _in_precision(
-    asked: str, base: dict[str, Any], model: Any, plan: Plan, machine: Inventory
-) -> RunConfig:
-    """A run in the number format that was asked for, is written, or that the hardware has."""
     precision = _PRECISIONS.get(asked, asked)
     if precision not in ("auto", "no", "bf16", "fp16"):
         raise ConfigError(
@@ -519,13 +446,10 @@ def _in_precision(
         return run
     # 16-bit weights would have to be converted to be trained in float32, and CPUs do not train in
     # fp16.
-    in_half = any(one.is_floating_point() and one.element_size() == 2 for one in model.parameters())
-    found, _ = best_precision(plan, machine)
+    parameters = memory_model.model.parameters()
+    in_half = any(one.is_floating_point() and one.element_size() == 2 for one in parameters)
+    found, _ = best_precision(plan, memory_model.inventory)
     return run.changed(mixed_precision="bf16" if found == "no" and in_half else found)
-
-
-def _word_of(run: RunConfig) -> str:
-    return "fp32" if run.mixed_precision == "no" else run.mixed_precision
 
 
 def _batch_of(
@@ -570,15 +494,13 @@ def _check_arguments(
 
 
 # ----------------------------------------------------------------------- proof by launching
-# A real step by DeepSpeed's engine. Each trial is a launch: a worker that holds itself to its share
-# of memory may run out of it, or be killed, and nothing else is harmed.
+# Two real steps by DeepSpeed's engine, in workers: one may run out of memory, or be killed, and
+# nothing else is harmed.
 
-_PASSES_PER_STEP = 2
-"""Forward passes accumulated in a trial: the second shows what accumulation keeps."""
 _PROCESS_BYTES = 192 * 2**20
 """Memory of a worker beside tensors: stacks of threads, compiled operations (100 to 130 MiB)."""
 _OUT_OF_MEMORY_WORDS = re.compile(
-    r"out of memory|(can't|cannot|unable to|could not) allocate|not enough memory"
+    r"out of memory|MemoryError|(can't|cannot|unable to|could not) allocate|not enough memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|can't start new thread",
     re.IGNORECASE,
 )
@@ -586,19 +508,13 @@ _OUT_OF_MEMORY_WORDS = re.compile(
 
 def is_want_of_memory(record: Any) -> bool:
     """Whether a worker failed because memory ran out: on a device, on the host, or by a kill."""
-    if record.exit_status is not None:
-        # The system's out-of-memory killer leaves no other trace.
-        was_killed = record.exit_status == -signal.SIGKILL
-        return was_killed or bool(_OUT_OF_MEMORY_WORDS.search(record.evidence))
-    error = record.raised
-    while error is not None:  # it may have been wrapped in another
-        if error.type_name.endswith("MemoryError") or _OUT_OF_MEMORY_WORDS.search(error.message):
-            return True
-        error = error.cause
-    return False
+    # The system's out-of-memory killer leaves no other trace.
+    was_killed = record.exit_status == -signal.SIGKILL
+    said = (record.headline, record.traceback, record.evidence)
+    return was_killed or any(map(_OUT_OF_MEMORY_WORDS.search, said))
 
 
-def proven(
+def _proven(
     rung: Rung, memory: MemoryModel, plan: Plan, timeout_s: float, launch: Callable[..., Any]
 ) -> Rung:
     """A rung of the advice as one launch shows it."""
@@ -608,46 +524,37 @@ def proven(
         share_back=False,  # a trial must not change the weights of the user's model
         timeout=timeout_s,
     )
-    on_host = device_row(plan.device).in_host_memory
-    limits = memory.limits
-    host_bytes = limits.host
-    if host_bytes is None and on_host and rung.estimate:
-        host_bytes = rung.estimate.host_free
-    if host_bytes is not None:
-        host_bytes = host_bytes // plan.num_processes + (limits.device or 0) * on_host
+    config = copy.deepcopy(dict(rung.config or {}))
+    # The second of two passes shows what accumulation keeps; further ones show nothing.
+    config["gradient_accumulation_steps"] = min(rung.accumulation_steps, 2)
+    keys = [f"{ZERO}.{name}.nvme_path" for name in ("offload_optimizer", "offload_param")]
+    swapped = {key: folder for key in keys if (folder := value_at(config, key))}
+    # On the user's disk, since the trial is of that disk, but not among other runs' files.
+    disk = nearest_folder(Path(next(iter(swapped.values()), tempfile.gettempdir())))
+    device_bytes, host_bytes = memory.limits.device, memory.limits.host
+    if device_row(plan.device).in_host_memory:
+        host_bytes = memory.inventory.host_available_bytes if host_bytes is None else host_bytes
+        host_bytes += plan.num_processes * (device_bytes or 0)
+    limits = (device_bytes, host_bytes and host_bytes // plan.num_processes)
     recomputes = rung.gradient_checkpointing and not checkpoints_gradients(memory.model)
-    # The advice reports how a trial ended; a dashboard of failed launches would look like errors.
-    with trial_config(rung.config or {}) as config, env.applied({"NBACCEL_DASHBOARD": "0"}):
-        batch = resized(memory.sample_batch, config["train_micro_batch_size_per_gpu"])
-        settings = (config, recomputes, plan.device, limits.device, host_bytes)
+    batch = resized(memory.sample_batch, config[_BATCH_KEY])
+    with (
+        tempfile.TemporaryDirectory(prefix="nbaccel-trial-", dir=disk) as swap_folder,
+        # The advice reports how a trial ended; a dashboard of failures would look like errors.
+        env.applied({"NBACCEL_DASHBOARD": "0"}),
+    ):
+        for key in swapped:
+            put_at(config, key, swap_folder)
+        arguments = (memory.model, batch, config, recomputes, plan.device, *limits)
         try:
-            measured = max(launch(run_trial, (memory.model, batch, *settings), config=run))
+            launch(run_trial, arguments, config=run)
         except WorkerFailed as error:
             failure: Any = next(filter(is_want_of_memory, error.failures), None)
             if failure is None:
                 raise
-            text = " ".join(str(failure.headline).split())[:160]
-            peak = failure.max_rss_bytes and f" after {format_bytes(failure.max_rss_bytes)}"
-            told = f"Memory ran out in a real step: rank {failure.rank} {text}{peak or ''}."
+            told = f"Memory ran out in a real step: rank {failure.rank} {failure.headline[:160]}."
             return replace(rung, verdict="out of memory", reason=f"{told} {rung.reason}")
-    reason = f"A real step worked. {rung.reason}"
-    return replace(rung, verdict="works", reason=reason, measured=measured)
-
-
-@contextlib.contextmanager
-def trial_config(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The configuration for a trial, with a folder for swap files, which is removed."""
-    tried = copy.deepcopy(dict(config))
-    steps = tried.get("gradient_accumulation_steps", 1)
-    tried["gradient_accumulation_steps"] = min(steps, _PASSES_PER_STEP)
-    keys = [f"{ZERO}.{name}.nvme_path" for name in ("offload_optimizer", "offload_param")]
-    swapped = {key: folder for key in keys if (folder := value_at(tried, key))}
-    # On the user's disk, since the trial is of that disk, but not among other runs' files.
-    disk = nearest_folder(Path(next(iter(swapped.values()), tempfile.gettempdir())))
-    with tempfile.TemporaryDirectory(prefix="nbaccel-trial-", dir=disk) as swap_folder:
-        for key in swapped:
-            put_at(tried, key, swap_folder)
-        yield tried
+    return replace(rung, verdict="works", reason=f"A real step worked. {rung.reason}")
 
 
 def run_trial(
@@ -658,36 +565,29 @@ def run_trial(
     device_name: str,
     device_limit: int | None,
     host_limit: int | None,
-) -> int:
-    """Make an engine and step; the most bytes of tensors where it computes. Limits are in bytes."""
+) -> None:
+    """Make an engine and step. Limits are in bytes."""
     logging.disable(logging.CRITICAL)  # for good: the process ends with the trial
     device = registry.device(device_name)
-    on_host = device_row(device_name).in_host_memory
-    own_tensors = [*model.parameters(), *model.buffers()]
-    zero_config = ZeroConfig.from_dict(config)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         env.update({"PATH": library.ready_to_build(device_name)})
         if host_limit is not None:
-            _limit_host_memory(host_limit, own_tensors)
-        if not on_host and device_limit is not None:
+            most_bytes = psutil.Process().memory_info().data + _PROCESS_BYTES + host_limit
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+            if hard_limit == resource.RLIM_INFINITY or most_bytes < hard_limit:
+                resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard_limit))
+        if device_limit is not None:
             device.limit_memory(device_limit)
         if recomputes:
             enable_gradient_checkpointing(model)
         model.train()
-        with LiveBytes(own_tensors, device="cpu") as live:
-            engine = make_engine(model, None, None, zero_config, moe_layers=None, has_several=False)
-            # It trains in the model's own tensors, whose shared pages become private then.
-            if on_host:
-                live.adopt(one for one in engine.module.parameters() if one.numel())
-            # Some optimizers make their states in the first step: the peak comes with the second.
-            for _ in range(2):
-                training_step(engine, batch)
-            device.synchronize()  # what fails later fails here
-    from deepspeed.accelerator import get_accelerator
-
-    # The process ends with the trial, so that the peak is the trial's.
-    return live.peak if on_host else int(get_accelerator().max_memory_allocated())
+        zero_config = ZeroConfig.from_dict(config)
+        engine = make_engine(model, None, None, zero_config, moe_layers=None, has_several=False)
+        # Some optimizers make their states in the first step: the peak comes with the second.
+        for _ in range(2):
+            training_step(engine, batch)
+        device.synchronize()  # what fails later fails here
 
 
 def training_step(engine: Any, batch: Any) -> None:
@@ -696,16 +596,3 @@ def training_step(engine: Any, batch: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
         engine.backward(loss_of(call(engine, batch, module=engine.module)))
         engine.step()
-
-
-def _limit_host_memory(host_bytes: int, own_tensors: list[torch.Tensor]) -> None:
-    """Limit this worker to its share, so that only this process fails when it is used up."""
-    # The model's pages are mapped privately and counted already, though shared with the notebook;
-    # those that are trained become the worker's own memory, which the share must cover.
-    pages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in own_tensors}
-    own_bytes = psutil.Process().memory_info().data - sum(pages.values())
-    limit = own_bytes + host_bytes + _PROCESS_BYTES
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard_limit != resource.RLIM_INFINITY:
-        limit = min(limit, hard_limit)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))

@@ -46,7 +46,7 @@ def _convert(
     ] = False,
 ) -> None:
     # Here, so that `nbaccel --help` does not import torch and safetensors.
-    from nbaccel.deepspeed.weights.converting import zero_to_fp32
+    from nbaccel.deepspeed.converting import zero_to_fp32
 
     start_time = time.monotonic()
     written = zero_to_fp32(
@@ -59,17 +59,8 @@ def _convert(
         progress=sys.stderr.isatty(),
     )
     names = [path.name for path in written.files]
-    listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
     sys.stdout.write(
         f"{count_noun(written.num_tensors, 'tensor')}, {format_bytes(written.num_bytes)}, in "
-        f"{count_noun(len(names), 'file')} ({listed}) in {written.files[0].parent}: "
+        f"{count_noun(len(names), 'file')} ({first_few(names, 3)}) in {written.files[0].parent}: "
         f"{format_seconds(time.monotonic() - start_time)}\n"
     )
-    if written.tied:
-        pairs = [f"{name} is {target}" for name, target in sorted(written.tied.items())]
-        # Both names in the file would in turn be refused by safetensors' own load_model.
-        sys.stdout.write(
-            f"Tied weights are in it under one name ({first_few(pairs, 3)}). from_pretrained, "
-            "load_checkpoint_in_model and safetensors.torch.load_model know; for load_state_dict "
-            "take nbaccel.load_fp32_state_dict(DIR), which has all names.\n"
-        )

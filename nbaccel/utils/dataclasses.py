@@ -48,7 +48,7 @@ from nbaccel.plan import registry
 from nbaccel.utils.operations import TensorInformation as TensorInformation
 
 if TYPE_CHECKING:
-    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from nbaccel.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 else:
     DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
 

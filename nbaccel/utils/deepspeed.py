@@ -10,7 +10,7 @@ from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
-    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+    from nbaccel.deepspeed.plugin import DeepSpeedPlugin
 else:
     DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
 

@@ -73,8 +73,8 @@ def test_what_another_process_is_writing_stays(tmp_path):
 
 def convert(folder: Path) -> None:
     """The way of to-fp32, with weights from nowhere."""
-    from nbaccel.deepspeed.weights.checkpoint_layout import Weight
-    from nbaccel.deepspeed.weights.converting import write_files
+    from nbaccel.deepspeed.checkpoint_layout import Weight
+    from nbaccel.deepspeed.converting import write_files
 
     class Zeros(Weight):
         def chunks(self):

@@ -132,7 +132,7 @@ def test_weights_come_home_after_each_cell_from_everyone_s_part(pool: Pool) -> N
         assert moved(model, before)
         assert not any(in_bf16(parameter) for parameter in model.parameters()), "it is rounded"
     pool.run(
-        "from nbaccel.deepspeed.strategy.local_shards import local_pieces\n"
+        "from nbaccel.deepspeed.local_shards import local_pieces\n"
         "parts = [sum(v.numel() for _, v in local_pieces(p)) for p in model.parameters()]"
     )
     first, second = pool.pull("parts")["parts"]

@@ -53,12 +53,12 @@ def test_a_conversion_is_small_in_memory_and_tells_what_it_wrote(checkpoint, tmp
 def test_options_reach_the_conversion(checkpoint, tmp_path, capsys):
     arguments = ["to-fp32", str(checkpoint), str(tmp_path / "out"), "--tag", "global_step1"]
     assert main([*arguments, "--max-shard-size", "50MB"]) == 0
-    assert "in 3 files (model-00001-of-00002.safetensors … model.safe" in capsys.readouterr().out
+    assert "in 3 files (model-00001-of-00002.safetensors, model-00002-of" in capsys.readouterr().out
     assert main([*arguments, "--exclude-frozen-parameters"]) == 2
     assert "does not tell which of its 2 weights" in " ".join(capsys.readouterr().err.split())
 
 
-def test_tied_names_are_said_with_what_loads_them(tmp_path, capsys):
+def test_tied_names_are_in_the_file_once(tmp_path):
     step = tmp_path / "checkpoint" / "global_step1"
     step.mkdir(parents=True)
     (step.parent / "latest").write_text("global_step1")
@@ -66,7 +66,5 @@ def test_tied_names_are_said_with_what_loads_them(tmp_path, capsys):
     states = {"module": {"words.weight": weight, "lm_head.weight": weight}, "buffer_names": []}
     torch.save(states, step / "mp_rank_00_model_states.pt")
     assert main(["to-fp32", str(step.parent), str(tmp_path / "out")]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "Tied weights are in it under one name (lm_head.weight is words.weight)" in told
     assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["words.weight"]
     assert {*load_fp32_state_dict(step.parent)} == {"words.weight", "lm_head.weight"}

@@ -16,7 +16,7 @@ from tests.house.source import nodes, package_files
 _WRAPPERS = (
     "nbaccel/base/torch_private.py",
     "nbaccel/base/ipython_private.py",
-    "nbaccel/deepspeed/private_api.py",
+    "nbaccel/deepspeed/library.py",
 )
 
 # Packages with one or two of them, in the file that handles the package.

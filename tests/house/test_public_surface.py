@@ -82,7 +82,7 @@ def test_a_launch_of_one_process_imports_nothing_that_its_function_does_not_use(
         "assert results and 'getppid on 1 worker' in str(results.report())"
     )
     assert not {"torch", "numpy", "deepspeed", "accelerate"} & loaded
-    assert "nbaccel.deepspeed.strategy.local_shards" not in loaded
+    assert "nbaccel.deepspeed.local_shards" not in loaded
 
 
 def loaded_by(code):

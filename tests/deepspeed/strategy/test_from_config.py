@@ -9,7 +9,7 @@ import torch
 
 from nbaccel import Accelerator, ConfigError, Pool, RunConfig, notebook_launcher
 from nbaccel.calls import launch as launching
-from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+from nbaccel.deepspeed.plugin import DeepSpeedPlugin
 from nbaccel.plan.topology import run_variables
 from tests.deepspeed import needs
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from nbaccel.deepspeed.strategy import engines as heap
+from nbaccel.deepspeed import engines as heap
 
 
 def resident() -> int:

@@ -18,9 +18,9 @@ from torch import nn
 
 from nbaccel import notebook_launcher
 from nbaccel.config import RunConfig
+from nbaccel.deepspeed.converting import fp32_state_dict, save_16bit_weights
 from nbaccel.deepspeed.environment import deepspeed_environment
-from nbaccel.deepspeed.strategy.local_shards import placeholders
-from nbaccel.deepspeed.weights.converting import fp32_state_dict, save_16bit_weights
+from nbaccel.deepspeed.local_shards import placeholders
 from nbaccel.train.checkpoint import save_model
 from tests.deepspeed.programs import refusal
 

@@ -43,7 +43,7 @@ def test_a_tags_own_folder_is_taken_too_and_neighbours_are_listed(saved):
             name: value.tolist() for name, value in whole.items()
         }
     refused(saved / "two/3-fp23", r"3-fp23 does not exist.*there are: 0-bf16, 0-fp32, 1-bf16")
-    refused(saved / "two/1-fp32", r"no checkpoint of the tag 'step4'.*are: step3", "step4")
+    refused(saved / "two/1-fp32", r"no checkpoint 'step4'.*are: step3", "step4")
 
 
 def test_what_is_no_checkpoint_says_what_it_is(tmp_path):
@@ -58,9 +58,9 @@ def test_what_is_no_checkpoint_says_what_it_is(tmp_path):
 def test_a_checkpoint_without_latest_lists_its_tags(copied):
     folder = copied("2-fp32")
     (folder / "latest").unlink()
-    refused(folder, r"no file `latest`.*are: step3\. .*Say which: tag='step3'")
+    refused(folder, r"no file `latest`.*are: step3\. .*folders: tag='step3'")
     (folder / "step3").rename(folder / "Best")
-    refused(folder, r"are: Best\. .*Say which: tag='Best'")
+    refused(folder, r"are: Best\. .*folders: tag='Best'")
     (folder / "Best").rename(folder / "step3")
     assert nbaccel.load_fp32_state_dict(folder, "step3")
 
@@ -107,12 +107,12 @@ def swapped_to_a_disk(folder: Path) -> None:
     [
         ("2-fp32", without(f"*{RANK_1}"), r"by 2 ranks.*_optim_states.pt of rank 1 are missing.*each node"),
         ("3-bf16", without(f"*{RANK_1}"), r"by 2 ranks.*_optim_states.pt of rank 1 are missing.*each node"),
-        ("3-fp32", without("zero_pp_rank_0_*"), r"(?s)2 settings are wrong.*optim_states.pt of rank 0.*model_states.pt of rank 0"),
-        ("2-fp32", lambda folder: shutil.copy(folder / RANK_1, folder / RANK_1.replace("1", "2", 1)), r"by 2 ranks, but files of further ranks.*of rank 2.*delete"),
+        ("3-fp32", without("zero_pp_rank_0_*"), r"(?s)2 files of the checkpoint.*optim_states.pt of rank 0.*model_states.pt of rank 0"),
+        ("2-fp32", lambda folder: shutil.copy(folder / RANK_1, folder / RANK_1.replace("1", "2", 1)), r"mixes files of different saves.*Delete those.*of rank 2"),
         ("3-bf16", lambda folder: shutil.copy(folder / f"bf16_{RANK_1}", folder / RANK_1), rf"both bf16_{RANK_1} and {RANK_1} for rank 1"),
         ("2-fp32", lambda folder: shutil.copy(folder.parents[1] / "other" / RANK_1, folder / RANK_1), r"mixes files of different saves.*rank 0: stage 2 of 2; rank 1: stage 1 of 2"),
-        ("3-fp32", without("*_optim_states.pt"), r"model states of ZeRO-3, which hold placeholders.*no optimizer states"),
-        ("2-fp32", without("*_optim_states.pt"), r"saved with ZeRO by 2 ranks, and no .*none of its \*_optim_states.pt is there"),
+        ("3-fp32", without("*_optim_states.pt"), r"saved with ZeRO by 2 ranks, and has no optimizer states"),
+        ("2-fp32", without("*_optim_states.pt"), r"saved with ZeRO by 2 ranks, and has no .*none of its \*_optim_states.pt is there"),
         ("2-fp32", without("mp_rank_00_model_states.pt"), r"no file \*_model_states.pt.*names and shapes.*it holds zero_pp_rank_0"),
         ("3-fp32", torn(0.0), rf"{RANK_1} cannot be read, at a size of .* bytes.*torn"),
         ("3-fp32", torn(0.5), rf"{RANK_1} cannot be read, at a size of .* bytes.*torn"),
@@ -138,10 +138,8 @@ def test_a_universal_checkpoint_says_which_tag_to_take(copied):
     refused(universal, r"universal checkpoint.*tag='step3'")
 
 
-def test_a_file_in_the_old_format_says_how_to_renew_it(copied):
+def test_a_file_in_the_old_format_is_refused(copied):
     path = copied("3-fp32") / "step3" / RANK_1
     content = torch.load(path, weights_only=False)
     torch.save(content, path, _use_new_zipfile_serialization=False)
-    refused(path.parent, r"torch's format of before 2020.*checkpoint_serialization")
-    torch.save(torch.load(path, weights_only=False), path)  # as the message says
-    assert nbaccel.load_fp32_state_dict(path.parent)
+    refused(path.parent, r"cannot be read.*format of before 2020.*torch.save writes it anew")

@@ -1,8 +1,8 @@
 """``DeepSpeedPlugin``: the argument by which an `Accelerator` trains with DeepSpeed.
 
 Names, defaults and environment variables are Accelerate's. A file or dictionary says more than the
-arguments can; where both set a key to different values, that is refused. Code that was written for
-Accelerate fills in ``"auto"`` by hand; `prepare` here does it by `resolve_auto`, with reasons.
+arguments can; where both set a key to different values, that is refused. `prepare` fills in
+``"auto"`` by `resolve_auto`, with reasons.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from nbaccel.config.deepspeed_document import (
     taken_out,
     tidied_settings,
 )
-from nbaccel.config.given_values import has_key, put_at, shown, value_at
+from nbaccel.config.given_values import put_at, shown, value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings, old_forms
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from nbaccel.config import RunConfig
 
 
@@ -110,7 +108,7 @@ class DeepSpeedPlugin(Settings):
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
     deepspeed_config: dict[str, Any] = field(init=False, repr=False, compare=False)
-    _selected = False  # not annotated, so that it is no argument
+    selected = False  # not annotated, so that it is no argument; an Accelerator sets it
 
     def __post_init__(self) -> None:
         library.check_version()
@@ -121,8 +119,7 @@ class DeepSpeedPlugin(Settings):
                 "would run without FP8. Leave it out, and use Accelerator(mixed_precision='fp8'), "
                 "which multiplies in FP8 under ZeRO too."
             )
-        # Before the variables are read: an argument that contradicts the file is a mistake, while
-        # a variable only fills in what the file leaves open.
+        # An argument that contradicts the file is a mistake; a variable fills in what it leaves.
         given = {argument for argument in _KEYS if getattr(self, argument) is not None}
         self._read_variables()
         settings = _read_config(self.hf_ds_config)
@@ -152,8 +149,6 @@ class DeepSpeedPlugin(Settings):
         self.deepspeed_config = settings
         self.hf_ds_config = ConfigQueries(settings)
 
-    # ---------------------------------------------------------------- reading
-
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """What the configuration has under a dotted key: ``zero_optimization.stage``."""
         return value_at(self.deepspeed_config, ds_key_long, default)
@@ -177,7 +172,7 @@ class DeepSpeedPlugin(Settings):
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
         """Switch building in shards on or off for a block."""
-        from nbaccel.deepspeed.strategy import local_shards
+        from nbaccel.deepspeed import local_shards
 
         # Below stage 3 there is nothing to build in shards, whatever is passed.
         flag_before = self.zero3_init_flag
@@ -191,115 +186,6 @@ class DeepSpeedPlugin(Settings):
     def is_zero3_init_enabled(self) -> bool:
         """Whether transformers builds models in shards."""
         return bool(self.zero3_init_flag)
-
-    # ---------------------------------------------------------------- filling in by hand
-
-    @property
-    def selected(self) -> bool:
-        """Whether it is the plugin that the next `prepare` of its Accelerator uses."""
-        return self._selected
-
-    @selected.setter
-    def selected(self, value: bool) -> None:
-        raise NotImplementedError(
-            f"selected={value} cannot be set: which plugin is in force belongs to an Accelerator. "
-            "Call accelerator.state.select_deepspeed_plugin(name)."
-        )
-
-    def select(self, _from_accelerator_state: bool = False) -> None:
-        """Refused, as in Accelerate: an Accelerator chooses among its plugins, by their names."""
-        if not _from_accelerator_state:
-            raise ConfigError(
-                f"select({_from_accelerator_state}) cannot be called on a DeepSpeedPlugin: which "
-                "one is in force belongs to an Accelerator. Call "
-                "accelerator.state.select_deepspeed_plugin(name)."
-            )
-        self._selected = True
-
-    def fill_match(
-        self,
-        ds_key_long: str,
-        mismatches: list[str] | None = None,
-        must_match: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """Fill in one ``"auto"`` by `kwargs`, values by dotted keys; or compare one value.
-
-        `mismatches` gets a line where it is another one.
-        """
-        section_path = ds_key_long.rpartition(".")[0]
-        # As in Accelerate: a section that the user left out is not made by filling it in.
-        if section_path and not isinstance(value_at(self.deepspeed_config, section_path), Mapping):
-            return
-        in_file = value_at(self.deepspeed_config, ds_key_long)
-        given = kwargs.get(ds_key_long, in_file)
-        if in_file == AUTO:
-            if ds_key_long not in kwargs:
-                raise ConfigError(
-                    f'{ds_key_long}="auto" cannot be filled in: no value was given for it. '
-                    "DeepSpeed would fall back to its own default or fail. Give it by its dotted "
-                    "name, or write a value in the configuration."
-                )
-            put_at(self.deepspeed_config, ds_key_long, given)
-        elif must_match and in_file not in (None, given) and mismatches is not None:
-            mismatches.append(f"- ds {ds_key_long}={in_file} vs arg {ds_key_long}={given}")
-
-    def deepspeed_config_process(
-        self,
-        prefix: str = "",
-        mismatches: list[str] | None = None,
-        config: dict[str, Any] | None = None,
-        must_match: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """Fill in every ``"auto"``, and compare every value, of the configuration or a section.
-
-        The section is `config`, and `prefix` its name with a dot at the end.
-        """
-        found = [] if mismatches is None else mismatches
-        # A list, because filling in changes the dictionary.
-        for key, value in list((self.deepspeed_config if config is None else config).items()):
-            if isinstance(value, dict):
-                inner = f"{prefix}{key}."
-                self.deepspeed_config_process(inner, found, value, must_match, **kwargs)
-            else:
-                self.fill_match(f"{prefix}{key}", found, must_match, **kwargs)
-        # Only the outermost call raises, so that one error names the mismatches of all sections.
-        if found and not prefix:
-            raise ConfigError(
-                f"The DeepSpeed configuration contradicts the code: {shown(found)}. One of them "
-                'would be ignored. Write "auto" in the configuration.'
-            )
-
-    def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Write a precision where the configuration leaves it open."""
-        config = self.deepspeed_config
-        # DeepSpeed has no section for FP8: its layers are part of a model in bfloat16.
-        wanted = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
-        other = {"fp16": "bf16", "bf16": "fp16"}.get(wanted)
-        if other and value_at(config, f"{other}.enabled") is True:
-            raise ConfigError(
-                f"mixed_precision={mixed_precision!r} contradicts the DeepSpeed configuration, "
-                f"where {other}.enabled is true. Training has one number format. Leave one out."
-            )
-        for name in ("fp16", "bf16"):
-            is_enabled = name == wanted
-            if not has_key(config, name):
-                more = {"auto_cast": True} if is_enabled and name == "fp16" else {}
-                config[name] = {"enabled": is_enabled, **more}
-            if value_at(config, f"{name}.enabled") == AUTO:
-                put_at(config, f"{name}.enabled", is_enabled)
-
-    def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Let ZeRO-3 fetch each mixture-of-experts layer as one; `prepare` does it by itself."""
-        from nbaccel.deepspeed.strategy.engines import fetch_together
-
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = env.read(_VARIABLES["transformer_moe_cls_names"])
-        if self.transformer_moe_cls_names:
-            fetch_together(model, self.transformer_moe_cls_names)
-
-    # ---------------------------------------------------------------- putting together
 
     def _read_variables(self) -> None:
         for argument, variable in _VARIABLES.items():
@@ -346,22 +232,8 @@ class ConfigQueries:
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         return value_at(self.config, ds_key_long, default)
 
-    def is_true(self, ds_key_long: str) -> bool:
-        return bool(self.get_value(ds_key_long))
-
-    def is_false(self, ds_key_long: str) -> bool:
-        return self.get_value(ds_key_long) is not None and not self.get_value(ds_key_long)
-
-    def is_zero2(self) -> bool:
-        return bool(self.get_value(_KEYS["zero_stage"]) == 2)
-
     def is_zero3(self) -> bool:
         return bool(self.get_value(_KEYS["zero_stage"]) == 3)
-
-    def is_offload(self) -> bool:
-        keys = (_KEYS["offload_optimizer_device"], _KEYS["offload_param_device"])
-        is_away = any(self.get_value(key) in ("cpu", "nvme") for key in keys)
-        return is_away and (self.is_zero2() or self.is_zero3())
 
 
 def _read_config(config: Any) -> dict[str, Any] | None:
@@ -375,30 +247,25 @@ def _read_config(config: Any) -> dict[str, Any] | None:
         with contextlib.suppress(ValueError):
             decoded = base64.b64decode(config.strip(), altchars=b"-_", validate=True).decode()
             config = decoded if decoded.lstrip().startswith("{") else config
-    settings, _ = old_forms(load_settings(config))
-    return tidied_settings(settings)
+    return tidied_settings(load_settings(config))
 
 
 class Plugins:
     """One plugin, which is called ``default``, or several by name, of which one is in force."""
 
     def __init__(self, given: Any) -> None:
-        named_plugins = given if isinstance(given, Mapping) else {"default": given}
+        plugins = given if isinstance(given, Mapping) else {"default": given}
         if isinstance(given, (list, tuple)):
             # Plugins of a sequence are named by their positions, as texts.
-            named_plugins = {str(number): plugin for number, plugin in enumerate(given)}
-        wrong_items = {
-            name: item
-            for name, item in named_plugins.items()
-            if not isinstance(item, DeepSpeedPlugin)
-        }
-        if wrong_items or not named_plugins:
+            plugins = {str(number): plugin for number, plugin in enumerate(given)}
+        wrong_items = {n: p for n, p in plugins.items() if not isinstance(p, DeepSpeedPlugin)}
+        if wrong_items or not plugins:
             raise ConfigError(
                 f"deepspeed_plugin got {shown(wrong_items or given)}, which is no DeepSpeedPlugin: "
                 "it does not say how to shard. Give DeepSpeedPlugin(...), or a dictionary of names "
                 "and plugins."
             )
-        self.by_name: dict[str, DeepSpeedPlugin] = dict(named_plugins)
+        self.by_name: dict[str, DeepSpeedPlugin] = dict(plugins)
         self.active: DeepSpeedPlugin  # the one that the next `prepare` uses
         self.select(next(iter(self.by_name)))
 
@@ -416,8 +283,7 @@ class Plugins:
         plugin = self.get(name)
         # Code written for Accelerate reads `selected` of each plugin.
         for known_plugin in self.by_name.values():
-            known_plugin._selected = False  # noqa: SLF001 - one of the same module
-        plugin.select(_from_accelerator_state=True)
+            known_plugin.selected = known_plugin is plugin
         self.active = plugin
 
 

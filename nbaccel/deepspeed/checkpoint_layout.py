@@ -21,18 +21,15 @@ of a rank end to end, in sub-groups of bounded size::
     rank 1  [ w1"·][ w2" ][ w3"·]
 
 Weights in fp32 are those of the optimizer. What it does not train (frozen parameters, buffers) is
-with the model's states, in the precision of training.
+with the model's states, in the precision of training. With an optimizer on NVMe its state has an
+empty tensor for each sub-group that was swapped, and in stage 0 the fp32 weights of bf16 and fp16
+have no names: both are refused.
 
-With an optimizer on NVMe its state has an empty tensor for each sub-group that was swapped, and in
-stage 0 the fp32 weights of bf16 and fp16 have no names: both are refused.
+Files are read by torch as plain data, with a stand-in for any class that it does not take: no code
+of a file is run. They are mapped: pages that were read count as this process's memory until they
+are given back, piece by piece, so a few MiB are in memory whatever a file's size.
 
-Files are read by torch as plain data. They are mapped: pages that were read count as this process's
-memory until they are given back, piece by piece, so a few MiB are in memory whatever a file's size.
-Of classes that torch does not take for plain data there is a stand-in: no code of a file is run,
-and DeepSpeed is not imported.
-
-The layout is the one that DeepSpeed 0.19's ``engine.save_checkpoint`` writes and that its
-``utils/zero_to_fp32.py`` reads.
+It is what DeepSpeed's ``engine.save_checkpoint`` writes and its ``utils/zero_to_fp32.py`` reads.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -111,19 +108,13 @@ def read_states(path: Path) -> StateFile:
     return StateFile(path, states)
 
 
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    if not is_readable(path):
-        return ConfigError(
-            f"{path} is in torch's format of before 2020, whose tensors cannot be read one "
-            'by one (DeepSpeed writes it where the configuration has "checkpoint_serialization": '
-            "false). Write it anew, with torch.save(torch.load(path, weights_only=False), path), "
-            "for every .pt file of the folder; then convert. (That runs whatever code is in the "
-            "file: only do it with your own.)"
-        )
+def _unreadable(path: Path, error: Exception) -> CheckpointDamaged:
     # torch's text has several paragraphs, and recommends to read the file without any check.
     reason = next(iter(str(error).splitlines()), "")
     if isinstance(error, pickle.UnpicklingError):
         reason = reason.partition("you can do so")[0].partition("Please")[0]
+    if not is_readable(path):  # DeepSpeed's "checkpoint_serialization": false
+        reason = "torch's format of before 2020, which cannot be mapped; torch.save writes it anew"
     return CheckpointDamaged(
         f"{path} cannot be read, at a size of {path.stat().st_size:,} bytes "
         f"({type(error).__name__}: {reason}): it is torn, or no checkpoint. A process was killed "
@@ -329,7 +320,7 @@ def _keys(states: Any) -> str:
 def _of_stages_1_to_3(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> _Layout:
     optimizers = {rank: _optimizer_file(path) for rank, path in files.optimizer.items()}
     stage, num_ranks = _agreed_stage(files, optimizers)
-    files.check_ranks(num_ranks, stage)
+    files.check_ranks(range(num_ranks), num_ranks, stage)
     ordered = [optimizers[rank] for rank in range(num_ranks)]
     module = model.states["module"]
     buffers = set(model.states.get("buffer_names") or ())
@@ -375,16 +366,19 @@ def _agreed_stage(files: CheckpointFiles, optimizers: Mapping[int, StateFile]) -
         rank: (_stage_value(file.states["zero_stage"]), _partition_count(file.states))
         for rank, file in optimizers.items()
     }
-    if len(set(said.values())) > 1:
+    stage, count = next(iter(said.values()))
+    beyond = [rank for rank in (*files.optimizer, *files.model) if rank >= count]
+    if len(set(said.values())) > 1 or beyond:
         texts = "; ".join(
             f"rank {rank}: stage {stage} of {count}"
             for rank, (stage, count) in sorted(said.items())[:4]
         )
         raise ConfigError(
             f"{files.folder} mixes files of different saves, with stage and number of ranks as "
-            f"{texts}. Parts of two saves do not make one. Delete those of the older one."
+            f"{texts}. Parts of two saves do not make one. Delete those of the older one"
+            f"{f', of rank {number_ranges(sorted({*beyond}))}' if beyond else ''}."
         )
-    return next(iter(said.values()))
+    return stage, count
 
 
 def _stage_value(value: Any) -> int:
@@ -513,11 +507,10 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
     if is_of_stage_3 or model.states.get("param_shapes"):
         ranks = model.states.get("dp_world_size")
         saved_by = count_noun(ranks, "rank") if isinstance(ranks, int) else "some ranks"
-        kind = "model states of ZeRO-3, which hold placeholders," if is_of_stage_3 else "a model"
         raise ConfigError(
-            f"{files.folder} has {kind} saved with ZeRO by {saved_by}, and no optimizer states: "
-            "none of its *_optim_states.pt is there, in which the fp32 weights are. Copy them "
-            "here, or convert another checkpoint (tag=...)."
+            f"{files.folder} was saved with ZeRO by {saved_by}, and has no optimizer states: none "
+            "of its *_optim_states.pt is there, in which the fp32 weights are. Copy them here, or "
+            "convert another checkpoint (tag=...)."
         )
     optimizer = model.states.get("optimizer")
     if isinstance(optimizer, Mapping) and {"fp32_groups", "fp32_groups_flat"} & optimizer.keys():
@@ -570,29 +563,20 @@ class CheckpointFiles:
     """Files of model states; that of stages 0-2 counts as rank 0's."""
     optimizer: dict[int, Path]
 
-    def check_ranks(self, num_ranks: int, stage: int) -> None:
-        """Refuse a checkpoint with missing files, or mixed with another."""
+    def check_ranks(self, ranks: Collection[int], num_ranks: int, stage: int) -> None:
+        """Refuse a checkpoint without files of ranks."""
         kinds = {"optim": self.optimizer, **({"model": self.model} if stage == 3 else {})}
-        mistakes = []
-        for kind, files in kinds.items():
-            missing = sorted(set(range(num_ranks)) - files.keys())
-            extra = sorted(files.keys() - set(range(num_ranks)))
-            saved_by = f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}"
-            names = f"*zero_pp_rank_N_mp_rank_00_{kind}_states.pt of rank"
-            if missing:
-                mistakes.append(
-                    f"{saved_by}, and the files {names} {number_ranges(missing)} are missing: each "
-                    "holds a part of every weight. Copy them here from the machine that wrote them "
-                    "(use_node_local_storage leaves them on each node), or give another tag."
-                )
-            elif extra:
-                mistakes.append(
-                    f"{saved_by}, but files of further ranks are there, too ({names} "
-                    f"{number_ranges(extra)}): an earlier save of more ranks was written over. If "
-                    "the last save was completed, delete those files and try again."
-                )
+        mistakes = [
+            f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, and the files "
+            f"*zero_pp_rank_N_mp_rank_00_{kind}_states.pt of rank {number_ranges(missing)} are "
+            "missing: each holds a part of every weight. Copy them here from the machine that "
+            "wrote them (use_node_local_storage leaves them on each node), or take another "
+            "checkpoint (tag=...)."
+            for kind, files in kinds.items()
+            if (missing := sorted(set(ranks) - files.keys()))
+        ]
         if mistakes:
-            raise ConfigError(*mistakes)
+            raise CheckpointDamaged(*mistakes)
 
 
 def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> CheckpointFiles:
@@ -610,19 +594,18 @@ def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoint
     return CheckpointFiles(folder, model, _by_rank(folder, names, _OPTIMIZER_FILE))
 
 
-def _content_of(folder: Path, most: int = 6) -> str:
+def _content_of(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    return ", ".join(names[:most]) or "nothing at all"
+    return ", ".join(names[:8]) or "nothing at all"
 
 
 def _tagged_folder(root: Path, tag: str | None) -> Path:
-    give_folder = "Give the folder that save_checkpoint was given."
     if not root.is_dir():
-        fault = "is a file" if root.exists() else "does not exist"
-        beside = _content_of(root.parent, 8) if root.parent.is_dir() else "nothing at all"
+        beside = _content_of(root.parent) if root.parent.is_dir() else "nothing at all"
         raise ConfigError(
-            f"{root} {fault}, and a checkpoint of ZeRO is a folder, in which each rank has files "
-            f"of its own: in {root.parent} there are: {beside}. {give_folder}"
+            f"{root} {'is a file' if root.exists() else 'does not exist'}, and a checkpoint of "
+            "ZeRO is a folder, in which each rank has files of its own. Beside it there are: "
+            f"{beside}. Give the folder that save_checkpoint was given."
         )
     if _has_states(root) and tag in (None, root.name):
         return root
@@ -631,13 +614,12 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
     if tag is not None and (root / tag).is_dir():
         return root / tag
     tags = sorted(path.name for path in root.iterdir() if _has_states(path))
-    asked = "file `latest`, which would tell the tag of the last save"
-    if tag is not None:
-        asked = f"checkpoint of the tag {tag!r}"
+    wanted = "file `latest`, which tells the last tag" if tag is None else f"checkpoint {tag!r}"
+    hint = f", or one of these folders: tag={tags[-1]!r}" if tags else ""
     raise ConfigError(
-        f"{root} has no {asked}, and its folders with *_states.pt are: "
-        f"{', '.join(tags) or 'none'}. It holds {_content_of(root)}. "
-        f"{f'Say which: tag={tags[-1]!r}.' if tags else give_folder}"
+        f"{root} has no {wanted}, and its folders with *_states.pt are: "
+        f"{', '.join(tags) or 'none'}. It holds {_content_of(root)}. Give the folder that "
+        f"save_checkpoint was given{hint}."
     )
 
 
@@ -680,10 +662,10 @@ def _check_kind(folder: Path, names: Sequence[str]) -> None:
         )
 
 
-def cut_otherwise(path: Path, what: str) -> ConfigError:
+def cut_otherwise(thing: object, what: str) -> ConfigError:
     """The error about weights that are not cut by data-parallel ranks alone."""
     return ConfigError(
-        f"{path} {what}: its weights are not spread over all ranks alike, and the parts of all "
+        f"{thing} {what}: its weights are not spread over all ranks alike, and the parts of all "
         "ranks put together would be wrong. Make a universal checkpoint with ds_to_universal, or "
         "load it into its engine and gather or save there."
     )

@@ -1,1 +1,0 @@
-"""Weights of ZeRO: out of checkpoints and engines, whole, with memory for one piece at a time."""
