@@ -20,7 +20,10 @@ from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.memory.estimate import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
 from nbaccel.notebook.picker.choices import (
+    PANELS,
     form_of,
+    settings,
+    title_of,
 )
 from nbaccel.plan.launch_plan import Choice
 
@@ -566,6 +569,9 @@ def picker_sections(model: PickerModel) -> Iterator[str]:
         if not any(candidate.is_taken for candidate in model.candidates()):
             lines.append("What is chosen is none of these ways; its memory is below.")
         yield _section("3. What fits", lines)
+    for panel_name in PANELS:
+        if rows := list(_setting_rows(model, panel_name)):
+            yield _section(title_of(panel_name), _aligned(rows))
     verdict = model.verdict
     lines = [*(bar.text() for bar in model.bars()), f"{verdict.text} {verdict.remedy}".strip()]
     yield _section("Memory", _folded(lines))
@@ -600,6 +606,17 @@ def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     indent = " " * (sum(widths) + 2 * len(_INDENT))
     lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
     return _folded(lines, indent)
+
+
+def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, str, str]]:
+    """The common choices of a panel, and those of the others that are set."""
+    for setting in settings(panel_name):
+        value = model.value(setting.name)
+        is_common = not setting.section and not model.refusal(setting.name)
+        if model.is_shown(setting.name) and (is_common or value not in (None, setting.default)):
+            meanings = [one.meaning for one in setting.options if one.value == value]
+            meaning = next(filter(None, meanings), setting.meaning)
+            yield setting.label, shown_value(model, setting.name), meaning
 
 
 # ---------------------------------------------------------------------- the table of ways
