@@ -98,7 +98,7 @@ def test_config_alone_opens_a_picker_for_the_next_start(kernel):
     shown = kernel.run("%accelerate config").check()
     kinds = {kind for data in shown.displays for kind in data}
     assert "application/vnd.jupyter.widget-view+json" in kinds
-    assert any("nbaccel-static" in data.get("text/html", "") for data in shown.displays)
+    assert any("ZeRO stage" in data.get("text/html", "") for data in shown.displays)
 
     kernel.run(PICKED + "picker.choose('num_processes', 2)").check()
     assert "starts 2 CPU workers" in kernel.run("%accelerate status").check().stdout

@@ -249,7 +249,7 @@ def test_in_a_terminal_it_is_text():
     done = run_program(
         [sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt", "-c", CELL], cwd=ROOT
     )
-    assert "What open settings come to" in done.stdout
+    assert "Every process holds the whole model" in done.stdout
     assert "picker.choose(name, value)" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
