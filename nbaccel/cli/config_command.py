@@ -48,8 +48,7 @@ def add_to(app: typer.Typer) -> None:
         "update", help="Read a file, also one of Accelerate, and write it as this version does."
     )(_update)
     config_app.command(
-        "import",
-        help="Take over a file of Accelerate, of any version; tell what has no effect.",
+        "import", help="Take over a file of Accelerate, of any version, and show what was mapped."
     )(_import)
     config_app.command("show", help="Show a file as it is read, and where it is.")(_show)
     config_app.command("schema", help="Print the JSON schema of the file, for editors.")(_schema)
@@ -109,7 +108,7 @@ def _update(config_file: _FileOption = None, overwrite: _OverwriteOption = False
     path = _existing_file(config_file)
     loaded = load_config_file(path)
     console = _console()
-    _show_unused(console, loaded)
+    _show_mapped(console, loaded)
     # Accelerate could not read the file any more, so that its owner is asked.
     _save(console, loaded.config, path, overwrite=overwrite or not loaded.is_accelerate)
 
@@ -126,7 +125,7 @@ def _import(
 
     console = _console()
     loaded = load_config_file(source or _accelerate_path())
-    _show_unused(console, loaded)
+    _show_mapped(console, loaded)
     _save(console, loaded.config, _file_path(config_file), overwrite=overwrite)
 
 
@@ -135,7 +134,7 @@ def _show(config_file: _FileOption = None) -> None:
 
     console = _console()
     loaded = load_config_file(_existing_file(config_file))
-    _show_unused(console, loaded)
+    _show_mapped(console, loaded)
     console.print(f"[bold]{loaded.path}[/bold]", soft_wrap=True)
     _show_yaml(console, loaded.config.to_yaml())
 
@@ -232,6 +231,22 @@ def _show_yaml(console: Console, yaml_text: str) -> None:
     )
 
 
-def _show_unused(console: Console, loaded: LoadedConfig) -> None:
-    for key, reason in loaded.unused.items():
-        console.print(f"{loaded.path}: {key} has no effect: {reason}", soft_wrap=True)
+def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
+    from rich.table import Table
+
+    if not loaded.is_accelerate:
+        return
+    table = Table(title=f"{loaded.path}: what was mapped", title_justify="left")
+    for title in ("Accelerate's key", "value", "what it became"):
+        table.add_column(title, overflow="fold")
+    for key in loaded.mapped_keys:
+        if key.outcome != "empty":
+            table.add_row(
+                key.key,
+                str(key.value),
+                key.outcome if key.is_used else f"[dim]- {key.outcome}[/dim]",
+            )
+    console.print(table)
+    num_empty = sum(key.outcome == "empty" for key in loaded.mapped_keys)
+    if num_empty:
+        console.print(f"[dim]Empty, and left out: {num_empty} more.[/dim]")

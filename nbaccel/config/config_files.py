@@ -1,14 +1,14 @@
 """Configuration files: the command's own, and Accelerate's of any version, read as a ``RunConfig``.
 
-The result says which keys of Accelerate's have no effect, and why. A key that would train something
-else when left out is a mistake; all mistakes are reported together.
+Every key of Accelerate's has a line in the result: what it became, or why it has no effect. A key
+that would train something else when left out is a mistake; all mistakes are reported together.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,8 +22,19 @@ from nbaccel.config.run_config import RunConfig, merged_settings
 from nbaccel.config.text_forms import read_yaml, unreadable
 
 _NOT_ASKED = "distributed_type does not use it"
+_DEFAULT = "the default"
 _TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}
 _FILE_DECIDES = "DeepSpeed's file decides"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MappedKey:
+    """One key of a file."""
+
+    key: str  # with dots, where it is in a section
+    value: Any  # what the file says
+    outcome: str  # the setting that it became, or why it has no effect
+    is_used: bool  # whether it became one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,25 +43,22 @@ class AccelerateFile:
 
     Attributes:
         config: The settings.
-        unused: Keys that have no effect, and why.
+        mapped_keys: Every key of the file, with what it became.
     """
 
     config: RunConfig
-    unused: Mapping[str, str]
+    mapped_keys: tuple[MappedKey, ...]
 
 
 class _Reading:
-    """Collects settings, variables and mistakes while the keys of a file are read.
-
-    A reader of a key returns why it has no effect; None where it has one, or has its default.
-    """
+    """Collects settings, variables and mistakes while the keys of a file are read."""
 
     def __init__(self, given: Mapping[str, Any], folder: Path) -> None:
         self.given = given
         self.folder = folder
         self.settings: dict[str, Any] = {}
         self.variables: dict[str, str] = {}
-        self.unused: dict[str, str] = {}
+        self.mapped_keys: list[MappedKey] = []
         self.mistakes: list[str] = []
         self.origins: dict[str, str] = {}
         """The file's key of a setting that has another name there."""
@@ -72,10 +80,23 @@ class _Reading:
                     f"{key}={shown(value)} is no key of Accelerate's files. It would be silently "
                     f"ignored.{closest(full_name, readers) or ' Remove it.'}"
                 )
-            elif value not in (None, {}, [], "") and (
-                reason := readers[full_name](self, key, value)
-            ):
-                self.unused[key] = reason
+            elif value is None or value in ({}, [], ""):
+                self.note_unused(key, value, "empty")
+            else:
+                readers[full_name](self, key, value)
+
+    def use(self, key: str, value: Any, outcome: str) -> None:
+        """Note what a key became."""
+        self.mapped_keys.append(MappedKey(key=key, value=value, outcome=outcome, is_used=True))
+
+    def note_unused(self, key: str, value: Any, reason: str) -> None:
+        """Note why a key has no effect."""
+        self.mapped_keys.append(MappedKey(key=key, value=value, outcome=reason, is_used=False))
+
+    def set(self, name: str, value: Any, key: str, given: Any = None) -> None:
+        """Take a setting of `RunConfig` from a key."""
+        self.settings[name] = value
+        self.use(key, value if given is None else given, f"{name}={value}")
 
     def truth(self, key: str, value: Any) -> bool:
         """A truth value, also one that was written as text."""
@@ -100,7 +121,8 @@ class _Reading:
 
     def note_section(self, key: str, value: Any, reason: str = _NOT_ASKED) -> None:
         """Note why no key of a section has an effect."""
-        self.unused |= {f"{key}.{entry_key}": reason for entry_key in self.mapping(key, value)}
+        for entry_key, entry_value in self.mapping(key, value).items():
+            self.note_unused(f"{key}.{entry_key}", entry_value, reason)
 
     def complete_settings(self) -> dict[str, Any]:
         """The settings for `RunConfig`, variables included."""
@@ -115,7 +137,7 @@ class _Reading:
         return settings
 
 
-_ReadKey: TypeAlias = Callable[[_Reading, str, Any], str | None]
+_ReadKey: TypeAlias = Callable[[_Reading, str, Any], None]
 
 
 def _as_setting(name: str) -> _ReadKey:
@@ -123,7 +145,7 @@ def _as_setting(name: str) -> _ReadKey:
 
     def read(reading: _Reading, key: str, value: Any) -> None:
         reading.origins[name] = key
-        reading.settings[name] = value
+        reading.set(name, value, key)
 
     return read
 
@@ -132,7 +154,9 @@ def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value:
     """A reader of a key that belongs to a section of `RunConfig`."""
 
     def read(reading: _Reading, key: str, value: Any) -> None:
-        put_at(reading.settings.setdefault(section, {}), name, convert(value))
+        converted = convert(value)
+        put_at(reading.settings.setdefault(section, {}), name, converted)
+        reading.use(key, value, f"{section}: {name}={converted}")
 
     return read
 
@@ -141,9 +165,12 @@ def _as_variable(name: str, *, only: bool = False) -> _ReadKey:
     """A reader of a key that workers get as a variable; where `only`, if it is true."""
 
     def read(reading: _Reading, key: str, value: Any) -> None:
-        if not only or reading.truth(key, value):
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            reading.variables[name] = text
+        if only and not reading.truth(key, value):
+            reading.note_unused(key, value, _DEFAULT)
+            return
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        reading.variables[name] = text
+        reading.use(key, value, f"variables: {name}")
 
     return read
 
@@ -151,8 +178,9 @@ def _as_variable(name: str, *, only: bool = False) -> _ReadKey:
 def _without_effect(reason: str, *, unless_default: bool = False) -> _ReadKey:
     """A reader of a key that nothing of nbaccel follows; false is the default of some."""
 
-    def read(reading: _Reading, key: str, value: Any) -> str | None:
-        return None if unless_default and not reading.truth(key, value) else reason
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        is_default = unless_default and not reading.truth(key, value)
+        reading.note_unused(key, value, _DEFAULT if is_default else reason)
 
     return read
 
@@ -177,7 +205,7 @@ def read_accelerate_yaml(
         changes: Settings of `RunConfig` that replace the file's, before they are judged.
 
     Returns:
-        The settings, and which keys have no effect.
+        The settings, and what each key became.
 
     Raises:
         ConfigError: It cannot be read, names something unknown, or asks for what nbaccel lacks;
@@ -238,16 +266,18 @@ def _judged(reading: _Reading, source_name: str, changes: Mapping[str, Any]) -> 
             mistakes.append(mistake if name in changes else told)
     if mistakes:
         raise ConfigError(*mistakes)
-    return AccelerateFile(config=config, unused=reading.unused)
+    return AccelerateFile(config=config, mapped_keys=tuple(reading.mapped_keys))
 
 
 # ------------------------------------------------------------------------- where it runs
 def _read_environment(reading: _Reading, key: str, value: Any) -> None:
-    if str(value) != "LOCAL_MACHINE":
-        reading.mistakes.append(
-            f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not: it "
-            "would train on this machine instead. Use accelerate launch for it."
-        )
+    if str(value) == "LOCAL_MACHINE":
+        reading.note_unused(key, value, _DEFAULT)
+        return
+    reading.mistakes.append(
+        f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not: it would "
+        "train on this machine instead. Use accelerate launch for it."
+    )
 
 
 def _read_type(reading: _Reading, key: str, value: Any) -> None:
@@ -258,10 +288,12 @@ def _read_type(reading: _Reading, key: str, value: Any) -> None:
     device_name = types.get(type_name, type_name.removeprefix("MULTI_").lower())
     if type_name == "NO":
         reading.settings.setdefault("num_processes", 1)
+        reading.use(key, value, "num_processes=1")
     elif type_name in ("FSDP", "DEEPSPEED"):
-        reading.settings["strategy"] = type_name.lower()
+        reading.set("strategy", type_name.lower(), key, value)
     elif is_known and device_name in [row.name for row in DEVICES]:
         reading.settings.setdefault("device", device_name)
+        reading.use(key, value, f"device={device_name}")
     else:
         remedy = "Use FSDP or DEEPSPEED" if type_name == "MEGATRON_LM" else "Choose another one"
         reading.mistakes.append(
@@ -271,20 +303,24 @@ def _read_type(reading: _Reading, key: str, value: Any) -> None:
 
 def _read_use_cpu(reading: _Reading, key: str, value: Any) -> None:
     if reading.truth(key, value):
-        reading.settings["device"] = "cpu"
+        reading.set("device", "cpu", key, value)
+    else:
+        reading.note_unused(key, value, _DEFAULT)
 
 
 def _read_gpu_ids(reading: _Reading, key: str, value: Any) -> None:
-    if str(value).strip().lower() != "all":
-        reading.variables["CUDA_VISIBLE_DEVICES"] = str(value).replace(" ", "")
+    if str(value).strip().lower() == "all":
+        reading.note_unused(key, value, _DEFAULT)
+    else:
+        _as_variable("CUDA_VISIBLE_DEVICES")(reading, key, str(value).replace(" ", ""))
 
 
-def _read_num_processes(reading: _Reading, key: str, value: Any) -> str | None:
+def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
     num_nodes = reading.given.get("num_machines") or 1
     is_counted = isinstance(value, int) and isinstance(num_nodes, int) and num_nodes > 0
     if value == -1:
-        return "the plan chooses"
-    if not is_counted or value % num_nodes:
+        reading.note_unused(key, value, "the plan chooses")
+    elif not is_counted or value % num_nodes:
         reading.mistakes.append(
             f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: "
             "Accelerate counts the processes of all machines, and each must have as many. Give a "
@@ -292,26 +328,27 @@ def _read_num_processes(reading: _Reading, key: str, value: Any) -> str | None:
         )
     else:
         reading.settings["num_processes"] = value // num_nodes
-    return None
+        per_node = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
+        reading.use(key, value, f"num_processes={value // num_nodes}{per_node}")
 
 
 # ------------------------------------------------------------------- precision and others
-def _read_precision(reading: _Reading, key: str, value: Any) -> str | None:
+def _read_precision(reading: _Reading, key: str, value: Any) -> None:
     precision = "no" if value is False else str(value).strip().lower()
     section = reading.given.get("deepspeed_config")
     has_document = isinstance(section, Mapping) and _DOCUMENT_KEY in section
     if has_document and reading.is_of_type("DEEPSPEED") and precision == "no":
-        return _FILE_DECIDES
-    reading.settings["mixed_precision"] = precision
-    return None
+        reading.note_unused(key, value, _FILE_DECIDES)
+    else:
+        reading.set("mixed_precision", precision, key, value)
 
 
-def _read_fp16(reading: _Reading, key: str, value: Any) -> str | None:
+def _read_fp16(reading: _Reading, key: str, value: Any) -> None:
     """Accelerate's key before version 0.6."""
     if reading.given.get("mixed_precision") is not None or not reading.truth(key, value):
-        return "mixed_precision decides"
-    reading.settings["mixed_precision"] = "fp16"
-    return None
+        reading.note_unused(key, value, "mixed_precision decides")
+    else:
+        reading.set("mixed_precision", "fp16", key, value)
 
 
 def _read_parallelism(reading: _Reading, key: str, value: Any) -> None:
@@ -324,7 +361,7 @@ def _read_parallelism(reading: _Reading, key: str, value: Any) -> None:
                 "it would train in another way. Set it to 1; FSDP shards over all processes."
             )
         else:
-            reading.unused[dotted_key] = "FSDP shards over all processes"
+            reading.note_unused(dotted_key, entry_value, "FSDP shards over all processes")
 
 
 def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
@@ -332,6 +369,7 @@ def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
         name, separator, text = str(entry).partition("=")
         if separator:
             reading.variables[name.strip()] = text.strip()
+    reading.use(key, value, "variables")
 
 
 # ---------------------------------------------------------------------------- DeepSpeed
@@ -383,10 +421,11 @@ def _read_deepspeed(reading: _Reading, key: str, value: Any) -> None:
         # One command, on one machine, starts the workers of all hosts.
         for file_key, name in _HOST_SETTINGS.items():
             if section.get(file_key):
-                reading.settings[name] = section.pop(file_key)
+                reading.set(name, section.pop(file_key), f"{key}.{file_key}")
     readers = _DEEPSPEED_READERS
     if document := section.pop(_DOCUMENT_KEY, None):
         reading.settings["deepspeed"] = _document_path(reading, str(document))
+        reading.use(f"{key}.{_DOCUMENT_KEY}", document, "deepspeed: the file's content")
         readers = {**readers, **dict.fromkeys(_DOCUMENT_READERS, _without_effect(_FILE_DECIDES))}
     else:
         section.setdefault("zero_stage", _DEFAULT_STAGE)
@@ -417,7 +456,9 @@ def _read_resharding(reading: _Reading, key: str, value: Any) -> None:
 
 
 def _read_least_params(reading: _Reading, key: str, value: Any) -> None:
-    if value != 0:
+    if value == 0:
+        reading.note_unused(key, value, _DEFAULT)
+    else:
         _into("fsdp", "min_num_params", _plain_truth)(reading, key, value)
 
 
@@ -427,6 +468,8 @@ def _refuse_offloaded_activations(reading: _Reading, key: str, value: Any) -> No
             f"{key}=true is not supported: this version recomputes activations and does "
             "not move them to host memory, so it would need more. Set it to false."
         )
+    else:
+        reading.note_unused(key, value, _DEFAULT)
 
 
 _FSDP_READERS: Mapping[str, _ReadKey] = {
@@ -444,8 +487,9 @@ _FSDP_READERS: Mapping[str, _ReadKey] = {
         ),
         _without_effect("fully_shard does it by itself"),
     ),
-    # fully_shard, which is version 2, trains in any case.
-    "fsdp_version": lambda _reading, _key, _value: None,
+    "fsdp_version": lambda reading, key, value: reading.use(
+        key, value, "fully_shard, which is version 2, trains in any case"
+    ),
     "fsdp_activation_checkpointing_offload": _refuse_offloaded_activations,
 }
 
@@ -613,13 +657,13 @@ class LoadedConfig:
         config: The settings.
         path: The file; None where there is no default file, and the settings are the defaults.
         is_accelerate: Whether it has Accelerate's form.
-        unused: Accelerate's keys that have no effect, and why.
+        mapped_keys: What each of Accelerate's keys became; empty for a file of ours.
     """
 
     config: RunConfig
     path: Path | None = None
     is_accelerate: bool = False
-    unused: Mapping[str, str] = field(default_factory=dict)
+    mapped_keys: tuple[MappedKey, ...] = ()
 
 
 def default_config_path() -> Path:
@@ -640,7 +684,7 @@ def load_config_file(
         changes: Settings that replace the file's, before all are judged together.
 
     Returns:
-        The settings, and which of Accelerate's keys have no effect.
+        The settings, and what became of Accelerate's keys.
 
     Raises:
         ConfigError: It cannot be read, or settings in it are wrong; all mistakes.
@@ -656,7 +700,7 @@ def load_config_file(
             config=accelerate_file.config,
             path=file_path,
             is_accelerate=True,
-            unused=accelerate_file.unused,
+            mapped_keys=accelerate_file.mapped_keys,
         )
     try:
         return LoadedConfig(

@@ -221,7 +221,8 @@ def test_accelerates_file_is_taken_over_with_a_table_also_from_its_place(
     before = source.read_text()
     status, told = answer(["config", "import", str(source)])
     assert status == 0, told
-    assert "sharding_strategy: SHARD_GRAD_OP" in told
+    assert "what was mapped" in told
+    assert "fsdp: sharding_strategy=SHARD_GRAD_OP" in told
     assert "fully_shard does it by itself" in told
     assert source.read_text() == before, "it is Accelerate's"
     assert config_of(file) == config_of(source)

@@ -101,6 +101,10 @@ def read(text: str):
     return read_accelerate_yaml(text)
 
 
+def outcomes(file):
+    return {mapped.key: (mapped.is_used, mapped.outcome) for mapped in file.mapped_keys}
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -114,11 +118,26 @@ def test_files_of_several_versions_become_our_settings(name):
     assert loaded.config == RunConfig(**EXPECTED[name])
 
 
+@pytest.mark.parametrize("name", [name for name in sorted(EXPECTED) if "zero" not in name])
+def test_every_key_of_a_file_has_its_line(name):
+    """Nothing is dropped without a word: keys of sections stand with their section's name."""
+    from nbaccel.config.text_forms import read_yaml
+
+    path = FILES / f"{name}.yaml"
+    named = {
+        f"{key}.{inner}" if isinstance(value, dict) and value else key
+        for key, value in read_yaml(path.read_text()).items()
+        for inner in (value if isinstance(value, dict) and value else [""])
+    }
+    told = {mapped.key.replace(".fsdp_", ".") for mapped in read_accelerate_yaml(path).mapped_keys}
+    assert {key.replace(".fsdp_", ".") for key in named} == told
+
+
 @DEEPSPEED_ROW
 def test_deepspeeds_file_decides_where_there_is_one():
-    told = read_accelerate_yaml(FILES / "v1_15_zero_file.yaml").unused
-    assert told["deepspeed_config.gradient_clipping"] == "DeepSpeed's file decides"
-    assert told["mixed_precision"] == "DeepSpeed's file decides"
+    told = outcomes(read_accelerate_yaml(FILES / "v1_15_zero_file.yaml"))
+    assert told["deepspeed_config.gradient_clipping"] == (False, "DeepSpeed's file decides")
+    assert told["mixed_precision"] == (False, "DeepSpeed's file decides")
 
 
 def test_processes_are_counted_on_each_machine_and_mistakes_name_the_files_keys():
@@ -180,15 +199,18 @@ def test_what_would_train_otherwise_is_refused(text, told):
 
 
 def test_what_has_no_effect_is_told_with_its_reason():
-    told = read(
-        "distributed_type: MULTI_CPU\nnum_processes: -1\ntpu_name: a\nmpirun_config:\n"
-        "  mpirun_hostfile: b\nfsdp_config:\n  fsdp_version: 2\ndowncast_bf16: 'yes'\n"
-        "main_training_function: main\nipex_config:\n  ipex: true\n"
-    ).unused
-    assert told["num_processes"] == "the plan chooses"
-    assert told["fsdp_config.fsdp_version"] == "distributed_type does not use it"
-    assert len(told) == 7
-    assert all(len(reason) > 5 for reason in told.values())
+    told = outcomes(
+        read(
+            "distributed_type: MULTI_CPU\nnum_processes: -1\ntpu_name: a\nmpirun_config:\n"
+            "  mpirun_hostfile: b\nfsdp_config:\n  fsdp_version: 2\ndowncast_bf16: 'yes'\n"
+            "main_training_function: main\nipex_config:\n  ipex: true\n"
+        )
+    )
+    assert told.pop("distributed_type") == (True, "device=cpu")
+    assert told["num_processes"] == (False, "the plan chooses")
+    assert told["fsdp_config.fsdp_version"] == (False, "distributed_type does not use it")
+    assert not any(is_used for is_used, _ in told.values())
+    assert all(len(reason) > 5 for _, reason in told.values())
 
 
 @DEEPSPEED_ROW
@@ -223,7 +245,7 @@ def test_ours_and_theirs_are_told_apart_and_no_sharding_is_data_parallel(tmp_pat
     assert not is_accelerate_file({"mixed_precision": "bf16", "num_processes": 2})
     ours = tmp_path / "ours.yaml"
     ours.write_text("num_processes: 2\n")
-    assert load_config_file(ours).unused == {}
+    assert load_config_file(ours).mapped_keys == ()
     ours.write_text("num_proceses: 2\n")
     with pytest.raises(ConfigError, match=r"ours\.yaml: .*Did you mean 'num_processes'"):
         load_config_file(ours)

@@ -148,3 +148,15 @@ worker_net = Net()
     offered = set(complete(live, "%%accelerate\nworker_‸"))
     assert offered >= {"worker_net", "worker_of_notebook"}
     assert complete(live, "worker_‸") == ["worker_of_notebook"]
+
+
+def test_changed_source_is_loaded_again_on_request(live, tmp_path):
+    module = tmp_path / "nb_edited.py"
+    module.write_text("value = 1\n")
+    live.run(
+        "%%accelerate\n%load_ext autoreload\n%autoreload 2\n"
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport nb_edited"
+    ).check()
+    assert shown(live.run("%%accelerate\nnb_edited.value")) == ["1"]
+    module.write_text("value = 1 + 1  # longer\n")
+    assert shown(live.run("%%accelerate\nnb_edited.value")) == ["2"]
