@@ -8,8 +8,8 @@ The best is the first that fits in the order of transformers' DeepSpeed guide (d
 deepspeed.md, "Select a ZeRO stage"), which DeepSpeed's own documentation links to. No time of a
 step is estimated: it depends on what joins the devices, and on kernels, as much as on the way.
 
-A proposal is what a colleague would say: the best of the ways, with the batch halved until one
-fits.
+Proposals are what a colleague would say: the best of the ways, with the batch halved until one
+fits; where that one is tight, a second one leaves more memory.
 """
 
 from __future__ import annotations
@@ -292,6 +292,8 @@ def _cost_of(placement: StatePlacement) -> str:
 
 # ------------------------------------------------------------------------------ proposals
 
+_TIGHT_SHARE = 0.15
+"""Of a device's memory: with less than that left free, an estimate may be wrong enough to fail."""
 _MAX_NOT_CHOSEN = 5
 
 
@@ -328,8 +330,8 @@ def halvings(batch_size: int, accumulation: int) -> Iterator[tuple[int, int]]:
         yield batch_size, accumulation
 
 
-def propose(finder: CandidateFinder, config: RunConfig) -> Proposal:
-    """The best settings to take."""
+def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...]:
+    """Settings to take, the best first."""
     config, why = _begun(finder, config)
     batch = finder.memory_model.num_samples
     accumulation = config.gradient_accumulation_steps or 1
@@ -348,7 +350,10 @@ def propose(finder: CandidateFinder, config: RunConfig) -> Proposal:
             not_chosen = [
                 f"{one.name}: {one.reason}" for one in candidates if one.reason and one is not best
             ]
-            return _proposal(best, why, not_chosen[:_MAX_NOT_CHOSEN], samples, finder)
+            first = _proposal(best, why, not_chosen[:_MAX_NOT_CHOSEN], samples, finder)
+            leaner = _leaner(finder, in_round, best, samples)
+            others = [] if leaner is None else [_proposal(leaner, why, [], samples, finder)]
+            return (first, *others)
         lacking = min(-one.spare for one in candidates if one.need is not None)
     smaller = "" if batch is None else ", even one sample at a time"
     raise ConfigError(
@@ -405,6 +410,29 @@ def _fitting_copies(finder: CandidateFinder, config: RunConfig, cores: int) -> i
         count //= 2
     # Not even one copy: then the model is divided among all of them.
     return cores
+
+
+def _leaner(
+    finder: CandidateFinder, config: RunConfig, best: Candidate, samples: int | None
+) -> Candidate | None:
+    """The fastest way that leaves enough free, where the best does not."""
+    if not _is_tight(best):
+        return None
+    if finder.can_checkpoint:
+        config = config.changed(activation_checkpointing=True)
+    roomy = [
+        candidate
+        for candidate in finder.find(config, samples=samples)
+        if candidate.can_be_taken and not _is_tight(candidate)
+    ]
+    leaner = min(roomy, key=rank_of, default=None)
+    return None if leaner is None else replace(leaner, reason=beside(leaner, best))
+
+
+def _is_tight(candidate: Candidate) -> bool:
+    bars = () if candidate.need is None else candidate.need.bars
+    capacity = min((bar.capacity for bar in bars if bar.needed and bar.capacity), default=0)
+    return candidate.spare < _TIGHT_SHARE * capacity
 
 
 def _proposal(

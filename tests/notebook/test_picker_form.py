@@ -125,7 +125,7 @@ def test_suggest_proposes_and_a_click_takes_one(show):
     shown.one("nbaccel-suggest").click()
     assert shown.picker.config == RunConfig(), "a proposal is nothing that was taken"
     proposals = shown.all("nbaccel-take")
-    assert len(proposals) == 1
+    assert 1 <= len(proposals) <= 3
     assert all(proposal.description.startswith("Use this: ") for proposal in proposals)
     assert "Why not the others" in shown.everything()
     assert shown.one("nbaccel-suggest").description == "Suggest"

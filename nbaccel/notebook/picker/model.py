@@ -39,7 +39,7 @@ from nbaccel.memory.settings_form import (
     SettingsForm,
     settings_forms,
 )
-from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, propose, remedy
+from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
 from nbaccel.notebook.picker import choices
 from nbaccel.notebook.picker.config_text import faces_of, read_settings_source, save_face
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
@@ -447,23 +447,23 @@ class PickerModel:
 
     def suggest(self) -> str:
         """Take the fastest settings that fit, as one change."""
-        proposal = self.proposal()
+        proposal = self.proposals()[0]
         self.take_proposal(proposal)
         return f"Suggested: {proposal.title}"
 
     @_kept
-    def proposal(self) -> Proposal:
-        """The fastest settings that fit."""
+    def proposals(self) -> tuple[Proposal, ...]:
+        """Settings to take, the fastest first: one to three."""
         finder = self._finder
         if self.suggest_refusal or finder is None:
             raise ConfigError(
                 f"Nothing can be suggested for model={type(self.module).__name__}: "
                 f"{self.suggest_refusal}."
             )
-        return propose(finder, self.config)
+        return proposals(finder, self.config)
 
     def take_proposal(self, proposal: Proposal) -> None:
-        """Take a `proposal`, as one change."""
+        """Take one of the `proposals`, as one change."""
         self._become(
             proposal.config, (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
         )

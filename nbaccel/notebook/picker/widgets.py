@@ -412,17 +412,17 @@ class ActionsRow:
         self._model = model = form.model
         self._form = form
         self._faces = FacesPanel(form)
-        self._proposal = form.new_box([], "nbaccel-proposals", "nbaccel-hidden")
+        self._proposals = form.new_box([], "nbaccel-proposals", "nbaccel-hidden")
         self._suggest = form.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
         self._undo = form.new_button("Undo", "nbaccel-undo", lambda: form.carry_out(model.undo))
         self._use = form.new_html(rendering.use_html("picker"), "nbaccel-use")
         section = FoldedSection("Copy as", form, self._faces.make, "nbaccel-opens-faces")
         row = form.new_row([self._suggest, self._undo, self._use, section.box], "nbaccel-actions")
-        self.box = form.new_box([self._proposal, row], "nbaccel-foot")
+        self.box = form.new_box([self._proposals, row], "nbaccel-foot")
 
     def sync(self) -> None:
-        """Disable buttons that have no effect now; a proposal is of the state before."""
-        toggle_class(self._proposal, "nbaccel-hidden", True)
+        """Disable buttons that have no effect now; proposals are of the state before."""
+        toggle_class(self._proposals, "nbaccel-hidden", True)
         self._faces.sync()
         self._undo.disabled = not self._model.can_undo
         self._undo.tooltip = "Take the last change back" if self._model.can_undo else _NO_CHANGE
@@ -438,19 +438,21 @@ class ActionsRow:
         self._suggest.disabled = True
         self._suggest.description = "Looking …"
         try:
-            self._form.carry_out(self._show_proposal)
+            self._form.carry_out(self._show_proposals)
         finally:
             self._suggest.description = _SUGGEST
             self._suggest.disabled = bool(self._model.suggest_refusal)
 
-    def _show_proposal(self) -> None:
-        proposal = self._model.proposal()
-        take = partial(self._form.carry_out, partial(self._model.take_proposal, proposal))
-        button = self._form.new_button(f"Use this: {proposal.title}", "nbaccel-take", take)
-        text = self._form.new_html(rendering.proposal_html(proposal))
-        card = self._form.new_box([button, text], "nbaccel-proposal")
-        self._proposal.children = (card,)
-        toggle_class(self._proposal, "nbaccel-hidden", False)
+    def _show_proposals(self) -> None:
+        """Each with a button that takes it."""
+        cards = []
+        for proposal in self._model.proposals():
+            take = partial(self._form.carry_out, partial(self._model.take_proposal, proposal))
+            button = self._form.new_button(f"Use this: {proposal.title}", "nbaccel-take", take)
+            text = self._form.new_html(rendering.proposal_html(proposal))
+            cards.append(self._form.new_box([button, text], "nbaccel-proposal"))
+        self._proposals.children = tuple(cards)
+        toggle_class(self._proposals, "nbaccel-hidden", not cards)
 
 
 _ON_WHAT = ("num_processes", "mixed_precision")

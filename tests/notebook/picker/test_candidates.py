@@ -100,13 +100,14 @@ def test_each_way_has_its_memory_and_one_is_the_best_and_says_why(picker):
     assert slower
     assert all("the CPU" in way.reason for way in slower)
 
-    first = picker.proposal()
+    first, *others = picker.proposals()
     assert first.title.startswith("2 processes, bf16, ")
     assert first.title.endswith("batch 4 each")
     assert any("one per GPU" in why for why in first.why)
     assert any(why.startswith("bf16: NVIDIA H100") for why in first.why)
     assert first.candidate.can_be_taken
     assert first.not_chosen
+    assert len(others) <= 2
 
 
 def test_taking_one_is_one_change(picker):
@@ -143,7 +144,7 @@ def test_zero_s_ways_keep_what_was_chosen_and_size_their_buckets():
 
 
 @needs.DEEPSPEED_ROW
-def test_what_does_not_fit_is_compared_as_asked_for():
+def test_what_does_not_fit_is_compared_as_asked_for_and_a_tight_fit_with_one_that_leaves_more():
     with torch.device("meta"):
         model = Recomputing()
     ways = found(
@@ -152,6 +153,14 @@ def test_what_does_not_fit_is_compared_as_asked_for():
     lacking = [way for way in ways.values() if way.fits is False]
     assert lacking
     assert not any(way.config.activation_checkpointing for way in lacking)
+
+    with torch.device("meta"):
+        model = Recomputing()
+    own = PickerModel(model=model, sample_batch=TOKENS, inventory=with_gpus(2, total=40, free=40))
+    first, second = own.proposals()[:2]
+    assert second.candidate.spare > first.candidate.spare
+    assert rank_of(second.candidate) >= rank_of(first.candidate)
+    assert any("more free" in why for why in second.why)
 
 
 @pytest.mark.parametrize(
@@ -163,20 +172,20 @@ def test_what_does_not_fit_is_compared_as_asked_for():
 )
 def test_the_fastest_precision_that_needs_no_care_is_proposed_and_a_choice_is_kept(machine, best):
     own = of_language(machine, width=1024, layers=4)
-    assert own.proposal().config.mixed_precision == best
+    assert own.proposals()[0].config.mixed_precision == best
     config = RunConfig(mixed_precision="bf16", num_processes=1)
     kept = of_language(machine, config, width=256, layers=2)
-    assert kept.proposal().config.num_processes == 1
+    assert kept.proposals()[0].config.num_processes == 1
 
 
 def test_on_cores_it_proposes_a_process_for_each(picker):
     own = of_language(WITHOUT_GPU, width=64, layers=1)
-    proposal = own.proposal()
+    proposal = own.proposals()[0]
     assert proposal.config.num_processes == WITHOUT_GPU.cpu_cores
     assert "4 processes, one per core" in proposal.why
     tight = replace(WITHOUT_GPU, host_available_bytes=2 * GIB)
     own = of_language(tight, width=512, layers=1)
-    fewer = own.proposal()
+    fewer = own.proposals()[0]
     assert fewer.config.num_processes < WITHOUT_GPU.cpu_cores
     assert any("no room for one per core" in why for why in fewer.why)
 
@@ -188,7 +197,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_accumulated():
         sample_batch=batch,
         inventory=with_gpus(1, total=40, free=39),
     )
-    proposal = own.proposal()
+    proposal = own.proposals()[0]
     assert proposal.accumulation > 1
     assert proposal.batch_size * proposal.accumulation == 64
     assert proposal.config.gradient_accumulation_steps == proposal.accumulation
