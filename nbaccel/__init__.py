@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         ZeroPicker as ZeroPicker,
         configure as configure,
     )
-    from nbaccel.output.report.run_report import compare as compare
+    from nbaccel.output.report import compare as compare
     from nbaccel.parallelism_config import ParallelismConfig as ParallelismConfig
     from nbaccel.plan.inspecting import inspect_machine as inspect_machine
     from nbaccel.plan.inventory import Inventory as Inventory

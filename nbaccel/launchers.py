@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nbaccel.calls.launch import CallOutcome
     from nbaccel.calls.pool import Pool
     from nbaccel.output.panel.facts import RunBoard
-    from nbaccel.output.report.run_report import RunReport
+    from nbaccel.output.report import RunReport
 
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 
@@ -69,7 +69,7 @@ class Results(list[Any]):
         Raises:
             ConfigError: These results are of no launch.
         """
-        from nbaccel.output.report.run_report import report_of
+        from nbaccel.output.report import report_of
 
         return report_of(self._observed, f"A list of {len(self)} results", path)
 

@@ -26,7 +26,7 @@ from nbaccel.config.capability_rows import StrategyRow
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.publish import CellPlace
-from nbaccel.output.report.run_report import report_of
+from nbaccel.output.report import report_of
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.training import Remembered, ShardReader, remember
 from nbaccel.plan.topology import FOLDER_VARIABLE, Topology, run_variables

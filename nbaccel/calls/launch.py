@@ -45,8 +45,7 @@ from nbaccel.plan.topology import FOLDER_VARIABLE
 from nbaccel.transfer import arena, object_walk, pickling
 from nbaccel.transfer.library_settings import library_settings, logging_only, seeded_states
 from nbaccel.transfer.memfd import PackedObject, closing_files
-from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.transfer.weight_writer import WeightReport
+from nbaccel.transfer.weight_sync import WeightReceiver, WeightReport
 from nbaccel.workers import fork_safety, messaging, template, worker
 from nbaccel.workers.worker_processes import WorkerHandle, check_requirements, dispose
 

@@ -15,7 +15,7 @@ from nbaccel.base.units import count_noun, first_few, format_seconds
 from nbaccel.calls.supervisor import CallResult
 from nbaccel.config.given_values import closest
 from nbaccel.output import publish
-from nbaccel.output.report.run_report import report_of
+from nbaccel.output.report import report_of
 from nbaccel.plan import Plan
 from nbaccel.transfer import pickling
 from nbaccel.workers import failure

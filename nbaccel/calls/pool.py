@@ -37,7 +37,7 @@ from nbaccel.config.given_values import shown
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.publish import CellPlace
-from nbaccel.output.report.run_report import RunReport, report_of
+from nbaccel.output.report import RunReport, report_of
 from nbaccel.transfer.arena import Sharing
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.library_settings import library_settings
@@ -46,7 +46,7 @@ from nbaccel.transfer.namespace_snapshot import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.pickling import unpack
-from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.transfer.weight_sync import WeightReceiver
 from nbaccel.workers.messaging import Completions, FileHints, GroupWanted, PoolTask, Task
 from nbaccel.workers.template import current_folder
 from nbaccel.workers.worker_processes import check_requirements, dispose

@@ -13,7 +13,7 @@ from nbaccel.output.panel.display import DashboardUpdater, WatchedCall, resident
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.panel.live_html import html_table
 from nbaccel.output.publish import CellPlace
-from nbaccel.output.report.run_report import indented
+from nbaccel.output.report import indented
 from nbaccel.plan import Plan
 from nbaccel.workers import messaging
 from nbaccel.workers.failure import RankActivity

@@ -46,8 +46,7 @@ from nbaccel.notebook.magic_line import (
 from nbaccel.notebook.session import Session, import_with_torch
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import ENDED_RUNS
-from nbaccel.output.report.run_facts import facts_of
-from nbaccel.output.report.run_report import RunComparison, RunReport, report_of
+from nbaccel.output.report import RunComparison, RunReport, facts_of, report_of
 from nbaccel.plan import registry
 from nbaccel.workers import template
 

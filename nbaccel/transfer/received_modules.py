@@ -28,7 +28,7 @@ from nbaccel.base import torch_private
 from nbaccel.transfer import memfd, sharded_tensors
 from nbaccel.transfer.arena import SharedModule, Slot, is_in_arena, named_tensors
 from nbaccel.transfer.namespace_snapshot import ModuleChange
-from nbaccel.transfer.weight_writer import (
+from nbaccel.transfer.weight_sync import (
     LocalArena,
     ReceivedModule,
     WeightReport,

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from nbaccel.output.report.run_report import RunReport
+from nbaccel.output.report import RunReport
 from tests.browser.page import CONTRAST
-from tests.output.report.test_run_report import facts
+from tests.output.test_report import facts
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 

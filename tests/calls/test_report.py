@@ -18,7 +18,7 @@ from nbaccel import Accelerator, ConfigError, Pool, RunConfig, WorkerFailed, not
 from nbaccel.launchers import Results
 from nbaccel.output.panel.facts import ENDED_RUNS
 from nbaccel.output.panel.rank_times import RankTimes
-from nbaccel.output.report.run_report import report_of
+from nbaccel.output.report import report_of
 from tests import worker_functions as workers
 
 BATCHES = 24

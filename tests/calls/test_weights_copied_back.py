@@ -47,7 +47,7 @@ memory.write_at = half
 
 DIE_AT_THE_END = """
 import os, signal
-from nbaccel.transfer.weight_writer import WeightWriter
+from nbaccel.transfer.weight_sync import WeightWriter
 write = WeightWriter.write
 def last(self, modules, **settings):
     WeightWriter.write = write
@@ -158,7 +158,7 @@ def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(fresh, model
     sign = tmp_path / "writes"
     slow = (
         "import time\nfrom pathlib import Path\n"
-        "from nbaccel.transfer.weight_writer import WeightWriter\n"
+        "from nbaccel.transfer.weight_sync import WeightWriter\n"
         "write = WeightWriter.write\n"
         "def late(self, modules, **settings):\n    WeightWriter.write = write\n"
         f"    Path({str(sign)!r}).touch()\n    time.sleep(60)\n"

@@ -17,13 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.transfer import arena, memfd, pickling, weight_receiver as receiver_module
+from nbaccel.transfer import arena, memfd, pickling, weight_sync as receiver_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.memfd import PAGE_BYTES
 from nbaccel.transfer.object_walk import find_modules
 from nbaccel.transfer.received_modules import ReceivedModules
-from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.transfer.weight_writer import LocalArena, WeightReport
+from nbaccel.transfer.weight_sync import LocalArena, WeightReceiver, WeightReport
 from tests.process import descriptors
 
 

@@ -48,8 +48,7 @@ from nbaccel.output.panel.live_html import live_html
 from nbaccel.output.panel.run_notes import NoteFile
 from nbaccel.output.panel.words import live_text
 from nbaccel.output.publish import CellPlace, WaitingLine
-from nbaccel.output.report.run_facts import facts_of
-from nbaccel.output.report.run_report import finished_line, summary_html
+from nbaccel.output.report import facts_of, finished_line, summary_html
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.device import Device
 

@@ -7,8 +7,7 @@ from typing import Any
 from nbaccel import RunConfig
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
-from nbaccel.output.report.run_facts import facts_of
-from nbaccel.output.report.run_report import finished_line, summary_html
+from nbaccel.output.report import facts_of, finished_line, summary_html
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.resolving import resolve
 

@@ -16,8 +16,7 @@ from nbaccel.output.panel.curves import ACCENT_COLOUR
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.panel.live_html import ADVICE_COLOUR
 from nbaccel.output.panel.words import advice_of, live_text
-from nbaccel.output.report.run_facts import facts_of
-from nbaccel.output.report.run_report import RunReport
+from nbaccel.output.report import RunReport, facts_of
 from tests.html_reader import Html
 from tests.output.panel.finished import PLAN, final_html, final_line, report
 

@@ -16,8 +16,7 @@ from nbaccel import ConfigError
 from nbaccel.output.panel.curves import metric_lines
 from nbaccel.output.panel.facts import SeenLine
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
-from nbaccel.output.report.run_facts import PlannedRun, RankFigures, RunFacts
-from nbaccel.output.report.run_report import RunReport, report_document
+from nbaccel.output.report import PlannedRun, RankFigures, RunFacts, RunReport, report_document
 from tests.html_reader import Html
 
 ODD = "<script>alert(1)</script> & \"'"
