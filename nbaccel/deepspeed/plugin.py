@@ -28,6 +28,8 @@ from nbaccel.deepspeed import library
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from nbaccel.config import RunConfig
 
 
@@ -108,7 +110,7 @@ class DeepSpeedPlugin(Settings):
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
     deepspeed_config: dict[str, Any] = field(init=False, repr=False, compare=False)
-    selected = False  # not annotated, so that it is no argument; an Accelerator sets it
+    _selected = False  # not annotated, so that it is no argument
 
     def __post_init__(self) -> None:
         library.check_version()
@@ -187,6 +189,108 @@ class DeepSpeedPlugin(Settings):
         """Whether transformers builds models in shards."""
         return bool(self.zero3_init_flag)
 
+    # ---------------------------------------------------------------- filling in by hand
+
+    @property
+    def selected(self) -> bool:
+        """Whether it is the plugin that the next `prepare` of its Accelerator uses."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        raise NotImplementedError(
+            f"selected={value} cannot be set: which plugin is in force belongs to an Accelerator. "
+            "Call accelerator.state.select_deepspeed_plugin(name)."
+        )
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Refused, as in Accelerate: an Accelerator chooses among its plugins, by their names."""
+        if not _from_accelerator_state:
+            raise ConfigError(
+                f"select({_from_accelerator_state}) cannot be called on a DeepSpeedPlugin: which "
+                "one is in force belongs to an Accelerator. Call "
+                "accelerator.state.select_deepspeed_plugin(name)."
+            )
+        self._selected = True
+
+    def fill_match(
+        self,
+        ds_key_long: str,
+        mismatches: list[str] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill in one ``"auto"`` by `kwargs`, values by dotted keys; or compare one value.
+
+        `mismatches` gets a line where it is another one.
+        """
+        in_file = value_at(self.deepspeed_config, ds_key_long)
+        if in_file == AUTO:
+            if ds_key_long not in kwargs:
+                raise ConfigError(
+                    f'{ds_key_long}="auto" cannot be filled in: no value was given for it. '
+                    "DeepSpeed would fall back to its own default or fail. Give it by its dotted "
+                    "name, or write a value in the configuration."
+                )
+            put_at(self.deepspeed_config, ds_key_long, kwargs[ds_key_long])
+        elif must_match and in_file is not None and mismatches is not None:
+            given = kwargs.get(ds_key_long, in_file)
+            if given != in_file:
+                mismatches.append(f"- ds {ds_key_long}={in_file} vs arg {ds_key_long}={given}")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill in every ``"auto"``, and compare every value, of the configuration or a section.
+
+        The section is `config`, and `prefix` its name with a dot at the end.
+        """
+        found = [] if mismatches is None else mismatches
+        # A list, because filling in changes the dictionary.
+        for key, value in list((self.deepspeed_config if config is None else config).items()):
+            if isinstance(value, dict):
+                inner = f"{prefix}{key}."
+                self.deepspeed_config_process(inner, found, value, must_match, **kwargs)
+            else:
+                self.fill_match(f"{prefix}{key}", found, must_match, **kwargs)
+        # Only the outermost call raises, so that one error names the mismatches of all sections.
+        if found and not prefix:
+            raise ConfigError(
+                f"The DeepSpeed configuration contradicts the code: {shown(found)}. One of them "
+                'would be ignored. Write "auto" in the configuration.'
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Write a precision where the configuration leaves it open."""
+        # DeepSpeed has no section for FP8: its layers are part of a model in bfloat16.
+        wanted = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(wanted)
+        if other and self.get_value(f"{other}.enabled") is True:
+            raise ConfigError(
+                f"mixed_precision={mixed_precision!r} contradicts the DeepSpeed configuration, "
+                f"where {other}.enabled is true. Training has one number format. Leave one out."
+            )
+        for name in ("fp16", "bf16"):
+            more = {"auto_cast": True} if name == wanted == "fp16" else {}
+            section = self.deepspeed_config.setdefault(name, {"enabled": AUTO, **more})
+            if section.get("enabled") == AUTO:
+                section["enabled"] = name == wanted
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Let ZeRO-3 fetch each mixture-of-experts layer as one; `prepare` does it by itself."""
+        from nbaccel.deepspeed.engines import fetch_together
+
+        names = self.transformer_moe_cls_names or env.read(_VARIABLES["transformer_moe_cls_names"])
+        if names:
+            fetch_together(model, names)
+
+    # ---------------------------------------------------------------- putting together
+
     def _read_variables(self) -> None:
         for argument, variable in _VARIABLES.items():
             text = (env.read(variable) or "").strip()
@@ -232,8 +336,22 @@ class ConfigQueries:
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         return value_at(self.config, ds_key_long, default)
 
+    def is_true(self, ds_key_long: str) -> bool:
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        return self.get_value(ds_key_long) is not None and not self.get_value(ds_key_long)
+
+    def is_zero2(self) -> bool:
+        return bool(self.get_value(_KEYS["zero_stage"]) == 2)
+
     def is_zero3(self) -> bool:
         return bool(self.get_value(_KEYS["zero_stage"]) == 3)
+
+    def is_offload(self) -> bool:
+        keys = (_KEYS["offload_optimizer_device"], _KEYS["offload_param_device"])
+        is_away = any(self.get_value(key) in ("cpu", "nvme") for key in keys)
+        return is_away and (self.is_zero2() or self.is_zero3())
 
 
 def _read_config(config: Any) -> dict[str, Any] | None:
@@ -283,7 +401,7 @@ class Plugins:
         plugin = self.get(name)
         # Code written for Accelerate reads `selected` of each plugin.
         for known_plugin in self.by_name.values():
-            known_plugin.selected = known_plugin is plugin
+            known_plugin._selected = known_plugin is plugin  # noqa: SLF001 - of the same module
         self.active = plugin
 
 

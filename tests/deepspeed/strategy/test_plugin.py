@@ -35,10 +35,63 @@ FILE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": 8,
 }
+VALUES = {
+    "optimizer.params.lr": 0.5,
+    "optimizer.params.weight_decay": 0.2,
+    "zero_optimization.reduce_bucket_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "nowhere.at_all": 1,
+}
 
 
 def plugin() -> DeepSpeedPlugin:
     return DeepSpeedPlugin(hf_ds_config=copy.deepcopy(FILE))
+
+
+def theirs() -> Any:
+    accelerate = pytest.importorskip("accelerate.utils")
+    return accelerate.DeepSpeedPlugin(hf_ds_config=copy.deepcopy(FILE))
+
+
+def test_a_configuration_is_filled_in_as_accelerate_does():
+    mine, peer = plugin(), theirs()
+    for one in (mine, peer):
+        one.deepspeed_config_process(must_match=False, **VALUES)
+    assert mine.deepspeed_config["optimizer"]["params"] == {"lr": 0.5, "weight_decay": 0.1}
+    for key, value in mine.deepspeed_config.items():
+        assert {**peer.deepspeed_config}[key] == value
+
+
+@pytest.mark.parametrize("make", [plugin, theirs])
+def test_what_does_not_match_is_told_and_what_is_missing_too(make):
+    mismatches: list[str] = []
+    one = make()
+    one.fill_match("optimizer.params.weight_decay", mismatches, **VALUES)
+    one.fill_match("nowhere.at_all", mismatches, **VALUES)
+    assert mismatches == [
+        "- ds optimizer.params.weight_decay=0.1 vs arg optimizer.params.weight_decay=0.2"
+    ]
+    with pytest.raises(ValueError, match="weight_decay"):
+        make().deepspeed_config_process(**VALUES)
+    with pytest.raises(ValueError, match=r"optimizer\.params\.lr"):
+        one.fill_match("optimizer.params.lr")
+
+
+@pytest.mark.parametrize(
+    ("precision", "on"), [("no", None), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "bf16")]
+)
+def test_a_precision_is_written_where_the_file_leaves_it_open(precision, on):
+    mine, peer = plugin(), theirs()
+    for one in (mine, peer):
+        one.set_mixed_precision(precision)
+        assert {name: one.deepspeed_config[name]["enabled"] for name in ("fp16", "bf16")} == {
+            "fp16": on == "fp16",
+            "bf16": on == "bf16",
+        }
+    assert mine.deepspeed_config["fp16"] == peer.deepspeed_config["fp16"]
+    mine.deepspeed_config |= {"fp16": {"enabled": True}, "bf16": {"enabled": False}}
+    with pytest.raises(ConfigError, match=r"fp16\.enabled is true"):
+        mine.set_mixed_precision("bf16")
 
 
 def test_one_of_several_is_selected_by_its_name_and_none_by_itself():
@@ -48,7 +101,22 @@ def test_one_of_several_is_selected_by_its_name_and_none_by_itself():
     assert (student.selected, teacher.selected) == (True, False)
     plugins.select("teacher")
     assert (student.selected, teacher.selected) == (False, True)
-    assert "selected" not in student.to_dict()
+    with pytest.raises(ValueError, match="select_deepspeed_plugin"):
+        student.select()
+    with pytest.raises(NotImplementedError, match="select_deepspeed_plugin"):
+        student.selected = True
+    assert "_selected" not in student.to_dict()
+
+
+def test_expert_layers_are_found_by_name(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "Linear")
+    one = DeepSpeedPlugin(zero_stage=3)
+    one.set_moe_leaf_modules(model)
+    assert model[0]._z3_leaf
+    one.transformer_moe_cls_names = "Experts"
+    with pytest.raises(ConfigError, match="has no layer of class Experts"):
+        one.set_moe_leaf_modules(model)
 
 
 STAGE_2 = {"zero_optimization": {"stage": 2}}
@@ -112,14 +180,19 @@ def test_the_configuration_answers_as_accelerates_does():
     plugin = DeepSpeedPlugin(zero_stage=3, offload_param_device="cpu")
     asked = plugin.hf_ds_config
     assert asked.config is plugin.deepspeed_config
-    assert asked.is_zero3()
+    assert (asked.is_zero3(), asked.is_zero2(), asked.is_offload()) == (True, False, True)
     assert asked.get_value("zero_optimization.stage") == 3
     assert asked.get_value("bf16.enabled") is None
+    asked.config["bf16"] = {"enabled": True}
+    assert asked.is_true("bf16.enabled")
+    assert not asked.is_false("bf16.enabled")
+    assert not asked.is_false("fp16.enabled")
     again = copy.deepcopy(plugin)
     assert again.hf_ds_config.config is again.deepspeed_config
     assert dataclasses.replace(plugin, gradient_accumulation_steps=None) == plugin
     stage_2 = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}})
-    assert not stage_2.hf_ds_config.is_zero3()
+    assert stage_2.hf_ds_config.is_zero2()
+    assert not stage_2.hf_ds_config.is_offload()
 
 
 def test_arguments_fill_what_the_file_leaves_open_and_contradict_the_rest():
