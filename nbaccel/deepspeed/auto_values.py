@@ -1,6 +1,7 @@
 """``"auto"`` values filled in by the rules that transformers and Accelerate publish, with reasons.
 
-DeepSpeed has no ``"auto"``: it replaces it by its default, or fails on it. A value in the file that
+DeepSpeed has no ``"auto"``: it replaces it by its default, or fails on it. What a key becomes
+follows from the model, the optimizer, the schedule and the run; a value in the file that
 contradicts the run is reported, with both values.
 """
 
@@ -25,6 +26,7 @@ from nbaccel.deepspeed.zero_config import (
     ZeroConfig,
     auto_keys,
     load_settings,
+    old_forms,
 )
 from nbaccel.plan.launch_plan import Choice, choices_table
 
@@ -56,6 +58,10 @@ class TrainingFacts:
         warmup_steps: Steps; below 1 a share of all of them.
         total_steps: Optimizer steps in all.
         zero_stage: ZeRO stage.
+        offload_optimizer: ``none``, ``cpu`` or ``nvme``.
+        offload_param: ``none``, ``cpu`` or ``nvme``.
+        nvme_path: Folder on the fast disk.
+        gather_16bit_weights: Whether saving gathers weights at stage 3.
     """
 
     world_size: int = 1
@@ -70,6 +76,10 @@ class TrainingFacts:
     warmup_steps: float | None = None
     total_steps: int | None = None
     zero_stage: int | None = None
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    nvme_path: str | None = None
+    gather_16bit_weights: bool | None = None
 
 
 def gathered(
@@ -123,10 +133,11 @@ def made_in(model: Any) -> str | None:
 
 
 def hidden_size(model: Any) -> tuple[int | None, str]:
-    """The width of a model, and where it was found: first by the published rule.
+    """The width of a model, and where it was found.
 
-    A model without it is measured: the widest linear layer by its smaller side, because the larger
-    one may be a vocabulary.
+    Published rule first: ``config.hidden_size``, the largest of ``config.hidden_sizes``, and the
+    same of ``config.text_config``. A model without those is measured: the widest linear layer by
+    its smaller side, because the larger one may be a vocabulary.
     """
     config = getattr(model, "config", None)
     holders = {"config": config, "config.text_config": getattr(config, "text_config", None)}
@@ -165,7 +176,11 @@ class Resolved:
     warnings: tuple[str, ...] = ()
 
     def explain(self) -> str:
-        """What was filled in, as a table for a fixed-width font."""
+        """What was filled in, as a table.
+
+        Returns:
+            Text for a fixed-width font.
+        """
         title = f"DeepSpeed configuration, {len(self.choices)} filled in"
         return choices_table(title, self.choices, ())
 
@@ -195,11 +210,13 @@ class _Rule(NamedTuple):
     fact: str = ""
 
 
-def _said(name: str, meaning: str, default: Any = None, reason: str = "") -> _Rule:
+def _said(
+    name: str, meaning: str, default: Any = None, reason: str = "", *, must_agree: bool = True
+) -> _Rule:
     """A rule: the run's value, or a published default."""
 
     def rule(known: _Known) -> _AutoAnswer:
-        value = getattr(known.facts, name, None)
+        value = getattr(known.facts, name)
         if value is None and not reason:
             raise _UnknownValue(f"nothing says the {meaning}; give {name}")
         if value is None:
@@ -207,11 +224,7 @@ def _said(name: str, meaning: str, default: Any = None, reason: str = "") -> _Ru
         # JSON has no tuples, so that betas of a file are a list.
         return (list(value) if isinstance(value, tuple) else value), f"the run's {meaning}"
 
-    return _Rule(rule, name)
-
-
-def _always(value: Any, reason: str) -> _Rule:
-    return _Rule(lambda _: (value, reason))
+    return _Rule(rule, name if must_agree else "")
 
 
 def _micro_batch(known: _Known) -> _AutoAnswer:
@@ -291,14 +304,20 @@ def _warmup_steps(known: _Known) -> _AutoAnswer:
 
 _BY_ACCELERATE = "Accelerate's default"
 _LEARNING_RATE = _said("learning_rate", "learning rate")
-_SWAP_FOLDER = _Rule(_said("nvme_path", "folder on the fast disk").decide)
+_SWAP_FOLDER = _said("nvme_path", "folder on the fast disk", must_agree=False)
 _RULES: dict[str, _Rule] = {
     f"{ZERO}.stage": _said("zero_stage", "ZeRO stage", 2, _BY_ACCELERATE),
-    f"{ZERO}.offload_optimizer.device": _always("none", _BY_ACCELERATE),
-    f"{ZERO}.offload_param.device": _always("none", _BY_ACCELERATE),
+    f"{ZERO}.offload_optimizer.device": _said(
+        "offload_optimizer", "place of optimizer state", "none", _BY_ACCELERATE, must_agree=False
+    ),
+    f"{ZERO}.offload_param.device": _said(
+        "offload_param", "place of parameters", "none", _BY_ACCELERATE, must_agree=False
+    ),
     f"{ZERO}.offload_optimizer.nvme_path": _SWAP_FOLDER,
     f"{ZERO}.offload_param.nvme_path": _SWAP_FOLDER,
-    f"{ZERO}.stage3_gather_16bit_weights_on_model_save": _always(False, _BY_ACCELERATE),
+    f"{ZERO}.stage3_gather_16bit_weights_on_model_save": _said(
+        "gather_16bit_weights", "choice", default=False, reason=_BY_ACCELERATE, must_agree=False
+    ),
     # These three formulas are those of transformers' `HfTrainerDeepSpeedConfig`.
     f"{ZERO}.reduce_bucket_size": _by_width(lambda width: width * width, "hidden * hidden"),
     f"{ZERO}.stage3_prefetch_bucket_size": _by_width(
@@ -317,7 +336,7 @@ _RULES: dict[str, _Rule] = {
     "optimizer.params.weight_decay": _said(
         "weight_decay", "weight decay", 0.0, "none unless the run says so"
     ),
-    "scheduler.params.warmup_min_lr": _always(0, "a warm-up starts from nothing"),
+    "scheduler.params.warmup_min_lr": _Rule(lambda _: (0, "a warm-up starts from nothing")),
     "scheduler.params.warmup_max_lr": _Rule(_warmup_peak, "learning_rate"),
     "scheduler.params.total_num_steps": _said("total_steps", "number of steps"),
     "scheduler.params.warmup_num_steps": _Rule(_warmup_steps, "warmup_steps"),
@@ -354,25 +373,32 @@ def resolve_auto(
     Raises:
         ConfigError: Values that nothing decides, and contradictions, all of them.
     """
-    resolved, _ = resolve_decided(config, facts, run, model, optimizer, scheduler, is_strict=True)
+    resolved, _ = _resolve(config, facts, run, model, optimizer, scheduler, is_strict=True)
     return resolved
 
 
 def resolve_decided(
+    config: Mapping[str, Any], *, facts: TrainingFacts, run: RunConfig | None, model: object | None
+) -> tuple[Resolved, dict[str, str]]:
+    """A configuration without the keys that nothing decides, and the reason of each of those.
+
+    For a form and an estimate, which go on without them.
+    """
+    return _resolve(config, facts, run, model, None, None, is_strict=False)
+
+
+def _resolve(
     config: Mapping[str, Any] | str | Path | ZeroConfig,
     facts: TrainingFacts | None,
     run: RunConfig | None,
     model: object | None,
-    optimizer: object | None = None,
-    scheduler: object | None = None,
+    optimizer: object | None,
+    scheduler: object | None,
     *,
-    is_strict: bool = False,
+    is_strict: bool,
 ) -> tuple[Resolved, dict[str, str]]:
-    """A configuration without the keys that nothing decides, and the reason of each of those.
-
-    For a form and an estimate, which go on without them; they are mistakes where it is strict.
-    """
-    settings = load_settings(config)
+    """See both above; keys that nothing decides are mistakes where it is strict."""
+    settings, _ = old_forms(load_settings(config))
     all_facts = gathered(facts, run, optimizer, scheduler)
     known = _Known(all_facts, model, settings, _only_defaults(facts, optimizer, scheduler))
     mistakes = list(_contradictions(known))
@@ -388,8 +414,7 @@ def resolve_decided(
             drop_at(settings, key)
             continue
         put_at(settings, key, value)
-        # A `bool` is an `int`, and should be shown as a word.
-        choices.append(Choice(key, value if type(value) is int else str(value), reason))
+        choices.append(Choice(key, _plain_choice(value), reason))
     others = sorted(waiting - set(_RULES))
     schema = None
     if others:
@@ -398,13 +423,13 @@ def resolve_decided(
     for key in others:
         section = key.partition(".")[0]
         if schema is not None and section in schema.removed:
-            # The section is the mistake, not its "auto".
+            # A section that DeepSpeed has removed is the mistake, not its "auto".
             text = schema.removed_text(section, shown(settings[section]))
             mistakes.append(FieldMistake(text, section))
             continue
-        if schema is not None and schema.replaces_auto(key):
-            # So it is left out here.
-            choices.append(Choice(key, "default", "DeepSpeed's own"))
+        if defaults := schema.defaults(key) if schema else ():
+            # DeepSpeed's models replace "auto" by their default; so it is left out here.
+            choices.append(Choice(key, _plain_choice(defaults[0]), "DeepSpeed's own default"))
         else:
             undecided[key] = "transformers and Accelerate do not accept it there"
         drop_at(settings, key)
@@ -452,3 +477,8 @@ def _contradictions(known: _Known) -> Iterator[str]:
                 f"{key} is {shown(in_file)} in the file and {shown(value)} by the run ({reason}). "
                 'One of them would be ignored. Change one, or write "auto" in the file.'
             )
+
+
+def _plain_choice(value: Any) -> str | int:
+    # A `bool` is an `int`, and should be shown as a word.
+    return value if isinstance(value, int) and not isinstance(value, bool) else str(value)

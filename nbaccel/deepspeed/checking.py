@@ -1,14 +1,17 @@
 """A DeepSpeed configuration checked before any process starts: every mistake, all at once.
 
-DeepSpeed ignores most keys it does not know, so that a typo trains something else: they are held
-against those that it reads. What would work nowhere is refused; what would not work on this machine
-is advice where nothing says that it is to be run here.
+DeepSpeed ignores most keys it does not know, so that a typo trains something else, and passes on
+values that fail in the first step. Here a key is compared with those that the installed DeepSpeed
+reads, a value with its kind and DeepSpeed's models, and combinations with those that were found to
+run. What would work nowhere is refused; what would not work on this machine is advice where nothing
+says that it is to be run here.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +22,24 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
 from nbaccel.config.field_rules import FieldMistake, mistakes_in
-from nbaccel.config.given_values import closest, drop_at, has_key, shown
+from nbaccel.config.given_values import closest, drop_at, has_key, shown, value_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto_values import AUTO_KEYS
 from nbaccel.deepspeed.library import missing_tools, offloads_optimizer
-from nbaccel.deepspeed.schema import Schema, deepspeed_schema, key_findings
+from nbaccel.deepspeed.schema import (
+    Arguments,
+    Schema,
+    deepspeed_schema,
+    key_findings,
+    optimizer_arguments,
+)
 from nbaccel.deepspeed.zero_config import (
     AUTO,
     ZERO,
     ZeroConfig,
     auto_keys,
     load_settings,
+    old_forms,
 )
 from nbaccel.plan import Inventory, inspect_machine
 
@@ -80,7 +90,7 @@ def check_config(
         MissingBackend: DeepSpeed is not installed.
     """
     schema = deepspeed_schema()
-    settings = load_settings(config)
+    settings, notes = old_forms(load_settings(config))
     if run is not None and run.num_processes is not None and world_size is None:
         world_size = run.num_processes * run.num_nodes
     if device is None and run is not None and run.device != AUTO:
@@ -90,14 +100,21 @@ def check_config(
         device = "cuda" if (inventory or inspect_machine()).gpus else "cpu"
     findings = [*key_findings(settings, schema), *_auto_findings(settings, schema, allow_auto)]
     keys = [finding for finding in findings if isinstance(finding, FieldMistake)]
-    advice = [finding for finding in findings if not isinstance(finding, FieldMistake)]
-    checked, wrong_values = _typed_config(settings)
-    keys += wrong_values
-    mistakes: list[str] = [*keys, *combination_mistakes(checked)]
+    advice = [*notes, *(finding for finding in findings if not isinstance(finding, FieldMistake))]
+    if isinstance(config, ZeroConfig) and config.to_dict() == settings:
+        checked = config  # its values were checked when it was made
+    else:
+        checked, wrong_values = _typed_config(settings)
+        keys += wrong_values
+    mistakes: list[str] = [
+        *keys,
+        *_model_mistakes(checked, schema, known_mistakes=keys),
+        *combination_mistakes(checked, world_size=world_size),
+    ]
     # Parts of names, which a misspelt key has, too: the right key is missing then, and a message
     # about sizes that do not multiply out would only repeat that.
     if not any(word in key.path for word in ("batch_size", "accumulation") for key in keys):
-        mistakes += batch_mistakes(checked, world_size=world_size)
+        mistakes += batch_mistakes(checked, world_size=world_size, open_ends=allow_auto)
     mistakes += maker_mistakes(checked, schema)
     here = [*device_mistakes(checked, device=device)]
     if check_tools:
@@ -105,13 +122,13 @@ def check_config(
     if runs_here:
         mistakes += here
     else:
-        advice += [f"On this machine: {text}" for text in here]
+        advice += (f"On this machine: {text}" for text in here)
     # Last, since DeepSpeed's reader stops at its first mistake.
     if not mistakes:
-        mistakes += _refused_by_deepspeed(checked, allow_auto)
+        mistakes += _refused_by_deepspeed(checked)
     if mistakes:
         raise ConfigError(*mistakes)
-    return Checked(checked, tuple(advice))
+    return Checked(checked, (*advice, *doubts(checked, device=device)))
 
 
 def check_run(run: RunConfig, device: str) -> None:
@@ -143,6 +160,7 @@ def _auto_findings(settings: Mapping[str, Any], schema: Schema, allow_auto: bool
     for key in auto_keys(settings):
         if key.partition(".")[0] in schema.removed:
             continue  # reported already, with a remedy
+        defaults = schema.defaults(key)
         if key in AUTO_KEYS:
             text = (
                 f'{key} is still "auto". DeepSpeed would replace it by its default, or fail. '
@@ -150,8 +168,8 @@ def _auto_findings(settings: Mapping[str, Any], schema: Schema, allow_auto: bool
             )
             if not allow_auto:
                 yield FieldMistake(text, key)
-        elif schema.replaces_auto(key):
-            yield f'{key}="auto" leaves it to DeepSpeed\'s default.'
+        elif defaults:
+            yield f'{key}="auto" leaves it to DeepSpeed, whose default is {defaults[0]!r}.'
         else:
             text = (
                 f'{key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key in. Give '
@@ -160,7 +178,34 @@ def _auto_findings(settings: Mapping[str, Any], schema: Schema, allow_auto: bool
             yield FieldMistake(text, key)
 
 
-def _refused_by_deepspeed(config: ZeroConfig, allow_auto: bool) -> Iterator[str]:
+def _model_mistakes(
+    config: ZeroConfig, schema: Schema, *, known_mistakes: list[FieldMistake]
+) -> Iterator[str]:
+    """What DeepSpeed's models refuse, unless it is among the known mistakes."""
+    settings = config.to_dict()
+    known_paths = tuple(mistake.path for mistake in known_mistakes)
+    for section_path, model in schema.models.items():
+        section = value_at(settings, section_path)
+        if not isinstance(section, Mapping) or section_path.rpartition(".")[0] in schema.models:
+            continue  # its parent's model looks at it
+        try:
+            with library.quiet_logger():
+                model(**{key: value for key, value in section.items() if value != AUTO})
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                path = ".".join((section_path, *map(str, detail["loc"])))
+                is_unknown = detail["type"] == "extra_forbidden" or detail["input"] == AUTO
+                # What depends on a stage that is still open is judged when it is resolved.
+                is_early = not detail["loc"] and config.stage == AUTO
+                if is_unknown or is_early or any(known.startswith(path) for known in known_paths):
+                    continue
+                yield (
+                    f"{path} is refused by DeepSpeed: got {shown(detail['input'])}. It says: "
+                    f"{detail['msg']}. Correct the value."
+                )
+
+
+def _refused_by_deepspeed(config: ZeroConfig) -> Iterator[str]:
     """What DeepSpeed's reader refuses, which counts one process here."""
     if config.stage == AUTO:
         return  # what depends on it is judged when it is resolved
@@ -168,21 +213,14 @@ def _refused_by_deepspeed(config: ZeroConfig, allow_auto: bool) -> Iterator[str]
     # Sizes that are right for several processes do not multiply out for the one it counts.
     for key in (*auto_keys(settings), "train_batch_size", "gradient_accumulation_steps"):
         drop_at(settings, key)
-    if allow_auto or config.train_batch_size is not None:
-        settings.setdefault("train_micro_batch_size_per_gpu", 1)
+    settings.setdefault("train_micro_batch_size_per_gpu", 1)
     reader = library.load_module("deepspeed.runtime.config", why="DeepSpeed")
     try:
         with library.quiet_logger():
             reader.DeepSpeedConfig(settings)
     except Exception as error:  # whatever it raises is what the user would meet later
-        told = str(error)
-        if isinstance(error, ValidationError):
-            told = f"{error.title}: " + "; ".join(
-                f"{'.'.join(map(str, one['loc']))}={shown(one['input'])}: {one['msg']}"
-                for one in error.errors(include_url=False)
-            )
         yield (
-            f"DeepSpeed refuses this configuration: {' '.join(told.split())}. "
+            f"DeepSpeed refuses this configuration: {' '.join(str(error).split())}. "
             f"Training could not start. It read {shown(settings)}; change what it names."
         )
 
@@ -190,33 +228,60 @@ def _refused_by_deepspeed(config: ZeroConfig, allow_auto: bool) -> Iterator[str]
 # ------------------------------------------------------------------------------ what goes together
 
 
-def combination_mistakes(config: ZeroConfig) -> Iterator[str]:
-    """Offloading that DeepSpeed's reader takes, and the stage does not have."""
+def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -> Iterator[str]:
+    """What cannot go together on any machine, and DeepSpeed's reader takes."""
+    # `zero_stage` is 0 for "auto", for which offloading would be refused that may be right.
+    if config.stage != AUTO:
+        yield from _offload_mistakes(config)
+    size = config.get(f"{ZERO}.zero_hpz_partition_size")
+    if world_size is not None and isinstance(size, int) and config.zero_stage == 3:
+        fitting = [n for n in range(2, world_size + 1) if world_size % n == 0]
+        if 1 < size < world_size and size not in fitting:
+            yield (
+                f"{ZERO}.zero_hpz_partition_size={size} does not divide {world_size} processes. "
+                "DeepSpeed would fail in all of them when it makes its groups. Give "
+                f"{' or '.join(map(str, fitting))}, or leave it out."
+            )
+
+
+def _offload_mistakes(config: ZeroConfig) -> Iterator[str]:
+    stage = config.zero_stage
     for name in ("offload_param", "offload_optimizer"):
         section = getattr(config, name)
-        # `zero_stage` is 0 for "auto", for which offloading would be refused that may be right.
-        if config.stage == AUTO or section is None or section.device not in ("cpu", "nvme"):
+        if section is None or section.device not in ("cpu", "nvme"):
             continue
         key = f'{ZERO}.{name}.device="{section.device}"'
-        least = 3 if name == "offload_param" or section.device == "nvme" else 1
-        if config.zero_stage < least:
+        is_swapped = section.device == "nvme"
+        needed, fate = ("stage 1, 2 or 3", "Without ZeRO no state is offloaded")
+        if name == "offload_param":
+            fate = "DeepSpeed would silently ignore it, and parameters would stay where they are"
+        elif is_swapped and stage:
+            fate = "DeepSpeed would keep the state in host memory and write nothing to disk"
+        if stage < 3 and (name == "offload_param" or (is_swapped and stage)):
+            needed = "stage 3"
+        if stage == 0 or needed == "stage 3":
             yield (
-                f"{key} needs stage {'3' if least == 3 else '1, 2 or 3'}: got stage "
-                f"{config.zero_stage}. DeepSpeed would silently keep it elsewhere. Give such a "
-                f"stage, or leave {name} out."
+                f"{key} needs {needed}: got stage {stage}. {fate}. Give such a stage, or leave "
+                f"{name} out."
             )
-        if section.device == "nvme" and not section.nvme_path:
+        if is_swapped and not section.nvme_path:
             yield (
                 f"{key} needs {ZERO}.{name}.nvme_path: got none. DeepSpeed would fail with a "
                 "TypeError about a path. Give a folder on the fast disk."
             )
 
 
-def batch_mistakes(config: ZeroConfig, *, world_size: int | None) -> Iterator[str]:
+def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: bool) -> Iterator[str]:
     """Where the batch sizes do not multiply out."""
     total, micro, steps = (
         size if isinstance(size := getattr(config, key), int) else None for key in BATCH_SIZES
     )
+    if total is None and micro is None and not open_ends:
+        yield (
+            "train_batch_size and train_micro_batch_size_per_gpu are both missing: got "
+            f"gradient_accumulation_steps={steps}. DeepSpeed needs one of them. Give "
+            "train_micro_batch_size_per_gpu, the batch size of one process."
+        )
     # Without a total DeepSpeed multiplies the others, which cannot contradict each other.
     if total is None:
         return
@@ -235,45 +300,138 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None) -> Iterator[st
     factors += [f"{processes} processes"] if world_size is not None else []
     yield (
         f"train_batch_size={total} {'is not' if is_exact else 'is no multiple of'} "
-        f"{' * '.join(factors)} = {product}, the samples of a step. Leave train_batch_size out, or "
-        f"give {'' if is_exact else 'a multiple of '}{product}."
+        f"{' * '.join(factors)} = {product}. "
+        "Every step takes micro batch * accumulation * processes samples. Leave train_batch_size "
+        f"out, or give {'' if is_exact else 'a multiple of '}{product}."
     )
 
 
 # ------------------------------------------------------------------------------ optimizer, schedule
 
+# Names of transformers' `TrainingArguments`, which are copied into configurations.
+_WRITTEN_WORDS = {"learning_rate": "lr", "warmup_steps": "warmup_num_steps"}
+
 
 def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
     """What is wrong with the optimizer and the schedule that DeepSpeed is to make."""
-    for key, section, example, own, known_types in (
-        ("optimizer", config.optimizer, "AdamW", schema.own_optimizers, schema.optimizers),
-        ("scheduler", config.scheduler, "WarmupLR", schema.own_schedulers, schema.schedulers),
+    for key, section, noun, example, known_types in (
+        ("optimizer", config.optimizer, "optimizer", "AdamW", schema.optimizers),
+        ("scheduler", config.scheduler, "schedule", "WarmupLR", schema.schedulers),
     ):
-        if section is None:
-            continue
-        name = section.type
-        if name is None:
+        name = None if section is None else section.type
+        if section is None or name is None:
             # With further keys, the one that was meant has been named already.
-            if key not in config.extra:
+            if section is not None and key not in config.extra:
                 yield (
                     f"{key}.type is missing: got {key}={section.named()!r}. Without a name "
                     f'DeepSpeed would silently make none. Give for example "type": "{example}".'
                 )
             continue
-        is_optimizer = key == "optimizer"
         # DeepSpeed compares its optimizers' names in lower case, and others as they are written.
-        is_own = (name.lower() if is_optimizer else name) in own
-        is_allowed = is_optimizer and config.zero_allow_untested_optimizer is True
+        is_optimizer = key == "optimizer"
+        is_own = name in schema.own_schedulers
+        if is_optimizer:
+            is_own = name.lower() in schema.own_optimizers
         if not is_own and name not in known_types:
             yield (
-                f"{key}.type={name!r} is no {key} of DeepSpeed {schema.version} or torch. It could "
-                f"not be made.{closest(name, known_types) or f' Use {example}.'}"
+                f"{key}.type={name!r} is no {noun} of DeepSpeed {schema.version} or torch. It "
+                f"could not be made.{closest(name, known_types) or f' Use {example}.'}"
             )
-        elif config.zero_stage > 0 and not is_own and not is_allowed:
-            remedy = 'Add "zero_allow_untested_optimizer": true' if is_optimizer else "Leave it out"
+            continue
+        params = section.params or {}
+        yield from value_mistakes(key, params)
+        if config.zero_stage > 0 and not is_own:
+            yield from _untested(config, key, name)
+        if is_optimizer and "max_grad_norm" in params:
             yield (
-                f"{key}.type={name!r} is torch's, and DeepSpeed refuses it for ZeRO's optimizer: "
-                f"got stage {config.zero_stage}. {remedy}, or use {example}."
+                f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no longer a "
+                "parameter of an optimizer. DeepSpeed refuses it. Set gradient_clipping at the top "
+                "level."
+            )
+            params = {key: value for key, value in params.items() if key != "max_grad_norm"}
+        is_offloaded = offloads_optimizer(config)
+        known = schema.schedulers.get(name)
+        if is_optimizer:
+            known = optimizer_arguments(name, params, is_offloaded=is_offloaded)
+        if known is not None:
+            yield from _constructor_mistakes(key, name, params, known)
+
+
+def _untested(config: ZeroConfig, key: str, name: str) -> Iterator[str]:
+    """What is torch's own, where ZeRO has the optimizer."""
+    got = f"got stage {config.zero_stage}"
+    if key == "scheduler":
+        yield (
+            f"scheduler.type={name!r} is torch's and cannot drive ZeRO's optimizer: {got}. torch "
+            "would refuse it as no Optimizer. Use one of DeepSpeed's, such as WarmupDecayLR, or "
+            "pass a schedule to deepspeed.initialize."
+        )
+    elif config.zero_allow_untested_optimizer is not True:
+        yield (
+            f"optimizer.type={name!r} is not tested with ZeRO: {got}. DeepSpeed refuses it unless "
+            'the configuration allows it. Add "zero_allow_untested_optimizer": true, or use AdamW.'
+        )
+
+
+def _constructor_mistakes(
+    section_name: str, maker: str, params: Mapping[str, Any], known: Arguments
+) -> Iterator[str]:
+    words = {word: meant for word, meant in _WRITTEN_WORDS.items() if meant in known.known}
+    for name in () if known.open else sorted(set(params) - known.known):
+        meant = closest(name, known.known, words) or f" It takes {sorted(known.known)}."
+        yield (
+            f"{section_name}.params.{name} is no argument of {known.owner}: got "
+            f"{name}={params[name]!r}. DeepSpeed could not make {maker}.{meant}"
+        )
+    for name in sorted(known.needed - set(params)) if section_name == "scheduler" else ():
+        yield (
+            f"scheduler.params.{name} is missing: got {sorted(params)}. {maker} has no default "
+            f"for it. Give {name}."
+        )
+
+
+def _is_number(value: Any, least: float = 0, below: float = math.inf) -> bool:
+    return type(value) in (int, float) and least <= value < below
+
+
+def _is_rate(value: Any) -> bool:
+    """Whether it is a rate for all parameter groups, or one for each."""
+    rates = value if isinstance(value, list) else [value]
+    return bool(rates) and all(map(_is_number, rates))
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_is_number(x, 0, 1) for x in value)
+
+
+_SHAPES = ("log", "linear")
+_RATE = (_is_rate, "a number of at least 0", "Give for example 3e-5")
+_SMALL = (_is_number, "a number of at least 0", "Give for example 1e-8")
+_STEPS = (
+    lambda value: _is_number(value, 1) and value == int(value),
+    "a whole number above 0",
+    "Give for example 1000 (1 where there is no warm-up)",
+)
+_PARAMETER_RULES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "lr": _RATE,
+    "betas": (_are_betas, "two numbers from 0 to below 1", "Give for example [0.9, 0.999]"),
+    **dict.fromkeys(("eps", "weight_decay", "momentum"), _SMALL),
+    **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"), _RATE),
+    "lr_range_test_min_lr": _RATE,
+    **dict.fromkeys(("warmup_num_steps", "total_num_steps"), _STEPS),
+    "warmup_type": (_SHAPES.__contains__, f"one of {', '.join(_SHAPES)}", "Give one of them"),
+}
+"""Parameter → what it must be, in code and in words, and what to write."""
+
+
+def value_mistakes(section_name: str, params: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the values of an optimizer's or a schedule's parameters."""
+    for name, value in params.items():
+        fits, must, do = _PARAMETER_RULES.get(name, (None, "", ""))
+        if fits is not None and value not in (None, AUTO) and not fits(value):
+            yield (
+                f"{section_name}.params.{name} must be {must}: got {shown(value)}. DeepSpeed "
+                f"passes it on unchecked, and training would fail or diverge. {do}."
             )
 
 
@@ -284,13 +442,21 @@ def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
     """What works elsewhere, and not on this device."""
     if device != "cpu":
         return
-    # The class itself: `get_accelerator` would choose a device for the life of this process.
-    module = library.load_module("deepspeed.accelerator.cpu_accelerator", why="float16")
-    if config.is_on("fp16") and not module.CPU_Accelerator().is_fp16_supported():
+    if config.is_on("fp16") and not _cpu_has_fp16():
         yield (
             "fp16.enabled cannot be true on this CPU, which has no float16 arithmetic: got "
             "fp16.enabled=True. DeepSpeed says 'Type fp16 is not supported on your device'. Use "
             "bf16."
+        )
+    place = config.offload_optimizer and config.offload_optimizer.device
+    # Before that release no host memory counted as pinned without a GPU, so that nothing was
+    # submitted, and waiting for writes that do not exist fails.
+    if place == "nvme" and config.zero_stage == 3 and (old := library.older_than("0.19.6")):
+        yield (
+            f'{ZERO}.offload_optimizer.device="nvme" needs DeepSpeed 0.19.6 or newer where there '
+            f"is no GPU: got {old}. It would end the process with a failed assertion in C++ "
+            '(_num_pending_ops > 0). Install a newer one (pip install "deepspeed>=0.19.6"), or '
+            'give device="cpu".'
         )
     name = (config.optimizer and config.optimizer.type) or ""
     remedy = {"lamb": "Use AdamW."}.get(name.lower(), "")
@@ -301,3 +467,26 @@ def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
             f"optimizer.type={name!r} cannot be made on the CPU. DeepSpeed says 'This op had not "
             f"been implemented on CPU backend'. {remedy}"
         )
+
+
+def doubts(config: ZeroConfig, *, device: str) -> Iterator[str]:
+    """Settings that work but may not do what is expected."""
+    if config.zero_stage == 3 and config.stage3_gather_16bit_weights_on_model_save is not True:
+        yield (
+            f"{ZERO}.stage3_gather_16bit_weights_on_model_save is not set: save_16bit_model() "
+            "returns False and writes nothing. Set it to true to save whole weights."
+        )
+    is_swapped = config.offload_param is not None and config.offload_param.device == "nvme"
+    is_float32 = not config.is_on("bf16") and not config.is_on("fp16")
+    if is_swapped and is_float32 and device == "cpu" and not _cpu_has_fp16():
+        yield (
+            f"{ZERO}.offload_param on nvme with float32 on a CPU without float16 arithmetic: "
+            "DeepSpeed keeps the weights as bfloat16 there. Turn on bf16 to make that explicit."
+        )
+
+
+def _cpu_has_fp16() -> bool:
+    """DeepSpeed's test of a CPU before it trains in float16, and before it allocates weights."""
+    # The class itself: `get_accelerator` would choose a device for the life of this process.
+    module = library.load_module("deepspeed.accelerator.cpu_accelerator", why="float16")
+    return bool(module.CPU_Accelerator().is_fp16_supported())

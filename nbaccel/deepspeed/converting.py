@@ -23,8 +23,8 @@ from nbaccel.base import weight_files
 from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.log import progress_bar
 from nbaccel.base.units import parse_bytes
-from nbaccel.deepspeed import library, local_shards
-from nbaccel.deepspeed.checkpoint_layout import Weight, checked_bits, cut_otherwise, read_layout
+from nbaccel.deepspeed import library
+from nbaccel.deepspeed.checkpoint_layout import Weight, checked_bits, read_layout
 
 _COPIED_ELEMENTS = 2**22  # of a weight of an engine, at a time
 _INDEX_FILE = weight_files.FILE_PATTERN.format(suffix="") + ".index.json"
@@ -252,27 +252,24 @@ def fp32_state_dict(
         ConfigError: This is no engine of DeepSpeed, or one whose weights are also cut in another
             way.
     """
-    state = _weights_of(engine, exclude_frozen_parameters)
+    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
+    state = _module_of(engine).state_dict(keep_vars=True)
     of_stage_0 = dict(_masters_of_stage_0(engine.optimizer))
     # By identity: tied parameters are one tensor of several names.
     whole: dict[int, torch.Tensor] = {}
     for tensor in {id(value): value for value in state.values()}.values():
-        gathered = _whole_master(tensor, of_stage_0)
-        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        if gathered is not None:
-            whole[id(tensor)] = gathered.to("cpu", dtype, copy=True)
+        # A module's extra state is no weight.
+        is_weight = isinstance(tensor, torch.Tensor)
+        if is_weight and not (exclude_frozen_parameters and _is_frozen(tensor)):
+            gathered = _whole_master(tensor, of_stage_0)
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            if gathered is not None:
+                whole[id(tensor)] = gathered.to("cpu", dtype, copy=True)
     return {name: whole[id(value)] for name, value in state.items() if id(value) in whole}
 
 
-def _weights_of(engine: Any, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
-        for name, tensor in _module_of(engine).state_dict(keep_vars=True).items()
-        # A module's extra state is no weight.
-        if isinstance(tensor, torch.Tensor)
-        and (not exclude_frozen or tensor.requires_grad or not isinstance(tensor, nn.Parameter))
-    }
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def save_16bit_weights(
@@ -303,7 +300,14 @@ def save_16bit_weights(
             way, or the disk has too little room.
         CheckpointFailed: On every rank, if rank 0 could not write; the folder is as it was.
     """
-    state = _weights_of(engine, exclude_frozen_parameters)
+    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
+    state = {
+        name: tensor
+        for name, tensor in _module_of(engine).state_dict(keep_vars=True).items()
+        # A module's extra state is no weight.
+        if isinstance(tensor, torch.Tensor)
+        and not (exclude_frozen_parameters and _is_frozen(tensor))
+    }
     first_names: dict[int, str] = {}
     weights: dict[str, Weight] = {}
     tied: dict[str, str] = {}
@@ -316,10 +320,9 @@ def save_16bit_weights(
             tied[name] = first_name
     # All ranks gather in the same order, that of the files.
     ordered = itertools.chain.from_iterable(_distributed(weights, max_shard_size).values())
-    is_writer = dist.get_rank() == 0
-    gathered = (local_shards.gathered(state[weight.name], keep=is_writer) for weight in ordered)
+    gathered = (_whole_parameter(state[weight.name]) for weight in ordered)
     error = written = None
-    if is_writer:
+    if dist.get_rank() == 0:
         read_once = {
             name: _EngineWeight(name, weight.shape, weight.dtype, gathered=gathered)
             for name, weight in weights.items()
@@ -355,7 +358,7 @@ class _EngineWeight(Weight):
         """See :meth:`Weight.chunks`; once."""
         tensor = next(self.gathered)
         if tensor is not None:
-            yield from torch.split(tensor.reshape(-1), _COPIED_ELEMENTS)
+            yield from torch.split(tensor.detach().to("cpu").reshape(-1), _COPIED_ELEMENTS)
 
 
 def _module_of(engine: Any) -> nn.Module:
@@ -368,8 +371,22 @@ def _module_of(engine: Any) -> nn.Module:
     ranks = getattr(engine, "mp_world_size", 1)
     if ranks > 1 or getattr(engine, "has_moe_layers", False):
         cut_kind = f"tensor parallelism over {ranks} ranks" if ranks > 1 else "experts"
-        raise cut_otherwise(f"The {type(module).__name__} of this engine", f"has {cut_kind}")
+        raise ConfigError(
+            f"This engine's model has {cut_kind}: its weights are cut in a way that ZeRO cannot "
+            "put together. Save a checkpoint, and make a universal one of it with ds_to_universal."
+        )
     return module
+
+
+def _whole_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What the model computes with, whole, on rank 0; a collective where it is partitioned."""
+    if not hasattr(tensor, "ds_id"):
+        return _on_rank_0(tensor.detach())
+    import deepspeed
+
+    # A copy, because the gathered tensor is freed with the block.
+    with deepspeed.zero.GatheredParameters([tensor]):
+        return tensor.detach().clone() if dist.get_rank() == 0 else None
 
 
 def _whole_master(
@@ -384,7 +401,7 @@ def _whole_master(
         return _on_rank_0(safe_get_full_fp32_param(tensor))
     if id(tensor) in of_stage_0:
         return _on_rank_0(of_stage_0[id(tensor)])
-    return local_shards.gathered(tensor, keep=dist.get_rank() == 0)
+    return _whole_parameter(tensor)
 
 
 def _on_rank_0(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -25,7 +25,7 @@ from nbaccel.config.given_values import value_at
 from nbaccel.deepspeed import engines, library, local_shards
 from nbaccel.deepspeed.auto_values import Resolved, TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.checkpoint_layout import CheckpointFiles, is_readable, read_states
+from nbaccel.deepspeed.checkpoint_layout import is_readable, read_states
 from nbaccel.deepspeed.engines import (
     Drive,
     EngineOptimizer,
@@ -60,9 +60,14 @@ if TYPE_CHECKING:
 
 
 _ORPHANED_DRIVES: list[Drive] = []
-"""Engines whose Accelerator is gone, without which they cannot be trained, as in a live worker in
-which a cell is run again. They would stay for ever: torch's C++ side holds hooks on gradients.
+"""Engines whose Accelerator is gone, without which they cannot be trained.
+
+In a live worker a cell that prepares is run again, perhaps with another model. The earlier engine
+would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
+collector does not see that nothing else refers to them.
 """
+
+
 _PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
 """Of a model that has no engine, or one that cannot write."""
 
@@ -134,7 +139,7 @@ class DeepSpeedStrategy(Strategy):
         plugin = self._plugins.active
         settings = self._as_given(plugin)
         # Before the lease: what is refused has made no process group.
-        check_parts(settings, bundle)
+        check_parts(settings, bundle.models, bundle.optimizers, bundle.schedulers)
         optimizer_of = _optimizers_by_model(bundle)
         self._lease.take()
         drives: list[Drive | None] = []
@@ -155,13 +160,8 @@ class DeepSpeedStrategy(Strategy):
                 EngineOptimizer(drive) if (drive := drive_of[id(optimizer)]) else optimizer
                 for optimizer in bundle.optimizers
             ),
-            # The engine steps its own; one of torch is stepped by the loop, as always. Where its
-            # optimizer is only in the file, one engine has it.
             schedulers=tuple(
-                EngineScheduler(drive_of.get(id(one.optimizer)) or next(filter(None, drives)))
-                if is_engines(one)
-                else one
-                for one in bundle.schedulers
+                _schedule_of(drives, drive_of, scheduler) for scheduler in bundle.schedulers
             ),
         )
 
@@ -192,7 +192,8 @@ class DeepSpeedStrategy(Strategy):
         # DeepSpeed would make these from the file all the same.
         dropped = () if is_training else ("optimizer", "scheduler")
         settings = {key: one for key, one in given_settings.items() if key not in dropped}
-        resolved_config = self._resolved(settings, plugin, optimizer, scheduler, model, bundle)
+        parts = (model, optimizer, scheduler, bundle.loaders)
+        resolved_config = resolve_config(settings, plugin, self._asked, self.place, *parts)
         if not is_training and resolved_config.config.zero_stage < 3:
             model.to(self.place.device)
             return None
@@ -225,68 +226,17 @@ class DeepSpeedStrategy(Strategy):
         except BaseException:  # an interrupt, too: without an engine nothing else releases it
             folders.release()
             raise
-        engine_drive = Drive(engine, folders, made_in(model), states_before)
+        norm = given_settings.get("gradient_clipping")
+        troubles = engines.Troubles(engine, made_in(model))
+        engine_drive = Drive(engine, folders, troubles, norm, states_before)
         self._drives[id(engine)] = engine_drive
         return engine_drive
-
-    def _resolved(
-        self,
-        given_config: dict[str, Any],
-        plugin: DeepSpeedPlugin,
-        optimizer: Any,
-        scheduler: Any,
-        model: nn.Module,
-        bundle: Bundle,
-    ) -> Resolved:
-        """Fill in and check a configuration."""
-        # All prepared loaders count, since nothing says which of them is the training's. One with a
-        # batch sampler of the user's own may have None.
-        sizes = [one.batch_size for one in bundle.loaders if isinstance(one.batch_size, int)]
-        micro_batch = (min if plugin.is_train_batch_min else max)(sizes, default=None)
-        is_dummy = isinstance(scheduler, DummyScheduler)
-        steps = scheduler.total_num_steps if is_dummy else None
-        # The schedule's steps in one process: each takes its share of the batches.
-        processes = 1 if self._asked.split_batches else self.place.world_size
-        # The rate to which the file's schedule warms up where the file leaves it to the optimizer.
-        is_open = value_at(given_config, "scheduler.params.warmup_max_lr") == AUTO
-        rate = getattr(optimizer, "defaults", {}).get("lr") if is_open else None
-        facts = TrainingFacts(
-            world_size=self.place.world_size,
-            micro_batch_size=micro_batch,
-            accumulation_steps=self._asked.accumulation_steps,
-            mixed_precision=self._asked.mixed_precision,
-            total_steps=None if steps is None else math.ceil(steps / processes),
-            learning_rate=None if rate is None else float(rate),
-        )
-        # A copy: the given one is the plugin's, which keeps what the user wrote.
-        settings = copy.deepcopy(given_config)
-        choices: tuple[Choice, ...] = ()
-        if value_at(settings, f"{ZERO}.stage") == 3:
-            # Without it DeepSpeed's `save_16bit_model` writes nothing.
-            settings[ZERO].setdefault("stage3_gather_16bit_weights_on_model_save", True)
-        total_key, micro_key, _ = BATCH_SIZES
-        given_sizes = {settings.get(micro_key), settings.get(total_key)}
-        if micro_batch is None and given_sizes <= {AUTO, None}:
-            settings[micro_key] = 1
-            reason = "no loader was prepared before; DeepSpeed only counts samples by it"
-            choices = (Choice(micro_key, 1, reason),)
-        resolved_config = resolve_auto(
-            settings,
-            facts=facts,
-            model=model,
-            optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
-            scheduler=scheduler if is_dummy else None,
-        )
-        # The check needs the device alone: all else that a run decides has been filled in by now.
-        checked = check_config(
-            resolved_config.config, world_size=self.place.world_size, device=self.place.device.type
-        )
-        return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
 
     def _warn_before(self, model: nn.Module, config: Resolved, *, is_training: bool) -> None:
         """Warn of, or refuse, what is known before an engine is made."""
         for text in config.warnings:
             warnings.warn(text, stacklevel=2)
+        local_shards.check_buffers(model, config.config, self.place.world_size)
         machine = inspect_machine()
         # What the processes of this node will need, without activations.
         need = estimate_memory(
@@ -303,7 +253,7 @@ class DeepSpeedStrategy(Strategy):
         # One process of each node looks at the disk; the others wait in their first collective
         # and have not yet written anything that would count as room taken.
         if self.place.is_local_main:
-            check_disk(need)
+            check_disk(need, local_shards.folders_in_use())
             check_host_memory(need, device, machine)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -380,16 +330,13 @@ class DeepSpeedStrategy(Strategy):
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Refused: the state is in shards, in DeepSpeed's format, and is saved with the model."""
-        raise ConfigError(
-            f"The state of {type(optimizer).__name__} cannot be read or written whole: DeepSpeed "
-            "keeps it in shards, in a format of its own, together with the weights. Use "
-            "accelerator.save_state and load_state with as many processes."
-        )
+        raise _shards_only(type(optimizer).__name__)
 
     def load_optimizer_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        self.optimizer_state(model, optimizer)  # refused, for the same reason
+        """Refused, for the same reason."""
+        raise _shards_only(type(optimizer).__name__)
 
     @property
     def keeps_own_disks(self) -> bool:
@@ -478,6 +425,14 @@ def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:
     lease.give_up()
 
 
+def _shards_only(checkpoint_kind: str) -> ConfigError:
+    return ConfigError(
+        f"The state of {checkpoint_kind} cannot be read or written whole: DeepSpeed keeps it in "
+        "shards, in a format of its own, together with the weights. Use accelerator.save_state "
+        "and load_state with as many processes."
+    )
+
+
 def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
     """Each model's optimizer, by the number of the model."""
     found: dict[int, Any] = {}
@@ -504,47 +459,129 @@ def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
     return found
 
 
+def _schedule_of(
+    drives: list[Drive | None], drive_of: dict[int, Drive | None], scheduler: Any
+) -> Any:
+    """What steps a schedule: the engine; one of torch is stepped by the loop, as always."""
+    if not is_engines(scheduler):
+        return scheduler
+    # Where its optimizer is only in the file, one engine has it.
+    drive = drive_of.get(id(scheduler.optimizer)) or next(filter(None, drives))
+    return EngineScheduler(drive)
+
+
 # ------------------------------------------------------------------------------ its settings
 
 
-def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
+def resolve_config(
+    given_config: dict[str, Any],
+    plugin: DeepSpeedPlugin,
+    asked_settings: TrainingRequest,
+    place: Place,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    loaders: Iterable[Any],
+) -> Resolved:
+    """Fill in and check a configuration."""
+    # All prepared loaders count, since nothing says which of them is the training's. One with a
+    # batch sampler of the user's own may have None.
+    sizes = [loader.batch_size for loader in loaders if isinstance(loader.batch_size, int)]
+    micro_batch = (min if plugin.is_train_batch_min else max)(sizes, default=None)
+    is_dummy = isinstance(scheduler, DummyScheduler)
+    steps = scheduler.total_num_steps if is_dummy else None
+    # The schedule's steps in one process: each takes its share of the batches.
+    processes = 1 if asked_settings.split_batches else place.world_size
+    # The rate to which the file's schedule warms up where the file leaves it to the optimizer.
+    is_open = value_at(given_config, "scheduler.params.warmup_max_lr") == AUTO
+    rate = getattr(optimizer, "defaults", {}).get("lr") if is_open else None
+    facts = TrainingFacts(
+        world_size=place.world_size,
+        micro_batch_size=micro_batch,
+        accumulation_steps=asked_settings.accumulation_steps,
+        mixed_precision=asked_settings.mixed_precision,
+        total_steps=None if steps is None else math.ceil(steps / processes),
+        learning_rate=None if rate is None else float(rate),
+    )
+    # A copy: the given one is the plugin's, which keeps what the user wrote.
+    settings = copy.deepcopy(given_config)
+    choices: tuple[Choice, ...] = ()
+    if value_at(settings, f"{ZERO}.stage") == 3:
+        # Without it DeepSpeed's `save_16bit_model` writes nothing.
+        settings[ZERO].setdefault("stage3_gather_16bit_weights_on_model_save", True)
+    total_key, micro_key, _ = BATCH_SIZES
+    if micro_batch is None and {settings.get(micro_key), settings.get(total_key)} <= {AUTO, None}:
+        settings[micro_key] = 1
+        reason = "no loader was prepared before; DeepSpeed only counts samples by it"
+        choices = (Choice(micro_key, 1, reason),)
+    resolved_config = resolve_auto(
+        settings,
+        facts=facts,
+        model=model,
+        optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
+        scheduler=scheduler if is_dummy else None,
+    )
+    # The check needs the device alone: all else that a run decides has been filled in by now.
+    checked = check_config(
+        resolved_config.config, world_size=place.world_size, device=place.device.type
+    )
+    return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
+
+
+def check_parts(
+    settings: dict[str, Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+) -> None:
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
     mistakes = []
-    if bundle.optimizers and not bundle.models:
+    are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in optimizers]
+    in_file = _type_of(settings.get("optimizer"))
+    if optimizers and not models:
         mistakes.append(
-            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model: DeepSpeed puts both "
-            "in one engine, and the optimizer alone would train nothing. Prepare them in one call."
+            f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
+            "one engine, and the optimizer alone would train nothing. Prepare them in one call."
         )
-    parts: list[tuple[str, type, Any]] = [
-        *(("optimizer", DummyOptim, one) for one in bundle.optimizers),
-        *(("scheduler", DummyScheduler, one) for one in bundle.schedulers),
-    ]
-    has_stand_in = any(isinstance(one, DummyOptim) for one in bundle.optimizers)
-    for key, stand_in, part in parts:
-        in_file = settings.get(key)
-        is_dummy = isinstance(part, stand_in)
-        # A stand-in with a callable makes a schedule of its own.
-        makes_it = not is_dummy or getattr(part, "lr_scheduler_callable", None) is not None
-        if in_file and makes_it:
-            kind = in_file.get("type") if isinstance(in_file, dict) else in_file
+    if settings.get("optimizer") and not all(are_dummies):
+        mistakes.append(
+            f"The DeepSpeed configuration has an optimizer ({in_file}), and prepare got one of "
+            "torch. Only one can train. Leave it out of the configuration, or prepare "
+            "nbaccel.utils.DummyOptim(model.parameters())."
+        )
+    if any(are_dummies) and not settings.get("optimizer"):
+        mistakes.append(
+            f"prepare got {sum(are_dummies)} DummyOptim, and the DeepSpeed configuration has no "
+            "optimizer that it could stand for. Add one there, or prepare one of torch."
+        )
+    for scheduler in schedulers:
+        is_dummy = isinstance(scheduler, DummyScheduler)
+        makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
+        if settings.get("scheduler") and (not is_dummy or makes_schedule):
             mistakes.append(
-                f"The DeepSpeed configuration has an {key} ({kind}), and prepare got one of torch, "
-                f"a {type(part).__name__}. Only one can train. Leave it out of the configuration, "
-                f"or prepare nbaccel.utils.{stand_in.__name__}."
+                f"The DeepSpeed configuration has a schedule ({_type_of(settings['scheduler'])}), "
+                f"and prepare got {type(scheduler).__name__}. Only one can set the learning rate. "
+                "Leave it out of the configuration, or prepare nbaccel.utils.DummyScheduler."
             )
-        elif not in_file and not makes_it:
+        elif is_dummy and not makes_schedule and not settings.get("scheduler"):
             mistakes.append(
-                f"prepare got a {stand_in.__name__}, and the DeepSpeed configuration has no {key} "
-                "that it could stand for. Add one there, or prepare one of torch."
+                f"prepare got a DummyScheduler(total_num_steps={scheduler.total_num_steps}), and "
+                "the DeepSpeed configuration has no schedule that it could stand for. Add one "
+                "there, or give lr_scheduler_callable."
             )
         # The real optimizer is made inside `initialize`, from the file, after this schedule.
-        elif not is_dummy and has_stand_in and key == "scheduler":
+        elif any(are_dummies) and not is_dummy:
             mistakes.append(
-                f"prepare got a {type(part).__name__} beside a DummyOptim: it would set the "
-                "learning rate of nothing. Give DummyScheduler(lr_scheduler_callable=...)."
+                f"prepare got a {type(scheduler).__name__} of an optimizer that is a DummyOptim: "
+                "it would set the learning rate of nothing. Give "
+                "DummyScheduler(lr_scheduler_callable=...)."
             )
     if mistakes:
         raise ConfigError(*mistakes)
+
+
+def _type_of(section: Any) -> Any:
+    return section.get("type") if isinstance(section, dict) else section
 
 
 # ------------------------------------------------------------------------------ its checkpoints
@@ -593,7 +630,9 @@ def _load(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = (
     if loaded_path is None:
         raise ConfigError(
             f"The checkpoint {str(checkpoint_folder)!r} has files that DeepSpeed cannot read: it "
-            "loaded nothing. Load another one."
+            "loaded nothing. It holds "
+            f"{', '.join(sorted(tag_path.name for tag_path in checkpoint_folder.iterdir()))}. Load "
+            "another one."
         )
 
 
@@ -662,23 +701,31 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = 
 
 def _check_ranks(folder: Path, engine: Any, saved_by: Any, ranks_there: Collection[int]) -> None:
     """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
-    files: dict[str, dict[int, Path]] = {
-        kind: {
-            int(rank): path
-            for path in folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}_states.pt")
-            if (rank := path.name.rpartition("zero_pp_rank_")[2].partition("_")[0]).isdecimal()
-        }
+    # Only at stage 3 each rank has a file of model states.
+    saved_kinds = {
+        kind: {path.name.rpartition("zero_pp_rank_")[2].partition("_")[0] for path in paths}
         for kind in ("model", "optim")
+        if (paths := [*folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}_states.pt")])
     }
-    if engine.zero_optimization_stage() == 0 or not any(files.values()):
+    if engine.zero_optimization_stage() == 0 or not saved_kinds:
         return
+    saved_kinds.setdefault("optim", set())
     # The model's file tells how many ranks saved it: counted by the files that are there, a missing
     # file of the last rank would look like a checkpoint of fewer processes.
-    saved_count = saved_by if isinstance(saved_by, int) else len(files["optim"])
-    # Only at stage 3 each rank has a file of model states.
-    stage = 3 if files["model"] else 2
-    found = CheckpointFiles(folder, files["model"], files["optim"])
-    found.check_ranks(ranks_there or range(saved_count), saved_count, stage)
+    saved_count = saved_by if isinstance(saved_by, int) else len(saved_kinds["optim"])
+    words = {"optim": "optimizer's", "model": "model's"}
+    missing = [
+        f"{words[kind]} states of rank {rank}"
+        for kind, present in sorted(saved_kinds.items(), reverse=True)
+        for rank in sorted(ranks_there or range(saved_count))
+        if str(rank) not in present
+    ]
+    if missing:
+        raise CheckpointDamaged(
+            f"{folder} was saved by {saved_count} processes, and the {', '.join(missing)} are "
+            "missing: a part of every weight is in them. Nothing has been loaded. Copy them from "
+            "where it was saved, or load another checkpoint."
+        )
     if saved_count != int(engine.dp_world_size):
         raise ConfigError(
             f"The checkpoint {str(folder)!r} is of {saved_count} processes, and this run has "

@@ -1,5 +1,12 @@
 """Making DeepSpeed's engine, driving it, and what a training loop holds of it.
 
+input, output   floating-point inputs take the engine's format, outputs come back as float32,
+                as with every other strategy here
+generate        keeps ranks in step where weights are in shards
+quiet           no dozen lines of DeepSpeed's log, unless the configuration turns them on
+memory          what is freed goes back to the system where that matters
+shards          models that are cut one parameter at a time, layers that are gathered as one
+
 [Note: when it steps] DeepSpeed's engine must be told, before a backward pass, whether it ends a
 group of accumulated batches, and reduces gradients in it. The step itself is taken when the loop
 asks the optimizer for it, or clips gradients (the engine clips inside its step, with the norm given
@@ -23,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nbaccel.base import mapped_files, torch_private
+from nbaccel.base import frames, mapped_files, torch_private
 from nbaccel.base.errors import ConfigError, TrainingDiverged
 from nbaccel.deepspeed import library, local_shards
 from nbaccel.deepspeed.environment import destroy
@@ -199,31 +206,36 @@ def fetch_together(model: nn.Module, class_names: str) -> None:
     """Let ZeRO-3 gather layers as one, whose parts are not all used in every pass."""
     from deepspeed.utils import set_z3_leaf_modules
 
-    names = [name for name in map(str.strip, class_names.split(",")) if name]
+    names = [class_name.strip() for class_name in class_names.split(",") if class_name.strip()]
     # DeepSpeed is given classes, not names: those of this model, wherever they are defined.
     classes = {type(model_part).__name__: type(model_part) for model_part in model.modules()}
-    if missing_names := [name for name in names if name not in classes]:
+    missing_names = [class_name for class_name in names if class_name not in classes]
+    if missing_names:
         raise ConfigError(
             f"transformer_moe_cls_names={class_names!r}: {type(model).__name__} has no layer of "
             f"class {', '.join(missing_names)}. Its experts would be fetched one by one, which can "
             f"hang. It has {', '.join(sorted(classes))}."
         )
-    set_z3_leaf_modules(model, [classes[name] for name in names])
+    set_z3_leaf_modules(model, [classes[class_name] for class_name in names])
 
 
 # ------------------------------------------------------------------------------ freed memory
-# glibc keeps freed blocks of up to 32 MiB in its heaps (``mallopt(3)``): gradients and gathered
-# parameters are freed in each step, and the system counts more than there are tensors. Other C
-# libraries return what is freed, and nothing is changed there.
+# glibc keeps freed blocks of up to 32 MiB in its heaps (``mallopt(3)``, M_MMAP_THRESHOLD):
+# gradients and gathered parameters are freed in each step, and the system counts more than there
+# are tensors. Other C libraries return what is freed, and nothing is changed there.
 
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+# The number is in glibc's malloc.h, which Python does not expose.
+_M_MMAP_THRESHOLD = -3
 _RETURNED_FROM = 1 << 20
 """Bytes from which a block is returned when it is freed. To get it again takes time, more for many
 small ones: activations of small models are below, gradients of large ones above."""
 
 
 def return_all() -> None:
-    """Return what was freed until now, such as the model's first tensors: 4 bytes a parameter."""
+    """Return what was freed until now, such as the model's first tensors, which an engine replaces.
+
+    These are 4 bytes for each parameter, in every process.
+    """
     # The parameter is a `size_t`; ctypes passes a Python integer as an `int`.
     _call_glibc("malloc_trim", ctypes.c_size_t(0))
 
@@ -256,7 +268,9 @@ def drive_of_loss(loss: torch.Tensor, drives: Sequence[Drive]) -> Drive:
     # of its nodes, in every backward pass.
     if len(training) == 1:
         return training[0]
-    found = _in_graph(loss, training)
+    found = [drive for drive in training if drive.ran]
+    if len(found) > 1:
+        found = _in_graph(loss, found)
     if len(found) == 1:
         return found[0]
     names = ", ".join(type(drive.engine.module).__name__ for drive in found or training)
@@ -326,6 +340,10 @@ class _EngineProxy:
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
         return getattr(getattr(self._drive.engine, self._name_in_engine), name)
 
+    def __repr__(self) -> str:
+        inner = getattr(self._drive.engine, self._name_in_engine)
+        return f"{type(self).__name__}({type(inner).__name__})"
+
 
 class EngineOptimizer(_EngineProxy, Optimizer):
     """An engine's optimizer: a step of it is a step of the engine.
@@ -349,6 +367,7 @@ class EngineOptimizer(_EngineProxy, Optimizer):
                 "gradients in the backward pass and would not see those of the closure. Use an "
                 "optimizer that needs none, or train without DeepSpeed."
             )
+        self._drive.warn_if_held_back()
         self._drive.step()
 
     # torch wraps each class's `step` for hooks and profiling; the inner one has that already.
@@ -370,8 +389,9 @@ class EngineOptimizer(_EngineProxy, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: a part means nothing without the others."""
         raise ConfigError(
-            f"load_state_dict got {len(state_dict)} entries, and DeepSpeed keeps its state in "
-            "shards, with the weights. Use accelerator.save_state and load_state."
+            f"load_state_dict got {len(state_dict)} entries for an optimizer that DeepSpeed keeps "
+            "in shards: they belong to the weights of the same checkpoint. Use "
+            "accelerator.save_state and load_state."
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -399,33 +419,34 @@ class EngineScheduler(_EngineProxy):
         return [float(group["lr"]) for group in self._drive.engine.optimizer.param_groups]
 
 
-PATIENCE = 5
-"""Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
-
-
 class Drive:
-    """Drives one engine, made of a module that was what `before` says, and watches its losses.
-
-    What it says of them is of DeepSpeed's and transformers' troubleshooting guides.
-    """
+    """Drives one engine, made of a module that was what `before` says."""
 
     def __init__(
-        self, engine: Any, folders: Claim, made_in: str | None, before: Remembered
+        self,
+        engine: Any,
+        folders: Claim,
+        loss_troubles: Troubles,
+        norm: Any,
+        before: Remembered,
     ) -> None:
         self.engine = engine
+        self.ran = False  # whether a forward pass is waiting for its backward pass
         # See [Note: when it steps]: a forward pass must see the weights of the step that is due.
-        self._hook = engine.register_forward_pre_hook(lambda *_: self.step())
+        self._hooks = [
+            engine.register_forward_pre_hook(lambda *_: self.step()),
+            engine.register_forward_hook(self._note_run),
+        ]
         self._claimed = folders
+        self._troubles = loss_troubles
+        # What the configuration has; "auto" is no norm that could contradict a call.
+        self._clipping = float(norm) if isinstance(norm, (int, float)) else None
         self._before = before
         self._forced: bool | None = None
         self._due = False
+        self._held_back = self._has_told_held_back = False
         self._norm: Any = None
         self.was_skipped = False
-        self._made_in = made_in
-        self._in_fp16 = bool(engine.fp16_enabled())
-        self._bad: torch.Tensor | None = None
-        self._bad_steps = self._stuck_steps = 0
-        self._was_warned = False
 
     def __reduce__(self) -> Any:
         """Refused, also for what refers to it: an engine is one process's part of a whole."""
@@ -453,15 +474,38 @@ class Drive:
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
         """Compute and reduce gradients. See [Note: when it steps]."""
+        if unknown := options.keys() - {"retain_graph"}:
+            raise ConfigError(
+                f"backward({', '.join(f'{name}={options[name]!r}' for name in sorted(unknown))}) "
+                "has an argument that DeepSpeed's engine does not take, and would fail in it. "
+                "Leave it out; retain_graph is the only one."
+            )
         self.step()
         sync = sync if self._forced is None else self._forced
         self.engine.set_gradient_accumulation_boundary(sync)
-        # Without waiting for the device. Losses of all batches of a step count.
-        is_bad = ~torch.isfinite(loss.detach())
-        self._bad = is_bad if self._bad is None else self._bad | is_bad
+        self._troubles.see_loss(loss)
         # The Accelerator has divided the loss by the number of accumulated batches already.
         self.engine.backward(loss, scale_wrt_gas=False, **options)
+        self.ran = False
         self._due = sync
+        self._held_back = self._forced is False
+
+    def _note_run(self, *_: Any) -> None:
+        # An evaluation's forward pass has no backward pass to come.
+        self.ran = self.ran or torch.is_grad_enabled()
+
+    def warn_if_held_back(self) -> None:
+        """Say once that a step asked for after `no_sync` is none."""
+        if not self._held_back or self._has_told_held_back:
+            return
+        self._has_told_held_back = True
+        warnings.warn(
+            "optimizer.step() after a backward pass in no_sync() takes no step with DeepSpeed: it "
+            "steps where gradients are reduced, and so far they are only added up. If there is "
+            "such a block around every batch, nothing is trained. Leave the last backward pass of "
+            "each step outside of no_sync, or use accelerator.accumulate(model).",
+            stacklevel=frames.caller_level(),
+        )
 
     def step(self) -> None:
         """Take the step that is due, if one is."""
@@ -470,72 +514,13 @@ class Drive:
         # Before the step: one that raises must not be taken again by a hook or when models are
         # released.
         self._due = False
-        self._step_watched()
+        self.was_skipped = self._troubles.step()
         self._norm = self.engine.get_global_grad_norm()
-
-    def _step_watched(self) -> None:
-        """Step; a run that gets nowhere ends, and one that may is told once."""
-        try:
-            self.engine.step()
-        except Exception as error:  # DeepSpeed raises a bare one at the floor of its loss scale
-            # Whatever else a step raises has a subclass of `Exception` as its type.
-            if type(error) is not Exception or not self._at_floor:
-                raise
-            raise TrainingDiverged(self._scale_text()) from error
-        # Without ZeRO and in float32 the optimizer is torch's, which has no `overflow`.
-        self.was_skipped = bool(getattr(self.engine.optimizer, "overflow", False))
-        # DeepSpeed's step has waited for the device already, to look for overflow: reading the
-        # value here costs nothing more.
-        is_bad = self._bad is not None and bool(self._bad.item())
-        self._bad = None
-        self._bad_steps = self._bad_steps + 1 if is_bad else 0
-        self._stuck_steps = self._stuck_steps + 1 if self.was_skipped and self._at_floor else 0
-        if self._stuck_steps >= PATIENCE:
-            raise TrainingDiverged(self._scale_text())
-        fate = "The step was skipped" if self.was_skipped else "The weights are invalid by now"
-        text = (
-            f"The loss is NaN or infinite after optimizer step {self.engine.global_steps}. {fate}."
-            f" {self._remedy}"
-        )
-        if self._in_fp16 and self._bad_steps >= PATIENCE:
-            raise TrainingDiverged(text)
-        if is_bad and not self._was_warned:
-            # Once: a loss that has become NaN usually stays so, in every step to come.
-            self._was_warned = True
-            warnings.warn(text, stacklevel=2)
-
-    @property
-    def _at_floor(self) -> bool:
-        loss_scaler = getattr(self.engine.optimizer, "loss_scaler", None)
-        if not self._in_fp16 or loss_scaler is None:
-            return False
-        # Only DeepSpeed's dynamic scaler has `min_scale`.
-        return bool(loss_scaler.cur_scale <= max(getattr(loss_scaler, "min_scale", 1), 1))
-
-    def _scale_text(self) -> str:
-        return (
-            f"Every step overflows in float16: {self.engine.skipped_steps} steps were skipped, "
-            f"and the loss scale {self.engine.optimizer.loss_scaler.cur_scale} cannot get lower "
-            f"(fp16.min_loss_scale), so that nothing is trained. {self._remedy}"
-        )
-
-    @property
-    def _remedy(self) -> str:
-        if not self._in_fp16:
-            return (
-                "Set a lower optimizer.params.lr, a smaller gradient_clipping, or "
-                "scheduler.params.warmup_num_steps, and look for NaN or infinity in the inputs."
-            )
-        cause = "The model's weights were made in bfloat16 and train in float16, which holds"
-        cause = cause if self._made_in == "bfloat16" else "float16 holds"
-        return (
-            f'{cause} numbers up to 65504 only. Set "bf16": {{"enabled": true}} in place of "fp16",'
-            " or a lower optimizer.params.lr, or a smaller gradient_clipping."
-        )
 
     def clipped_step(self, max_norm: float) -> torch.Tensor:
         """Take the step that is due with gradients scaled down to a norm."""
         if self._due:
+            self._warn_of_two_norms(max_norm)
             # Its own optimizers clip, and say by which norm; torch's do neither.
             if hasattr(self.engine.optimizer, "clip_grad"):
                 with self._clipping_at(max_norm):
@@ -553,7 +538,8 @@ class Drive:
 
     def end(self, *, is_alone: bool) -> None:
         """Destroy the engine; a process that is alone has all of the module, and restores it."""
-        self._hook.remove()
+        for handle in self._hooks:
+            handle.remove()
         if is_alone:
             take_back(self.engine.module, self._before)
             self._claimed.release()
@@ -577,3 +563,103 @@ class Drive:
         finally:
             for (holder, name), norm_before in zip(holders.items(), norms_before, strict=True):
                 setattr(holder, name, norm_before)
+
+    def _warn_of_two_norms(self, max_norm: float) -> None:
+        # The value is dropped, so that the warning comes once and not in every step.
+        configured_norm = self._clipping
+        self._clipping = None
+        if configured_norm is not None and not math.isclose(configured_norm, max_norm):
+            warnings.warn(
+                f"clip_grad_norm_(max_norm={max_norm}) overrides "
+                f"gradient_clipping={configured_norm} of the DeepSpeed configuration. "
+                'Write "auto" there, or leave the call out.',
+                stacklevel=frames.caller_level(),
+            )
+
+
+# ------------------------------------------------------------------------------ troubles
+# DeepSpeed's and transformers' troubleshooting guides; each message names the key to change.
+
+PATIENCE = 5
+"""Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
+
+
+class Troubles:
+    """Steps one engine, and watches what comes of its losses."""
+
+    def __init__(self, engine: Any, made_in: str | None) -> None:
+        self._engine = engine
+        self._made_in = made_in
+        self._in_fp16 = bool(engine.fp16_enabled())
+        self._bad: torch.Tensor | None = None
+        self._bad_steps = self._stuck_steps = 0
+        self._was_warned = False
+
+    def see_loss(self, loss: torch.Tensor) -> None:
+        """Note whether it is a number, without waiting for the device."""
+        is_bad = ~torch.isfinite(loss.detach())
+        # Losses of all batches of a step count; the step itself comes only after the last of them.
+        self._bad = is_bad if self._bad is None else self._bad | is_bad
+
+    def step(self) -> bool:
+        """Take a step; whether it was skipped, as gradients were infinite."""
+        try:
+            self._engine.step()
+        except Exception as error:  # DeepSpeed raises a bare one at the floor of its loss scale
+            # Whatever else a step raises has a subclass of `Exception` as its type.
+            if type(error) is not Exception or not self._at_floor:
+                raise
+            raise TrainingDiverged(self._scale_text("is as low as it may be")) from error
+        # Without ZeRO and in float32 the optimizer is torch's, which has no `overflow`.
+        was_skipped = bool(getattr(self._engine.optimizer, "overflow", False))
+        # DeepSpeed's step has waited for the device already, to look for overflow: reading the
+        # value here costs nothing more.
+        is_bad = self._bad is not None and bool(self._bad.item())
+        self._bad = None
+        self._bad_steps = self._bad_steps + 1 if is_bad else 0
+        self._stuck_steps = self._stuck_steps + 1 if was_skipped and self._at_floor else 0
+        if self._stuck_steps >= PATIENCE:
+            raise TrainingDiverged(self._scale_text(f"stayed there for {PATIENCE} steps"))
+        text = f"The loss is NaN or infinite after optimizer step {self._engine.global_steps}."
+        if self._in_fp16 and self._bad_steps >= PATIENCE:
+            raise TrainingDiverged(f"{text} {self._remedy(was_skipped)}")
+        if is_bad and not self._was_warned:
+            # Once: a loss that has become NaN usually stays so, in every step to come.
+            self._was_warned = True
+            warnings.warn(f"{text} {self._remedy(was_skipped)}", stacklevel=2)
+        return was_skipped
+
+    @property
+    def _at_floor(self) -> bool:
+        loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        if not self._in_fp16 or loss_scaler is None:
+            return False
+        # Only DeepSpeed's dynamic scaler has `min_scale`.
+        return bool(loss_scaler.cur_scale <= max(getattr(loss_scaler, "min_scale", 1), 1))
+
+    def _scale_text(self, event: str) -> str:
+        loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        scale = getattr(loss_scaler, "cur_scale", "?")
+        return (
+            f"Every step overflows in float16: the loss scale {scale} {event} "
+            f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
+            f"nothing is trained. {self._remedy(True)}"
+        )
+
+    def _remedy(self, was_skipped: bool) -> str:
+        if not self._in_fp16:
+            return (
+                f"{'The step was skipped' if was_skipped else 'The weights are invalid by now'}. "
+                "Set a lower optimizer.params.lr, a smaller gradient_clipping, or "
+                "scheduler.params.warmup_num_steps, and look for NaN or infinity in the inputs."
+            )
+        cause = "float16 holds numbers up to 65504 only."
+        if self._made_in == "bfloat16":
+            cause = (
+                "The model's weights were made in bfloat16 and train in float16, whose largest "
+                "number is 65504: activations overflow."
+            )
+        return (
+            f'{cause} Set "bf16": {{"enabled": true}} in place of "fp16", or a lower '
+            "optimizer.params.lr, or a smaller gradient_clipping."
+        )

@@ -6,8 +6,9 @@
                 ever chosen first and bound later
 
 All of it, and what DeepSpeed, Accelerate and transformers add, is undone in the opposite order.
-They are made for scripts, which end: in a notebook engines and groups stay registered, lists keep
-modules alive, and transformers trains on with DeepSpeed because a variable says so.
+They are made for scripts, which end: in a notebook engines stay registered, lists keep modules
+alive, DeepSpeed's wrapper of torch's process group outlives the group, and transformers goes on
+training with DeepSpeed because a variable says so.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbaccel.base import env, processes, training_libraries
@@ -51,15 +53,14 @@ def _check_gpu(index: int) -> None:
     machine = inspect_machine()
     if index >= len(machine.gpus):
         listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
+        no_gpu = f"no GPU ({machine.gpu_note})" if machine.gpu_note else "no GPU"
         raise ConfigError(
-            f'device="cuda:{index}" is not there: CUDA shows this process '
-            f"{listed or f'no GPU ({machine.gpu_note})'}. DeepSpeed would fail. Use one that is "
-            "there, or device='cpu'."
+            f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
+            f"DeepSpeed would fail. Use {'one of these' if listed else 'device=' + repr('cpu')}."
         )
 
 
 _LOOPBACK_ADDRESS = "127.0.0.1"
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OLD_NAMES = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 _ALONE = {
     **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
@@ -99,7 +100,10 @@ class DeepSpeedEnvironment:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Undo everything: engines are destroyed, the group ends, variables are as before."""
+        """Undo everything. Closing again does nothing.
+
+        Engines that are still alive are destroyed, the process group ends, variables are as before.
+        """
         # A forked child has a copy; group, store and variables are its parent's to end.
         if self.closed or os.getpid() != self._pid:
             return
@@ -136,9 +140,11 @@ def deepspeed_environment(
     """Let DeepSpeed run in this very process, without a launcher.
 
     ``deepspeed.initialize``, ``deepspeed.zero.Init``, ``HfDeepSpeedConfig`` and
-    ``Trainer(args=TrainingArguments(deepspeed=...))`` work in it, again and again. Workers of
-    `notebook_launcher` need none of this. As a block it ends with the block; as a plain call it
-    stays until it is closed, called again, or Python exits::
+    ``Trainer(args=TrainingArguments(deepspeed=...))`` work in it, again and again, with whatever
+    ZeRO stage. For several processes use `notebook_launcher`, whose workers need none of this.
+
+    As a block it ends with the block; as a plain call it stays until it is closed, called again,
+    or Python exits::
 
         with deepspeed_environment():
             engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -171,7 +177,7 @@ def deepspeed_environment(
             "for example."
         )
     _close_current()
-    _check_launcher()
+    _check_launcher(env.snapshot())
     _check_group()
     # The stack undoes every step if one fails; in the end it hands them to the environment.
     with contextlib.ExitStack() as stack:
@@ -182,39 +188,20 @@ def deepspeed_environment(
             processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
         )
         port_number = int(socket.getsockname()[1])
-        variables = {
-            **dict.fromkeys(_UNSET_VARIABLES),
-            "RANK": "0",
-            # DeepSpeed and transformers take the device's number from here.
-            "LOCAL_RANK": str(gpu_index),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
-            "MASTER_ADDR": _LOOPBACK_ADDRESS,
-            "MASTER_PORT": str(port_number),
-            "PATH": library.path_with_ninja(),
-            # Groups open further ports, on the interface of the machine's name unless told.
-            **{name: env.read(name) or "lo" for name in _INTERFACES},
-            # DeepSpeed reads it once, when it is imported.
-            "DS_ACCELERATOR": wanted_kind or env.read("DS_ACCELERATOR"),
-        }
+        variables = _environment_variables(wanted_kind, gpu_index, port_number)
         stack.enter_context(env.applied(variables))
         # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there.
         stack.callback(tear_down, observe())
         deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
-        accelerator = deepspeed.accelerator.get_accelerator()
-        kind = str(accelerator.device_name())
-        if wanted_kind not in (None, kind):
-            raise UnsafeMoment(
-                f"device={wanted_kind!r} comes too late: DeepSpeed was imported before and has "
-                f"settled on {kind} for the life of this process. Restart the kernel and call "
-                f"deepspeed_environment(device={wanted_kind!r}) before DeepSpeed is imported."
-            )
-        if kind == "cuda":
+        kind = _chosen_device(deepspeed, wanted_kind)
+        # One that was asked for has been looked at before DeepSpeed was imported.
+        if kind == "cuda" and wanted_kind is None:
             _check_gpu(gpu_index)
         library.ready_to_build(kind)
-        backend_name = str(accelerator.communication_backend_name())
+        backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
         # The store owns the descriptor from here on, so the socket must not close it.
         _begin_group(backend_name, socket.detach(), port_number, timeout_s)
-        device = f"{kind}:{gpu_index}" if kind == "cuda" else kind
+        device = kind if kind == "cpu" else f"{kind}:{gpu_index}"
         opened_environment = DeepSpeedEnvironment(
             device=device, backend=backend_name, port=port_number, undo=stack.pop_all()
         )
@@ -230,6 +217,27 @@ def ignore_old_names() -> None:
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
 
 
+def _environment_variables(
+    wanted_kind: str | None, gpu_index: int, port: int
+) -> dict[str, str | None]:
+    variables: dict[str, str | None] = {
+        "RANK": "0",
+        # DeepSpeed and transformers take the device's number from here.
+        "LOCAL_RANK": str(gpu_index),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+        "MASTER_ADDR": _LOOPBACK_ADDRESS,
+        "MASTER_PORT": str(port),
+        "PATH": library.path_with_ninja(),
+    }
+    # Groups open further ports, on the interface of the machine's name unless these name another.
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        variables[name] = env.read(name) or "lo"
+    if wanted_kind is not None:
+        # DeepSpeed reads it once, when it is imported.
+        variables["DS_ACCELERATOR"] = wanted_kind
+    return variables | dict.fromkeys(_UNSET_VARIABLES)
+
+
 def _close_current() -> None:
     for environment in tuple(_OPEN_ENVIRONMENTS):
         # A block's owner still works in it; one of a plain call belongs to an earlier run of a
@@ -242,18 +250,19 @@ def _close_current() -> None:
         environment.close()
 
 
-def _check_launcher() -> None:
+def _check_launcher(environ: Mapping[str, str]) -> None:
     """A process that is one of several must not be cut off from the others."""
     found = [
-        f"{name}={value}"
-        for name, alone in _ALONE.items()
-        if (value := (env.read(name) or "").strip()) not in ("", "-1", alone)
+        name
+        for name, value in _ALONE.items()
+        if environ.get(name, "").strip() not in ("", "-1", value)
     ]
     if found:
         raise UnsafeMoment(
-            f"A launcher's environment is here already: {', '.join(found)}. This process would be "
-            "cut off from the others. In a launched process leave deepspeed_environment() out; in "
-            "a notebook these variables are left over: unset them first."
+            "A launcher's environment is here already: "
+            f"{', '.join(f'{name}={environ[name]}' for name in found)}. This process would be cut "
+            "off from the others. In a launched process leave deepspeed_environment() out; in a "
+            f"notebook they are left over: unset {', '.join(found)} first."
         )
 
 
@@ -269,6 +278,18 @@ def _check_group() -> None:
             "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
             f"end it first: {name}.destroy_process_group()"
         )
+
+
+def _chosen_device(deepspeed: ModuleType, wanted_kind: str | None) -> str:
+    """The kind of device that DeepSpeed has chosen for the life of this process."""
+    device_kind = str(deepspeed.accelerator.get_accelerator().device_name())
+    if wanted_kind not in (None, device_kind):
+        raise UnsafeMoment(
+            f"device={wanted_kind!r} comes too late: DeepSpeed was imported before and has "
+            f"settled on {device_kind} for the life of this process. Restart the kernel and call "
+            f"deepspeed_environment(device={wanted_kind!r}) before DeepSpeed is imported."
+        )
+    return device_kind
 
 
 def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
@@ -381,7 +402,8 @@ def tear_down(state_before: Before) -> None:
 
 
 def _destroy_engines() -> None:
-    for engine in live_engines():  # also those that a variable still names
+    """Remove hooks and buffers of every engine, also of those that a variable still names."""
+    for engine in live_engines():
         try:
             destroy(engine)
         except Exception as error:  # a half-made engine must not keep the rest alive

@@ -1,4 +1,8 @@
-"""``DeepSpeedForm``: what pickers offer of DeepSpeed: the keys of `ZeroConfig`, ways to train."""
+"""``DeepSpeedForm``: what pickers offer of DeepSpeed: keys as choices, ways to train, their memory.
+
+Keys and their descriptions come from `ZeroConfig`. Here are the order of the first ones, and their
+labels.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,21 @@ from pydantic.fields import FieldInfo
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import install_line, is_installed
+from nbaccel.base.units import first_few
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits, strategy_row
-from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
+from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.field_rules import rule_of
 from nbaccel.config.given_values import drop_at, put_at, value_at
 from nbaccel.deepspeed.auto_values import AUTO_KEYS, TrainingFacts, resolve_decided
 from nbaccel.deepspeed.checking import check_config, combination_mistakes
+from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
 from nbaccel.deepspeed.zero_config import (
     ZERO,
     ZeroConfig,
     auto_keys,
     config_fields,
+    old_forms,
     section_of,
 )
 from nbaccel.deepspeed.zero_memory import (
@@ -66,6 +73,12 @@ _LABELS = {
     f"{ZERO}.stage3_prefetch_bucket_size": "Prefetch bucket",
     "optimizer.type": "Optimizer",
     "scheduler.type": "Scheduler",
+}
+# For descriptions that say how to write the value, while a form has the values to choose from.
+_MEANINGS = {
+    "zero_stage": "What each process holds only a shard of.",
+    "optimizer.type": "Which optimizer, and whether DeepSpeed makes it.",
+    "scheduler.type": "Which learning rate schedule, and whether DeepSpeed makes it.",
 }
 _SECTIONS = {
     "": "Engine",
@@ -113,7 +126,7 @@ def _of_key(key: str, place: str, field: FieldInfo) -> Setting:
     return Setting(
         name=key,
         label=_LABELS.get(key, key.rpartition(".")[2].replace("_", " ").capitalize()),
-        meaning=description,
+        meaning=_MEANINGS.get(key, description),
         unit=next(iter(named_units), ""),
         panel="zero",
         section="" if key in _LABELS else _SECTIONS.get(place, place),
@@ -141,7 +154,6 @@ FORM_PLACEMENTS = (
 )
 """Those that a form shows."""
 _PLACE_WORDS = {"cpu": "the CPU", "nvme": "disk"}
-_STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
 _LOWERED = (10**8, 10**7)
 """What `LOWERED_KEYS` are set to, one after the other, where DeepSpeed's 1e9 needs too much."""
 LOWERED_KEYS = ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
@@ -149,26 +161,30 @@ _USUAL_BUCKET = 5 * 10**8
 """DeepSpeed's default, in elements; it is reserved on a GPU however small the model is."""
 _LEAST_BUCKET = 2**16
 """A smaller one would mean a collective for few gradients."""
-_GATHERED_IN = ("", "allgather_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
-"""The bucket, by stage, beside that of gradients."""
+_BUCKETS = {
+    1: ("reduce_bucket_size", "allgather_bucket_size"),
+    2: ("reduce_bucket_size", "allgather_bucket_size"),
+    3: ("reduce_bucket_size", "stage3_prefetch_bucket_size"),
+}
 _ALIGNED_ELEMENTS = 2**20  # swap buffers are a multiple of it
 
 
 def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str = "") -> bool:
     """Say where something is kept, with the folder that only a disk has; whether it is new."""
     section = key.rpartition(".")[0]
-    if place in (None, "", "none") or isinstance(value_at(settings, section), str):
+    is_left = place in (None, "", "none")
+    if is_left or isinstance(value_at(settings, section), str):
         drop_at(settings, section)
-    if place in (None, "", "none"):
+    if is_left:
         return False
     put_at(settings, key, place)
     path_key = f"{section}.nvme_path"
     if place != "nvme":
         drop_at(settings, path_key)
-    is_new = place == "nvme" and not value_at(settings, path_key)
-    if is_new:
+    elif not value_at(settings, path_key):
         put_at(settings, path_key, folder)
-    return is_new
+        return True
+    return False
 
 
 def engine_refusal(config: RunConfig) -> str:
@@ -206,10 +222,28 @@ def _variants(
     *,
     can_checkpoint: bool,
 ) -> Iterator[RunConfig]:
-    """As it is, then with activations computed again, then with less gathered at once.
+    """As it is, then with activations computed again, then with less gathered at once."""
+    first_config = _placed(config, placement, shape, folder, at_once=None)
+    yield first_config
+    recomputes = {"activation_checkpointing": True} if can_checkpoint else {}
+    if recomputes and not config.activation_checkpointing:
+        yield first_config.changed(**recomputes)
+    # Working on fewer elements at once costs little, and DeepSpeed's 1e9 much memory.
+    for at_once in _LOWERED if placement.divided == 3 else ():
+        if at_once < shape.total:
+            lowered_config = _placed(config, placement, shape, folder, at_once=at_once)
+            yield lowered_config.changed(**recomputes)
 
-    What the user has written is kept.
-    """
+
+def _placed(
+    config: RunConfig,
+    placement: StatePlacement,
+    shape: Shape,
+    folder: str | None,
+    *,
+    at_once: int | None,
+) -> RunConfig:
+    """The run with that placement; what the user has written for it is kept."""
     settings: dict[str, Any] = copy.deepcopy(dict(config.deepspeed or {}))
     put_place(settings, OPTIMIZER_PLACE, placement.optimizer, folder or "")
     put_place(settings, PARAM_PLACE, placement.parameters, folder or "")
@@ -220,34 +254,30 @@ def _variants(
         aligned = -(-largest // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
         zero_section["offload_param"].setdefault("buffer_size", aligned)
     bucket = max(_LEAST_BUCKET, min(shape.largest_layer, _USUAL_BUCKET))
-    if placement.divided:
-        for key in ("reduce_bucket_size", _GATHERED_IN[placement.divided]):
-            zero_section.setdefault(key, bucket)
-    placed = config.changed(
+    for key in _BUCKETS.get(placement.divided, ()):
+        zero_section.setdefault(key, bucket)
+    for key in LOWERED_KEYS if at_once is not None else ():
+        # A group has at least one parameter.
+        zero_section.setdefault(key, max(at_once or 0, largest))
+    return config.changed(
         strategy="auto", fsdp=None, zero_stage=placement.divided, deepspeed=settings
     )
-    yield placed
-    if can_checkpoint and not config.activation_checkpointing:
-        placed = placed.changed(activation_checkpointing=True)
-        yield placed
-    # Working on fewer elements at once costs little, and DeepSpeed's 1e9 much memory.
-    for at_once in _LOWERED if placement.divided == _STAGE_OF_PARAMETERS else ():
-        if at_once < shape.total:
-            # A group has at least one parameter.
-            lowered = {**dict.fromkeys(LOWERED_KEYS, max(at_once, largest)), **zero_section}
-            yield placed.changed(deepspeed={**settings, ZERO: lowered})
 
 
 # ------------------------------------------------------------------------------ the form
 
+_STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
 _PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
-_MAKERS = ("optimizer.type", "scheduler.type")
+_STAND_INS = {"optimizer.type": "DummyOptim", "scheduler.type": "DummyScheduler"}
 _NO_STAGE = "choose a ZeRO stage first"
 _KEY_OF_RUN_FIELD = {
     "mixed_precision": "bf16.enabled, fp16.enabled",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-_FILLED_LATER = dict.fromkeys(BATCH_SIZES[:2], "filled in by prepare, from your data loader")
+_FILLED_LATER = dict.fromkeys(
+    ("train_micro_batch_size_per_gpu", "train_batch_size"),
+    "filled in by prepare, from your data loader",
+)
 
 
 class DeepSpeedForm(SettingsForm):
@@ -270,7 +300,7 @@ class DeepSpeedForm(SettingsForm):
         yield Setting(
             name="zero_stage",
             label=_LABELS["zero_stage"],
-            meaning="What each process holds only a shard of.",
+            meaning=_MEANINGS["zero_stage"],
             panel="zero",
             kind="one-of",
             options=_STAGES,
@@ -353,11 +383,10 @@ class DeepSpeedForm(SettingsForm):
         for_stage_3 = (f"{ZERO}.stage3_", f"{ZERO}.offload_param.")
         if key.startswith(for_stage_3) and config.zero_stage < _STAGE_OF_PARAMETERS:
             return f"for stage 3 only: the stage is {config.zero_stage}"
-        for place_key, content in _PLACE_CONTENTS.items():
-            if key.startswith(place_key.removesuffix("device")) and not _place_of(
-                config, place_key
-            ):
-                return f"{content}: on the device"
+        if key.startswith(f"{ZERO}.offload_optimizer."):
+            return "" if _place_of(config, OPTIMIZER_PLACE) else "optimizer state is on the device"
+        if key.startswith(f"{ZERO}.offload_param."):
+            return "" if _place_of(config, PARAM_PLACE) else "parameters are on the device"
         return ""
 
     def is_shown(self, config: RunConfig, setting: Setting) -> bool:
@@ -383,7 +412,7 @@ class DeepSpeedForm(SettingsForm):
             accumulation_steps=config.gradient_accumulation_steps,
         )
         try:
-            resolved, reasons = resolve_decided(document, facts, config, module)
+            resolved, reasons = resolve_decided(document, facts=facts, run=config, model=module)
         except ConfigError as error:
             return FilledConfig(document, (Choice("DeepSpeed", "refused", error.mistakes[0]),))
         # Written into the document itself, which keeps the order and form that the user wrote.
@@ -444,12 +473,22 @@ class DeepSpeedForm(SettingsForm):
         self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
     ) -> tuple[RunConfig, tuple[str, ...]]:
         if self.missing_library:
-            note = "DeepSpeed is not installed, by which keys are checked: a misspelt one is kept."
-            document = ZeroConfig.from_dict(settings).to_dict()
+            note = (
+                "DeepSpeed is not installed: keys were compared with those that nbaccel knows, "
+                "which are not all."
+            )
+            mistakes = [*misspelt_keys(old_forms(settings)[0])]
+            try:
+                document = ZeroConfig.from_dict(settings).to_dict()
+            except ConfigError as error:
+                raise ConfigError(*mistakes, *error.args) from error
+            if mistakes:
+                raise ConfigError(*mistakes)
             return config.changed(deepspeed=document), (note,)
         checked = check_config(
             settings, inventory=inventory, allow_auto=True, check_tools=False, run=config
         )
+        _refuse_other_files(settings)
         return config.changed(deepspeed=checked.config.to_dict()), checked.warnings
 
     def is_document(self, settings: Mapping[str, Any]) -> bool:
@@ -481,6 +520,7 @@ def _with_key(config: RunConfig, key: str, value: Any) -> Edit:
     """A run with another value for a key of DeepSpeed."""
     settings = copy.deepcopy(dict(config.deepspeed or {}))
     remarks: tuple[str, ...] = ()
+    part = key.partition(".")[0]
     if key in _PLACE_CONTENTS:
         # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
         folder = str(Path.cwd() / "nvme_offload")
@@ -489,10 +529,15 @@ def _with_key(config: RunConfig, key: str, value: Any) -> Edit:
                 f"Files of {_PLACE_CONTENTS[key]} go to {folder}: change it to a fast disk.",
             )
     elif value in (None, ""):
-        # Without a type the parameters of an optimizer have no meaning.
-        drop_at(settings, key.partition(".")[0] if key in _MAKERS else key)
+        drop_at(settings, key)
+        if key in _STAND_INS:  # without a type its parameters have no meaning
+            settings.pop(part, None)
     else:
         put_at(settings, key, value)
+        if key in _STAND_INS:
+            remarks = (
+                f"DeepSpeed makes the {part}: give prepare a {_STAND_INS[key]} in its place.",
+            )
     return Edit(config.changed(deepspeed=settings), remarks)
 
 
@@ -500,3 +545,15 @@ def _place_of(config: RunConfig, place_key: str) -> str | None:
     """Where something is offloaded to; None where it is not."""
     place: str | None = value_at(config.deepspeed, place_key)
     return None if place == "none" else place
+
+
+def _refuse_other_files(settings: Mapping[str, Any]) -> None:
+    """Refuse a file of which DeepSpeed would ignore everything: a model's, for example."""
+    schema = deepspeed_schema()
+    if settings and not schema.sections[""] & {*map(str, settings)}:
+        raise ConfigError(
+            f"DeepSpeed {schema.version} has none of these keys, and RunConfig has none of "
+            f"these settings: {first_few([*map(str, settings)], 4)}. They would be ignored. Give a "
+            'DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, or a '
+            "RunConfig."
+        )

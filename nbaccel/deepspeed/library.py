@@ -1,9 +1,10 @@
 """DeepSpeed itself, imported when first needed, and its C++ operations.
 
-It compiles an operation when it is first used, inside the training process, silently, for a minute
-or two, which is said. On a CPU every engine loads one, whatever its stage, and torch needs ninja
-even where it was built long ago. The errors of all this come late and name something else, and the
-lock of a build that was killed makes it wait for ever.
+Its greeting to machines without a GPU is left out. It compiles an operation when it is first used,
+inside the training process, silently, for a minute or two, which is said. On a CPU every engine
+loads one, whatever its stage, and torch needs ninja even where it was built long ago. The errors of
+all this come late and name something else, and the lock of a build that was killed makes it wait
+for ever.
 
 A CPU worker has ``ACCELERATE_USE_CPU``, without which Hugging Face Accelerate would not find the
 other processes. Accelerate 1.15 reads it as "no DeepSpeed", too, and silently trains with DDP. In
@@ -25,6 +26,8 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +37,7 @@ from packaging.version import InvalidVersion, Version
 from nbaccel.base import env, training_libraries
 from nbaccel.base.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.base.log import get_logger, write_notice
-from nbaccel.base.optional_packages import install_line, installed_version, is_installed, require
+from nbaccel.base.optional_packages import install_line, is_installed, require
 from nbaccel.base.training_libraries import patch_module
 
 if TYPE_CHECKING:
@@ -104,16 +107,32 @@ def group_owner() -> Any:
 
 def check_version() -> None:
     """Refuse a DeepSpeed that would fail in the middle of a training, without importing it."""
-    version = installed_version("deepspeed")
-    # A build from source may have any name for its version, and no metadata has none.
-    with contextlib.suppress(InvalidVersion):
-        if Version(version) < Version(OLDEST):
-            raise MissingBackend(
-                f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer: "
-                "older ones leave float32 weights out of checkpoints, and cannot be shut down in a "
-                f'running process. Install a newer one: pip install "deepspeed>={OLDEST}"',
-                name="deepspeed",
-            )
+    if version := older_than(OLDEST):
+        raise MissingBackend(
+            f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer: older "
+            "ones leave float32 weights out of checkpoints, and cannot be shut down in a running "
+            f'process. Install a newer one: pip install "deepspeed>={OLDEST}"',
+            name="deepspeed",
+        )
+
+
+def older_than(release: str) -> str:
+    """The version that is installed, where it is older than this one; empty elsewhere."""
+    version = _installed_version()
+    try:
+        return version if version and Version(version) < Version(release) else ""
+    except InvalidVersion:  # of a build from source
+        return ""
+
+
+# Cached: each launch and each plugin asks, and reading metadata takes milliseconds.
+@lru_cache(maxsize=1)
+def _installed_version() -> str | None:
+    """The version that would be imported; None where no metadata says it."""
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 # ------------------------------------------------------------------------------ building
@@ -208,17 +227,18 @@ def path_with_ninja() -> str | None:
     search_path = env.read("PATH")
     # The one that pip installed for this Python, wherever PATH leads.
     beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
-    own = shutil.which("ninja", path=os.pathsep.join(beside_python))
-    first = shutil.which("ninja", path=search_path)
-    if own is None and first is None:
+    found = shutil.which("ninja", path=os.pathsep.join(beside_python))
+    ninja = Path(found) if found else None
+    first_path = shutil.which("ninja", path=search_path)
+    if first_path is not None and (ninja is None or Path(first_path) == ninja):
+        return search_path
+    if ninja is None:
         raise MissingBackend(
             "DeepSpeed needs ninja to load its C++ operations, also those already built: none is "
             f"in PATH ({search_path}) nor beside {sys.executable}. Install it: pip install ninja",
             name="ninja",
         )
-    if own is None or own == first:
-        return search_path
-    return os.pathsep.join([str(Path(own).parent), *filter(None, [search_path])])
+    return os.pathsep.join([str(ninja.parent), *filter(None, [search_path])])
 
 
 def _compiler() -> list[str] | None:
@@ -245,7 +265,8 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
     forgotten = tuple(filter(_is_forgotten, sorted(folder().glob("*/lock"))))
     for path in forgotten:
         # A warning, since it changes a folder that other environments of this user share.
-        _log.warning("removing %s: the process that was building there is gone", path)
+        name = path.parent.name
+        _log.warning("removing %s: the process that was building %s is gone", path, name)
         path.unlink(missing_ok=True)
     return forgotten
 
@@ -262,7 +283,8 @@ def _is_forgotten(lock_path: Path) -> bool:
             status = lock_path.stat()
         except OSError:
             return False  # the build has ended meanwhile
-        if _is_held(lock_path):
+        if (process := _holder_of(lock_path)) is not None:
+            _log.info("%s is being built by process %s: DeepSpeed waits", lock_path.parent, process)
             return False
         # The time, too: a file system may give the number of a removed file to the next one.
         seen.add((status.st_ino, status.st_ctime_ns))
@@ -276,14 +298,14 @@ def _is_forgotten(lock_path: Path) -> bool:
     return len(seen) == 1
 
 
-def _is_held(lock_path: Path) -> bool:
-    """Whether a process has a lock open, as the one that builds does until it has finished."""
+def _holder_of(lock_path: Path) -> int | None:
+    """The process that has a lock open, as the one that builds does until it has finished."""
     path = str(lock_path.resolve())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or of another user
             if any(file.path == path for file in process.open_files()):
-                return True
-    return False
+                return process.pid
+    return None
 
 
 def _would_be_seen(path: Path) -> bool:
@@ -313,21 +335,27 @@ def offloads_optimizer(zero_config: ZeroConfig) -> bool:
     return zero_config.zero_stage > 0 and section is not None and section.device in ("cpu", "nvme")
 
 
+def own_operation(optimizer_type: str, params: Mapping[str, Any], *, is_offloaded: bool) -> str:
+    """The operation of DeepSpeed's own optimizer: ``cpu_adam``; empty where it has none."""
+    # DeepSpeed compares names of optimizers in lower case.
+    kind = {"adamw": "adam"}.get(optimizer_type.lower(), optimizer_type.lower())
+    is_own = kind in ("adam", "lion", "lamb") or (kind == "adagrad" and is_offloaded)
+    if not is_own or (kind == "adam" and params.get("torch_adam")):
+        return ""
+    return f"{'cpu' if is_offloaded and kind != 'lamb' else 'fused'}_{kind}"
+
+
 def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
     """The C++ parts that a run of this configuration loads."""
     operations = [_CPU_OPERATION] if device == "cpu" else []
     maker = zero_config.optimizer
     if maker is not None and maker.type is not None:
-        # DeepSpeed compares names of optimizers in lower case.
-        kind = {"adamw": "adam"}.get(maker.type.lower(), maker.type.lower())
-        is_torchs = kind == "adam" and (maker.params or {}).get("torch_adam")
-        place = "cpu" if offloads_optimizer(zero_config) and kind != "lamb" else "fused"
-        kinds = ("adam", "lion", "lamb", *["adagrad"] * (place == "cpu"))
-        operations += [f"{place}_{kind}"] if kind in kinds and not is_torchs else []
+        away = offloads_optimizer(zero_config)
+        operations.append(own_operation(maker.type, maker.params or {}, is_offloaded=away))
     for offload in (zero_config.offload_optimizer, zero_config.offload_param):
         if offload is not None and offload.device == "nvme" and "async_io" not in operations:
             operations.append("async_io")
-    return tuple(operations)
+    return tuple(filter(None, operations))
 
 
 def missing_tools(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:

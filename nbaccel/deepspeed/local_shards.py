@@ -7,9 +7,12 @@
 The float32 copy is what was trained: it is what is copied back to the notebook, and no process ever
 holds all of it. Either part of stage 3 may be in a file (NVMe).
 
-DeepSpeed casts a module in place, moves its parameters into flat buffers, or leaves placeholders in
-it, and hooks everywhere. In a notebook the module is there after training, to be looked at, saved,
-or trained in another way.
+DeepSpeed casts a module in place, moves its parameters into flat buffers, or, at stage 3, leaves
+placeholders in it, and hooks everywhere. In a script it does not matter; in a notebook the module
+is there after training, and is to be looked at, saved, or trained in another way.
+
+    take_back            this process has all of it: no communication
+    take_back_together   each process has a part: before another engine gets the module
 
 The capability row names this module as DeepSpeed's :class:`~nbaccel.abc.ShardReader`.
 """
@@ -22,7 +25,7 @@ import copy
 import functools
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,7 +38,7 @@ from nbaccel.base import torch_private
 from nbaccel.base.atomic import LeftoverFolders, announce_leftover
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.units import first_few
+from nbaccel.base.units import first_few, format_bytes
 from nbaccel.config.given_values import drop_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.environment import (
@@ -45,7 +48,8 @@ from nbaccel.deepspeed.environment import (
     live_engines,
     tear_down,  # noqa: F401
 )
-from nbaccel.deepspeed.zero_config import ZeroConfig, auto_keys
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys
+from nbaccel.deepspeed.zero_memory import DEFAULTS
 from nbaccel.plan.contracts import training
 from nbaccel.plan.contracts.training import Piece, Remembered
 
@@ -167,31 +171,31 @@ def _local_span(tensor: Any) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------ whole weights
-# Parameters are gathered one at a time, and only process 0 keeps them: it holds the model besides
-# its part, the others hold their part, and all of them a whole parameter for a moment.
+# Parameters are gathered a few at a time, and only process 0 keeps them: process 0 holds the model
+# besides its part, the others hold their part, and all of them a few whole parameters for a moment.
+
+_AT_A_TIME_BYTES = 256 << 20
 
 
 def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """The state dict, whole; a collective where weights are in shards."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
     # With `keep_vars` the entries are the parameters themselves, with DeepSpeed's attributes;
     # without it they would be detached placeholders.
     state = module.state_dict(keep_vars=True)
+    tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
+    whole: dict[int, torch.Tensor] = {}
     # DeepSpeed reads ahead into the buffers through which gathering reads from disk.
     free_buffers(module)
-    tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
-    whole = {key: gathered(tensor, keep=keep) for key, tensor in tensors.items()}
+    for group in _groups_by_size(tensors.values()):
+        cut = [tensor for tensor in group if is_partitioned(tensor)]
+        with GatheredParameters(cut, enabled=bool(cut)):
+            for tensor in group if keep else ():
+                # A copy: at stages 1 and 2 a parameter is a view of its flattened group, and
+                # `torch.save` writes the whole storage of a view.
+                whole[id(tensor)] = tensor.detach().to("cpu", copy=True)
     return {name: whole.get(id(value), value) for name, value in state.items()} if keep else {}
-
-
-def gathered(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
-    """What the model computes with, whole, in host memory; a collective where it is partitioned."""
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-    is_parted = is_partitioned(tensor)
-    with GatheredParameters([tensor] if is_parted else [], enabled=is_parted):
-        # A copy: at stages 1 and 2 a parameter is a view of its flattened group, and `torch.save`
-        # writes the whole storage of a view.
-        return tensor.detach().to("cpu", copy=True) if keep else None
 
 
 def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -249,6 +253,25 @@ def _misfit_text(
     )
 
 
+def _groups_by_size(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in lists that are not too big together, gathered."""
+    group: list[torch.Tensor] = []
+    group_bytes = 0
+    for tensor in tensors:
+        # A placeholder of ZeRO-3 is empty; `ds_numel` is what it takes when it is gathered.
+        num_bytes = int(getattr(tensor, "ds_numel", tensor.numel())) * tensor.element_size()
+        # One at a time from disk: each takes one of the few buffers.
+        is_alone = is_on_disk(tensor) or any(map(is_on_disk, group))
+        if group and (is_alone or group_bytes + num_bytes > _AT_A_TIME_BYTES):
+            yield group
+            group = []
+            group_bytes = 0
+        group.append(tensor)
+        group_bytes += num_bytes
+    if group:
+        yield group
+
+
 # ------------------------------------------------------------------------------ on disk
 # DeepSpeed empties its folder when an engine is made, also where another engine of the process has
 # its states in it, and leaves the files there when the process ends: so each engine has a folder,
@@ -293,7 +316,7 @@ _OPEN_CLAIMS: list[Claim] = []
 
 def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
     """Give an engine folders that no other engine of this process has."""
-    used = {folder for open_claim in _OPEN_CLAIMS for folder in open_claim.folders}
+    used = folders_in_use()
     own: set[Path] = set()
     for name in ("offload_optimizer", "offload_param"):
         section = getattr(zero_config, name)
@@ -315,6 +338,11 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
         # Before the files exist: a worker that is killed cannot remove them, and the notebook does.
         announce_leftover(leftover, is_there=True)
     return zero_config, new_claim
+
+
+def folders_in_use() -> set[Path]:
+    """Those in which engines of this process have files."""
+    return {folder for other_claim in _OPEN_CLAIMS for folder in other_claim.folders}
 
 
 def leave() -> None:
@@ -381,9 +409,44 @@ def skip_repeated_reads(module: nn.Module) -> None:
         swapper.swap_in = functools.partial(read_once, swapper.swap_in)
 
 
+def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) -> None:
+    """Refuse buffers into which the largest parameter does not go."""
+    section = zero_config.offload_param
+    if section is None or section.device != "nvme":
+        return
+    size, count = (
+        int(DEFAULTS[f"{ZERO}.offload_param.{name}"] if given is None else given)
+        for name, given in (
+            ("buffer_size", section.buffer_size),
+            ("buffer_count", section.buffer_count),
+        )
+    )
+    # A model built in shards has placeholders: `ds_numel` is the size of the whole parameter.
+    sizes = {
+        name: int(getattr(parameter, "ds_numel", parameter.numel()))
+        for name, parameter in model.named_parameters()
+    }
+    name = max(sizes, key=lambda name: sizes[name])
+    part = -(-sizes[name] // world_size)
+    if part > size:
+        number_bytes = 2 if zero_config.is_on("bf16") or zero_config.is_on("fp16") else 4
+        total = format_bytes(part * count * number_bytes)
+        raise ConfigError(
+            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {part} "
+            f"numbers of {name} from disk, into one buffer. DeepSpeed would stop. Set it to {part} "
+            f"or more; the {count} buffers then take {total} of host memory in each process."
+        )
+
+
 # ------------------------------------------------------------------------------ placeholders
 # A partitioned parameter of ZeRO-3 is a tensor of shape ``(0,)`` while no layer uses it.
 # ``model.state_dict()`` and ``torch.save`` take it as it is.
+
+
+def is_placeholder(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO-3 keeps this parameter's numbers elsewhere at the moment."""
+    whole_shape = getattr(parameter, "ds_shape", None)
+    return whole_shape is not None and tuple(parameter.shape) != tuple(whole_shape)
 
 
 def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
@@ -394,13 +457,14 @@ def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
     """
     if isinstance(module_or_state, nn.Module):
         # With duplicates: a tied parameter is named twice in the state dict, too.
-        module_or_state = dict(module_or_state.named_parameters(remove_duplicate=False))
-    floats = {
-        name: value
+        named = module_or_state.named_parameters(remove_duplicate=False)
+        return [name for name, parameter in named if is_placeholder(parameter)]
+    floats = (
+        (name, value)
         for name, value in module_or_state.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point()
-    }
-    return [name for name, one in floats.items() if one.shape == (0,) or one.shape != shape_of(one)]
+    )
+    return [name for name, value in floats if is_placeholder(value) or value.shape == (0,)]
 
 
 def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> None:
@@ -534,9 +598,16 @@ def remember(module: nn.Module) -> Remembered:
 def take_back(module: nn.Module, remembered: Remembered) -> bool:
     """See :meth:`ShardReader.take_back`; engines of this module are destroyed."""
     engines = _engines_of(module)
-    if not engines and not any(map(is_cut, module.parameters())):
+    cut_parameters = [*filter(is_cut, module.parameters())]
+    if not engines and not cut_parameters:
         return False
-    found, _ = _whole_values(module)
+    found: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for parameter in cut_parameters:
+            whole, count = _filled(parameter, parameter.device)
+            # Where this process has only a part, the parameter keeps the weights that it has.
+            if count >= whole.numel():
+                found[id(parameter)] = whole
     _restore_module(module, remembered, found, engines)
     return True
 
@@ -560,7 +631,30 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
     dist.all_reduce(had_engine, dist.ReduceOp.MAX)
     if not had_engine:
         return False
-    whole_values, missing = _whole_values(module, device)
+    whole_values = _put_together(module, device)
+    _restore_module(module, state_before or remember(module), whole_values, _engines_of(module))
+    forget_modules()
+    return True
+
+
+@torch.no_grad()
+def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
+    """Whole weights by the identity of their parameters; a collective.
+
+    Where engines had no copy of higher precision, or have forgotten it, the weights stay.
+    """
+    found: dict[int, torch.Tensor] = {}
+    missing: list[str] = []
+    for name, parameter in module.named_parameters():
+        whole, num_own = _filled(parameter, device)
+        count = torch.tensor(num_own, dtype=torch.int64, device=device)
+        dist.all_reduce(count)
+        # The sum is the same on all ranks, so all take the same branch and none waits alone.
+        if count == whole.numel():
+            dist.all_reduce(whole)  # no element is in two parts: adding zeros changes none
+            found[id(parameter)] = whole.to(parameter.device)
+        elif is_partitioned(parameter) and parameter.numel() != whole.numel():
+            missing.append(name)
     missing_count = torch.tensor(len(missing), device=device)
     dist.all_reduce(missing_count)
     if missing_count:
@@ -570,35 +664,7 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
             f"({', '.join(missing[:3]) or 'on other ranks'}). Build a new model, or "
             "restart the workers (%accelerate restart), which get the notebook's."
         )
-    _restore_module(module, state_before or remember(module), whole_values, _engines_of(module))
-    forget_modules()
-    return True
-
-
-@torch.no_grad()
-def _whole_values(
-    module: nn.Module, device: torch.device | None = None
-) -> tuple[dict[int, torch.Tensor], list[str]]:
-    """Whole weights by the identity of their parameters, and the names of those that are lost.
-
-    Where engines had no copy of higher precision, or have forgotten it, the weights stay. With a
-    device it is a collective, to which each process gives its pieces.
-    """
-    found: dict[int, torch.Tensor] = {}
-    missing: list[str] = []
-    for name, parameter in module.named_parameters():
-        whole, num_own = _filled(parameter, device or parameter.device)
-        count = torch.tensor(num_own, dtype=torch.int64, device=device)
-        if device is not None:
-            dist.all_reduce(count)
-        # The sum is the same on all ranks, so all take the same branch and none waits alone.
-        if count >= whole.numel():
-            if device is not None:
-                dist.all_reduce(whole)  # no element is in two parts: adding zeros changes none
-            found[id(parameter)] = whole.to(parameter.device)
-        elif is_partitioned(parameter) and parameter.numel() != whole.numel():
-            missing.append(name)
-    return found, missing
+    return found
 
 
 def _filled(parameter: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:

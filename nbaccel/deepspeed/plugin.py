@@ -25,7 +25,7 @@ from nbaccel.config.deepspeed_document import (
 from nbaccel.config.given_values import put_at, shown, value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings, old_forms
 
 if TYPE_CHECKING:
     from torch import nn
@@ -365,7 +365,8 @@ def _read_config(config: Any) -> dict[str, Any] | None:
         with contextlib.suppress(ValueError):
             decoded = base64.b64decode(config.strip(), altchars=b"-_", validate=True).decode()
             config = decoded if decoded.lstrip().startswith("{") else config
-    return tidied_settings(load_settings(config))
+    settings, _ = old_forms(load_settings(config))
+    return tidied_settings(settings)
 
 
 class Plugins:

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ValidationError
 
 from nbaccel.base.optional_packages import require
 from nbaccel.config.field_rules import FieldMistake
-from nbaccel.config.given_values import shown
+from nbaccel.config.given_values import closest, shown
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.zero_config import ZERO
+from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, config_fields
 
 # DeepSpeed reads these only where processes are connected, or in other places than its reader.
 _UNASKED_KEYS = ("sequence_parallel_size",)
@@ -30,6 +30,31 @@ _UNASKED_KEYS = ("sequence_parallel_size",)
 _FREE_SECTIONS = ("data_efficiency.data_sampling", "data_efficiency.data_routing", "pipeline")
 _STRANGE_KEY = "nbaccel asks"
 _ENOUGH_SETTINGS = {"train_micro_batch_size_per_gpu": 1}
+_ADAM_ALSO = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the constructor of a class, the owner, takes."""
+
+    owner: str
+    known: frozenset[str]
+    needed: frozenset[str] = frozenset()
+    """Those without a default."""
+    open: bool = False
+    """Whether it takes any name."""
+
+    @classmethod
+    def of(cls, made_class: type, *also: str) -> Arguments:
+        """What a class takes, after what it works on: an optimizer, or the model's parameters."""
+        parameters = list(inspect.signature(made_class).parameters.values())[1:]
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return cls(
+            owner=made_class.__name__,
+            known=frozenset(p.name for p in named) | frozenset(also),
+            needed=frozenset(p.name for p in named if p.default is p.empty),
+            open=any(p.kind is p.VAR_KEYWORD for p in parameters),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +70,19 @@ class Schema:
     optimizers: tuple[str, ...]
     own_optimizers: tuple[str, ...]
     """In lower case; DeepSpeed takes them in any."""
-    schedulers: tuple[str, ...]
+    schedulers: Mapping[str, Arguments]
     own_schedulers: tuple[str, ...]
-    schedule_arguments: frozenset[str]
-    """Of DeepSpeed's own."""
 
-    def replaces_auto(self, config_key: str) -> bool:
-        """Whether a key is of one of its models, which replace ``"auto"`` by their defaults."""
+    def defaults(self, config_key: str) -> tuple[Any, ...]:
+        """DeepSpeed's default for a key of one of its models, which replace ``"auto"`` by it."""
         section_path, _, name = config_key.rpartition(".")
-        return section_path in self.models and name in self.sections[section_path]
+        model = self.models.get(section_path)
+        for field_name, model_field in model.model_fields.items() if model else ():
+            if name in (model_field.alias, field_name) and not model_field.is_required():
+                value = model_field.get_default(call_default_factory=True)
+                # Of a subclass of `int` there, whose `repr` has commas.
+                return (int(value) if isinstance(value, int) and value > 1 else value,)
+        return ()
 
     def removed_text(self, key_path: str, shown_value: str) -> str:
         """The message about a key that DeepSpeed has removed."""
@@ -99,30 +128,34 @@ def deepspeed_schema() -> Schema:
     removed_keys = library.removed_keys(config_module)
     with library.quiet_logger():
         search = _Search(config_module.DeepSpeedConfig, removed_keys)
-    own_schedulers = tuple(schedule_module.VALID_LR_SCHEDULES)
-    own_classes = [getattr(schedule_module, name) for name in own_schedulers]
-    own_optimizers = tuple(config_module.DEEPSPEED_OPTIMIZERS)
+    torch_optimizers = _classes_of("torch.optim", "Optimizer")
+    torch_schedulers = _classes_of("torch.optim.lr_scheduler", "LRScheduler")
+    own_schedulers = {
+        name: getattr(schedule_module, name) for name in schedule_module.VALID_LR_SCHEDULES
+    }
     return Schema(
         version=str(deepspeed.__version__),
         sections=search.sections,
         models=search.models,
         removed=removed_keys,
-        optimizers=(*own_optimizers, *_classes_of("torch.optim", "Optimizer")),
-        own_optimizers=own_optimizers,
-        schedulers=(*own_schedulers, *_classes_of("torch.optim.lr_scheduler", "LRScheduler")),
-        own_schedulers=own_schedulers,
-        schedule_arguments=frozenset(
-            name for made_class in own_classes for name in inspect.signature(made_class).parameters
-        ),
+        optimizers=(*config_module.DEEPSPEED_OPTIMIZERS, *torch_optimizers),
+        own_optimizers=tuple(config_module.DEEPSPEED_OPTIMIZERS),
+        schedulers={
+            name: Arguments.of(made)
+            for name, made in {**own_schedulers, **torch_schedulers}.items()
+        },
+        own_schedulers=tuple(own_schedulers),
     )
 
 
-def _classes_of(module_name: str, base_name: str) -> Iterator[str]:
+def _classes_of(module_name: str, base_name: str) -> dict[str, type]:
     module = require(module_name, extra="", why="Checking a DeepSpeed configuration")
     base = getattr(module, base_name)
-    for name, item in sorted(vars(module).items()):
-        if isinstance(item, type) and issubclass(item, base) and item is not base:
-            yield name
+    return {
+        name: item
+        for name, item in sorted(vars(module).items())
+        if isinstance(item, type) and issubclass(item, base) and item is not base
+    }
 
 
 class _Search:
@@ -214,6 +247,26 @@ def _inner_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]
                 yield model_field.alias or name, part
 
 
+def optimizer_arguments(
+    optimizer_type: str, params: Mapping[str, Any], *, is_offloaded: bool
+) -> Arguments | None:
+    """What the optimizer takes that DeepSpeed makes under a name; None where it is not known."""
+    reason = f"The optimizer {optimizer_type}"
+    optim_module = require("torch.optim", extra="", why=reason)
+    name = optimizer_type.lower()
+    if name == "muon":
+        return None  # it takes other names than torch's of that name
+    also = _ADAM_ALSO if name in ("adam", "adamw") else ()
+    if operation := library.own_operation(optimizer_type, params, is_offloaded=is_offloaded):
+        place, _, kind = operation.partition("_")
+        class_name = {"cpu": "DeepSpeedCPU", "fused": "Fused"}[place] + kind.capitalize()
+        module = library.load_module(f"deepspeed.ops.{kind}", why=reason)
+        return Arguments.of(getattr(module, class_name), *also)
+    class_name = "AdamW" if also else {"adagrad": "Adagrad"}.get(name, optimizer_type)
+    made_class = vars(optim_module).get(class_name)
+    return None if made_class is None else Arguments.of(made_class, *also)
+
+
 # What people write at the top level, and what they mean by it.
 _MEANT_KEYS = {
     "batch_size": "train_micro_batch_size_per_gpu",
@@ -225,6 +278,9 @@ _MEANT_KEYS = {
 }
 _OF_OPTIMIZERS = ("lr", "learning_rate", "betas", "eps", "weight_decay", "momentum")
 _OF_ZERO = ("zero", "offload", "stage3")
+_NEAR_ENOUGH = 0.75
+_NEAR_A_FIELD = 0.83
+"""`devise` is 0.833 like `device`; keys of DeepSpeed without a field are up to 0.828 like one."""
 
 
 def key_findings(
@@ -240,9 +296,15 @@ def key_findings(
             continue
         meant_key = key
         if known_keys is not None and key not in known_keys:
-            # A comment, in one of the ways that people write one, where DeepSpeed ignores it.
-            is_comment = key.startswith(("_", "//", "#", "$")) or key.lower().startswith("comment")
-            if is_comment and section_path not in schema.models:
+            # A comment, in one of the ways that people write one.
+            if key.startswith(("_", "//", "#", "$")) or key.lower() in ("comment", "comments"):
+                if section_path in schema.models:
+                    text = (
+                        f"{path} is a comment, and DeepSpeed {schema.version} refuses every key "
+                        f"that it does not know in {section_path}: got {shown(value)}. Move it to "
+                        "the top level."
+                    )
+                    yield FieldMistake(text, path)
                 continue
             meant_key, advice = _advice(key, section_path, settings, schema)
             yield _unknown_key(path, value, section_path, advice, schema)
@@ -272,22 +334,31 @@ def _advice(
     # A key that many sections have, such as "enabled", does not tell where it belongs.
     if 0 < len(places) <= 3:
         return key, f"It belongs in {' or '.join(place or 'the top level' for place in places)}."
-    for maker, names in (("optimizer", _OF_OPTIMIZERS), ("scheduler", schema.schedule_arguments)):
-        if not section_path and key in names:
+    if not section_path:
+        schedules = [schema.schedulers[name].known for name in schema.own_schedulers]
+        if key in _OF_OPTIMIZERS or any(key in known for known in schedules):
+            maker = "optimizer" if key in _OF_OPTIMIZERS else "scheduler"
             return key, f"It belongs in {maker}.params."
     keys = schema.sections[section_path]
     # Keys that are not there yet first: one that stands in the file already was hardly meant twice.
-    for candidates in (keys - settings.keys(), keys):
-        # At the top, where keys are only ignored, only what is near is taken for a mistake.
-        if near := _nearest(key, candidates, cutoff=0.6 if section_path else 0.75):
+    for candidates in ([known for known in keys if known not in settings], keys):
+        near = _meant_at_the_top(key, candidates)
+        if section_path:
+            near = closest(key, candidates).partition("'")[2].partition("'")[0]
+        if near:
             return near, f"Did you mean {near!r}?"
+    for place, known_keys in schema.sections.items():
+        near_keys = difflib.get_close_matches(key.lower(), known_keys, n=1, cutoff=0.8)
+        if near_keys:
+            return key, f"Did you mean {near_keys[0]!r} in {place or 'the top level'}?"
     if not section_path and key.lower().startswith(_OF_ZERO):
         zero_keys = ", ".join(sorted(schema.sections.get(ZERO, ())))
         return key, f"ZeRO is configured in {ZERO}: its keys are {zero_keys}."
     return key, ""
 
 
-def _nearest(key: str, known_keys: Iterable[str], *, cutoff: float) -> str:
+def _meant_at_the_top(key: str, known_keys: Iterable[str]) -> str:
+    """As `closest`, for keys that are ignored: only what is near, or a known word, is a mistake."""
     word = key.strip().lower()
     names = {known.lower(): known for known in known_keys}
     if _MEANT_KEYS.get(word) in names.values():
@@ -300,5 +371,33 @@ def _nearest(key: str, known_keys: Iterable[str], *, cutoff: float) -> str:
         for name in names
         if parts and all(any(w.startswith(part) for w in name.split("_")) for part in parts)
     ]
-    near_keys = difflib.get_close_matches(word, sharing or names, 1, 0.0 if sharing else cutoff)
+    cutoff = 0.0 if sharing else _NEAR_ENOUGH
+    near_keys = difflib.get_close_matches(word, sharing or names, n=1, cutoff=cutoff)
     return names[near_keys[0]] if near_keys else ""
+
+
+def misspelt_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterator[FieldMistake]:
+    """Keys that are nearly one that has a field here, for where DeepSpeed is not installed."""
+    fields = {name for place, name, _ in config_fields() if place == section_path}
+    if not fields:
+        return  # its keys are DeepSpeed's, or the user's own
+    if not section_path:
+        fields.add(ZERO)
+    prefix = f"{section_path}." if section_path else ""
+    for key, value in settings.items():
+        near = difflib.get_close_matches(key.strip().lower(), fields, n=1, cutoff=_NEAR_A_FIELD)
+        meant_key, advice = key, ""
+        if not section_path and key in ZERO_KEYS:
+            advice = f"It belongs in {ZERO}."
+        elif key not in fields and near:
+            meant_key, advice = near[0], f"Did you mean {near[0]!r}?"
+        if advice:
+            path = f"{prefix}{key}"
+            yield FieldMistake(
+                f"{path} is no key that nbaccel knows of DeepSpeed: got {path}={shown(value)}. It "
+                f"would have no effect. {advice}",
+                path,
+            )
+        # Inside a misspelt section, too, so that its mistakes are reported at once.
+        if isinstance(value, Mapping):
+            yield from misspelt_keys(value, f"{prefix}{meant_key}")

@@ -1,4 +1,4 @@
-"""``ZeroConfig``: a DeepSpeed configuration as an immutable object.
+"""``ZeroConfig``: a DeepSpeed configuration as an immutable object, read from and written as JSON.
 
 A key has a field where it means something to a person, nbaccel computes with it, or DeepSpeed takes
 whatever stands there. All others are kept as they stand, in ``extra``: what they are is known to
@@ -41,6 +41,8 @@ from nbaccel.config.text_forms import (
     Plain,
     json_like,
     plain_object,
+    read_file,
+    read_object,
     read_source,
 )
 
@@ -256,7 +258,7 @@ class HalfPrecision(Section):
 class Maker(Section):
     """The optimizer, or the schedule, that DeepSpeed makes."""
 
-    type: Text = _meant("Its class, AdamW or WarmupLR, where DeepSpeed makes it.")
+    type: Text = _meant("The name of its class: AdamW, WarmupLR, ...")
     params: Params = _meant("Its constructor's arguments: lr, betas, ...; counts are in steps.")
 
 
@@ -296,8 +298,8 @@ class ZeroConfig(_ZeroSection):
     All settings are keyword-only; ``None`` leaves one to DeepSpeed.
 
     Examples:
-        >>> ZeroConfig(stage=2, offload_optimizer="cpu", train_batch_size=8).to_dict()
-        {'zero_optimization': {'stage': 2, 'offload_optimizer': {'device': 'cpu'}}, 'train_batch_size': 8}
+        >>> ZeroConfig(stage=2, offload_optimizer="cpu", train_batch_size=8).to_json()
+        '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "train_batch_size": 8}'
     """  # noqa: E501 - one line of output
 
     train_batch_size: WholeFromOne = _meant("Samples per optimizer step, over all processes.")
@@ -339,7 +341,7 @@ class ZeroConfig(_ZeroSection):
         Raises:
             ConfigError: Values are wrong, all of them listed.
         """
-        given = old_forms(plain_object(settings, "A ZeroConfig"))
+        given, _ = old_forms(plain_object(settings, "A ZeroConfig"))
         extra: dict[str, Any] = given.pop(_EXTRA_FIELD, None) or {}
         # A key of `zero_optimization` at the top level is not a setting: DeepSpeed ignores it
         # there, so it is kept as it stands, for the check to find.
@@ -361,6 +363,15 @@ class ZeroConfig(_ZeroSection):
             )
             raise ConfigError(*mistakes) from error
 
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read a JSON file with a DeepSpeed configuration.
+
+        Raises:
+            ConfigError: There is no such file, or what it holds is wrong.
+        """
+        return cls.from_dict(read_file(path))
+
     def to_dict(self) -> dict[str, Any]:
         """What ``deepspeed.initialize(config=...)`` takes; changing it changes nothing here.
 
@@ -369,6 +380,23 @@ class ZeroConfig(_ZeroSection):
         settings = self.named()
         zero = {key: settings.pop(key) for key in ZERO_KEYS if key in settings}
         return _merged({**({ZERO: zero} if zero else {}), **settings}, self.extra)
+
+    def to_json(self) -> str:
+        """The configuration as a JSON object, which :meth:`from_json` reads."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote, or any DeepSpeed configuration.
+
+        Raises:
+            ConfigError: The text is no JSON object, names a key twice, or values are wrong.
+        """
+        return cls.from_dict(read_object(text, cls.__name__))
+
+    def to_file(self, path: str | Path) -> None:
+        """Write the configuration as a JSON file; one that is there is replaced."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def config_fields(
@@ -389,14 +417,14 @@ def config_fields(
 
 
 def load_settings(config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
-    """The settings as plain values, in today's form, wherever they come from."""
+    """The settings as they stand, as plain values, wherever they come from."""
     settings = read_source(config, DOCUMENT_NAME)
     if not isinstance(settings, dict):
         raise ConfigError(
             f"{DOCUMENT_NAME} cannot be a {type(config).__name__}: got {shown(config)}. There is "
             "nothing to read in it. Give a dictionary, a path or a ZeroConfig."
         )
-    return old_forms(settings)
+    return settings
 
 
 def auto_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterator[str]:
@@ -416,25 +444,32 @@ _RENAMED_IN_ZERO = {
 _PLACES_AS_TRUTH = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
-def old_forms(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Today's form of what DeepSpeed still reads in an older one, and of a name in its own docs."""
-    # Copies, since the given configuration must stay as it is.
-    todays: dict[str, Any] = {
-        key: dict(one) if isinstance(one, dict) else one for key, one in settings.items()
-    }
-    zero, aio = todays.get(ZERO), todays.get("aio")
-    if isinstance(zero, bool):
-        zero = todays[ZERO] = {"stage": int(zero)}
-    moves: list[tuple[dict[str, Any], str, str]] = [(todays, "bfloat16", "bf16")]
-    if isinstance(zero, dict):
+def old_forms(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Today's form of what DeepSpeed still reads in an older one."""
+    todays = dict(settings)
+    notes: list[str] = []
+
+    def moved(holder: dict[str, Any], old_key: str, key: str, value: Any) -> None:
+        del holder[old_key]
+        holder.setdefault(key, value)
+        notes.append(f"{old_key} is an old form: write {key}={holder[key]!r}.")
+
+    if "bfloat16" in todays:
+        moved(todays, "bfloat16", "bf16", todays["bfloat16"])
+    if isinstance(todays.get(ZERO), bool):
+        todays[ZERO] = {"stage": int(todays[ZERO])}
+        notes.append(f"{ZERO} was true or false in an old form: write {todays[ZERO]!r}.")
+    if isinstance(todays.get(ZERO), dict):
+        # A copy, since the given configuration must stay as it is.
+        zero = todays[ZERO] = dict(todays[ZERO])
         for old_key, key in _PLACES_AS_TRUTH.items():
             if isinstance(zero.get(old_key), bool):
-                zero[old_key] = {"device": "cpu" if zero[old_key] else "none"}
-                moves.append((zero, old_key, key))
-        moves += [(zero, old_key, key) for old_key, key in _RENAMED_IN_ZERO.items()]
-    if isinstance(aio, dict):
-        moves.append((aio, "thread_count", "intra_op_parallelism"))
-    for holder, old_key, key in moves:
-        if old_key in holder:
-            holder.setdefault(key, holder.pop(old_key))
-    return todays
+                moved(zero, old_key, key, {"device": "cpu" if zero[old_key] else "none"})
+        for old_key, key in _RENAMED_IN_ZERO.items():
+            if old_key in zero:
+                moved(zero, old_key, key, zero[old_key])
+    if isinstance(todays.get("aio"), dict) and "thread_count" in todays["aio"]:
+        # DeepSpeed's documentation still has the old name, which DeepSpeed ignores.
+        aio = todays["aio"] = dict(todays["aio"])
+        moved(aio, "thread_count", "intra_op_parallelism", aio["thread_count"])
+    return todays, tuple(notes)

@@ -1,13 +1,14 @@
 """``estimate_memory``: what a DeepSpeed run needs on each device, each host and the disk.
 
-The model states are counted when there is most of them: when the optimizer steps. All numbers are
-of what DeepSpeed allocates for a configuration; tests compare them with real engines.
+The model states are counted at the moment when there is most of them: when the optimizer steps.
+All numbers follow from the configuration and from what DeepSpeed allocates for it; tests compare
+them with real engines.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
-from nbaccel.deepspeed.zero_config import ZERO, load_settings
+from nbaccel.deepspeed.zero_config import ZERO, auto_keys, load_settings, old_forms
 from nbaccel.memory.estimate import (
     Bytes,
     MemoryEstimate,
     Shape,
     common_notes,
     refuse_unsized,
+    replicated,
     shape_of,
 )
+from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
@@ -83,6 +86,8 @@ class CountedSettings:
     torch_optimizer: bool  # torch's, or the caller's, not DeepSpeed's own
     optimizer_place: str  # "none" (on the device), "cpu" or "nvme"; so of the next one
     parameter_place: str
+    unknown: tuple[str, ...]
+    """Settings left to "auto", counted as DeepSpeed's defaults."""
 
 
 def _counted(
@@ -94,7 +99,7 @@ def _counted(
         if has_key(settings, key):
             put_at(part, key, value_at(settings, key))
     facts = TrainingFacts(world_size=world_size)
-    resolved, _ = resolve_decided(part, facts, run, model)
+    resolved, _ = resolve_decided(part, facts=facts, run=run, model=model)
     config = resolved.config
     document = config.to_dict()
     stage = config.zero_stage
@@ -130,6 +135,7 @@ def _counted(
         torch_optimizer=is_torchs,
         optimizer_place=optimizer_place,
         parameter_place=parameter_place,
+        unknown=tuple(key for key in auto_keys(part) if not has_key(document, key)),
     )
 
 
@@ -296,6 +302,9 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
 _BYTES_AT_STAGE = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)
 
 
+# ------------------------------------------------------------------------------ the estimate
+
+
 def estimate_memory(
     model_or_shape: Any,
     config: Mapping[str, Any] | str | Path | Any = None,
@@ -324,7 +333,8 @@ def estimate_memory(
         gradient_checkpointing: Whether it will be turned on; a model in which it is on already,
             or that calls ``torch.utils.checkpoint`` itself, is measured as it is.
         activation_bytes: What is needed for activations on a device, where that is known.
-        run: How it will be run; decides what is ``"auto"``.
+        run: How it will be run; decides what is ``"auto"``. Without a configuration, MS-AMP's
+            levels are counted where it asks for them (``mixed_precision="fp8"``).
         inventory: What the machine has; None looks at this one.
 
     Returns:
@@ -337,26 +347,34 @@ def estimate_memory(
     _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
     shape = shape_of(model_or_shape)
     world_size = num_processes * num_nodes
-    given = {} if config is None else load_settings(config)
+    given = {} if config is None else old_forms(load_settings(config))[0]
+    formats = short_formats(run) if config is None else None
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
-        # Here, since importing torch's fake tensors takes about a second.
-        from nbaccel.memory.activations import measure_activations, resized
-
+        precision = settings.precision if formats is None else "bf16"
         rows = given.get(_BATCH_KEY)
-        activation_bytes = measure_activations(
-            model_or_shape,
-            resized(sample_batch, rows) if isinstance(rows, int) else sample_batch,
-            precision=settings.precision,
-            gradient_checkpointing=gradient_checkpointing,
-        ).peak
+        activation_bytes = _measured(
+            model_or_shape, sample_batch, rows, precision, gradient_checkpointing
+        )
     machine = inventory or inspect_machine()
+    if formats is not None:
+        return replicated(
+            shape,
+            states=_short_states(model_or_shape, world_size, formats),
+            num_processes=num_processes,
+            num_nodes=num_nodes,
+            activation_bytes=activation_bytes,
+            inventory=machine,
+            level=formats.level,
+        )
     # Processes take the first GPUs, one each.
     gpus = machine.gpus[:num_processes]
     device, host, nvme = _BYTES_AT_STAGE[settings.stage](settings, shape, world_size, not gpus)
     folders = tuple(nvme_folders(given))
     contents = {"optimizer": settings.optimizer_place, "parameters": settings.parameter_place}
     moved = [f"{content} on {place}" for content, place in contents.items() if place != "none"]
+    names = ", ".join(settings.unknown)
+    note = f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.'
     return MemoryEstimate(
         device=device + Bytes(activations=activation_bytes),
         host=host * num_processes,
@@ -371,26 +389,55 @@ def estimate_memory(
         # Only where something is swapped: a folder of a section that is not used does not matter.
         nvme_free=min(map(free_bytes, folders), default=None) if nvme.total else None,
         nvme_folders=folders,
-        notes=common_notes(activation_bytes, on_cpu=not gpus),
+        notes=(*common_notes(activation_bytes, on_cpu=not gpus), *([note] if names else [])),
     )
+
+
+def _measured(
+    model: Any, batch: Any, num_rows: Any, precision: str, gradient_checkpointing: bool
+) -> int:
+    # Here, since importing torch's fake tensors takes about a second.
+    from nbaccel.memory.activations import measure_activations, resized
+
+    return measure_activations(
+        model,
+        resized(batch, num_rows) if isinstance(num_rows, int) else batch,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
+    ).peak
+
+
+def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
+    """The states at one of MS-AMP's levels, which train without DeepSpeed."""
+    if not callable(getattr(model, "modules", None)):
+        raise ConfigError(
+            f"The memory of MS-AMP's {formats.level} cannot be estimated from {model!r}: it "
+            "depends on which weights belong to linear layers. Give the module (it may be on meta)."
+        )
+    return model_states(model, world_size=world_size, formats=formats)
 
 
 def _check_arguments(
     model: Any, num_processes: int, num_nodes: int, sample_batch: Any, activation_bytes: int
 ) -> None:
-    is_sized_alone = not callable(getattr(model, "modules", None))
-    problems = {
-        f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
-        "divided among them. Use 1 or more of each.": num_processes < 1 or num_nodes < 1,
-        f"sample_batch needs the model itself: got {model!r}, with which nothing can be measured. "
-        "Give the module (it may be on meta), or activation_bytes.": sample_batch is not None
-        and is_sized_alone,
-        f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
-        "silently override the other. Give one of them.": sample_batch is not None
-        and bool(activation_bytes),
-    }
-    if any(problems.values()):
-        raise ConfigError(*(text for text, is_there in problems.items() if is_there))
+    mistakes = []
+    if num_processes < 1 or num_nodes < 1:
+        mistakes.append(
+            f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
+            "divided among them. Use 1 or more of each."
+        )
+    if sample_batch is not None and not callable(getattr(model, "modules", None)):
+        mistakes.append(
+            f"sample_batch needs the model itself: got {model!r}, with which nothing can be "
+            "measured. Give the module (it may be on meta), or activation_bytes."
+        )
+    if sample_batch is not None and activation_bytes:
+        mistakes.append(
+            f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
+            "silently override the other. Give one of them."
+        )
+    if mistakes:
+        raise ConfigError(*mistakes)
 
 
 # ------------------------------------------------------------------------------ is there room
@@ -406,32 +453,41 @@ def host_bytes(need: MemoryEstimate, device: str) -> int:
 def check_host_memory(need: MemoryEstimate, device: str, machine: Inventory) -> None:
     """Say before it happens that the system will kill processes for want of memory."""
     needed_bytes = host_bytes(need, device)
-    # What is free may grow until it is needed, so only a machine that is too small is refused.
-    is_refused = needed_bytes > machine.host_total_bytes
     text = (
         f"DeepSpeed will need about {format_bytes(needed_bytes)} of host memory for "
         f"{need.num_processes} process(es), and {format_bytes(machine.host_available_bytes)} of "
-        f"{format_bytes(machine.host_total_bytes)} are free: the system "
-        f"{'would' if is_refused else 'may'} kill it at the start. Set "
-        "zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or 'nvme', "
-        "a lower sub_group_size, or use fewer processes; nbaccel.advise finds what fits."
+        f"{format_bytes(machine.host_total_bytes)} are free"
     )
-    if is_refused:
-        raise ConfigError(text)
+    advice = (
+        "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
+        "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
+        "fits."
+    )
+    # What is free may grow until it is needed, so only a machine that is too small is refused.
+    if needed_bytes > machine.host_total_bytes:
+        raise ConfigError(f"{text}: the system would kill it at the start. {advice}")
     if needed_bytes > machine.host_available_bytes:
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(f"{text}: the system may kill it at the start. {advice}", stacklevel=2)
 
 
-def check_disk(need: MemoryEstimate) -> None:
+def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
     """Refuse to swap to a disk that is too small."""
     needed_bytes = need.nvme.total
+    if not needed_bytes:
+        return
     # Both folders may be on one disk: the whole need must fit on the fuller of the two.
-    for folder in need.nvme_folders if needed_bytes else ():
-        free_room = free_bytes(folder)
-        if needed_bytes > free_room:
-            raise ConfigError(
-                f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
-                f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
-                f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. "
-                'Training would end half-way. Make room, give another folder, or set "cpu".'
-            )
+    room_of = {
+        folder: free_bytes(folder)
+        # What an earlier run has left there will be overwritten.
+        + sum(one.stat().st_size for one in folder.glob("zero_stage_3/*/rank*/*.swp"))
+        * (folder not in in_use)
+        for folder in need.nvme_folders
+    }
+    free_room, folder = min((room, folder) for folder, room in room_of.items())
+    if needed_bytes > free_room:
+        raise ConfigError(
+            f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
+            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. Training "
+            'would end half-way. Make room, give another folder, or set the device to "cpu".'
+        )

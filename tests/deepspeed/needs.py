@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
+from nbaccel.deepspeed import library
 from tests.deepspeed import operations
 from tests.needs import DEEPSPEED
 
@@ -24,15 +23,12 @@ def _built(names: tuple[str, ...]) -> pytest.MarkDecorator:
 
 ENGINE = [DEEPSPEED, _built(operations.ENGINE)]
 DISK = [*ENGINE, _built(operations.DISK)]
-try:
-    ABORTS_ON_DISK = Version(metadata.version("deepspeed")) < Version("0.19.6")
-except metadata.PackageNotFoundError:
-    ABORTS_ON_DISK = False
+ABORTS_ON_DISK = library.older_than("0.19.6")
 STATE_ON_DISK = [
     *DISK,
     pytest.mark.skipif(
-        ABORTS_ON_DISK,
-        reason="DeepSpeed before 0.19.6 aborts when it swaps an optimizer without a GPU",
+        bool(ABORTS_ON_DISK),
+        reason=f"DeepSpeed {ABORTS_ON_DISK} aborts when it swaps an optimizer without a GPU",
     ),
 ]
 

@@ -146,17 +146,16 @@ def test_what_only_accelerate_takes_is_filled_in_too():
         ZERO: {
             "stage": AUTO,
             "offload_optimizer": {"device": AUTO},
-            "offload_param": {"device": AUTO},
+            "offload_param": {"device": AUTO, "nvme_path": AUTO},
             "stage3_gather_16bit_weights_on_model_save": AUTO,
         },
         "train_micro_batch_size_per_gpu": 1,
     }
-    filled = resolve_auto(settings, run=RunConfig(zero_stage=3)).config
+    facts = TrainingFacts(offload_param="nvme", nvme_path="/fast")
+    filled = resolve_auto(settings, facts=facts, run=RunConfig(zero_stage=3)).config
     assert filled.stage == 3
     assert filled.offload_optimizer.device == "none"
-    assert filled.offload_param.device == "none"
-    with pytest.raises(ConfigError, match="give nvme_path"):
-        resolve_auto({ZERO: {"offload_param": {"nvme_path": AUTO}}})
+    assert (filled.offload_param.device, filled.offload_param.nvme_path) == ("nvme", "/fast")
     assert filled.stage3_gather_16bit_weights_on_model_save is False
     assert resolve_auto({ZERO: {"stage": AUTO}}).config.stage == 2
 

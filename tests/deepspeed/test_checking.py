@@ -14,10 +14,10 @@ import pytest
 from nbaccel.base.optional_packages import install_line
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.auto_values import resolve_auto
-from nbaccel.deepspeed.checking import check_config, device_mistakes
+from nbaccel.deepspeed.checking import check_config, device_mistakes, doubts, value_mistakes
 from nbaccel.deepspeed.library import missing_tools, needed_ops, quiet_logger
-from nbaccel.deepspeed.schema import deepspeed_schema
-from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, config_fields
+from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, config_fields, old_forms
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory
 from tests.deepspeed import needs
@@ -47,10 +47,10 @@ def test_a_comment_is_left_alone(key):
     assert checked(optimizer={"type": "AdamW", key: "as in the paper"}).warnings == ()
 
 
-def test_a_comment_where_deepspeed_refuses_it_is_told():
+def test_a_comment_where_deepspeed_refuses_it_is_told_with_a_place_for_it():
     told = refused(**{ZERO: {"stage": 2, "_comment": "fast"}})
-    assert "zero_optimization._comment is no key of DeepSpeed " in told
-    assert "It would refuse it." in told
+    assert "zero_optimization._comment is a comment, and DeepSpeed " in told
+    assert "Move it to the top level." in told
 
 
 @pytest.mark.parametrize("key", ["comms_config", "monitor_config", "cuda_visible_devices"])
@@ -78,37 +78,40 @@ def test_what_resembles_a_key_is_refused(key, meant):
 def test_keys_without_a_field_and_old_names_are_read_as_deepspeed_does():
     made = checked(aio={"thread_count": 3, "block_size": 1 << 20})
     assert made.config.to_dict()["aio"] == {"intra_op_parallelism": 3, "block_size": 1 << 20}
-    assert made.warnings == ()
+    assert made.warnings == ("thread_count is an old form: write intra_op_parallelism=3.",)
     settings = {"stage": 1, "legacy_stage1": True, "elastic_checkpoint": "auto"}
     (warning,) = checked(**{ZERO: settings}).warnings
     key = "zero_optimization.elastic_checkpoint"
-    assert warning == f'{key}="auto" leaves it to DeepSpeed\'s default.'
+    assert warning == f'{key}="auto" leaves it to DeepSpeed, whose default is False.'
     told = refused(**{ZERO: {"stage": 1, "legacy_stage1": "old"}})
-    assert "refuses this configuration: DeepSpeedZeroConfig: legacy_stage1='old': " in told
+    assert "zero_optimization.legacy_stage1 is refused by DeepSpeed: got 'old'. It says: " in told
     assert "'legacy_stage1'" in refused(**{ZERO: {"stage": 1, "legacy_stage": True}})
 
 
 def test_auto_where_deepspeed_takes_its_default():
     zero = {
         "stage": 3,
+        "stage3_gather_16bit_weights_on_model_save": True,
         "stage3_max_live_parameters": "auto",
         "offload_param": {"device": "cpu", "buffer_size": "auto"},
     }
     assert sorted(checked(**{ZERO: zero}).warnings) == [
-        'zero_optimization.offload_param.buffer_size="auto" leaves it to DeepSpeed\'s default.',
-        'zero_optimization.stage3_max_live_parameters="auto" leaves it to DeepSpeed\'s default.',
+        'zero_optimization.offload_param.buffer_size="auto" leaves it to DeepSpeed, whose default '
+        "is 100000000.",
+        'zero_optimization.stage3_max_live_parameters="auto" leaves it to DeepSpeed, whose default '
+        "is 1000000000.",
     ]
     resolved = resolve_auto({**BATCH, ZERO: zero})
     made = resolved.config.to_dict()[ZERO]
     assert "stage3_max_live_parameters" not in made
     assert made["offload_param"] == {"device": "cpu"}
     assert {choice.name: choice.value for choice in resolved.choices} == {
-        "zero_optimization.stage3_max_live_parameters": "default",
-        "zero_optimization.offload_param.buffer_size": "default",
+        "zero_optimization.stage3_max_live_parameters": 1_000_000_000,
+        "zero_optimization.offload_param.buffer_size": 100_000_000,
     }
 
 
-def test_a_removed_section_is_told_at_once():
+def test_a_removed_section_is_told_at_once_and_second_shards_must_come_out_even():
     settings = {**BATCH, "amp": {"enabled": "auto", "opt_level": "auto"}}
     with pytest.raises(ConfigError) as caught:
         resolve_auto(settings)
@@ -117,6 +120,23 @@ def test_a_removed_section_is_told_at_once():
     with pytest.raises(ConfigError) as caught:
         check_config(settings, check_tools=False, allow_auto=True)
     assert len(caught.value.mistakes) == 1
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    settings = {**BATCH, ZERO: zero}
+    with pytest.raises(ConfigError, match=r"=4 does not divide 6 processes.*Give 2 or 3 or 6"):
+        check_config(settings, world_size=6, check_tools=False)
+    check_config(settings, world_size=8, check_tools=False)
+    check_config(settings, check_tools=False)
+    with pytest.raises(ConfigError, match="does not divide 6"):
+        check_config(settings, run=RunConfig(num_processes=6), check_tools=False, allow_auto=True)
+
+
+def test_no_key_of_deepspeed_is_taken_for_a_misspelt_one_where_it_is_not_installed():
+    for section_path, known_keys in deepspeed_schema().sections.items():
+        for key in known_keys:
+            nested = {key: True}
+            for step in reversed(section_path.split(".") if section_path else []):
+                nested = {step: nested}
+            assert list(misspelt_keys(old_forms(nested)[0])) == []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -187,6 +207,8 @@ def test_everything_is_told_at_once_also_inside_a_misspelt_section():
             "gradient_cliping": 1,
             "amp": {"enabled": True},
             ZERO: {"stage": 2, "offload_param": {"device": "cpu"}, "overlap_comm": "maybe"},
+            "optimizer": {"type": "AdamW", "params": {"learning_rate": 0.1}},
+            "compile": {"debug_log": [3]},
             "train_batch_size": 7,
         },
         world_size=2,
@@ -197,10 +219,13 @@ def test_everything_is_told_at_once_also_inside_a_misspelt_section():
         "amp={'enabled': True}",
         "zero_optimization.overlap_comm must be true or false",
         'offload_param.device="cpu" needs stage 3: got stage 2',
+        "optimizer.params.learning_rate is no argument of FusedAdam",
+        "Did you mean 'lr'",
+        "compile.debug_log is refused by DeepSpeed",
         "train_batch_size=7 is no multiple of train_micro_batch_size_per_gpu=4 * 2 processes = 8",
     ):
         assert part in told_of
-    assert len(told) == 5
+    assert len(told) == 7
 
 
 def test_keys_are_those_that_deepspeed_knows_or_has_removed():
@@ -275,7 +300,7 @@ IMPOSSIBLE = {
     "stage 2 parameters": ({ZERO: {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3: got stage 2", {}),
     "stage 2 nvme": (
         {ZERO: {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
-        "needs stage 3: got stage 2", {},
+        "write nothing to disk", {},
     ),
     "stage 0 offload": ({ZERO: {"offload_optimizer": {"device": "cpu"}}}, "needs stage 1, 2 or 3: got stage 0", {}),
     "no nvme_path": ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, "needs zero_optimization.offload_param.nvme_path", {}),
@@ -284,9 +309,13 @@ IMPOSSIBLE = {
     "1-bit": ({"optimizer": {"type": "OneBitAdam"}}, "is no optimizer of DeepSpeed [0-9.]+ or torch.*Adam", {}),
     "unknown optimizer": ({"optimizer": {"type": "AdmW"}}, "Did you mean 'adamw'|Did you mean 'AdamW'", {}),
     "untested": ({ZERO: {"stage": 2}, "optimizer": {"type": "SGD"}}, '"zero_allow_untested_optimizer": true', {}),
+    "max_grad_norm": ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "Set gradient_clipping", {}),
     "typeless": ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing", {}),
     "unknown schedule": ({"scheduler": {"type": "WarmpLR"}}, "Did you mean 'WarmupLR'", {}),
-    "torch's schedule": ({ZERO: {"stage": 1}, "scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, "Leave it out, or use WarmupLR", {}),
+    "no total": ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing", {}),
+    "warmup_steps": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "Did you mean 'warmup_num_steps'", {}),
+    "no warm-up": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "above 0: got 0", {}),
+    "torch's schedule": ({ZERO: {"stage": 1}, "scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, "no Optimizer", {}),
     "sum at 3": ({ZERO: {"stage": 3}, "gradient_allreduce_op": "sum"}, "refuses this configuration: ", {}),
     "ratio": ({ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "Partial offloading", {}),
     "grad norm": ({ZERO: {"stage": 3, "compute_grad_norm": False}}, "compute_grad_norm=false is supported only", {}),
@@ -314,7 +343,7 @@ def test_an_impossible_combination_is_told_once(case):
         ((64, 4, 2), 4, "= 32"),
         ((10, None, None), 4, "is no multiple of 4 processes = 4"),
         ((10, None, 4), None, "is no multiple of gradient_accumulation_steps=4 = 4"),
-        ((None, None, 4), 2, "needs to be provided"),
+        ((None, None, 4), 2, "train_batch_size and train_micro_batch_size_per_gpu are both missing"),
         ((64, 4, 4), 4, ""),
         ((64, 4, None), 4, ""),
         ((64, None, 4), 4, ""),
@@ -340,26 +369,41 @@ def test_the_number_of_processes_and_an_open_stage_come_from_the_run():
     zero = {"stage": AUTO, "offload_param": {"device": "cpu"}, "offload_optimizer": half}
     settings = {**BATCH, ZERO: zero}
     assert check_config(settings, inventory=CPU, allow_auto=True).config.stage == AUTO
-    assert len(mistakes_of({ZERO: {**zero, "stage": 2}}, allow_auto=True)) == 1
+    assert len(mistakes_of({ZERO: {**zero, "stage": 2}}, allow_auto=True)) == 2
+
+
+def test_what_may_disappoint_is_a_warning():
+    zero = {"stage": 3}
+    (said,) = check_config({**BATCH, ZERO: zero}, inventory=CPU).warnings
+    assert "save_16bit_model() returns False" in said
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
+    assert check_config({**BATCH, ZERO: zero}, inventory=CPU).warnings == ()
+    (said,) = check_config({**BATCH, "bfloat16": {}}, inventory=CPU).warnings
+    assert "bfloat16 is an old form: write bf16={}" in said
 
 
 def fp16_on_the_cpu():
-    return list(device_mistakes(ZeroConfig(fp16={"enabled": True}), device="cpu"))
+    """What is said of fp16, and of float32 on disk, which DeepSpeed makes depend on the same."""
+    half = ZeroConfig(fp16={"enabled": True})
+    disk = ZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"})
+    said = [*device_mistakes(half, device="cpu"), *doubts(disk, device="cpu")]
+    return [text for text in said if "float16" in text]
 
 
 def test_fp16_on_a_cpu_is_refused_where_deepspeed_refuses_it():
     cpu = import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator()
-    assert len(fp16_on_the_cpu()) == (0 if cpu.is_fp16_supported() else 1)
+    assert len(fp16_on_the_cpu()) == (0 if cpu.is_fp16_supported() else 2)
 
 
 @pytest.mark.slow
 def test_fp16_on_an_older_cpu_is_refused():
-    code = "from tests.deepspeed import test_checking as t; print(*t.fp16_on_the_cpu())"
+    code = "from tests.deepspeed import test_checking as t; print('\\n'.join(t.fp16_on_the_cpu()))"
     older = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DS_ACCELERATOR": "cpu"}
     done = run_program([sys.executable, "-W", "ignore", "-c", code], env=older, cwd=ROOT)
-    refused = done.stdout.splitlines()[-1]
+    refused, doubted = done.stdout.splitlines()[-2:]
     assert refused.startswith("fp16.enabled cannot be true on this CPU")
     assert refused.endswith("Use bf16.")
+    assert "keeps the weights as bfloat16" in doubted
 
 
 def test_what_would_not_work_here_is_advice_for_a_file_alone_and_refused_for_a_device():
@@ -437,7 +481,35 @@ def test_without_deepspeed_the_remedy_is_one_line():
     assert install_line("deepspeed") in told
 
 
-def test_numbers_written_as_text_are_read():
+WRONG = [
+    ("optimizer", "lr", "fast", "Give for example 3e-5"),
+    ("optimizer", "lr", -1, "a number of at least 0: got -1"),
+    ("optimizer", "lr", True, "got True"),
+    ("optimizer", "lr", float("inf"), "got inf"),
+    ("optimizer", "betas", 0.9, "two numbers from 0 to below 1: got 0.9"),
+    ("optimizer", "betas", [0.9, 0.99, 0.999], "two numbers"),
+    ("optimizer", "betas", [0.9, 1.5], "below 1"),
+    ("optimizer", "weight_decay", -0.1, "at least 0"),
+    ("scheduler", "warmup_num_steps", "ten", "a whole number above 0: got 'ten'"),
+    ("scheduler", "warmup_num_steps", 0.5, "above 0: got 0.5"),
+    ("scheduler", "total_num_steps", 0, "above 0: got 0"),
+    ("scheduler", "warmup_type", "cosine", "one of log, linear: got 'cosine'"),
+]
+
+
+@pytest.mark.parametrize(("section", "name", "value", "says"), WRONG)
+def test_a_wrong_value_is_told_with_what_to_write(section, name, value, says):
+    (told,) = value_mistakes(section, {name: value})
+    assert told.startswith(f"{section}.params.{name} must be ")
+    assert says in told
+
+
+def test_right_values_are_left_alone_and_numbers_written_as_text_are_read():
+    optimizer = {"lr": 3e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "momentum": 0.9}
+    assert not list(value_mistakes("optimizer", optimizer))
+    assert not list(value_mistakes("optimizer", dict.fromkeys(optimizer, "auto")))
+    schedule = {"warmup_min_lr": 0, "warmup_max_lr": [1e-3, 1e-4], "warmup_num_steps": 1e3}
+    assert not list(value_mistakes("scheduler", {**schedule, "warmup_type": "log"}))
     rates = {"lr": "3e-5", "betas": ["0.9", "0.999"], "eps": "1e-8"}
     warmup = {"warmup_max_lr": "3e-5", "warmup_num_steps": "10", "warmup_type": "linear"}
     settings = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from nbaccel.deepspeed.zero_config import (
     OffloadParam,
     ZeroConfig,
     config_fields,
-    load_settings,
     section_of,
 )
 from nbaccel.errors import ConfigError
@@ -59,6 +57,7 @@ def test_every_key_round_trips_says_what_it_means_and_refuses_what_is_no_value(p
     made = ZeroConfig.from_dict(settings)
     assert made.to_dict() == settings
     assert made.extra == {}, "a named key belongs in its field"
+    assert ZeroConfig.from_json(made.to_json()) == made
     assert len(entry.description) > 8
     with pytest.raises(ConfigError, match=f"^{'.'.join(path)} must be {rule_of(entry).must}: got"):
         ZeroConfig.from_dict(nested(path, []))
@@ -137,10 +136,9 @@ def test_a_typo_by_hand_is_refused_wherever_it_stands():
 
 def test_files_are_read_and_written_with_what_json_can_hold(tmp_path):
     config = ZeroConfig(stage=3, gradient_clipping=0.5, extra={"vocabulary_size": 64})
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config.to_dict()))
-    assert ZeroConfig.from_dict(load_settings(path)) == config
-    assert ZeroConfig.from_dict(load_settings(str(path))).extra == {"vocabulary_size": 64}
+    config.to_file(tmp_path / "ds.json")
+    assert ZeroConfig.from_file(tmp_path / "ds.json") == config
+    assert ZeroConfig.from_file(str(tmp_path / "ds.json")).extra == {"vocabulary_size": 64}
     with pytest.raises(ConfigError, match="JSON cannot hold"):
         ZeroConfig.from_dict({"x": {1, 2}})
     with pytest.raises(ConfigError, match=r"got .*\{1\}"):
@@ -162,7 +160,7 @@ def test_a_file_that_is_none_says_so_with_its_path(tmp_path, text, says):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        ZeroConfig.from_dict(load_settings(path))
+        ZeroConfig.from_file(path)
 
 
 # ------------------------------------------------------------------------------ in the pickers

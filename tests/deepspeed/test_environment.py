@@ -36,7 +36,7 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
     ("variables", "words"),
     [
         ({"WORLD_SIZE": "4", "RANK": "2"}, r"here already: RANK=2, WORLD_SIZE=4.*leave "),
-        ({"LOCAL_RANK": "1"}, r"LOCAL_RANK=1.*unset them first"),
+        ({"LOCAL_RANK": "1"}, r"LOCAL_RANK=1.*unset LOCAL_RANK first"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_SIZE=2"),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_device_of_another_kind_is_refused(device):
 
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
     monkeypatch.setattr(environment, "inspect_machine", lambda: machine(1))
-    with pytest.raises(ConfigError, match=r'"cuda:1" is not there.*cuda:0 \(a GPU\).*one that is'):
+    with pytest.raises(ConfigError, match=r'"cuda:1" is not there.*cuda:0 \(a GPU\).*one of these'):
         environment._check_gpu(1)
     has_none = replace(machine(0), gpu_note="no driver")
     monkeypatch.setattr(environment, "inspect_machine", lambda: has_none)
@@ -208,13 +208,12 @@ def test_an_error_leaves_nothing_whenever_it_comes():
 
 
 @marked
-def test_a_device_that_deepspeed_can_no_longer_take_is_refused(monkeypatch):
+def test_a_device_that_deepspeed_can_no_longer_take_is_refused():
     """It chooses when it is imported, once in the life of a process."""
-    import deepspeed  # noqa: F401
+    import deepspeed
 
-    monkeypatch.setattr(environment, "_check_gpu", lambda index: None)
     with pytest.raises(UnsafeMoment, match=r"device='cuda' comes too late.*settled on cpu"):
-        deepspeed_environment(device="cuda")
+        environment._chosen_device(deepspeed, "cuda")
 
 
 @marked

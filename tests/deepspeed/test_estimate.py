@@ -61,6 +61,18 @@ def test_too_little_room_is_told_with_both_numbers(small_disk):
     settings["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
     check_room(model, ZeroConfig.from_dict(settings), 2)
 
+    # What an earlier run left is overwritten, and counts as room.
+    old = small_disk / "zero_stage_3" / "optimizer" / "rank0"
+    old.mkdir(parents=True)
+    (old / "1.tensor.swp").write_bytes(bytes(8 << 20))
+    model = nn.Linear(512, 512)  # 4 MiB, with gradients
+    config = ZeroConfig.from_dict(swapped_to(small_disk))
+
+    check_room(model, config, 1)
+    (old / "1.tensor.swp").rename(small_disk / "of somebody else")
+    with pytest.raises(ConfigError, match="too little room"):
+        check_room(model, config, 1)
+
 
 GIB = 2**30
 HOST = Inventory(cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=32 * GIB)
@@ -220,6 +232,8 @@ def test_the_table_has_a_line_for_each_kind_of_content_and_says_what_is_not_in_i
     assert "Activations are not" not in str(found)
     assert "the system may count a third more" in str(estimate())
     assert "the system counts" not in str(estimate(inventory=gpus(1)))
+    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    assert "zero_optimization.reduce_bucket_size" in str(estimate(config))
 
 
 def test_what_is_lacking_is_told_by_place(tmp_path):
@@ -244,6 +258,7 @@ def test_auto_is_decided_by_the_run_and_the_model(llama):
     config = {"zero_optimization": open_sizes, "train_batch_size": "auto"}
     found = estimate_memory(llama, config)
     assert found.settings.zero["reduce_bucket_size"] == 64 * 64
+    assert found.settings.unknown == ()
     assert "auto" not in str(found)
 
 

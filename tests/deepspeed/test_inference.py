@@ -14,6 +14,7 @@ from torch import nn
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 from nbaccel import Accelerator, DeepSpeedPlugin, deepspeed_environment, notebook_launcher
+from nbaccel.deepspeed import local_shards
 from nbaccel.deepspeed.converting import fp32_state_dict
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.deepspeed.zero_memory import check_host_memory, estimate_memory
@@ -243,6 +244,17 @@ def test_the_large_matrices_are_on_disk_and_what_fails_there_is_told(launched, a
     assert alone["lost"].startswith("ConfigError: ")
     assert "_param.tensor.swp is gone" in alone["lost"]
     assert "until accelerator.free_memory()" in alone["lost"]
+
+
+def test_parts_of_more_processes_fit_into_smaller_buffers(tmp_path: Path):
+    settings, model = config("nvme", tmp_path), torch.nn.Linear(WIDTH, INNER)
+    section = settings["zero_optimization"]["offload_param"]
+    section["buffer_size"] = WIDTH * INNER // 4
+    local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 4)
+    with pytest.raises(ConfigError, match=r"reads 524288 numbers of weight"):
+        local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 2)
+    section["device"] = "cpu"
+    local_shards.check_buffers(model, ZeroConfig.from_dict(settings), 2)
 
 
 def test_a_model_that_is_only_used_needs_no_memory_for_training():

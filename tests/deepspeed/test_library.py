@@ -12,6 +12,8 @@ from torch import nn
 
 import nbaccel.deepspeed
 from nbaccel.deepspeed import library
+from nbaccel.deepspeed.checking import device_mistakes
+from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import MissingBackend
 from tests.deepspeed import needs
 from tests.house.source import ROOT
@@ -20,7 +22,7 @@ from tests.programs import run_program
 
 @pytest.mark.parametrize("version", ["0.16.9", "0.18.4", "0.9.2", "0.16", "0.12.7+cu121"])
 def test_what_is_too_old_is_refused_with_what_to_install(monkeypatch, version):
-    monkeypatch.setattr(library, "installed_version", lambda _: version)
+    monkeypatch.setattr(library, "_installed_version", lambda: version)
     with pytest.raises(MissingBackend, match=r'pip install "deepspeed>=') as told:
         library.check_version()
     assert f"DeepSpeed {version} is installed" in str(told.value)
@@ -30,8 +32,26 @@ def test_what_is_as_new_as_declared_is_not(monkeypatch):
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert set(re.findall(r'"deepspeed>=([\d.]+)"', text)) == {library.OLDEST}
     for version in (library.OLDEST, "0.19.8", "0.19.8+e2f1a", "0.20", "1.0.0", "main"):
-        monkeypatch.setattr(library, "installed_version", lambda _, version=version: version)
+        monkeypatch.setattr(library, "_installed_version", lambda version=version: version)
         library.check_version()
+
+
+ON_DISK = ZeroConfig(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"})
+
+
+@needs.DEEPSPEED
+@pytest.mark.parametrize(
+    ("version", "device", "is_refused"),
+    [("0.19.5", "cpu", True), ("0.19.6", "cpu", False), ("0.19.5", "cuda", False)],
+)
+def test_a_version_that_would_abort_is_refused_where_it_does(
+    monkeypatch, version, device, is_refused
+):
+    """Without a GPU an optimizer swapped to disk ends the process before 0.19.6."""
+    monkeypatch.setattr(library, "_installed_version", lambda: version)
+    told = "\n".join(device_mistakes(ON_DISK, device=device))
+    assert ("needs DeepSpeed 0.19.6" in told) == is_refused
+    assert (version in told) == is_refused
 
 
 PROGRAM = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,7 @@ def stand_ins(folder: Path) -> dict[str, Any]:
         "settled": accelerator.deepspeed_config,
         "explained": accelerator.plan.explain(),
         "group": round(optimizer.param_groups[0]["lr"], 6),
+        "optimizer": repr(optimizer),
     }
 
 
@@ -300,6 +302,36 @@ def by_hand(folder: Path) -> dict[str, float]:
     return found
 
 
+def held_back(folder: Path) -> tuple[list[str], bool]:
+    """`no_sync` around every batch: what is said, and whether anything was trained."""
+    accelerator, model, optimizer = start(2)
+    before = accelerator.get_state_dict(model)
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for values, labels in list(loader())[:2]:
+            with accelerator.no_sync(model):
+                accelerator.backward(F.cross_entropy(model(values), labels))
+            optimizer.step()
+    after = accelerator.get_state_dict(model)
+    said = [str(warning.message) for warning in told if "no_sync" in str(warning.message)]
+    return said, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def two_norms(folder: Path) -> list[str]:
+    """The call goes before the file, and says so once."""
+    accelerator, model, optimizer = start(2, gradient_clipping=0.1)
+    said = []
+    for values, labels in list(loader())[:2]:
+        accelerator.backward(F.cross_entropy(model(values), labels))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        said += [str(w.message) for w in caught if "clip_grad_norm_" in str(w.message)]
+        optimizer.step()
+    return said
+
+
 def once_clipped(folder: Path) -> dict[str, list[float]]:
     """How far three steps go: by the file's norm, by the call's, by the file's."""
 
@@ -317,7 +349,9 @@ def once_clipped(folder: Path) -> dict[str, list[float]]:
             before = weights()
             accelerator.backward(F.cross_entropy(model(values), labels))
             if number == 1:
-                accelerator.clip_grad_norm_(model.parameters(), 0.25)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    accelerator.clip_grad_norm_(model.parameters(), 0.25)
             optimizer.step()
             went.append(float((weights() - before).norm()))
         found[str(stage)] = went
@@ -347,12 +381,15 @@ def wrong(folder: Path) -> dict[str, str]:
     found["closure"] = refusal(stepper.step, lambda: None)
     found["load"] = refusal(stepper.load_state_dict, {"state": {}})
     found["late group"] = refusal(stepper.add_param_group, {"params": []})
+    found["backward"] = refusal(
+        plain.backward, F.cross_entropy(prepared(values), labels), gradient=1
+    )
     return found
 
 
 STORIES = (
     *(checkpoints, damaged, weights_alone, two_models, two_schedules, teacher, stand_ins),
-    *(left_to_the_engine, by_hand, once_clipped, wrong),
+    *(left_to_the_engine, by_hand, held_back, two_norms, once_clipped, wrong),
 )
 
 
@@ -432,8 +469,7 @@ def test_a_damaged_shard_is_named_to_all_before_anything_is_loaded(told, folder)
         assert text.startswith("CheckpointDamaged: "), case
         assert is_as_before, case
         if damage == "missing":
-            assert "saved by 2 ranks, and the files *zero_pp_rank_N_mp_rank_00_optim" in text
-            assert "of rank 1 are missing" in text
+            assert "saved by 2 processes, and the optimizer's states of rank 1 are missing" in text
         else:
             assert name in text
         assert ("holds a posix.mkdir. Nothing of it was run" in text) == (damage == "evil")
@@ -483,14 +519,21 @@ def test_stand_ins_become_what_the_file_describes(told):
     assert "the run's learning rate" in found["explained"]
     assert max(found["rates"]) <= 0.02
     assert found["rates"][-1] == found["group"] < max(found["rates"])
+    assert "EngineOptimizer(FusedAdam)" in found["optimizer"]
 
 
-def test_loops_of_every_form_train_the_same(told):
+def test_loops_of_every_form_train_the_same_and_what_they_overrule_is_told(told):
     left, called = told[0]["left_to_the_engine"]
     assert left == called
     found = told[0]["by_hand"]
     for stage in "123":
         assert found[stage] == pytest.approx(found["ddp"], rel=1e-5)
+    (said,), is_unchanged = told[0]["held_back"]
+    assert "takes no step with DeepSpeed" in said
+    assert "accelerator.accumulate(model)" in said
+    assert is_unchanged
+    (said,) = told[0]["two_norms"]
+    assert "clip_grad_norm_(max_norm=0.5) overrides gradient_clipping=0.1" in said
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
@@ -505,13 +548,14 @@ def test_a_step_without_the_call_is_clipped_as_the_file_says(told, stage):
         ("no optimizer", r"no optimizer that it could stand for"),
         ("typos", r"optimization.stge .*'stage'.*gradient_cliping .*'gradient_clipping'"),
         ("optimizer alone", r"prepare got 1 optimizer\(s\) and no model"),
-        ("schedule", r"no scheduler that it could stand for"),
+        ("schedule", r"no schedule that it could stand for"),
         ("stand-in without DeepSpeed", r"DummyOptim with strategy 'ddp'"),
         ("norm", r"norm_type=1\.0"),
         ("value", r"clip_grad_value_\(1\.0\).*clip_grad_norm_"),
         ("closure", r"closure="),
         ("load", r"load_state_dict got 1 entries"),
         ("late group", r"comes too late"),
+        ("backward", r"backward\(gradient=1\)"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_remedy(told, case, words):

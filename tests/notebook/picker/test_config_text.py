@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -32,7 +33,11 @@ def test_deepspeeds_file_is_laid_over_the_run(picker, form, tmp_path):
 
 
 @needs.DEEPSPEED
-def test_all_mistakes_of_a_file_are_told_beside_their_choices(picker):
+def test_a_file_of_something_else_is_refused_and_all_mistakes_are_told_beside_their_choices(picker):
+    before = picker.config
+    with pytest.raises(ConfigError, match=r"none of these keys.*architectures, n_embd"):
+        picker.load({"architectures": ["GPT2LMHeadModel"], "n_embd": 768})
+    assert picker.config == before
     picker.load({"activation_checkpointing": {}, "steps_per_print": 9})
     assert picker.config.deepspeed == {"activation_checkpointing": {}, "steps_per_print": 9}
 
@@ -52,6 +57,38 @@ def test_all_mistakes_of_a_file_are_told_beside_their_choices(picker):
     assert any("Did you mean 'stage'?" in text for text in beside[""])
     assert any("Did you mean 'gradient_clipping'?" in text for text in beside[""])
     assert sum(map(len, beside.values())) == len(caught.value.mistakes)
+
+
+@needs.DEEPSPEED_ROW
+def test_misspelt_keys_are_told_where_deepspeed_is_not_installed(picker, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python refuses its import
+    wrong = {
+        "zero_optimization": {
+            "stge": 2,
+            "reduce_bucket_size": -1,
+            "offload_optimizer": {"devise": "cpu"},
+        },
+        "gradient_cliping": 1.0,
+        "optimiser": {"param": {}},
+        "overlap_comm": True,
+    }
+    before = picker.config
+    with pytest.raises(ConfigError) as caught:
+        picker.load(wrong)
+    told = str(caught.value)
+    for given, meant in (
+        ("zero_optimization.stge=2", "'stage'"),
+        ("zero_optimization.offload_optimizer.devise='cpu'", "'device'"),
+        ("gradient_cliping=1.0", "'gradient_clipping'"),
+        ("optimiser={", "'optimizer'"),
+        ("optimizer.param={}", "'params'"),
+    ):
+        assert f"got {given}" in told
+        assert f"Did you mean {meant}?" in told
+    assert "overlap_comm is no key that nbaccel knows of DeepSpeed" in told
+    assert "It belongs in zero_optimization." in told
+    assert "got -1" in told
+    assert picker.config == before
 
 
 @needs.DEEPSPEED_ROW
@@ -101,9 +138,12 @@ def test_what_cannot_be_read_or_is_misspelt_is_told(picker, source, told):
     ("text", "line", "told"),
     [
         ('{\n  "num_processes": 2\n  "device": "cpu"\n}', 3, "delimiter"),
-        ('{\n  "num_processes": 2', 2, "delimiter"),
-        ('{\n  // both\n  "num_processes": 2\n}', 2, "double quotes"),
+        ('{\n  "num_processes": 2', 2, "cut off"),
+        ('{\n  // both\n  "num_processes": 2\n}', 2, "no comments"),
+        ('{\n  "num_processes": 2 # both\n}', 2, "no comments"),
+        ('{\n  "num_processes": 2,\n}', 2, "one too many"),
         ("{\n  'num_processes': 2\n}", 2, "double quotes"),
+        ('{\n  "device":\n  \u201ccpu\u201d}', 3, "double quotes"),
         ("num_processes: 2\nmixed_precision: bf17\n", 2, "bf17"),
         ("num_processes: 2\n  device: cpu\n", 2, "YAML"),
         ('{\n"num_processes": 0,\n"num_nodes": 0\n}', 2, "num_processes"),
