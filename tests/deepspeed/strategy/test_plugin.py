@@ -222,7 +222,7 @@ def test_variables_of_the_launcher_are_read_and_arguments_win(monkeypatch):
 
 
 def test_what_cannot_be_read_or_served():
-    with pytest.raises(ConfigError, match=r"cannot be read from JSON.*cut off"):
+    with pytest.raises(ConfigError, match=r"cannot be read from JSON"):
         DeepSpeedPlugin(hf_ds_config='{"zero_optimization": ')
     with pytest.raises(ConfigError, match="names train_batch_size more than once"):
         DeepSpeedPlugin(hf_ds_config='{"train_batch_size": 8, "train_batch_size": 16}')
