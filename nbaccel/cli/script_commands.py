@@ -29,7 +29,7 @@ from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import ENGINES, device_row, engine_row
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.run_config import chosen_engine
-from nbaccel.hosts.slurm import job_number, own_step_variables, srun_words
+from nbaccel.hosts.hostfile_slurm import job_number, own_step_variables, srun_words
 from nbaccel.notebook.magic_line import changed_flags
 from nbaccel.plan import registry
 from nbaccel.plan.topology import run_variables
