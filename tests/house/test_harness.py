@@ -6,14 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import time
-import warnings
 from pathlib import Path
 
 import pytest
 
-from tests import isolation, rerun_alone, selection
-from tests.apart import OUTCOMES
+from tests import rerun_alone, selection
 from tests.isolation import ROOT, isolated
 from tests.programs import run_program
 
@@ -139,76 +136,3 @@ def test_the_body_runs_in_another_process_with_the_fixtures_values(tmp_path, out
     assert Path(tmp_path).is_dir()
     assert os.getppid() == outer_pid
     assert "pytest" not in Path("/proc/self/cmdline").read_bytes().decode()
-
-
-def fail():
-    print("said before")
-    os.write(1, b"said by C\n")
-    raise ValueError("the value 42 is odd")
-
-
-def skip():
-    pytest.skip("no such device")
-
-
-def kill_itself():
-    os.kill(os.getpid(), 9)
-
-
-def hang():
-    subprocess.Popen(["sleep", "66"])
-    time.sleep(60)
-
-
-def crash_late():
-    import atexit
-
-    atexit.register(os._exit, 3)
-
-
-@pytest.mark.parametrize(
-    ("body", "kind", "text", "said"),
-    [
-        (fail, "failed", 'raise ValueError("the value 42 is odd")', "said before"),
-        (fail, "failed", "ValueError: the value 42 is odd", "said by C"),
-        (skip, "skipped", "no such device", ""),
-        (kill_itself, "failed", "ended with signal SIGKILL, before the test was over", ""),
-        (crash_late, "failed", "exit status 3, after the test had passed", ""),
-        pytest.param(hang, "failed", "not done after 10 s", "in hang", marks=pytest.mark.slow),
-    ],
-)
-def test_what_became_of_the_body_comes_home(body, kind, text, said, capsys):
-    limit_s = 10.0 if body is hang else 30.0
-    request = isolation.Request(__name__, body.__qualname__, {}, list(warnings.filters), limit_s)
-    outcome = isolation._run(request)
-    assert outcome.kind == kind
-    assert text in outcome.text
-    assert said in capsys.readouterr().out
-
-
-FORKS = (
-    "tests/workers/test_exit_functions.py"
-    "::test_what_the_notebook_does_at_exit_is_not_done_by_its_workers"
-)
-BODIES = "tests/house/fork_bodies.py"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.access("/dev", os.W_OK), reason="needs a /dev to describe a GPU in")
-def test_tests_that_fork_get_a_process_of_their_own_where_cuda_is_in_use() -> None:
-    plugins = ["-p", "no:cacheprovider", "-p", "tests.described_gpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rfsp", *plugins, BODIES, FORKS],
-        cwd=ROOT,
-        env={name: text for name, text in os.environ.items() if name != OUTCOMES},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    said = done.stdout
-    assert f"PASSED {FORKS}" in said, said
-    assert f"FAILED {BODIES}::test_with_the_mark[fail]" in said, said
-    assert f"FAILED {BODIES}::test_without_the_mark" in said, said
-    assert "a library other than torch uses the CUDA driver in this process" in said
-    assert said.splitlines()[-1].strip("= ").startswith("2 failed, 1 passed, 1 skipped"), said
