@@ -84,8 +84,9 @@ def _refuse_in_fork() -> None:
         check.is_in_fork = True
 
 
-# Asking for the process's number at each call takes a tenth of what the check takes.
-os.register_at_fork(after_in_child=_refuse_in_fork)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    # Asking for the process's number at each call takes a tenth of what the check takes.
+    os.register_at_fork(after_in_child=_refuse_in_fork)
 
 
 def forget_left_group() -> None:
