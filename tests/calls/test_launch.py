@@ -564,7 +564,7 @@ def taken_and_freed() -> int:
             {"use_port": 70_000},
             ["num_processes", "mixed_precision", "use_port"],
         ),
-        ((3, 4, 2), {}, ["function=3 is not callable", "args is an int, not", "args=(model,)"]),
+        ((3, 4, 2), {}, ["function=3 is not callable", "args=4 is no tuple", "args=(model,)"]),
         (
             (workers.nothing, (), 2),
             {"config": RunConfig()},

@@ -51,7 +51,7 @@ def test_a_mistake_shows_the_cell_and_the_text(notebook):
     assert name == "WrongArguments"
     assert re.fullmatch(r"  Cell In\[\d+\], line 1", lines[0])
     assert lines[1] == "  ---->   1 notebook_launcher(print, model, num_processes=2)"
-    assert lines[2].startswith("WrongArguments: args is a Linear, not a tuple")
+    assert lines[2].startswith("WrongArguments: args=Linear(")
     name, lines = notebook.error(
         "import threading\n"
         "notebook_launcher(print, (threading.Lock(),), num_processes=2, start_method='template')"
