@@ -19,14 +19,12 @@ WORDS = (
 )
 TIMES = (
     ("a first launch, of a function that does nothing", "a noop first fresh"),
-    ("a later launch of it", "a noop later fresh"),
     ("a later launch that takes one DDP step with AdamW", "a adamw later fresh"),
     (
         "the first launch with a model of 1 GiB, which is moved to shared memory",
         "a model first fresh",
     ),
     ("a later launch with it", "a model later fresh"),
-    ("interrupting workers that wait in an all-reduce", "d collective"),
     ("interrupting workers that wait in a receive", "d receive"),
     ("a worker killed by SIGKILL, until the cell ends", "e killed"),
     ("a worker raises, until the cell ends", "f error"),
@@ -41,7 +39,7 @@ def render(results: Results) -> str:
     """
     rows = [*WORDS, *(_time(results, label, measure) for label, measure in TIMES)]
     rows.append(_memory(results))
-    rows += [_report(results, "e killed", "was killed"), _report(results, "f error", "raised")]
+    rows.append(_report(results, "e killed", "was killed"))
     versions = results.sections["a"]["versions"]
     head = ["", f"Accelerate {versions['accelerate']}", "nbaccel"]
     lines = [head, ["---"] * 3, *rows]
