@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from nbaccel.base import atomic
 from nbaccel.base.atomic import free_bytes
-from nbaccel.base.errors import CheckpointFailed, ConfigError
+from nbaccel.base.errors import CheckpointFailed, ConfigError, NbaccelError
 from nbaccel.base.units import format_bytes
 
 # By the format's own names; not every torch has them all.
@@ -83,8 +83,19 @@ def head_of_file(
     return head, [len(head) + begin for begin in begins]
 
 
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Refuse a disk that is too small for weights, before any is written."""
+    available_bytes = free_bytes(folder)
+    if num_bytes > available_bytes:
+        raise ConfigError(
+            f"{folder}: {format_bytes(num_bytes)} of weights are to be written, and its disk "
+            f"has {format_bytes(available_bytes)} free. Make room, or give a folder on another "
+            "disk. (Weights of an earlier save there stay until the new ones are whole.)"
+        )
+
+
 @contextlib.contextmanager
-def publishing(folder: Path, num_bytes: int) -> Iterator[Path]:
+def publishing(folder: Path, num_bytes: int, pattern: str = FILE_PATTERN) -> Iterator[Path]:
     """A place to write files of weights in; they take their names together, at the end.
 
     Weights of an earlier save in the folder are replaced; other files stay. If something goes
@@ -95,25 +106,21 @@ def publishing(folder: Path, num_bytes: int) -> Iterator[Path]:
             f"{folder} is a file: weights and their index need a folder. Give a folder's name."
         )
     # Earlier weights there do not count as room: they stay until the new ones are complete.
-    available_bytes = free_bytes(folder)
-    if num_bytes > available_bytes:
-        raise ConfigError(
-            f"{folder}: {format_bytes(num_bytes)} of weights are to be written, and its disk "
-            f"has {format_bytes(available_bytes)} free. Make room, or give a folder on another "
-            "disk. (Weights of an earlier save there stay until the new ones are whole.)"
-        )
+    check_room(folder, num_bytes)
     made_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic.partial_folder(folder, "model") as temporary_folder:
             yield temporary_folder
-            atomic.publish_weights(temporary_folder, folder, FILE_PATTERN)
+            atomic.publish_weights(temporary_folder, folder, pattern)
     except BaseException as error:  # an interrupt, too, leaves nothing behind
         for made_folder in made_folders:
             # Only empty ones: another process may have written there meanwhile.
             with contextlib.suppress(OSError):
                 made_folder.rmdir()
-        if not isinstance(error, OSError):
+        # On a full disk torch raises a RuntimeError, and safetensors an error of its own.
+        is_of_disk = isinstance(error, (OSError, SafetensorError, RuntimeError))
+        if isinstance(error, NbaccelError) or not is_of_disk:
             raise
         raise CheckpointFailed(
             f"Writing weights to {folder} failed: {error}. What was there before is as it "

@@ -20,6 +20,7 @@ from torch import nn
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.weight_files import check_room
 from nbaccel.bigmodel.prefetching import tell_weights
 from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device, usable_device
 
@@ -50,7 +51,8 @@ def offload_weight(
         `index`.
 
     Raises:
-        ConfigError: The name would lead out of the folder, or the tensor has no values to write.
+        ConfigError: The name would lead out of the folder, the tensor has no values to write, or
+            the disk has too little room.
         OSError: It cannot be written; a file of that name is as it was.
     """
     _write_weights(Path(offload_folder), {weight_name: weight})
@@ -69,8 +71,8 @@ def offload_state_dict(
         state_dict: The tensors by name.
 
     Raises:
-        ConfigError: A name would lead out of the folder, or a tensor has no values to write;
-            nothing has been written then.
+        ConfigError: A name would lead out of the folder, a tensor has no values to write, or the
+            disk has too little room; nothing has been written then.
         OSError: One cannot be written; the files that are there are whole.
     """
     folder = Path(save_dir)
@@ -92,6 +94,10 @@ def _write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
                 f"{weight_name!r} is {found}: it has no plain numbers that could be written to a "
                 "file. Load its values first, or leave it in memory."
             )
+    paths = [folder / _file_name(weight_name) for weight_name in weights]
+    # Files of an earlier run make room as they are replaced, one after the other.
+    replaced_bytes = sum(path.stat().st_size for path in paths if path.is_file())
+    check_room(folder, sum(weight.nbytes for weight in weights.values()) - replaced_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
         for weight_name, weight in weights.items():

@@ -143,6 +143,18 @@ def test_what_is_missing_is_named(tmp_path):
         OffloadedWeightsLoader(state_dict={})["w"]
 
 
+def test_weights_that_do_not_fit_on_the_disk_are_refused_before_any_is_written(
+    tmp_path, monkeypatch
+):
+    weights = {"a": torch.ones(500), "b": torch.ones(500)}
+    monkeypatch.setattr("nbaccel.base.weight_files.free_bytes", lambda _: 3000)
+    with pytest.raises(ConfigError, match=r"3.9 KiB of weights.*2.9 KiB free. Make room"):
+        offload_state_dict(tmp_path / "off", weights)
+    assert not (tmp_path / "off").exists()
+    offload_weight(weights["a"], "a", tmp_path)
+    offload_state_dict(tmp_path, weights)  # the file that is replaced counts as room
+
+
 def test_a_full_disk_leaves_the_old_files_whole(tmp_path):
     """A limit on the size of files stands for the disk: writing beyond it is an OSError, too."""
     old = {"small": torch.ones(10), "large": torch.ones(5000)}

@@ -32,14 +32,14 @@ from typing import IO, Any, cast
 
 import numpy as np
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import get_torch_storage_id, save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.weight_files import OLD_TORCH_FORMAT
+from nbaccel.base.weight_files import OLD_TORCH_FORMAT, publishing
 from nbaccel.config.given_values import shown
 from nbaccel.transfer.sharded_tensors import shard_readers
 
@@ -239,25 +239,19 @@ def save_model(
     Each file appears whole. Files of an earlier save that do not belong to this one are removed
     last. Of tensors that are tied only one is written.
     """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(
-            f"save_model(save_directory={str(folder)!r}) is a file: weights and their index need "
-            "a folder. Give the folder's name, without that of a file."
-        )
     _check_only_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
     _check_no_placeholders(state_dict, f"save_model(save_directory={str(folder)!r})")
-    folder.mkdir(parents=True, exist_ok=True)
     pattern = _WEIGHT_FILE_PATTERNS[safe_serialization]
-    with atomic.partial_folder(folder, "model") as workshop:
+    tensors = _with_addresses(state_dict)
+    sizes = {get_torch_storage_id(tensor): tensor.nbytes for tensor in tensors.values()}
+    with publishing(Path(folder), sum(sizes.values()), pattern) as workshop:
         save_torch_state_dict(
-            _with_addresses(state_dict),
+            tensors,
             workshop,
             filename_pattern=pattern,
             max_shard_size=max_shard_size,
             safe_serialization=safe_serialization,
         )
-        atomic.publish_weights(workshop, folder, pattern)
 
 
 def _with_addresses(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from nbaccel.errors import ConfigError
+from nbaccel.errors import CheckpointFailed, ConfigError
 from nbaccel.train.checkpoint import save, save_model
 from nbaccel.train.checkpoint.files import read_torch_file
+from tests.isolation import isolated
 from tests.train.checkpoint.training import Tied
 
 
@@ -97,6 +100,24 @@ def test_a_large_model_is_cut_into_files_and_those_of_an_earlier_save_go(tmp_pat
     assert set(index["weight_map"]) == set(four_layers())
     for name, file in index["weight_map"].items():
         assert load_file(tmp_path / file)[name].equal(torch.ones(250))
+
+
+@isolated
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_full_disk_leaves_the_old_weights_and_says_what_to_do(tmp_path, monkeypatch, safe):
+    save_model(four_layers(1.0), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("nbaccel.base.weight_files.free_bytes", lambda _: 3000)
+        with pytest.raises(ConfigError, match=r"3.9 KiB of weights.*2.9 KiB free. Make room"):
+            save_model(four_layers(2.0), tmp_path / "new", safe_serialization=safe)
+    # The system refuses files above a size, as a full disk would.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(CheckpointFailed, match=r"failed: .* are free. Remove the cause"):
+            save_model(four_layers(2.0), folder, safe_serialization=safe)
+    assert names(tmp_path) == ["model.safetensors"]
+    assert load_file(tmp_path / "model.safetensors")["layer0.weight"].equal(torch.ones(250))
 
 
 def test_a_model_that_cannot_be_saved_leaves_the_old_one_and_a_file_is_no_folder(tmp_path):
