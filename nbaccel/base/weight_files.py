@@ -83,14 +83,14 @@ def head_of_file(
     return head, [len(head) + begin for begin in begins]
 
 
-def check_room(folder: Path, num_bytes: int) -> None:
+def check_room(folder: Path, num_bytes: int, remark: str = "") -> None:
     """Refuse a disk that is too small for weights, before any is written."""
     available_bytes = free_bytes(folder)
     if num_bytes > available_bytes:
         raise ConfigError(
             f"{folder}: {format_bytes(num_bytes)} of weights are to be written, and its disk "
             f"has {format_bytes(available_bytes)} free. Make room, or give a folder on another "
-            "disk. (Weights of an earlier save there stay until the new ones are whole.)"
+            f"disk.{remark}"
         )
 
 
@@ -105,8 +105,8 @@ def publishing(folder: Path, num_bytes: int, pattern: str = FILE_PATTERN) -> Ite
         raise ConfigError(
             f"{folder} is a file: weights and their index need a folder. Give a folder's name."
         )
-    # Earlier weights there do not count as room: they stay until the new ones are complete.
-    check_room(folder, num_bytes)
+    remark = " (Weights of an earlier save there stay until the new ones are whole.)"
+    check_room(folder, num_bytes, remark)
     made_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
