@@ -38,6 +38,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "nbaccel, 200 MB": ("--max-shard-size", "200MB"),
     "DeepSpeed, safetensors, 200 MB": ("--safe_serialization", "--max_shard_size", "200MB"),
 }
+FLOOR = "importing torch, and writing as many bytes"  # less than that no converter can do
 MEMORY_BAR, TIME_BAR = 0.25, 1.0
 MIB = 2**20
 
@@ -102,6 +103,10 @@ def run(command: list[str]) -> tuple[float, float]:
 
 
 def command(subject: str, checkpoint: Path, out: Path) -> list[str]:
+    if subject == FLOOR:
+        count = WIDTH * WIDTH * LAYERS * 4 // MIB
+        code = f"import torch; f = open({str(out)!r}, 'wb'); b = bytes({MIB})\n"
+        return [sys.executable, "-c", f"{code}for _ in range({count}): f.write(b)"]
     options = [str(checkpoint), str(out), *SUBJECTS[subject]]
     if subject.startswith(NBACCEL):
         return [sys.executable, "-m", "nbaccel", "to-fp32", *options]
@@ -127,6 +132,10 @@ def measure_one(results: Results, stage: int, subject: str, checkpoint: Path, ou
         results.of(f"zero{stage} {name}", subject).values.append(value)
 
 
+def remove(out: Path) -> None:
+    out.unlink() if out.is_file() else shutil.rmtree(out, ignore_errors=True)
+
+
 def measure(results: Results, repeats: int, stages: Sequence[int], place: Path) -> None:
     for stage in stages:
         results.forget(f"zero{stage}")
@@ -138,19 +147,19 @@ def measure(results: Results, repeats: int, stages: Sequence[int], place: Path) 
             peaks = [run(baseline)[1] for _ in range(3)]
             results.of(f"zero{stage} baseline", subject).values += peaks
         for turn in range(repeats):
-            names = list(SUBJECTS)
+            names = [*SUBJECTS, FLOOR]
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 say(f"ZeRO-{stage}, round {turn + 1} of {repeats}: {name}")
                 out = place / name.replace(" ", "-")
-                shutil.rmtree(out, ignore_errors=True)
+                remove(out)
                 measure_one(results, stage, name, checkpoint, out)
-                if turn:  # those of the first round are compared
-                    shutil.rmtree(out)
+                if turn or name == FLOOR:  # those of the first round are compared
+                    remove(out)
             if turn == 0:
                 results.of(f"zero{stage} equal", NBACCEL).facts.append(compared(place))
                 results.of(f"zero{stage} size", PEER).values.append(size / MIB)
                 for name in names:
-                    shutil.rmtree(place / name.replace(" ", "-"))
+                    remove(place / name.replace(" ", "-"))
             results.note(f"zero{stage}", parameters=WIDTH * WIDTH * LAYERS)
             results.save()
         shutil.rmtree(checkpoint)
@@ -229,6 +238,11 @@ def render(results: Results) -> tuple[str, bool]:
                 f"| {over:,.0f} ({over / net(results, stage, PEER):.3f}x) "
                 f"| {cell(results, f'zero{stage} time', subject, 1)} "
                 f"| {cell(results, f'zero{stage} on disk', subject, 1)} |"
+            )
+        if results.median(f"zero{stage} time", FLOOR):
+            lines.append(
+                f"| {stage}, {FLOOR} | | | {cell(results, f'zero{stage} time', FLOOR, 1)} "
+                f"| {cell(results, f'zero{stage} on disk', FLOOR, 1)} |"
             )
         for what, bar in (("peak", MEMORY_BAR), ("time", TIME_BAR)):
             found = paired(results, f"zero{stage} {what}")
