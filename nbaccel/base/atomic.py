@@ -80,10 +80,7 @@ def clear_leftovers(parent: Path, name_pattern: str) -> None:
 
 @contextlib.contextmanager
 def partial_folder(parent: Path, base_name: str) -> Iterator[Path]:
-    """A hidden folder beside the files to be, on the same disk, gone afterwards.
-
-    Those that killed processes have left under that name are cleared away first.
-    """
+    """A hidden folder beside the files to be, on the same disk, gone afterwards."""
     clear_leftovers(parent, re.escape(_short_name(base_name)))
     folder = parent / partial_name(base_name)
     with hold_claim(folder):
@@ -199,11 +196,7 @@ def free_bytes(folder: Path) -> int:
 def nearest_folder(folder: Path) -> Path:
     """The folder, or the nearest above it that is there."""
     absolute_folder = folder.expanduser().absolute()
-    return next(
-        existing_folder
-        for existing_folder in (absolute_folder, *absolute_folder.parents)
-        if existing_folder.exists()
-    )
+    return next(folder for folder in (absolute_folder, *absolute_folder.parents) if folder.exists())
 
 
 @dataclass(frozen=True, slots=True)

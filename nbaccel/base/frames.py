@@ -99,10 +99,7 @@ def user_frame(frames: Iterable[Frame]) -> Frame | None:
 
 
 def caller_level() -> int:
-    """The `stacklevel` of a warning that is to name the code which called nbaccel.
-
-    To be called by the function that warns.
-    """
+    """The `stacklevel` of a warning that is to name the code which called nbaccel."""
     level = 0
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(f"{_PACKAGE_FOLDER}/"):

@@ -67,10 +67,7 @@ def _replace_method(
 
 
 def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: list[str]) -> None:
-    """Show an error as a shell shows tracebacks: in a kernel, as the cell's error.
-
-    A shell without the method prints the lines.
-    """
+    """Show an error as a shell shows tracebacks: in a kernel, as the cell's error."""
     show = getattr(shell, "_showtraceback", None)
     if show is None:
         sys.stderr.write("\n".join([*lines, ""]))

@@ -70,10 +70,7 @@ def find_mapping(address: int, num_bytes: int) -> FileMapping | None:
 
 
 def drop_pages(address: int, num_bytes: int, *, keep_written: bool = False) -> None:
-    """Give back the pages that lie wholly within these bytes, if they are in a private mapping.
-
-    What was written there is lost; pages that other tensors have a part in are kept.
-    """
+    """Give back the pages that lie wholly within these bytes, if they are in a private mapping."""
     mapping = find_mapping(address, num_bytes)
     if mapping is None:
         return

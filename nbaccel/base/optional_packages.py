@@ -52,10 +52,7 @@ def is_installed(module_name: str) -> bool:
 
 
 def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
-    """Whether a module could be imported and belongs to an installed package.
-
-    A folder that happens to have its name, such as trackers leave, is none.
-    """
+    """Whether a module could be imported and belongs to an installed package."""
     if not is_installed(module):
         return False
     for name in distributions or (module,):

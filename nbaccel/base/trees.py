@@ -133,11 +133,7 @@ def _mapping_like(example: Mapping[Any, Any], new_items: dict[Any, Any]) -> Any:
 
 
 def average(tensors: Sequence[torch.Tensor], world_size: int, *, by_host: bool = False) -> None:
-    """Average tensors over all processes in place, in one collective for each data type.
-
-    By way of host memory that is one copy down and one up, whatever their number; on a device that
-    compiles each collective, one program.
-    """
+    """Average tensors over all processes in place, in one collective for each data type."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])

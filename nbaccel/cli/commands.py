@@ -180,9 +180,7 @@ def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite:
     from nbaccel.base import atomic
 
     there_already = [
-        str(folder / exported_file.name)
-        for exported_file in exported_files
-        if (folder / exported_file.name).exists()
+        str(folder / file.name) for file in exported_files if (folder / file.name).exists()
     ]
     if there_already and not overwrite:
         raise ConfigError(

@@ -109,7 +109,7 @@ class _Reading:
     def mapping(self, key: str, value: Any) -> dict[str, Any]:
         """A section; empty, and a mistake, where it is none."""
         if isinstance(value, Mapping):
-            return {str(entry_key): entry_value for entry_key, entry_value in value.items()}
+            return {str(name): inner_value for name, inner_value in value.items()}
         self.mistakes.append(
             f"{key}={shown(value)} must be a section. Write names and values below it."
         )
@@ -126,8 +126,7 @@ class _Reading:
 
     def complete_settings(self) -> dict[str, Any]:
         """The settings for `RunConfig`, variables included."""
-        variables = {"variables": self.variables} if self.variables else {}
-        settings = {**self.settings, **variables}
+        settings = self.settings | ({"variables": self.variables} if self.variables else {})
         if "hostfile" in settings:
             # One command starts the workers on all hosts, and counts them together.
             num_nodes = settings.pop("num_nodes", 1)
@@ -231,11 +230,6 @@ def read_accelerate_yaml(
         )
     reading = _read_keys(file_settings, file_path, changes or {})
     return _judged(reading, source_name, changes or {})
-
-
-def unjudged_settings(file_settings: Mapping[str, Any], file_path: Path) -> dict[str, Any]:
-    """What a file says as settings of `RunConfig`, whatever is wrong with it."""
-    return _read_keys(file_settings, file_path, {}).complete_settings()
 
 
 def _read_keys(
@@ -707,12 +701,11 @@ def load_config_file(
             config=RunConfig(**merged_settings(file_settings, changes)), path=file_path
         )
     except ConfigError as error:
-        raise ConfigError(
-            *(
-                mistake if setting_of(mistake) in changes else f"{file_path}: {mistake}"
-                for mistake in error.mistakes
-            )
-        ) from error
+        mistakes = [
+            mistake if setting_of(mistake) in changes else f"{file_path}: {mistake}"
+            for mistake in error.mistakes
+        ]
+        raise ConfigError(*mistakes) from error
 
 
 def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
@@ -721,11 +714,9 @@ def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
     settings = _read_settings(file_path)
     is_accelerate = is_accelerate_file(settings)
     if is_accelerate:
-        settings = unjudged_settings(settings, file_path)
-    known_settings = {
-        name: settings[name] for name in RunConfig.model_fields.keys() & settings.keys()
-    }
-    config = RunConfig.model_construct(**known_settings)
+        settings = _read_keys(settings, file_path, {}).complete_settings()
+    known_names = RunConfig.model_fields.keys() & settings.keys()
+    config = RunConfig.model_construct(**{name: settings[name] for name in known_names})
     return LoadedConfig(config=config, path=file_path, is_accelerate=is_accelerate)
 
 

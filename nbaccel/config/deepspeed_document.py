@@ -51,10 +51,7 @@ _AUTO_STAGE = 2
 
 
 class Document(dict[str, Any]):
-    """A DeepSpeed configuration that :func:`read_document` has read, and does not read again.
-
-    Plain JSON values; the stage, the precision and the accumulation have their proper types.
-    """
+    """A DeepSpeed configuration that :func:`read_document` has read, and does not read again."""
 
 
 def read_document(value: Any) -> Any:
@@ -111,11 +108,9 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
         if isinstance(part_section, dict) and "params" in part_section:
             part_section["params"] = numbers_read(part_section["params"])
     config_mistakes = [
-        FieldMistake(
-            section_rule.refusal(section_name, config_settings[section_name]), section_name
-        )
-        for section_name, section_rule in SECTION_RULES.items()
-        if not isinstance(config_settings.get(section_name, {}), (dict, type(None)))
+        FieldMistake(rule.refusal(name, config_settings[name]), name)
+        for name, rule in SECTION_RULES.items()
+        if not isinstance(config_settings.get(name, {}), (dict, type(None)))
     ]
     config_mistakes += [
         mistake
@@ -169,9 +164,7 @@ def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, A
                 del remaining_document[section_name]
     if True in enabled_by_section.values():
         settings["mixed_precision"] = next(
-            section_name
-            for section_name, is_enabled in enabled_by_section.items()
-            if is_enabled is True
+            name for name, is_enabled in enabled_by_section.items() if is_enabled is True
         )
     # One of them turned off leaves the other open; only both together mean float32.
     elif [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):

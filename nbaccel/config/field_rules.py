@@ -117,30 +117,18 @@ class FieldRule:
             must = f"a whole number of at least {least}"
         return replace(self, must=must + or_none, read=self.read or read, allowed=allowed)
 
-    def refusal(
-        self,
-        setting_name: str,
-        value: object,
-        *,
-        owner: str = "",
-        field_meaning: str = "",
-    ) -> str:
+    def refusal(self, setting_name: str, value: object, *, owner: str = "", why: str = "") -> str:
         """The message about a value that the rule does not allow."""
-        message_head = (
+        head = (
             f"{owner}({setting_name}={shown(value)}) must be {self.must}"
             if owner
             else f"{setting_name} must be {self.must}: got {shown(value)}"
         )
         word = closest(value, self.allowed, self.words) if isinstance(value, str) else ""
-        reason = (self.why or field_meaning).strip().rstrip(".")
-        message_parts = (
-            f"{message_head}.",
-            f"{reason}." if reason else "",
-            word.lstrip() or f"{self.do}.",
-        )
-        return " ".join(
-            message_part for message_part in (*message_parts, *self.problems) if message_part
-        )
+        reason = (self.why or why).strip().rstrip(".")
+        remedy = word.lstrip() or f"{self.do}."
+        parts = (f"{head}.", f"{reason}." if reason else "", remedy, *self.problems)
+        return " ".join(filter(None, parts))
 
 
 _LIMITS = ("ge", "gt", "le", "min_length", "pattern")
@@ -155,14 +143,8 @@ def setting(default: Any, description: str, **limits_and_rule: Any) -> Any:
     return field_info
 
 
-OptionalCount = Annotated[
-    int | None,
-    Field(ge=1),
-    FieldRule(
-        why="A smaller value has no meaning",
-        do="Give one, or leave it out",
-    ),
-]
+NO_SMALLER = FieldRule(why="A smaller value has no meaning", do="Give one, or leave it out")
+OptionalCount = Annotated[int | None, Field(ge=1), NO_SMALLER]
 
 
 def rule_of(model_field: FieldInfo) -> FieldRule:
@@ -200,29 +182,21 @@ def explain_mistakes(
             text = f"{model.__name__} cannot be built from {shown(given_value)}: {problem}."
         else:
             model_field = model.model_fields[setting_name]
-            text = rule_of(model_field).refusal(
-                setting_name, given_value, field_meaning=model_field.description or ""
-            )
-        speaker_name = (said_by or {}).get(setting_name, "")
-        by_name[setting_name] = (
-            FieldMistake(f"{speaker_name}: {text}" if speaker_name else text, setting_name),
-        )
-    return tuple(
-        field_mistake for setting_mistakes in by_name.values() for field_mistake in setting_mistakes
-    )
+            meaning = model_field.description or ""
+            text = rule_of(model_field).refusal(setting_name, given_value, why=meaning)
+        speaker = (said_by or {}).get(setting_name, "")
+        text = f"{speaker}: {text}" if speaker else text
+        by_name[setting_name] = (FieldMistake(text, setting_name),)
+    return tuple(mistake for mistakes in by_name.values() for mistake in mistakes)
 
 
 def _unknown_setting(model: type[BaseModel], name: str, value: object, unknown_remedy: str) -> str:
     settings = tuple(model.model_fields)
-    text = (
-        closest(name, settings).lstrip()
-        or unknown_remedy
-        or f"The settings are: {', '.join(settings)}."
-    )
+    known = f"The settings are: {', '.join(settings)}."
+    remedy = closest(name, settings).lstrip() or unknown_remedy or known
     return (
-        f"{name} is no setting of {model.__name__}: got "
-        f"{name}={shown(value)}. It would be silently ignored. "
-        f"{text}"
+        f"{name} is no setting of {model.__name__}: got {name}={shown(value)}. It would be "
+        f"silently ignored. {remedy}"
     )
 
 
@@ -254,10 +228,8 @@ class FieldCheck:
         except ValidationError as error:
             inner_error = error.errors(include_url=False)[0].get("ctx", {}).get("error")
             if isinstance(inner_error, ConfigError):  # the setting is a section
-                inner_mistakes = (
-                    mistake.under(setting_name) for mistake in mistakes_in(inner_error)
-                )
-                raise ConfigError(*inner_mistakes) from error
+                inner_mistakes = mistakes_in(inner_error)
+                raise ConfigError(*(one.under(setting_name) for one in inner_mistakes)) from error
             text = self.rule.refusal(setting_name, value, owner=owner)
             raise ConfigError(FieldMistake(text, setting_name)) from error
 
@@ -299,18 +271,14 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Every setting by name, as given."""
         # Not `dataclasses.asdict`, which copies the values deeply.
-        setting_names = [item.name for item in fields(self)]  # type: ignore[arg-type]
-        return {setting_name: getattr(self, setting_name) for setting_name in setting_names}
+        return {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
         """Only the settings that differ from their defaults."""
         # A new object, because defaults may depend on the environment.
         settings = type(self)()
-        return {
-            name: value
-            for name, value in self.to_dict().items()
-            if value != getattr(settings, name)
-        }
+        given = self.to_dict().items()
+        return {name: value for name, value in given if value != getattr(settings, name)}
 
 
 class Handler(Settings):

@@ -36,10 +36,6 @@ def _upper_case(value: Any) -> Any:
     return value.strip().upper() if isinstance(value, str) else value
 
 
-def _lower_case(value: Any) -> Any:
-    return value.strip().lower() if isinstance(value, str) else value
-
-
 def _three_values(value: Any) -> Any:
     if isinstance(value, str):
         value = [list_part.strip() for list_part in value.strip("()[] ").split(",")]
@@ -62,7 +58,6 @@ class Fp8Config(Plain):
     backend: BackendName = setting(
         "auto",
         "Library that computes in FP8; auto takes what is installed.",
-        read=_lower_case,
         do='Leave it at "auto" to take what is installed',
         words=words_of_rows(FP8_BACKENDS),
         problems=ENTRY_POINT_PROBLEMS,
@@ -71,7 +66,6 @@ class Fp8Config(Plain):
         "auto",
         "How scales are found: delayed from earlier steps, current from the tensor "
         "itself, rowwise or by blocks; auto takes the backend's default.",
-        read=_lower_case,
         do='Leave it at "auto"',
     )
     opt_level: Literal["O1", "O2", "O3"] = setting(
@@ -103,7 +97,6 @@ class Fp8Config(Plain):
     amax_compute_algo: Literal["max", "most_recent"] = setting(
         "max",
         "Which of them decides: the largest, or the latest.",
-        read=_lower_case,
         do="Give max, the default",
     )
     override_linear_precision: tuple[bool, bool, bool] = setting(
@@ -227,12 +220,6 @@ class Fp8Handler(Handler):
     """What says something of FP8."""
 
     BACKEND: ClassVar[str] = "auto"
-    _NOT_SETTINGS: ClassVar[tuple[str, ...]] = (
-        "config",
-        "module_filter_func",
-        "optimization_level",
-        "use_mxfp8_block_scaling",
-    )
 
     def __post_init__(self) -> None:
         # Wrong values are told where they are given.
@@ -244,15 +231,12 @@ class Fp8Handler(Handler):
         Raises:
             ConfigError: A value is wrong.
         """
-        said = {
-            name: value
-            for name, value in self.to_dict().items()
-            if value is not None and name not in self._NOT_SETTINGS
-        }
-        if self.to_dict().get("use_mxfp8_block_scaling"):
+        said = {name: value for name, value in self.to_dict().items() if value is not None}
+        said.pop("config", None)
+        said.pop("module_filter_func", None)
+        if said.pop("use_mxfp8_block_scaling", False):
             said["recipe"] = "mxfp8"
-        level = self.to_dict().get("optimization_level")
-        if level is not None:
+        if (level := said.pop("optimization_level", None)) is not None:
             if said.get("opt_level", level) != level:
                 raise ConfigError(
                     f"opt_level={said['opt_level']!r} and optimization_level={level!r} are two "

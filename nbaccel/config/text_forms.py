@@ -83,8 +83,7 @@ def json_like(given_value: Any, value_path: str = "", depth: int = 0) -> Any:
             )
         prefix = f"{value_path}." if value_path else ""
         return {
-            entry_key: json_like(inner_value, f"{prefix}{entry_key}", depth + 1)
-            for entry_key, inner_value in given_value.items()
+            key: json_like(value, f"{prefix}{key}", depth + 1) for key, value in given_value.items()
         }
     if isinstance(given_value, (list, tuple)):
         return [json_like(list_entry, value_path, depth + 1) for list_entry in given_value]

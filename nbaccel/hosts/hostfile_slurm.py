@@ -43,7 +43,6 @@ class HostfileEngine(Engine):
     name = "deepspeed"
 
     def unavailable_reason(self, config: RunConfig) -> str:
-        """See :meth:`Engine.unavailable_reason`."""
         if config.hostfile is None:
             return (
                 'engine="deepspeed" needs hostfile=...: a file with a line such as `worker-1 '
@@ -62,11 +61,9 @@ class HostfileEngine(Engine):
         return ""
 
     def unready_reason(self) -> str:
-        """See :meth:`Engine.unready_reason`."""
         return own_cluster.unready_reason(self.name)
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
-        """See :meth:`Engine.hosts`."""
         hosts = _filtered_hosts(_read_hostfile(Path(config.hostfile or "")), config)
         num_places = sum(host.slots or 0 for host in hosts)
         if config.num_processes is not None and config.num_processes > num_places:
@@ -80,7 +77,6 @@ class HostfileEngine(Engine):
         return own_cluster.first_hosts(hosts, config.num_processes)
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
-        """See :meth:`Engine.start_nodes`."""
         command = own_cluster.host_command(env.read(_PYTHON_VARIABLE, "") or "")
         commands = {
             host.name: [*_ssh_command(), host.address, shlex.join(command)]
@@ -182,7 +178,6 @@ class SlurmEngine(Engine):
     name = "slurm"
 
     def unavailable_reason(self, config: RunConfig) -> str:
-        """See :meth:`Engine.unavailable_reason`."""
         missing = [command for command in ("srun", "scontrol") if shutil.which(command) is None]
         if missing:
             return (
@@ -200,11 +195,9 @@ class SlurmEngine(Engine):
         return ""
 
     def unready_reason(self) -> str:
-        """See :meth:`Engine.unready_reason`."""
         return own_cluster.unready_reason(self.name)
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
-        """See :meth:`Engine.hosts`."""
         names = _allocated_names(env.read(_NODES_VARIABLE, "") or "")
         slots = _tasks_per_node(env.read(_TASKS_VARIABLE, "") or "")
         # An allocation that does not say how many tasks takes one per device, or core.
@@ -220,7 +213,6 @@ class SlurmEngine(Engine):
         return own_cluster.first_hosts(hosts, config.num_processes)
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
-        """See :meth:`Engine.start_nodes`."""
         environment = env.snapshot()
         for name in own_step_variables():
             del environment[name]

@@ -128,7 +128,6 @@ class NodeChannel(messaging.Channel):
         self._send = send
 
     def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> bool:
-        """Pass a packet on; a node that is lost is told elsewhere."""
         self._send(packet, descriptors)
         return True
 
@@ -372,7 +371,6 @@ class RemoteStarter(Starter):
         link.tell("act_on", pid, "kill")
 
     def use_of(self, pid: int) -> ProcessUse | None:
-        """Its host's last answer."""
         return self._workers[pid][0].use_of(pid)
 
     def note_end(self, ended: Ended) -> None:
@@ -382,7 +380,6 @@ class RemoteStarter(Starter):
             os.eventfd_write(self._has_ended, 1)
 
     def end_of(self, pid: int) -> Ended | None:
-        """How this worker has ended; None if it still runs."""
         with self._lock:
             ended = self._ended.pop(pid, None)
             if not self._ended:
@@ -524,10 +521,7 @@ class SharedFiles:
         ]
 
     def forget(self, arena_keys: Collection[str], *, staging: bool) -> list[int]:
-        """Drop these arenas, all staging files if asked to, and payloads that no rank will get.
-
-        Returns their numbers.
-        """
+        """Drop these arenas, all staging files if asked to, and payloads that no rank will get."""
         payloads = [file for file in self._files.values() if file.kind not in (ARENA, STAGING)]
         return self._drop(
             file

@@ -298,11 +298,9 @@ class OwnCluster(NodeCrew):
             raise
 
     def problems(self) -> Mapping[str, str]:
-        """See :meth:`NodeCrew.problems`."""
         return self._cluster.problems()
 
     def end(self) -> None:
-        """See :meth:`NodeCrew.end`."""
         self._cluster.num_users -= 1
         if self._cluster.num_users == 0:
             _clusters.clear()

@@ -42,7 +42,6 @@ class RayEngine(Engine):
         self._resource = "CPU"
 
     def unavailable_reason(self, config: RunConfig) -> str:
-        """See :meth:`Engine.unavailable_reason`."""
         if not is_installed("ray"):
             return (
                 'engine="ray" needs Ray, which is not installed. Install it with pip install '
@@ -57,7 +56,6 @@ class RayEngine(Engine):
         return ""
 
     def connect(self) -> None:
-        """See :meth:`Engine.connect`."""
         if not is_installed("ray"):  # `unavailable_reason` tells
             return
         _check_answers(env.read("RAY_ADDRESS", "") or "")
@@ -97,7 +95,6 @@ class RayEngine(Engine):
         ]
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
-        """See :meth:`Engine.start_nodes`."""
         node_ids = {name: node_id for node_id, name in _node_names(_living_nodes()).items()}
         missing = [host.name for host in hosts if host.name not in node_ids]
         if missing:
@@ -279,7 +276,6 @@ class RayCrew(NodeCrew):
         }
 
     def end(self) -> None:
-        """See :meth:`NodeCrew.end`."""
         import ray
         from ray.util.placement_group import remove_placement_group
 

@@ -56,11 +56,7 @@ def device_runtime(device_name: str) -> DeviceRuntime:
 
 
 def devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
-    """All devices in the order of their rows, but those that cannot be loaded.
-
-    The plan reports the latter, which come from other packages; a request for one by its name
-    raises the error.
-    """
+    """All devices in the order of their rows, but those that cannot be loaded."""
     loaded_devices = []
     for row in DEVICES:
         if names is not None and row.name not in names:
@@ -168,11 +164,7 @@ def strategy(strategy_name: str) -> type[Strategy]:
 
 def wanted_strategy(said: Said) -> Wanted | None:
     """The strategy that was requested."""
-    requests = [
-        wanted
-        for capability_row in STRATEGIES
-        if (wanted := _request_of(capability_row, said)) is not None
-    ]
+    requests = [wanted for row in STRATEGIES if (wanted := _request_of(row, said)) is not None]
     # In the order of `Source`, the strongest first.
     for source in get_args(Source):
         requests_of_source = [wanted for wanted in requests if wanted.source == source]

@@ -20,8 +20,8 @@ from nbaccel.base import env
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, precision_row, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.config.handlers import FSDP_VARIABLES
-from nbaccel.config.plugin_settings import DYNAMO_VARIABLES, setting_variables
+from nbaccel.config.handlers import DYNAMO_VARIABLES, FSDP_VARIABLES
+from nbaccel.config.plugin_settings import setting_variables
 
 ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"
 """Accelerate has a variable for it with FSDP only."""
@@ -40,18 +40,7 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """The place of one worker in a launch.
-
-    Attributes:
-        rank: Number of this worker among all workers, from 0.
-        local_rank: Number of this worker on its node, from 0.
-        world_size: Workers in total.
-        local_world_size: Workers on this node.
-        node_rank: Number of this node, from 0.
-        num_nodes: Nodes in total.
-        master_addr: Host name or address of the rendezvous store.
-        master_port: TCP port of the rendezvous store.
-    """
+    """The place of one worker in a launch."""
 
     rank: int = 0
     local_rank: int = 0
@@ -98,12 +87,7 @@ class Topology:
         device: str = "cpu",
         environ: Mapping[str, str] | None = None,
     ) -> dict[str, str]:
-        """The environment variables by which training code finds its place.
-
-        They are those that ``torch.distributed``, Accelerate, Lightning and the Trainer of
-        transformers read, so that their code runs unchanged. Network interfaces of the user's
-        environment, this process's own where none is given, are respected.
-        """
+        """The environment variables by which training code finds its place."""
         variables_by_name = {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -218,10 +202,7 @@ def remove_shared_memory(worker_places: Iterable[Topology]) -> None:
 
 
 def remove_orphans() -> None:
-    """Remove the user's files of this kind that no process has open.
-
-    They are of launches whose notebook was killed before it could remove them.
-    """
+    """Remove the user's files of this kind that no process has open."""
     try:
         paths = [*SHARED_MEMORY.glob(f"{_SEGMENT_PREFIX}{os.getuid()}_*")]
     except OSError:

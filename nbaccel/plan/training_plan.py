@@ -317,11 +317,9 @@ def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
         return Choice("strategy", row.name, strategy.reason)
     word = "one" if found.world_size == 1 else "several"
     row = next(
-        default_row
-        for default_row in STRATEGIES
-        if default_row.is_default
-        and default_row.processes == word
-        and strategy_fits(default_row, device_row(found.device))
+        row
+        for row in STRATEGIES
+        if row.is_default and row.processes == word and strategy_fits(row, device_row(found.device))
     )
     reason = row.default_reason.format(world_size=found.world_size)
     return Choice("strategy", row.name, reason)

@@ -187,11 +187,7 @@ class TpuDevice(Device):
         return tuple({**shared, **variables} for variables in per_worker)
 
     def idle_variables(self) -> Mapping[str, str]:
-        """See :meth:`Device.idle_variables`.
-
-        torch imports torch_tpu by itself, which takes seconds; and on a host without chips its
-        first backward pass asks a metadata server for minutes (torch_tpu 0.2).
-        """
+        """See :meth:`Device.idle_variables`."""
         return {_AUTOLOAD_VARIABLE: "0"} if find_packages({}).torch_tpu else {}
 
     def prepare_template(self) -> None:

@@ -170,8 +170,7 @@ def find_packages(
     """Look for the drivers."""
     torch_tpu, torch_xla = (_find(name, search_path) for name in ("torch_tpu", "torch_xla"))
     is_googles = torch_tpu is not None and any(
-        (entry_point.group, entry_point.value) == _TORCH_TPU_ENTRY_POINT
-        for entry_point in torch_tpu.entry_points
+        (point.group, point.value) == _TORCH_TPU_ENTRY_POINT for point in torch_tpu.entry_points
     )
     return DriverPackages(
         torch=_installed_version(_find("torch", search_path)),
