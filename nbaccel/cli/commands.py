@@ -7,6 +7,7 @@ nothing heavy.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nbaccel.base.errors import ConfigError
-from nbaccel.base.units import format_bytes, format_seconds
+from nbaccel.base import atomic, env
+from nbaccel.base.errors import ConfigError, WorkerFailed
+from nbaccel.base.units import format_bytes, format_number, format_seconds
+from nbaccel.cli import plain_table, terminal_console
 from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
 
 if TYPE_CHECKING:
@@ -39,18 +42,6 @@ notebook_launcher with all that it needs. Cells with the tag `nbaccel-skip` are 
 are those of the call over what nbaccel config has saved; --config-file, and flags as after
 nbaccel launch, come last.
 """
-
-
-def add_export(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    add_command(
-        app,
-        "export",
-        _export,
-        description=_EXPORT_HELP,
-        short_help="a script and a job out of a notebook",
-        takes_script=False,
-    )
 
 
 _NotebookOption = Annotated[
@@ -97,7 +88,9 @@ def _export(
             "Leave it out for nbaccel launch."
         )
     notebook_path = Path(notebook)
-    script_path = Path(output or f"{_module_name(notebook_path.stem)}.py")
+    # As the name of a script that can be imported: no blanks and dashes.
+    stem = re.sub(r"\W", "_", notebook_path.stem)
+    script_path = Path(output or f"{'notebook_' * stem[:1].isdecimal()}{stem}.py")
     made_script = make_script(read_notebook(notebook_path), notebook_path.name, function)
     _check_script(made_script.text)
     if to in _CLUSTERS:
@@ -115,12 +108,6 @@ def _export(
         )
 
 
-def _module_name(stem: str) -> str:
-    """A notebook's name as that of a script that can be imported: no blanks and dashes."""
-    plain_name = "".join(letter if letter.isalnum() else "_" for letter in stem)
-    return f"notebook_{plain_name}" if plain_name[:1].isdecimal() else plain_name
-
-
 def _check_script(script_text: str) -> None:
     try:
         compile(script_text, "script", "exec")
@@ -136,19 +123,16 @@ def _settings(
     made_script: MadeScript, config_file: str | None, further_options: dict[str, Any]
 ) -> RunConfig:
     from nbaccel.cli.launch_request import SettingsFile, read_launch_request, read_settings_file
+    from nbaccel.config.text_forms import changed_settings
 
     file = read_settings_file(config_file)
     if made_script.launch is not None:
         file_config = file.merge({})
-        defaults = type(file_config)()
-        settings = {
-            name: value
-            for name, value in dict(file_config).items()
-            if value != getattr(defaults, name)
-        }
+        settings = changed_settings(file_config)
         told = made_script.launch.settings
         # A file that was given for this comes after the notebook, one that was saved before it.
-        config = defaults.changed(**({**told, **settings} if config_file else {**settings, **told}))
+        first, last = (told, settings) if config_file else (settings, told)
+        config = type(file_config)().changed(**{**first, **last})
         file = SettingsFile(config=config, name=file.name or "the notebook")
     request = read_launch_request(further_options, file)
     for note in request.notes:
@@ -177,8 +161,6 @@ def _files(
 
 
 def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
-    from nbaccel.base import atomic
-
     there_already = [
         str(folder / file.name) for file in exported_files if (folder / file.name).exists()
     ]
@@ -236,7 +218,6 @@ def _test(
     config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
-    from nbaccel.base import env
     from nbaccel.cli.launch_request import read_launch_request, read_settings_file
 
     request = read_launch_request(further_options, read_settings_file(config_file))
@@ -248,7 +229,6 @@ def _test(
 
 def _run_test(config: RunConfig) -> int:
     # Here, so that `nbaccel test --help` needs no torch.
-    from nbaccel.base.errors import WorkerFailed
     from nbaccel.cli.launch_request import plan_of_command
     from nbaccel.cli.set_up_checks import SetUpCheckFailed, run_checks
     from nbaccel.launchers import launch_configured
@@ -286,17 +266,6 @@ _ESTIMATE_HELP = (
     "other kinds of models of transformers have their default size. The second table has the "
     "ways to train with Adam; activations depend on the batch and are not in it."
 )
-
-
-def add_estimate(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    app.command(
-        "estimate-memory",
-        help=_ESTIMATE_HELP,
-        short_help="what a model takes, loaded and trained",
-        # Accelerate takes several words after --dtypes.
-        context_settings={"allow_extra_args": True},
-    )(_estimate)
 
 
 def _estimate(
@@ -359,15 +328,6 @@ _MERGE_HELP = (
 )
 
 
-def add_merge(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    app.command(
-        "merge-weights",
-        help=_MERGE_HELP,
-        short_help="whole weights out of FSDP's shards",
-    )(_merge)
-
-
 def _merge(
     checkpoint_dir: Annotated[
         str, typer.Argument(metavar="DIR", help="The folder with the shards, or one above it.")
@@ -405,16 +365,6 @@ def _merge(
         print("The shards have been deleted.")
 
 
-def add_status(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    app.command(
-        "status",
-        help="Show the runs of this user on this machine that go on: of notebooks, scripts and "
-        "nbaccel launch. Runs that have ended are not shown.",
-        short_help="what trains on this machine, and how far it is",
-    )(_show_runs)
-
-
 def _show_runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
     stop: Annotated[
@@ -443,9 +393,6 @@ def _show_runs(
 
 
 def _print_table(notes: list[RunNote]) -> None:
-    from nbaccel.base.units import format_number, format_seconds
-    from nbaccel.cli import plain_table, terminal_console
-
     table = plain_table("", "id", "what", "for", "workers", "progress", "loss", "left")
     for note in notes:
         of_words = f" of {note.steps_in_all:,}" if note.steps_in_all else ""
@@ -462,3 +409,31 @@ def _print_table(notes: list[RunNote]) -> None:
             "-" if left_s is None else f"{format_seconds(left_s)}{in_words}",
         )
     terminal_console().print(table)
+
+
+def add_others(app: typer.Typer) -> None:
+    """Add the subcommands that come after ``launch``."""
+    add_command(
+        app,
+        "export",
+        _export,
+        description=_EXPORT_HELP,
+        short_help="a script and a job out of a notebook",
+        takes_script=False,
+    )
+    app.command(
+        "estimate-memory",
+        help=_ESTIMATE_HELP,
+        short_help="what a model takes, loaded and trained",
+        # Accelerate takes several words after --dtypes.
+        context_settings={"allow_extra_args": True},
+    )(_estimate)
+    app.command("merge-weights", help=_MERGE_HELP, short_help="whole weights out of FSDP's shards")(
+        _merge
+    )
+    app.command(
+        "status",
+        help="Show the runs of this user on this machine that go on: of notebooks, scripts and "
+        "nbaccel launch. Runs that have ended are not shown.",
+        short_help="what trains on this machine, and how far it is",
+    )(_show_runs)

@@ -73,7 +73,13 @@ def _environment_facts(config_file: str | None) -> Facts:
 
     inventory = inspect_machine()
     return {
-        "nbaccel": _own_facts(inventory),
+        "nbaccel": {
+            "version": __version__,
+            "folder": str(Path(__file__).parent.parent),
+            "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "executable": sys.executable,
+            "front end": inventory.front_end,
+        },
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
         "machine": _machine_facts(inventory),
         "devices": _device_facts(inventory),
@@ -86,11 +92,8 @@ def _report_text(facts: Facts) -> str:
     """The facts as lines to paste."""
     lines: list[str] = []
     for section, values in facts.items():
-        lines += [
-            f"## {section}",
-            *(f"- {name}: {_line_of(value)}" for name, value in values.items()),
-        ]
-        lines += ["- none"] * (not values)
+        lines.append(f"## {section}")
+        lines += [f"- {name}: {_line_of(value)}" for name, value in values.items()] or ["- none"]
     return "\n".join(lines)
 
 
@@ -99,17 +102,6 @@ def _line_of(value: Any) -> str:
         return ", ".join(f"{name} {inner_value}" for name, inner_value in value.items())
     text = str(value)
     return "\n" + textwrap.indent(text.rstrip(), " " * 6) if "\n" in text else text
-
-
-# ---------------------------------------------------------------------------- versions
-def _own_facts(inventory: Inventory) -> dict[str, Any]:
-    return {
-        "version": __version__,
-        "folder": str(Path(__file__).parent.parent),
-        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "executable": sys.executable,
-        "front end": inventory.front_end,
-    }
 
 
 # ----------------------------------------------------------------------------- machine

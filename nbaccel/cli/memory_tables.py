@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import PRECISIONS
@@ -137,7 +138,9 @@ def _header_of(path: Path) -> dict[str, int]:
 
 # ------------------------------------------------------------------------------- config
 def _built_model(config_file: Path, *, trust_remote_code: bool) -> ModelSizes:
-    transformers = _transformers(f"Building the model of {config_file}")
+    transformers: Any = require(
+        "transformers", extra="", why=f"Building the model of {config_file}"
+    )
     try:
         config = transformers.AutoConfig.from_pretrained(
             config_file.parent, local_files_only=True, trust_remote_code=trust_remote_code
@@ -153,10 +156,11 @@ def _built_model(config_file: Path, *, trust_remote_code: bool) -> ModelSizes:
 
 def _named_model(name: str) -> ModelSizes:
     """A kind of model that transformers knows, in the size that is its default."""
-    from nbaccel.base.optional_packages import is_installed
-
     # Without it, what is wrong with a path that was mistyped is not that it is missing.
-    transformers = _transformers("Building a model") if is_installed("transformers") else None
+    is_there = is_installed("transformers")
+    transformers: Any = (
+        require("transformers", extra="", why="Building a model") if is_there else None
+    )
     kinds = transformers.CONFIG_MAPPING if transformers else {}
     if name not in kinds:
         raise ConfigError(
@@ -167,12 +171,6 @@ def _named_model(name: str) -> ModelSizes:
         )
     note = f"The size is the default of this kind. Others are in the config.json of a {name}."
     return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))
-
-
-def _transformers(why: str) -> Any:
-    from nbaccel.base.optional_packages import require
-
-    return require("transformers", extra="", why=why)
 
 
 def _sizes_of(config: Any, source: Path, transformers: Any) -> ModelSizes:

@@ -23,6 +23,7 @@ from typing import Any
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config.text_forms import changed_settings
 from nbaccel.transfer.free_names import names_of
 
 EXPORT_TAG = "export"
@@ -258,11 +259,7 @@ def _read_launch(
     for name, node in given.items():
         value = _literal(node, found_configs)
         if name == "config" and isinstance(value, RunConfig):
-            settings |= {
-                setting_name: getattr(value, setting_name)
-                for setting_name, model_field in RunConfig.model_fields.items()
-                if getattr(value, setting_name) != model_field.default
-            }
+            settings |= changed_settings(value)
         elif name in RunConfig.model_fields and value is not _UNKNOWN:
             settings[name] = value
         elif name != "pool":
@@ -365,19 +362,12 @@ def _of_launch(
     function_needs = _needed(before, names_of(launch.function).needed)
     launched_names = names_of(", ".join((launch.function, *launch.args))).needed
     all_needs = _needed(before, launched_names, with_seeds=True)
-    definitions = [
-        statement
-        for statement in all_needs
-        if statement.is_definition or _has_long_text(statement.node)
-    ]
+    definitions = [one for one in all_needs if one.is_definition or _has_long_text(one.node)]
     # What definitions read stays beside them: names of main() would be hidden from functions.
     wanted_names = {name for statement in definitions for name in statement.reads}
     beside = _needed(before, wanted_names)
-    top_level = [
-        statement
-        for statement in before
-        if statement in function_needs or statement in definitions or statement in beside
-    ]
+    at_top = (*function_needs, *definitions, *beside)
+    top_level = [statement for statement in before if statement in at_top]
     in_main = [statement for statement in all_needs if statement not in top_level]
     used_cells = {statement.cell_number for statement in (*top_level, *in_main)}
     body = [statement.text for statement in in_main]

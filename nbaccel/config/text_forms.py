@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +184,12 @@ def read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
+def changed_settings(model: BaseModel) -> dict[str, Any]:
+    """The settings that differ from their defaults, by name."""
+    defaults = {name: field.default for name, field in type(model).model_fields.items()}
+    return {name: value for name, value in dict(model).items() if value != defaults[name]}
+
+
 class Plain(BaseModel):
     """A model whose `repr` is code with the settings that differ from the defaults."""
 
@@ -202,11 +208,8 @@ class Plain(BaseModel):
         # Not pydantic's `model_copy`, which validates nothing.
         return type(self)(**{**dict(self), **settings})
 
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if value != field.default:
-                yield name, value
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return changed_settings(self).items()
 
     def __str__(self) -> str:
         return repr(self)

@@ -24,6 +24,7 @@ from nbaccel.config.capabilities import (
     strategy_row,
 )
 from nbaccel.config.capability_rows import DeviceRow, Fp8Choice, Fp8Row, PrecisionRow, StrategyRow
+from nbaccel.config.text_forms import changed_settings
 from nbaccel.plan.contracts.training import Source, TrainingRequest, Wanted
 from nbaccel.plan.launch_plan import Choice, choices_table
 
@@ -159,18 +160,15 @@ def fp8_warnings(
 ) -> Iterator[str]:
     """What works but may not do what is expected."""
     settings = fp8 or Fp8Config()
-    for field_name, field_info in Fp8Config.model_fields.items():
-        value = getattr(settings, field_name)
-        is_read = field_name == "backend" or field_name in row.settings
-        if not is_read and value != field_info.default:
-            yield f"fp8.{field_name}={value!r} has no effect: {row.name} does not read it."
-    if "delayed" in row.recipes and recipe_of(settings, row) != "delayed":
-        for field_name in HISTORY_SETTINGS:
-            value = getattr(settings, field_name)
-            if value != Fp8Config.model_fields[field_name].default:
+    for name, value in changed_settings(settings).items():
+        if name not in ("backend", *row.settings):
+            yield f"fp8.{name}={value!r} has no effect: {row.name} does not read it."
+    if "delayed" in row.recipes and (recipe := recipe_of(settings, row)) != "delayed":
+        for name, value in changed_settings(settings).items():
+            if name in HISTORY_SETTINGS:
                 yield (
-                    f"fp8.{field_name}={value!r} has no effect with "
-                    f"recipe={recipe_of(settings, row)!r}: only delayed scaling has a history."
+                    f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed "
+                    "scaling has a history."
                 )
     if is_emulated(row, compute_capability):
         yield (
