@@ -64,11 +64,9 @@ def clear_leftovers(parent: Path, name_pattern: str) -> None:
     """Delete what killed processes have left; what is being written stays."""
     from filelock import FileLock
 
-    leftover_pattern = re.compile(rf"(\.(?:{name_pattern})\.partial-[0-9a-f]+)(\.lock)?")
+    pattern = re.compile(rf"(\.(?:{name_pattern})\.partial-[0-9a-f]+)(\.lock)?")
     leftover_names = {
-        name_match[1]
-        for path in parent.iterdir()
-        if (name_match := leftover_pattern.fullmatch(path.name))
+        name_match[1] for path in parent.iterdir() if (name_match := pattern.fullmatch(path.name))
     }
     for leftover_name in sorted(leftover_names):
         path = parent / f"{leftover_name}.lock"

@@ -10,20 +10,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from nbaccel.base import env, frames
 
 ROOT_LOGGER_NAME = "nbaccel"
 
-if TYPE_CHECKING:
-    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
-else:
-    # Subscripting works at run time only from Python 3.11 on.
-    _LoggerAdapter = logging.LoggerAdapter
 
-
-class _RankAdapter(_LoggerAdapter):
+# Subscripting works at run time only from Python 3.11 on.
+class _RankAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Puts ``[rank 1]`` before a message.
 
     The rank is read from the environment at each message and kept nowhere: a launch in this

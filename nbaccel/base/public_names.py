@@ -40,7 +40,11 @@ def hand_on(module: dict[str, Any], *own_names: str) -> None:
 
 
 def name_own(module: dict[str, Any], *others: str) -> None:
-    """Let a module's ``__all__`` be the functions and classes that it defines, and some others."""
+    """Let a module's ``__all__`` be the functions and classes that it defines, and some others.
+
+    Names of Accelerate that it lacks have their stand-ins in it.
+    """
+    module.update(missing_names_of(module["__name__"]))
     is_own = {name: getattr(value, "__module__", "") for name, value in module.items()}
     own_names = [name for name, home in is_own.items() if home == module["__name__"]]
     module["__all__"] = [*(name for name in own_names if not name.startswith("_")), *others]

@@ -161,12 +161,10 @@ def _files(
 
 
 def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
-    there_already = [
-        str(folder / file.name) for file in exported_files if (folder / file.name).exists()
-    ]
-    if there_already and not overwrite:
+    already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
+    if already and not overwrite:
         raise ConfigError(
-            f"{', '.join(there_already)} would be replaced: what is in there may be yours. Give "
+            f"{', '.join(already)} would be replaced: what is in there may be yours. Give "
             "--overwrite, or another --output."
         )
     folder.mkdir(parents=True, exist_ok=True)

@@ -138,15 +138,14 @@ def _check_seeds(training: _CheckedTraining) -> str:
 
 
 def _check_loader(training: _CheckedTraining) -> str:
-    seen_samples: list[int] = []
+    samples: list[int] = []
     num_batches = 0
     for *_, numbers in training.loader:
-        seen_samples += training.accelerator.gather_for_metrics(numbers).tolist()
+        samples += training.accelerator.gather_for_metrics(numbers).tolist()
         num_batches += 1
     _require(
-        sorted(seen_samples) == list(range(_SAMPLE_COUNT)),
-        f"{len(seen_samples)} samples came out of {_SAMPLE_COUNT}, "
-        f"{len(set(seen_samples))} different ones",
+        sorted(samples) == list(range(_SAMPLE_COUNT)),
+        f"{len(samples)} samples came out of {_SAMPLE_COUNT}, {len(set(samples))} different ones",
     )
     counts = gather(torch.tensor([num_batches], device=training.accelerator.device)).tolist()
     _require(len(set(counts)) == 1, f"ranks had {counts} batches")

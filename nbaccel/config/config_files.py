@@ -687,8 +687,8 @@ def load_config_file(
     file_path = Path(path).expanduser() if path is not None else default_config_path()
     if path is None and not file_path.exists():
         return LoadedConfig(config=RunConfig(**changes))
-    file_settings = _read_settings(file_path)
-    if is_accelerate_file(file_settings):
+    settings = _read_settings(file_path)
+    if is_accelerate_file(settings):
         accelerate_file = read_accelerate_yaml(file_path, changes)
         return LoadedConfig(
             config=accelerate_file.config,
@@ -697,9 +697,7 @@ def load_config_file(
             mapped_keys=accelerate_file.mapped_keys,
         )
     try:
-        return LoadedConfig(
-            config=RunConfig(**merged_settings(file_settings, changes)), path=file_path
-        )
+        return LoadedConfig(config=RunConfig(**merged_settings(settings, changes)), path=file_path)
     except ConfigError as error:
         mistakes = [
             mistake if setting_of(mistake) in changes else f"{file_path}: {mistake}"

@@ -99,10 +99,8 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
         (config_settings.get(_ZERO_SECTION), "stage"),
         (config_settings, BATCH_SIZES[-1]),
     ):
-        if isinstance(holder, dict) and isinstance(
-            number_value := holder.get(number_key), (str, float)
-        ):
-            holder[number_key] = read_whole(number_value)
+        if isinstance(holder, dict) and isinstance(value := holder.get(number_key), (str, float)):
+            holder[number_key] = read_whole(value)
     for section_name in _PART_SECTIONS:
         part_section = config_settings.get(section_name)
         if isinstance(part_section, dict) and "params" in part_section:
@@ -214,24 +212,22 @@ def engine_config(run_config: Any) -> dict[str, Any] | None:
         return None
     open_settings: dict[str, Any] = copy.deepcopy(dict(run_config.deepspeed or {}))
     zero_section = open_settings.pop(_ZERO_SECTION, None) or {}
-    whole_config: dict[str, Any] = {
-        _ZERO_SECTION: {"stage": run_config.zero_stage or 0, **zero_section}
-    }
+    config: dict[str, Any] = {_ZERO_SECTION: {"stage": run_config.zero_stage or 0, **zero_section}}
     for section_name in _HALF_FORMATS:
         format_section = open_settings.pop(section_name, None)
         if run_config.mixed_precision == section_name:
-            whole_config[section_name] = {"enabled": True, **(format_section or {})}
+            config[section_name] = {"enabled": True, **(format_section or {})}
         elif format_section:
             # Its other keys are kept, but it must not turn its precision on.
-            whole_config[section_name] = {"enabled": False, **format_section}
-    whole_config |= open_settings
+            config[section_name] = {"enabled": False, **format_section}
+    config |= open_settings
     if run_config.gradient_accumulation_steps is not None:
-        whole_config["gradient_accumulation_steps"] = run_config.gradient_accumulation_steps
+        config["gradient_accumulation_steps"] = run_config.gradient_accumulation_steps
     # These are known only where the training is prepared; without them DeepSpeed would refuse the
     # configuration or take its default.
     for open_key in (*BATCH_SIZES, "gradient_clipping"):
-        whole_config.setdefault(open_key, _AUTO_WORD)
-    return whole_config
+        config.setdefault(open_key, _AUTO_WORD)
+    return config
 
 
 _SLOT_HELP = "Name slots by number, as in worker-1:0,1@worker-2"

@@ -76,11 +76,9 @@ def json_like(given_value: Any, value_path: str = "", depth: int = 0) -> Any:
         raise ValueError(f"{_TOO_DEEP}{text[:60]}")
     if isinstance(given_value, Mapping):
         # `json.dumps` would silently make text of numbers and truth values.
-        wrong_keys = [entry_key for entry_key in given_value if not isinstance(entry_key, str)]
-        if wrong_keys:
-            raise ValueError(
-                f"JSON names settings by text, and {shown(wrong_keys[0])}{text} is none"
-            )
+        wrong = [entry_key for entry_key in given_value if not isinstance(entry_key, str)]
+        if wrong:
+            raise ValueError(f"JSON names settings by text, and {shown(wrong[0])}{text} is none")
         prefix = f"{value_path}." if value_path else ""
         return {
             key: json_like(value, f"{prefix}{key}", depth + 1) for key, value in given_value.items()
@@ -154,10 +152,8 @@ def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, A
 
     def once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # Python's reader keeps the last value and drops the others silently.
-        key_names = [setting_name for setting_name, _ in key_pairs]
-        repeated_names = sorted(
-            {setting_name for setting_name in key_names if key_names.count(setting_name) > 1}
-        )
+        key_names = [name for name, _ in key_pairs]
+        repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
         if repeated_names:
             raise ConfigError(
                 f"{source_name} names {', '.join(repeated_names)} more than once. "

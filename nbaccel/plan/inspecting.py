@@ -199,23 +199,18 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
                 "missing. Repair or uninstall the package that adds it."
             )
             continue
-        all_accelerators = (
-            *device_facts.get("accelerators", ()),
-            *detected.get("accelerators", ()),
-        )
-        device_facts |= {**detected, "accelerators": all_accelerators}
+        accelerators = (*device_facts.get("accelerators", ()), *detected.get("accelerators", ()))
+        device_facts |= {**detected, "accelerators": accelerators}
     return device_facts | {"problems": tuple(problems)}
 
 
 def _usable_cores(limits: Limits) -> int:
-    allowed_cores = (
+    cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     # Half a core rounds down: with one thread more than the quota, the kernel throttles the
     # process, and all threads wait for the slowest.
-    return max(
-        1, allowed_cores if limits.cpu_cores is None else min(allowed_cores, int(limits.cpu_cores))
-    )
+    return max(1, cores if limits.cpu_cores is None else min(cores, int(limits.cpu_cores)))
 
 
 def _smaller_bytes(found_bytes: int, limit_bytes: int | None) -> int:

@@ -87,17 +87,13 @@ def _vendors_on_bus(root: Path) -> set[str]:
 
 def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:
     """Of these the ones of which this machine, or a described one, has a sign."""
-    possible_names = {
-        row.name
-        for row in DEVICES
-        if row.signs is None
-        or (
-            has_sign(row.signs)
-            if inventory is None
-            else any(getattr(inventory, fact) for fact in row.signs.facts)
-        )
-    }
-    return devices(possible_names)
+
+    def is_possible(signs: DeviceSigns) -> bool:
+        if inventory is None:
+            return has_sign(signs)
+        return any(getattr(inventory, fact) for fact in signs.facts)
+
+    return devices({row.name for row in DEVICES if row.signs is None or is_possible(row.signs)})
 
 
 def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
@@ -190,7 +186,7 @@ def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
     for argument_name, plugin in given.items():
         if plugin is not None:
             return _wanted(row, said, "argument", argument_name, plugin)
-    handler = next(_settings_among(row, said.handlers), None)
+    handler = _settings_among(row, said.handlers)
     if handler is not None and not row.is_default and not row.arguments:
         return _wanted(row, said, "argument", type(handler).__name__)
     if row.run_flag and said.run is not None and getattr(said.run, row.run_flag):
@@ -227,21 +223,16 @@ def _wanted(row: StrategyRow, said: Said, source: Source, what: str, plugin: Any
 def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
     """The settings of a strategy: those given, or its defaults."""
     capability_row = strategy_row(strategy_name)
-    settings = next(_settings_among(capability_row, handlers), None)
+    settings = _settings_among(capability_row, handlers)
     if settings is not None or not capability_row.settings:
         return settings
     return load_object(capability_row.settings)()
 
 
-def _settings_among(row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any]:
-    """Found by the names of classes, so that classes without an object here are not imported."""
-    for handler in handlers:
-        handler_class = type(handler)
-        if (
-            row.settings
-            and row.settings == f"{handler_class.__module__}:{handler_class.__qualname__}"
-        ):
-            yield handler
+def _settings_among(row: StrategyRow, handlers: tuple[Any, ...]) -> Any:
+    """The first of a strategy's class; by its name, so that a class that is not here stays away."""
+    named = ((f"{type(one).__module__}:{type(one).__qualname__}", one) for one in handlers)
+    return next((handler for class_path, handler in named if class_path == row.settings), None)
 
 
 def check_strategy(strategy_name: str, device_type: str, config: RunConfig | None = None) -> None:
@@ -287,13 +278,10 @@ def load_advisor() -> Any:
 
 def plugin_class(class_name: str) -> Any:
     """The class of a strategy's settings, by the name that users import."""
-    class_paths = (row.settings for row in STRATEGIES if row.settings.endswith(f":{class_name}"))
-    class_path = next(class_paths, "")
-    return (
-        load_object(class_path)
-        if class_path
-        else missing_name_of(class_name, NOT_INSTALLED, "nbaccel.utils.dataclasses")
-    )
+    for row in STRATEGIES:
+        if row.settings.endswith(f":{class_name}"):
+            return load_object(row.settings)
+    return missing_name_of(class_name, NOT_INSTALLED, "nbaccel.utils.dataclasses")
 
 
 def settings_forms() -> tuple[Any, ...]:

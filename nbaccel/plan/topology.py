@@ -119,9 +119,8 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
     """The variables of a run's settings for training, without the precision."""
     launch_variables: dict[str, str] = {}
     if run_config.gradient_accumulation_steps is not None:
-        launch_variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(
-            run_config.gradient_accumulation_steps
-        )
+        steps = str(run_config.gradient_accumulation_steps)
+        launch_variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = steps
     if run_config.activation_checkpointing:
         launch_variables[ACTIVATION_CHECKPOINTING] = "1"
     if run_config.strategy != "auto":

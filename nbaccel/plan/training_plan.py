@@ -8,7 +8,7 @@ device. First stand the rules of precisions, of 8 bits above all, which both pla
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import Fp8Config
@@ -240,18 +240,14 @@ class TrainingPlan:
     mixed_precision: str
     accumulation_steps: int
     num_processes: int
-    choices: tuple[Choice, ...] = field(default=())
-    warnings: tuple[str, ...] = field(default=())
+    choices: tuple[Choice, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def headline(self) -> str:
         """The plan in one line."""
         row = strategy_row(self.strategy)
         text = "float32" if self.mixed_precision == "no" else self.mixed_precision
-        parts = [
-            row.headline or row.name,
-            f"on {self.device.upper()}",
-            text,
-        ]
+        parts = [row.headline or row.name, f"on {self.device.upper()}", text]
         if self.num_processes > 1:
             parts.insert(1, f"{self.num_processes} processes")
         if self.accumulation_steps > 1:
@@ -416,10 +412,8 @@ def _judge_precision(
             f'{own_reason or "Training would fail in its first step."} Give "bf16" or "no".'
         )
     if fp8.row is not None:
-        recipe_mistakes = [
-            *fp8_mistakes(asked.fp8, fp8.row, found.compute_capability, world_size=found.world_size)
-        ]
-        if recipe_mistakes:
-            raise ConfigError(*recipe_mistakes)
-        yield from fp8_warnings(asked.fp8, fp8.row, device, found.compute_capability)
+        world_size = found.world_size
+        if wrong := [*fp8_mistakes(asked.fp8, fp8.row, capability, world_size=world_size)]:
+            raise ConfigError(*wrong)
+        yield from fp8_warnings(asked.fp8, fp8.row, device, capability)
     yield from precision_warnings(precision_choice, device, gpus)

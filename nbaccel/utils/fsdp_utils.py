@@ -16,20 +16,10 @@ from torch import nn
 
 from nbaccel.base import env, weight_files
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.public_names import missing_names_of
+from nbaccel.base.public_names import name_own
 from nbaccel.bigmodel.checkpoint_files import SAFE_FILE
 from nbaccel.state import PartialState
 from nbaccel.train import checkpoint
-
-_MISSING = missing_names_of(__name__)
-__all__ = [
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "get_parameters_from_modules",
-    "merge_fsdp_weights",
-]
-__all__ += list(_MISSING)
-globals().update(_MISSING)
 
 _PREFIX = "model."
 _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -82,7 +72,7 @@ def merge_fsdp_weights(
         folder = _shards_in(Path(checkpoint_dir))
         stored_tensors, read_into = _stored_tensors(folder)
         if safe_serialization:
-            write_merged_file(stored_tensors, read_into, Path(output_path), key_prefix=_PREFIX)
+            _write_merged_file(stored_tensors, read_into, Path(output_path), key_prefix=_PREFIX)
         else:
             checkpoint.save_model(
                 _whole(stored_tensors, read_into), output_path, max_shard_size="1000TB",
@@ -155,7 +145,7 @@ def _whole(
     return {name.removeprefix(_PREFIX): value for name, value in weights.items()}
 
 
-def write_merged_file(
+def _write_merged_file(
     tensors: Mapping[str, Any],
     read_into: Callable[[dict[str, Any]], None],
     output_folder: Path,
@@ -206,3 +196,6 @@ def _view_of(storage: torch.UntypedStorage, stored: Any, first_byte: int) -> tor
     return torch.empty(0, dtype=dtype).set_(
         storage, first_byte // dtype.itemsize, stored.size, strides
     )
+
+
+name_own(globals())

@@ -86,12 +86,10 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     formats = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    autocast_dtype = formats.get(
-        parse_choice_from_env("ACCELERATE_MIXED_PRECISION"), torch.bfloat16
-    )
+    dtype = formats.get(parse_choice_from_env("ACCELERATE_MIXED_PRECISION"), torch.bfloat16)
     options = autocast_kwargs.to_kwargs() if autocast_kwargs is not None else {}
     autocast_context: AbstractContextManager[Any] = torch.autocast(
-        PartialState().device.type, dtype=autocast_dtype, **options
+        PartialState().device.type, dtype=dtype, **options
     )
     return autocast_context
 

@@ -373,10 +373,8 @@ def _notes_on(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
             "no TPU of Google's and is not used. Uninstall it before you install Google's."
         )
     versions = {"torch_tpu": packages.torch_tpu, "torch_xla": packages.torch_xla}
-    for driver_name, driver_version in versions.items():
-        if driver_version and (
-            refusal := torch_refusal(driver_name, driver_version, packages.torch)
-        ):
+    for name, driver_version in versions.items():
+        if driver_version and (refusal := torch_refusal(name, driver_version, packages.torch)):
             yield (
                 f"{refusal}. Importing it would fail, or its operations would. Install a torch "
                 "that it takes, or use the other driver."
