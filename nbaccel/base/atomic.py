@@ -155,11 +155,8 @@ def publish_weights(built_folder: Path, folder: Path, pattern: str) -> None:
 
 
 def _remove_stale(folder: Path, name_pattern: str, kept: set[str]) -> None:
-    name_start, _, name_end = name_pattern.partition("{suffix}")
-    index_pattern = re.escape(_INDEX_SUFFIX)
-    stale_pattern = (
-        rf"{re.escape(name_start)}(-\d{{5}}-of-\d{{5}})?{re.escape(name_end)}({index_pattern})?"
-    )
+    start, end, index = map(re.escape, (*name_pattern.split("{suffix}"), _INDEX_SUFFIX))
+    stale_pattern = rf"{start}(-\d{{5}}-of-\d{{5}})?{end}({index})?"
     for path in folder.iterdir():
         if re.fullmatch(stale_pattern, path.name) and path.name not in kept:
             path.unlink(missing_ok=True)
@@ -177,10 +174,7 @@ def sync_path(path: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Wait until a folder with all it holds is on the disk."""
     for current_folder, _, file_names in os.walk(folder):
-        for path in [
-            *(Path(current_folder, file_name) for file_name in file_names),
-            Path(current_folder),
-        ]:
+        for path in [*(Path(current_folder, name) for name in file_names), Path(current_folder)]:
             # Another process may just be giving a file its final name.
             with contextlib.suppress(FileNotFoundError):
                 sync_path(path)

@@ -53,15 +53,8 @@ def is_installed(module_name: str) -> bool:
 
 def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
     """Whether a module could be imported and belongs to an installed package."""
-    if not is_installed(module):
-        return False
-    for name in distributions or (module,):
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return True
-    return False
+    names = distributions or (module,)
+    return is_installed(module) and any(map(installed_version, names))
 
 
 def installed_version(distribution_name: str) -> str:
@@ -83,11 +76,10 @@ def metadata_version(distribution: importlib.metadata.Distribution) -> str:
 
 
 def _find_submodule(parent_spec: ModuleSpec | None, name: str) -> ModuleSpec | None:
-    if parent_spec is None or parent_spec.submodule_search_locations is None:
+    places = None if parent_spec is None else parent_spec.submodule_search_locations
+    if parent_spec is None or places is None:
         return None
-    return PathFinder.find_spec(
-        f"{parent_spec.name}.{name}", parent_spec.submodule_search_locations
-    )
+    return PathFinder.find_spec(f"{parent_spec.name}.{name}", places)
 
 
 @lru_cache

@@ -172,17 +172,11 @@ def listen(
 
 
 def _describe_holder(port: int) -> str:
-    try:
-        listeners = [
-            connection
-            for connection in psutil.net_connections("tcp")
-            if connection.laddr
-            and connection.laddr.port == port
-            and connection.status == psutil.CONN_LISTEN
-        ]
-    except psutil.AccessDenied:
-        listeners = []
-    process_id = next((connection.pid for connection in listeners if connection.pid), None)
+    process_id = None
+    with contextlib.suppress(psutil.AccessDenied):
+        for one in psutil.net_connections("tcp"):
+            if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN:
+                process_id = process_id or one.pid
     if process_id is None:
         return "another process"
     if process_id == os.getpid():

@@ -107,8 +107,7 @@ FSDP_INTERNALS = LaterPart(
     "Use prepare, save_state, load_state and save_model of an Accelerator with a fsdp_plugin",
 )
 LAUNCH_COMMANDS = LaterPart(
-    "Accelerate's command line",
-    "Use the command nbaccel launch, or notebook_launcher",
+    "Accelerate's command line", "Use the command nbaccel launch, or notebook_launcher"
 )
 XLA_INSTALLATION = LaterPart(
     "installing torch_xla from within a program",

@@ -104,8 +104,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         )
     if isinstance(first_tree, Mapping):
         return _mapping_like(
-            first_tree,
-            {key: concatenate([tree[key] for tree in data], dim) for key in first_tree},
+            first_tree, {key: concatenate([tree[key] for tree in data], dim) for key in first_tree}
         )
     return torch.cat(list(data), dim) if isinstance(first_tree, torch.Tensor) else first_tree
 

@@ -143,11 +143,7 @@ def _version(is_asked: bool) -> None:
 
 def _options(
     version: bool = typer.Option(
-        False,
-        "--version",
-        help="Show the version and exit.",
-        callback=_version,
-        is_eager=True,
+        False, "--version", help="Show the version and exit.", callback=_version, is_eager=True
     ),
 ) -> None:
     """Options of the command itself."""

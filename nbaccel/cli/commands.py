@@ -212,10 +212,7 @@ def add_test(app: typer.Typer) -> None:
     add_command(app, "test", _test, description=_TEST_HELP, short_help="does this set-up train?")
 
 
-def _test(
-    config_file: ConfigFile = None,
-    **further_options: Any,
-) -> None:
+def _test(config_file: ConfigFile = None, **further_options: Any) -> None:
     from nbaccel.cli.launch_request import read_launch_request, read_settings_file
 
     request = read_launch_request(further_options, read_settings_file(config_file))
@@ -269,8 +266,7 @@ _ESTIMATE_HELP = (
 def _estimate(
     context: typer.Context,
     model_path: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="Folder or file of a model, or gpt2, llama, ..."),
+        str, typer.Argument(metavar="MODEL", help="Folder or file of a model, or gpt2, llama, ...")
     ],
     dtypes: Annotated[
         str,
@@ -299,8 +295,7 @@ def _estimate(
         ),
     ] = False,
     library_name: Annotated[
-        str,
-        typer.Option("--library-name", metavar="WORD", help="transformers; no other is known."),
+        str, typer.Option("--library-name", metavar="WORD", help="transformers; no other is known.")
     ] = "transformers",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

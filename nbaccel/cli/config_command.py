@@ -30,11 +30,7 @@ _OverwriteOption = Annotated[
 ]
 _PrecisionOption = Annotated[
     str | None,
-    typer.Option(
-        "--mixed-precision",
-        metavar="WORD",
-        help="no, fp16, bf16 or fp8 (default: no).",
-    ),
+    typer.Option("--mixed-precision", metavar="WORD", help="no, fp16, bf16 or fp8 (default: no)."),
 ]
 
 

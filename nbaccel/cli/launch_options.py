@@ -262,7 +262,7 @@ _SETTINGS_PANEL = "Settings of the run"
 # A setting whose option means something else here than in a magic's line.
 _OTHER_MEANINGS = {
     "num_processes": "Workers on all machines together, as after accelerate launch; "
-    "--nproc-per-node counts those of one machine. Left out, the plan chooses.",
+    "--nproc-per-node counts those of one machine. Left out, the plan chooses."
 }
 
 
@@ -278,6 +278,14 @@ def add_command(
     """Add a subcommand that takes the options of a launch beside its own."""
 
     def add_with_options(parent: typer.Typer) -> None:
+        # With a parameter for each option, from which typer makes a parser.
+        def with_all_options(**given_options: Any) -> None:
+            own_function(**given_options)
+
+        signature = launch_signature(own_function)
+        annotations = {name: given.annotation for name, given in signature.parameters.items()}
+        vars(with_all_options).update(__signature__=signature)
+        with_all_options.__annotations__ = annotations
         parent.command(
             name,
             help=description,
@@ -287,7 +295,7 @@ def add_command(
                 "allow_interspersed_args": not takes_script,
                 "token_normalize_func": lambda word: word.replace("_", "-"),
             },
-        )(_with_all_options(own_function))
+        )(with_all_options)
 
     # A shell that completes an option needs to know all of them.
     if env.read(_COMPLETION_VARIABLE):
@@ -310,20 +318,6 @@ def add_command(
     )(parse_later)
 
 
-def _with_all_options(own_function: Callable[..., None]) -> Callable[..., None]:
-    """The function with a parameter for each option, from which typer makes a parser."""
-
-    def with_all_options(**given_options: Any) -> None:
-        own_function(**given_options)
-
-    signature = launch_signature(own_function)
-    with_all_options.__signature__ = signature  # type: ignore[attr-defined]
-    with_all_options.__annotations__ = {
-        name: parameter.annotation for name, parameter in signature.parameters.items()
-    }
-    return with_all_options
-
-
 def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
     """The signature of the command: its own parameters, then one for each further option."""
     # Here, so that `nbaccel --help` needs no pydantic.
@@ -336,20 +330,7 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
         for info in getattr(parameter.annotation, "__metadata__", ())
         for flag in getattr(info, "param_decls", None) or ()
     }
-    further_parameters = [
-        # With other spellings that people know from another command.
-        _setting_parameter(
-            option,
-            [
-                flag
-                for peer in PEER_OPTIONS
-                if option.flag in peer.flags
-                for flag in peer.flags
-                if flag != option.flag
-            ],
-        )
-        for option in setting_options()
-    ]
+    further_parameters = [_setting_parameter(option) for option in setting_options()]
     taken_flags |= set(setting_flags())
     further_parameters += [
         _peer_parameter(option, taken_flags)
@@ -373,9 +354,11 @@ def setting_flags() -> dict[str, str]:
     }
 
 
-def _setting_parameter(option: MagicOption, short_flags: list[str]) -> inspect.Parameter:
+def _setting_parameter(option: MagicOption) -> inspect.Parameter:
     is_switch = bool(option.negative)
-    flags = [*short_flags, *option.flags]
+    # Other spellings, which people know from another command.
+    peers = [flag for peer in PEER_OPTIONS if option.flag in peer.flags for flag in peer.flags]
+    flags = [*(flag for flag in peers if flag != option.flag), *option.flags]
     if is_switch:
         flags[-1] = f"{flags[-1]}/{option.negative}"
     # Long lists of words would leave no room for what the option means.

@@ -723,9 +723,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The configuration file {path} cannot be read: {error}. Nothing would be "
-            "launched as it says. Give the path of a file that is there, or write one with "
-            "nbaccel config."
+            f"The configuration file {path} cannot be read: {error}. Nothing would be launched as "
+            "it says. Give the path of a file that is there, or write one with nbaccel config."
         ) from error
     try:
         settings = read_yaml(text)

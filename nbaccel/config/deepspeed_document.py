@@ -129,10 +129,7 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
 
 def _read_enabled(section: Any, key: str) -> list[FieldMistake]:
     """Replace the text of a truth value by the value; mistakes where it is none."""
-    if not isinstance(section, dict) or (value := section.get("enabled")) in (
-        None,
-        _AUTO_WORD,
-    ):
+    if not isinstance(section, dict) or (value := section.get("enabled")) in (None, _AUTO_WORD):
         return []
     word = value.strip().lower() if isinstance(value, str) else value
     if word in ("true", "false"):

@@ -95,9 +95,7 @@ class Fp8Config(Plain):
         ge=1,
     )
     amax_compute_algo: Literal["max", "most_recent"] = setting(
-        "max",
-        "Which of them decides: the largest, or the latest.",
-        do="Give max, the default",
+        "max", "Which of them decides: the largest, or the latest.", do="Give max, the default"
     )
     override_linear_precision: tuple[bool, bool, bool] = setting(
         (False, False, False),

@@ -76,17 +76,15 @@ def _of_nodes(config: RunConfig) -> tuple[_Rule, ...]:
         (
             several and config.num_processes is None,
             ("num_processes", "num_nodes"),
-            f"num_processes cannot be left out with num_nodes={config.num_nodes}. "
-            "Every node must know how many workers the others have. "
-            "Give the same num_processes on every node.",
+            f"num_processes cannot be left out with num_nodes={config.num_nodes}. Every node must "
+            "know how many workers the others have. Give the same num_processes on every node.",
         ),
         (
             several and _is_loopback(address),
             ("master_addr", "rdzv_endpoint", "num_nodes"),
             f"{'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'} cannot be {address!r} "
-            f"with num_nodes={config.num_nodes}. "
-            "On each node that address is the node itself, so they would never meet. "
-            "Give the address of the first node as the others reach it.",
+            f"with num_nodes={config.num_nodes}. On each node that address is the node itself, so "
+            "they would never meet. Give the address of the first node as the others reach it.",
         ),
         (
             # Only static rendezvous needs the port; other backends have a default port.
@@ -116,9 +114,8 @@ def _of_start(config: RunConfig) -> tuple[_Rule, ...]:
         (
             is_inline and config.num_processes not in (None, 1),
             ("start_method", "num_processes"),
-            f'start_method="inline" cannot run num_processes={config.num_processes}. '
-            "Inline means in this very process, which is one. "
-            'Give num_processes=1, or start_method="auto".',
+            f'start_method="inline" cannot run num_processes={config.num_processes}. Inline means '
+            'in this very process, which is one. Give num_processes=1, or start_method="auto".',
         ),
         (
             is_inline and (several or config.max_restarts > 0),

@@ -274,12 +274,10 @@ class Meter:
         nvml = self._nvml
         for index in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetCount)):
             handle = _ask_driver(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
-            processes = (
-                _ask_driver(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-                if handle
-                else ()
-            )
-            for process in processes:
+            if handle is None:
+                continue
+            running = nvml.nvmlDeviceGetComputeRunningProcesses
+            for process in _ask_driver(nvml, (), running, handle):
                 if process.usedGpuMemory:  # None where the driver may not report it
                     held_bytes[process.pid] = held_bytes.get(process.pid, 0) + process.usedGpuMemory
         return held_bytes
@@ -310,22 +308,20 @@ def _gpus_by_number(cards: Sequence[Card], setting: str) -> list[Gpu]:
 
 def _gpus_by_uuid(cards: Sequence[Card], setting: str) -> list[Gpu]:
     gpus: list[Gpu] = []
+    names_parts = setting.startswith("MIG-")
+    nameable = [card.gpu for card in cards if not card.partitioned]
+    if names_parts:
+        nameable = [device for card in cards for device in card.parts]
     for entry in (entry.strip() for entry in setting.split(",")):
-        if entry.startswith("MIG-") != setting.startswith("MIG-"):
+        if entry.startswith("MIG-") != names_parts:
             break
-        matching_gpus = [gpu for gpu in _nameable_gpus(cards, entry) if gpu.uuid.startswith(entry)]
+        matching_gpus = [gpu for gpu in nameable if gpu.uuid.startswith(entry)]
         if len(matching_gpus) != 1:  # unknown, or more than one begins like that
             break
         if matching_gpus[0] in gpus:
             return []
         gpus.append(matching_gpus[0])
-    return gpus[:1] if setting.startswith("MIG-") else gpus
-
-
-def _nameable_gpus(cards: Sequence[Card], entry: str) -> list[Gpu]:
-    if entry.startswith("MIG-"):
-        return [device for card in cards for device in card.parts]
-    return [card.gpu for card in cards if not card.partitioned]
+    return gpus[:1] if names_parts else gpus
 
 
 def _renumber_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:

@@ -113,9 +113,8 @@ def _read_hostfile(path: Path) -> list[Host]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"hostfile={str(path)!r} cannot be read ({error.strerror or error}), so there "
-            "are no hosts to run on. Give the path of a file with lines such as `worker-1 "
-            "slots=4`."
+            f"hostfile={str(path)!r} cannot be read ({error.strerror or error}), so there are no "
+            "hosts to run on. Give the path of a file with lines such as `worker-1 slots=4`."
         ) from error
     hosts: dict[str, Host] = {}
     mistakes = []

@@ -110,11 +110,7 @@ class NodeActor:
             with contextlib.suppress(ImportError):
                 importlib.import_module("IPython")
         template.template_for(device).start()
-        return {
-            "address": address,
-            "versions": own_versions(),
-            "inventory": inspect_machine(),
-        }
+        return {"address": address, "versions": own_versions(), "inventory": inspect_machine()}
 
     def get_ready(self) -> None:
         """Wait until workers can be forked."""
@@ -192,11 +188,7 @@ class NodeActor:
     # ---- from the notebook
 
     def take(
-        self,
-        files: list[FileContent],
-        packet: Packet | None,
-        forgotten: list[int],
-        _after: None,
+        self, files: list[FileContent], packet: Packet | None, forgotten: list[int], _after: None
     ) -> None:
         """Take what the notebook sends, after the call whose end it hands in."""
         try:

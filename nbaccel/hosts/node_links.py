@@ -479,9 +479,8 @@ class SharedFile:
             self.digests |= changed
             pieces = [(start, array[start : start + _PIECE_BYTES]) for start in changed]
             is_large = sum(piece.nbytes for _, piece in pieces) >= _LEAST_STORED_BYTES
-            copies: Any = (
-                ray.put(pieces) if is_large else [(start, piece.copy()) for start, piece in pieces]
-            )
+            copies: Any = [(start, piece.copy()) for start, piece in pieces]
+            copies = ray.put(pieces) if is_large else copies
             # Or the mapping could not be closed.
             del array, pieces
         return self.number, self.kind, self.num_bytes, copies

@@ -116,9 +116,8 @@ def _check_answers(address: str) -> None:
         socket.create_connection((name, int(text)), timeout=_ANSWER_S).close()
     except OSError as error:
         raise ConfigError(
-            f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS="
-            f"{address!r} ({error}). Nothing was started. Correct the address, or start "
-            "the cluster."
+            f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS={address!r} "
+            f"({error}). Nothing was started. Correct the address, or start the cluster."
         ) from error
 
 
@@ -145,10 +144,10 @@ def _node_names(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def _resource_of(config: RunConfig, nodes: Mapping[str, Mapping[str, Any]]) -> str:
     if config.device == "auto":
-        return next(
-            (name for name in ("GPU", "TPU") if any(_has(node, name) for node in nodes.values())),
-            "CPU",
+        there = (
+            name for name in ("GPU", "TPU") if any(_has(node, name) for node in nodes.values())
         )
+        return next(there, "CPU")
     if config.device not in _RESOURCES:
         raise ConfigError(
             f'device={config.device!r} cannot go with engine="ray", which counts '
@@ -219,11 +218,8 @@ def _await_placement(group: Any, wanted: str, nodes: Mapping[str, Mapping[str, A
         is_late = time.monotonic() > deadline
         # Ray itself would wait in silence for a node that never comes.
         if state == "INFEASIBLE" or is_late:
-            problem = (
-                f"was not free within {format_seconds(_RESERVE_S)}"
-                if is_late
-                else "is more than the cluster has"
-            )
+            late = f"was not free within {format_seconds(_RESERVE_S)}"
+            problem = late if is_late else "is more than the cluster has"
             raise ConfigError(_unplaced(wanted, problem, nodes))
         if not was_told and time.monotonic() > deadline - _RESERVE_S + _PLACEMENT_NOTICE_S:
             write_notice(f"nbaccel: waiting for Ray to free {wanted}.\n")

@@ -122,9 +122,8 @@ class Plan:
             )
         if method == "inline" and self.world_size > 1:
             raise ConfigError(
-                f'start_method="inline" cannot run {self.world_size} workers. '
-                "Inline means in this very process, which is one. "
-                'Plan one worker, or use start_method="template".'
+                f'start_method="inline" cannot run {self.world_size} workers. Inline means in this '
+                'very process, which is one. Plan one worker, or use start_method="template".'
             )
         return replace(
             self,

@@ -33,10 +33,7 @@ HISTORY_SETTINGS = ("interval", "amax_history_len", "amax_compute_algo")
 
 
 def precision_mistakes(
-    precision: PrecisionRow,
-    fp8: Fp8Choice,
-    device: DeviceRow,
-    gpus: Mapping[str, tuple[int, int]],
+    precision: PrecisionRow, fp8: Fp8Choice, device: DeviceRow, gpus: Mapping[str, tuple[int, int]]
 ) -> Iterator[str]:
     """Why a device does not train in a precision; `gpus` are compute capabilities by name."""
     name = precision.name
@@ -46,9 +43,8 @@ def precision_mistakes(
     }
     if fp8.problem:
         yield (
-            f'mixed_precision="{name}" is not available here: {fp8.problem}. '
-            "Training would fail before its first step. Install it, give fp8 another backend, or "
-            'give "bf16".'
+            f'mixed_precision="{name}" is not available here: {fp8.problem}. Training would fail '
+            'before its first step. Install it, give fp8 another backend, or give "bf16".'
         )
     elif not computes_in(device, row):
         reason = dict(device.refused).get(name, f"it needs {row.needs}")
@@ -339,9 +335,8 @@ def _takes_effect(strategy: Wanted, found: ProcessFacts) -> bool:
 def _effect_warnings(strategy: Wanted | None, found: ProcessFacts) -> Iterator[str]:
     if strategy is not None and not _takes_effect(strategy, found):
         yield (
-            f"{strategy.what} has no effect: this process was started without a "
-            "launcher, so models are trained whole. Use notebook_launcher or torchrun to shard "
-            "them."
+            f"{strategy.what} has no effect: this process was started without a launcher, so "
+            "models are trained whole. Use notebook_launcher or torchrun to shard them."
         )
 
 

@@ -30,11 +30,8 @@ def get_parameters_from_modules(
 ) -> set[nn.Parameter]:
     """The parameters of modules, or of those whose whole names match a regular expression."""
     if isinstance(modules, str):
-        modules = [
-            module.to(device)
-            for name, module in model.named_modules()
-            if re.fullmatch(modules, name)
-        ]
+        named = model.named_modules()
+        modules = [module.to(device) for name, module in named if re.fullmatch(modules, name)]
     return {parameter for module in modules or () for parameter in module.parameters()}
 
 
@@ -74,10 +71,10 @@ def merge_fsdp_weights(
         if safe_serialization:
             _write_merged_file(stored_tensors, read_into, Path(output_path), key_prefix=_PREFIX)
         else:
+            weights = _whole(stored_tensors, read_into)
             checkpoint.save_model(
-                _whole(stored_tensors, read_into), output_path, max_shard_size="1000TB",
-                safe_serialization=False,
-            )  # fmt: skip
+                weights, output_path, max_shard_size="1000TB", safe_serialization=False
+            )
         if remove_checkpoint_dir:
             shutil.rmtree(folder)
     state.wait_for_everyone()
@@ -90,10 +87,9 @@ def _shards_in(folder: Path) -> Path:
     if len(inside) == 1:
         return inside[0]
     raise ConfigError(
-        f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: "
-        f"found were {[path.name for path in inside] or 'none'}. Give the folder "
-        "pytorch_model_fsdp_0 of a checkpoint that save_state wrote with "
-        "state_dict_type='SHARDED_STATE_DICT'."
+        f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: found "
+        f"were {[path.name for path in inside] or 'none'}. Give the folder pytorch_model_fsdp_0 of "
+        "a checkpoint that save_state wrote with state_dict_type='SHARDED_STATE_DICT'."
     )
 
 

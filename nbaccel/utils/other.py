@@ -76,11 +76,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
         ("deepspeed", "DeepSpeedEngine"),
     )
-    imported_classes = (
-        getattr(sys.modules.get(module), name, None) for module, name in named_classes
-    )
+    imported = (getattr(sys.modules.get(module), name, None) for module, name in named_classes)
     torch_classes = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    classes = (*torch_classes, *(wrapper for wrapper in imported_classes if wrapper is not None))
+    classes = (*torch_classes, *filter(None, imported))
     # Wrappers may be nested.
     while isinstance(model, classes):
         inner: Any = model.module

@@ -163,13 +163,18 @@ def _chosen_bounds(
 ) -> str:
     if num_workers in known_bounds:
         return known_bounds[num_workers]
-    counts = [str(count) for count in sorted({1, *known_bounds})]
-    text = " or ".join(filter(None, (", ".join(counts[:-1]), counts[-1])))
+    text = alternatives(sorted({1, *known_bounds}))
     raise ConfigError(
         f"num_processes={num_workers} is not supported on TPU {generation or 'chips'} by "
         f"{name}, which knows no layout of so many chips of one host. The workers could not "
         f"find each other. Give num_processes={text}."
     )
+
+
+def alternatives(counts: Sequence[int]) -> str:
+    """Numbers to choose from: ``1, 4 or 8``."""
+    *others, last_count = map(str, counts)
+    return " or ".join(filter(None, (", ".join(others), last_count)))
 
 
 def _local_addresses(ports: Sequence[int]) -> str:
@@ -200,37 +205,26 @@ class _BusChip:
     iommu_group: str
 
 
-@dataclass(frozen=True, slots=True)
-class _ChipFiles:
-    """The chips that this process could open, and their device files below the root."""
-
-    num_chips: int
-    paths: tuple[Path, ...]
-
-
 def inspect_host(
-    environ: Mapping[str, str],
-    root: Path = Path("/"),
-    *,
-    search_path: Sequence[str] | None = None,
+    environ: Mapping[str, str], root: Path = Path("/"), *, search_path: Sequence[str] | None = None
 ) -> TpuHost | None:
     """Look for TPUs on this machine."""
     chips = _read_bus(root)
-    files = _find_files(environ, root, chips)
+    num_chips, paths = _find_files(environ, root, chips)
     speaks_of_tpus = any(environ.get(name) for name in TPU_SIGNS.variables)
-    if not files.num_chips and not chips and not speaks_of_tpus:
+    if not num_chips and not chips and not speaks_of_tpus:
         return None
     packages = find_packages(environ, search_path)
     generation = _generation_of(chips, environ)
     num_hosts, worker_id = hosts_of(environ)
     host = TpuHost(
         generation=generation,
-        chips=files.num_chips,
+        chips=num_chips,
         chips_on_bus=len(chips),
         torch_tpu_chips=_count_for_torch_tpu(root, chips),
-        device_files=tuple(f"/{path.relative_to(root)}" for path in files.paths),
+        device_files=tuple(f"/{path.relative_to(root)}" for path in paths),
         bytes_per_chip=BYTES_PER_CHIP.get(generation, 0),
-        process_counts=legal_counts(generation, files.num_chips),
+        process_counts=legal_counts(generation, num_chips),
         threads_per_process=threads_per_process(generation),
         num_hosts=num_hosts,
         worker_id=worker_id,
@@ -244,7 +238,7 @@ def inspect_host(
 
 def count_chips(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     """How many TPU chips this process could open."""
-    return _find_files(environ, root, _read_bus(root)).num_chips
+    return _find_files(environ, root, _read_bus(root))[0]
 
 
 def holders_of(device_files: Collection[str], proc: Path = Path("/proc")) -> tuple[int, ...]:
@@ -264,10 +258,11 @@ def holders_of(device_files: Collection[str], proc: Path = Path("/proc")) -> tup
 
 def _find_files(
     environ: Mapping[str, str], root: Path, bus_chips: Sequence[_BusChip]
-) -> _ChipFiles:
+) -> tuple[int, tuple[Path, ...]]:
+    """How many chips this process could open, and their device files below the root."""
     accel_files = _matching_files(root / "dev", _ACCEL_FILE)
     if accel_files:
-        return _ChipFiles(len(accel_files), accel_files)
+        return len(accel_files), accel_files
     # Newer hosts hand chips out by vfio, which other devices use too: count only what the PCI
     # bus confirms, or what the environment of a TPU host (a container may hide the bus) does.
     vfio_files = _matching_files(root / "dev/vfio", _VFIO_GROUP)
@@ -276,13 +271,13 @@ def _find_files(
             environ.get(name) for name in _HOST_VARIABLES
         )
         taken_files = vfio_files if is_tpu_host else ()
-        return _ChipFiles(len(taken_files), taken_files)
+        return len(taken_files), taken_files
     if not all(chip.iommu_group for chip in bus_chips):
-        return _ChipFiles(min(len(vfio_files), len(bus_chips)), vfio_files)
+        return min(len(vfio_files), len(bus_chips)), vfio_files
     groups_here = {path.name for path in vfio_files}
     # A group can hold several chips, so chips are counted and not files.
     groups = [chip.iommu_group for chip in bus_chips if chip.iommu_group in groups_here]
-    return _ChipFiles(len(groups), tuple(path for path in vfio_files if path.name in groups))
+    return len(groups), tuple(path for path in vfio_files if path.name in groups)
 
 
 def _count_for_torch_tpu(root: Path, bus_chips: Sequence[_BusChip]) -> int:

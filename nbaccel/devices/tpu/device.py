@@ -107,12 +107,10 @@ class TpuDevice(Device):
         counts = () if inventory.tpu is None else inventory.tpu.process_counts
         if choice.refusal or not counts or num_processes in counts:
             return choice.refusal
-        *all_but_last, last_count = map(str, counts)
-        text = " or ".join(filter(None, (", ".join(all_but_last), last_count)))
         return (
             f"num_processes={num_processes} is not supported on {inventory.tpu_chips} TPU chips: "
             "the runtime has no layout of so many, and workers could not find each other. Give "
-            f"num_processes={text}."
+            f"num_processes={chips.alternatives(counts)}."
         )
 
     def plan_warnings(self, inventory: Inventory, config: RunConfig) -> tuple[str, ...]:

@@ -272,9 +272,8 @@ def _refusal_of(name: str, remedy: str) -> Callable[..., NoReturn]:
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"torch.distributed.{name} got a tensor on xla, and this process group is "
-            f"gloo's: it would return at once, and change nothing. {text} to the host: "
-            "tensor.cpu()."
+            f"torch.distributed.{name} got a tensor on xla, and this process group is gloo's: it "
+            f"would return at once, and change nothing. {text} to the host: tensor.cpu()."
         )
 
     return refuse
