@@ -314,11 +314,9 @@ def _trained_ways(
     sizes: ModelSizes, machine: Inventory, num_gpus: int, num_nodes: int, mixed_precision: str
 ) -> Sequence[Candidate]:
     known: dict[str, Any] = {"model": sizes.module, "sample_batch": None, "inventory": machine}
-    memory_model = (
-        _StoredModel(**known, known_shape=sizes.shape)
-        if sizes.module is None
-        else MemoryModel(**known)
-    )
+    memory_model = MemoryModel(**known)
+    if sizes.module is None:
+        memory_model = _StoredModel(**known, known_shape=sizes.shape)
     config = RunConfig(
         device="cuda",
         num_processes=num_gpus,

@@ -100,13 +100,9 @@ def _require(holds: bool, problem: str) -> None:
 
 
 def _check_processes(training: _CheckedTraining) -> str:
-    accelerator = training.accelerator
-    _require(
-        accelerator.num_processes == training.world_size,
-        f"{accelerator.num_processes} processes know of each other, {training.world_size} were "
-        "started",
-    )
-    return f"{training.world_size} on {accelerator.device.type}"
+    found, started = training.accelerator.num_processes, training.world_size
+    _require(found == started, f"{found} processes know of each other, {started} were started")
+    return f"{started} on {training.accelerator.device.type}"
 
 
 def _check_collectives(training: _CheckedTraining) -> str:

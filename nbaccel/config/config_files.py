@@ -213,21 +213,9 @@ def read_accelerate_yaml(
     is_text = isinstance(source, str) and ("\n" in source or ":" in source)
     file_path = None if is_text else Path(source)
     source_name = f"Accelerate's file {file_path}" if file_path else "Accelerate's configuration"
-    try:
-        text = str(source) if file_path is None else file_path.read_text(encoding="utf-8")
-        file_settings = read_yaml(text)
-    except OSError as error:
-        raise ConfigError(
-            f"{source_name} cannot be read: {error}. Nothing would be launched as it says. "
-            "Give the path of a file that is there."
-        ) from error
-    except ValueError as error:
-        raise unreadable(source_name, "YAML", error) from error
-    if not isinstance(file_settings, dict):
-        raise ConfigError(
-            f"{source_name} holds no settings: got {shown(file_settings)}. Settings need names. "
-            "Write it with accelerate config, or with nbaccel config."
-        )
+    file_settings = _read_settings(file_path or str(source), source_name)
+    if file_settings is None:
+        raise _no_settings(source_name, file_settings)
     reading = _read_keys(file_settings, file_path, changes or {})
     return _judged(reading, source_name, changes or {})
 
@@ -687,7 +675,7 @@ def load_config_file(
     file_path = Path(path).expanduser() if path is not None else default_config_path()
     if path is None and not file_path.exists():
         return LoadedConfig(config=RunConfig(**changes))
-    settings = _read_settings(file_path)
+    settings = _read_settings(file_path, f"The configuration file {file_path}") or {}
     if is_accelerate_file(settings):
         accelerate_file = read_accelerate_yaml(file_path, changes)
         return LoadedConfig(
@@ -709,7 +697,7 @@ def load_config_file(
 def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
     """What a configuration file says, whatever is wrong with it: values may be anything."""
     file_path = Path(path).expanduser() if path is not None else default_config_path()
-    settings = _read_settings(file_path)
+    settings = _read_settings(file_path, f"The configuration file {file_path}") or {}
     is_accelerate = is_accelerate_file(settings)
     if is_accelerate:
         settings = _read_keys(settings, file_path, {}).complete_settings()
@@ -718,24 +706,31 @@ def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
     return LoadedConfig(config=config, path=file_path, is_accelerate=is_accelerate)
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def _read_settings(source: Path | str, source_name: str) -> dict[str, Any] | None:
+    """What a file, or a text, says by name; None where it is empty."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The configuration file {path} cannot be read: {error}. Nothing would be launched as "
-            "it says. Give the path of a file that is there, or write one with nbaccel config."
+            f"{source_name} cannot be read: {error}. Nothing would be launched as it says. Give "
+            "the path of a file that is there, or write one with nbaccel config."
         ) from error
     try:
         settings = read_yaml(text)
     except ValueError as error:
-        raise unreadable(f"The configuration file {path}", "YAML", error) from error
-    if settings is not None and not isinstance(settings, dict):
-        raise ConfigError(
-            f"{path}: it holds no settings: got {shown(settings)}. Settings need names. "
-            "Write names and values: num_processes: 2, for example."
-        )
-    return {str(name): value for name, value in (settings or {}).items()}
+        raise unreadable(source_name, "YAML", error) from error
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise _no_settings(source_name, settings)
+    return {str(name): value for name, value in settings.items()}
+
+
+def _no_settings(source_name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{source_name} holds no settings: got {shown(value)}. Settings need names. Write names "
+        "and values: num_processes: 2, for example; or write it with nbaccel config."
+    )
 
 
 def schema_path() -> Path:

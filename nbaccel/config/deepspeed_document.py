@@ -151,18 +151,16 @@ def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, A
         if not zero_section:
             del remaining_document[_ZERO_SECTION]
     enabled_by_section = {}
-    for section_name in _HALF_FORMATS:
-        format_section = remaining_document.get(section_name)
+    for name in _HALF_FORMATS:
+        format_section = remaining_document.get(name)
         if isinstance(format_section, dict) and "enabled" in format_section:
-            enabled_by_section[section_name] = format_section.pop("enabled")
+            enabled_by_section[name] = format_section.pop("enabled")
             if not format_section:
-                del remaining_document[section_name]
-    if True in enabled_by_section.values():
-        settings["mixed_precision"] = next(
-            name for name, is_enabled in enabled_by_section.items() if is_enabled is True
-        )
+                del remaining_document[name]
+            if enabled_by_section[name] is True:
+                settings.setdefault("mixed_precision", name)
     # One of them turned off leaves the other open; only both together mean float32.
-    elif [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):
+    if [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):
         settings["mixed_precision"] = "no"
     steps = remaining_document.pop("gradient_accumulation_steps", None)
     if steps not in (None, _AUTO_WORD):
@@ -298,7 +296,12 @@ def kept_slots(
     for host_name, numbers in slots_by_host(text).items():
         full_name = full_names.get(host_name)
         if full_name is None:
-            mistakes.append(_unknown_host(setting_name, host_name, tuple(full_names)))
+            known = ", ".join(full_names)
+            remedy = closest(host_name, full_names).lstrip() or f"It has {known}."
+            mistakes.append(
+                f"{setting_name} names host {host_name!r}, which is not in the hostfile. It would "
+                f"silently have no effect. {remedy} Name hosts as the file does, without a user."
+            )
             continue
         mistakes += [
             f"{setting_name} names slot {number} of host {host_name!r}, which has "
@@ -310,13 +313,10 @@ def kept_slots(
         named[full_name] = numbers or every_slot[full_name]
     if mistakes:
         raise ConfigError(*mistakes)
+    takes = setting_name == "include"
     left = {
-        host_name: tuple(
-            number
-            for number in numbers
-            if (number in named.get(host_name, ())) == (setting_name == "include")
-        )
-        for host_name, numbers in every_slot.items()
+        name: tuple(number for number in numbers if (number in named.get(name, ())) == takes)
+        for name, numbers in every_slot.items()
     }
     if not any(left.values()):
         raise ConfigError(
@@ -324,14 +324,6 @@ def kept_slots(
             "would have nowhere to run. Leave fewer hosts or slots out."
         )
     return {host_name: numbers for host_name, numbers in left.items() if numbers}
-
-
-def _unknown_host(setting_name: str, host_name: str, known_names: tuple[str, ...]) -> str:
-    remedy = closest(host_name, known_names).lstrip() or f"It has {', '.join(known_names)}."
-    return (
-        f"{setting_name} names host {host_name!r}, which is not in the hostfile. It would silently "
-        f"have no effect. {remedy} Name hosts as the file does, without a user."
-    )
 
 
 # `Any` is a `RunConfig` here, whose module imports this one.

@@ -564,30 +564,24 @@ def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]
 
 def _document_of(document: Any) -> zero_engine.Document | None:
     """A DeepSpeed configuration that can be read; None where there is none, or a wrong one."""
-    if document is None:
-        return None
     try:
-        config_document = zero_engine.read_document(document)
+        read = zero_engine.read_document(document)
     except ValueError:  # a `ConfigError` is one: the field's validator will report it
         return None
-    return config_document if isinstance(config_document, zero_engine.Document) else None
+    return read if isinstance(read, zero_engine.Document) else None
 
 
 def _read_document(settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
     """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`."""
-    given_document = settings.get("deepspeed")
-    document = None if given_document is None else _document_of(given_document)
+    document = _document_of(settings.get("deepspeed"))
     if document is None:
         return zero_engine.Document(), {}
     settings["deepspeed"], decided_settings = zero_engine.taken_out(document)
     file_settings = {"zero_stage": zero_engine.stage_left_open(document), **decided_settings}
     # None is "not given" for settings whose default it is, such as those of a form's empty field.
-    for setting_name in file_settings:
-        if (
-            settings.get(setting_name, ...) is None
-            and RunConfig.model_fields[setting_name].default is None
-        ):
-            del settings[setting_name]
+    for name in file_settings:
+        if settings.get(name, ...) is None and RunConfig.model_fields[name].default is None:
+            del settings[name]
     return document, {name: value for name, value in file_settings.items() if name not in settings}
 
 

@@ -56,7 +56,10 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
     except ConfigError:
         raise  # from `each_once`; it is a `ValueError`, too
     except ValueError as error:  # NaN, or a number of thousands of digits
-        raise unreadable(source_name, "JSON", f"{error}{_line_of('NaN', source_text)}") from error
+        before, found, _ = source_text.partition("NaN")
+        line_number = before.count("\n") + 1
+        place = f": line {line_number}" if found else ""
+        raise unreadable(source_name, "JSON", f"{error}{place}") from error
     if not isinstance(read_values, dict):
         type_name = "null" if read_values is None else type(read_values).__name__
         raise ConfigError(
@@ -127,12 +130,6 @@ def _read_constant(name: str) -> float:
     if name == "NaN":
         raise ValueError(f"{name} is no number, and JSON has no word for it")
     return float(name)
-
-
-def _line_of(searched_word: str, source_text: str) -> str:
-    text_before, matched_word, _ = source_text.partition(searched_word)
-    line_number = text_before.count("\n") + 1
-    return f": line {line_number}" if matched_word else ""
 
 
 _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")

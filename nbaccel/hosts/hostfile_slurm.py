@@ -12,6 +12,7 @@ holds the resources, and srun would wait for them for ever (SLURM 22.05).
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
@@ -92,11 +93,8 @@ def _ssh_command() -> list[str]:
 
 def _filtered_hosts(hosts: Sequence[Host], config: RunConfig) -> list[Host]:
     """The hosts that the settings leave, with as many slots as they leave of each."""
-    left_slots = kept_slots(
-        {host.name: host.slots or 0 for host in hosts},
-        include=config.include,
-        exclude=config.exclude,
-    )
+    num_slots = {host.name: host.slots or 0 for host in hosts}
+    left_slots = kept_slots(num_slots, include=config.include, exclude=config.exclude)
     return [
         # Of a whole host nothing is said to its workers, as without a filter.
         host
@@ -153,11 +151,8 @@ def _read_hostfile(path: Path) -> list[Host]:
 
 def _own_names() -> frozenset[str]:
     """Names and addresses of this machine."""
-    addresses = {
-        entry.address.partition("%")[0]
-        for interface_addresses in psutil.net_if_addrs().values()
-        for entry in interface_addresses
-    }
+    entries = itertools.chain.from_iterable(psutil.net_if_addrs().values())
+    addresses = (entry.address.partition("%")[0] for entry in entries)
     return frozenset({"localhost", socket.gethostname(), *addresses})
 
 
@@ -205,10 +200,7 @@ class SlurmEngine(Engine):
         if config.num_processes is not None and config.num_processes > num_places:
             # More workers than tasks were allocated: they are shared out evenly.
             slots_by_name = {}
-        hosts = [
-            Host(name=name, address=name, slots=slots_by_name.get(name), is_here=False)
-            for name in names
-        ]
+        hosts = [Host(name=name, address=name, slots=slots_by_name.get(name)) for name in names]
         return own_cluster.first_hosts(hosts, config.num_processes)
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:

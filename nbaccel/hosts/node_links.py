@@ -536,8 +536,6 @@ class SharedFiles:
 
     def _drop(self, dropped_files: Iterable[SharedFile]) -> list[int]:
         dropped = list(dropped_files)
-        self._files = {
-            identity: file for identity, file in self._files.items() if file not in dropped
-        }
+        self._files = {key: file for key, file in self._files.items() if file not in dropped}
         memfd.close_all(file.descriptor for file in dropped)
         return [file.number for file in dropped]

@@ -59,11 +59,10 @@ def devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
     """All devices in the order of their rows, but those that cannot be loaded."""
     loaded_devices = []
     for row in DEVICES:
-        if names is not None and row.name not in names:
-            continue
         # Another package's module may raise anything, and must not disable the other devices.
         with contextlib.suppress(Exception):
-            loaded_devices.append(device(row.name))
+            if names is None or row.name in names:
+                loaded_devices.append(device(row.name))
     return tuple(loaded_devices)
 
 
@@ -266,14 +265,14 @@ def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str
 
 def load_advisor() -> Any:
     """What finds the fastest configuration of a strategy that has one to find."""
-    path = next((row.advisor for row in STRATEGIES if row.advisor), "")
-    if not path:
-        raise MissingBackend(
-            "advise finds configurations of strategies that have an advisor, and of "
-            f"{', '.join(row.name for row in STRATEGIES)} none has one. "
-            "Nothing can be compared. Install nbaccel with its DeepSpeed backend."
-        )
-    return load_object(path)
+    for row in STRATEGIES:
+        if row.advisor:
+            return load_object(row.advisor)
+    raise MissingBackend(
+        f"advise finds configurations of strategies that have an advisor, and of "
+        f"{', '.join(row.name for row in STRATEGIES)} none has one. Nothing can be compared. "
+        "Install nbaccel with its DeepSpeed backend."
+    )
 
 
 def plugin_class(class_name: str) -> Any:

@@ -68,8 +68,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 def is_peft_model(model: nn.Module) -> bool:
     """Whether it is a model of peft, also inside a wrapper."""
-    inner: Any = getattr(model, "module", model)
-    inner = torch_private.uncompiled(inner)
+    inner = torch_private.uncompiled(getattr(model, "module", model))
     return any(kind.__module__.partition(".")[0] == "peft" for kind in type(inner).__mro__)
 
 
