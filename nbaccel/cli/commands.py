@@ -223,7 +223,6 @@ def _test(config_file: ConfigFile = None, **further_options: Any) -> None:
 
 
 def _run_test(config: RunConfig) -> int:
-    # Here, so that `nbaccel test --help` needs no torch.
     from nbaccel.cli.launch_request import plan_of_command
     from nbaccel.cli.set_up_checks import SetUpCheckFailed, run_checks
     from nbaccel.launchers import launch_configured
@@ -299,19 +298,12 @@ def _estimate(
     ] = "transformers",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    # Here, so that `nbaccel --help` does not import torch.
+    # All of them but the context go on; first, when nothing else is local.
+    given = {name: value for name, value in locals().items() if name != "context"}
     from nbaccel.cli.memory_tables import print_estimate
 
-    print_estimate(
-        model_path,
-        dtypes=[*dtypes.replace(",", " ").split(), *context.args],
-        num_gpus=num_gpus,
-        num_nodes=num_nodes,
-        mixed_precision=mixed_precision,
-        trust_remote_code=trust_remote_code,
-        library_name=library_name,
-        as_json=as_json,
-    )
+    words = [*dtypes.replace(",", " ").split(), *context.args]
+    print_estimate(**{**given, "dtypes": words})
 
 
 _MERGE_HELP = (
@@ -338,7 +330,6 @@ def _merge(
         bool, typer.Option("--remove-checkpoint-dir", help="Delete the shards afterwards.")
     ] = False,
 ) -> None:
-    # Here, so that `nbaccel --help` does not import torch.
     from nbaccel.utils.fsdp_utils import merge_fsdp_weights
 
     start_time = time.monotonic()
@@ -369,7 +360,6 @@ def _show_runs(
         ),
     ] = None,
 ) -> None:
-    # Here, so that `nbaccel --help` does not wait for it.
     from nbaccel.output.panel.run_notes import interrupt_run, noted_runs
 
     if stop is not None:

@@ -68,7 +68,6 @@ def _show(
 
 
 def _environment_facts(config_file: str | None) -> Facts:
-    # Here, so that `nbaccel --help` does not wait for it.
     from nbaccel.plan.inspecting import inspect_machine
 
     inventory = inspect_machine()

@@ -47,9 +47,7 @@ class ModelSizes:
     notes: tuple[str, ...] = ()  # notes about these sizes
 
 
-def read_model(
-    model_path: str, *, trust_remote_code: bool = False, library_name: str = _KNOWN_LIBRARY
-) -> ModelSizes:
+def read_model(model_path: str, *, trust_remote_code: bool, library_name: str) -> ModelSizes:
     """Read a model's sizes."""
     if library_name != _KNOWN_LIBRARY:
         raise ConfigError(
@@ -208,10 +206,10 @@ def print_estimate(
     dtypes: Sequence[str],
     num_gpus: int,
     num_nodes: int,
-    mixed_precision: str = "no",
-    trust_remote_code: bool = False,
-    library_name: str = "transformers",
-    as_json: bool = False,
+    mixed_precision: str,
+    trust_remote_code: bool,
+    library_name: str,
+    as_json: bool,
 ) -> None:
     """Read a model, estimate its memory, and print both tables."""
     wanted = [("--dtypes", dtype, [*_BITS]) for dtype in dtypes]

@@ -2,14 +2,11 @@
 
 DeepSpeed's file and the run's settings both have the stage, the precision, and how many batches
 make a step. Here they are taken out of the file, so that two places cannot contradict each other,
-and put back where DeepSpeed reads them. All other keys belong to the package `deepspeed`.
+and put back where DeepSpeed reads them.
 
-Its ``--include`` and ``--exclude`` say which hosts and slots of a hostfile take part:
-
-    worker-1:0,2@worker-2       slots 0 and 2 of one host, and all of another
-
-One reader for `RunConfig`, the engine and the command line. What DeepSpeed takes means the same
-here, but for what it would silently read in one of two ways: a host or slot that is named twice.
+Its ``--include`` and ``--exclude`` say which hosts and slots of a hostfile take part. Slots 0 and 2
+of one host, and all of another, are ``worker-1:0,2@worker-2``; a host or slot that is named twice,
+which DeepSpeed would silently read in one of two ways, is refused.
 """
 
 from __future__ import annotations

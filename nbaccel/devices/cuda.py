@@ -3,15 +3,10 @@
 A CUDA context cannot be forked: its copy fails in the first call. So nothing here touches CUDA
 outside a worker, and :meth:`CudaDevice.hazards` finds a context by the traces it leaves.
 
-NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context.
-Which of them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``,
-whose rules are followed here. Cards are counted in PCI order; where different cards are mixed,
-``CUDA_DEVICE_ORDER=PCI_BUS_ID`` makes CUDA count the same way.
-
-Where it cannot be asked (a container without the driver's library, some of WSL, ROCm), nothing
-tells without creating a CUDA context, which a notebook's process must not have: then torch is
-asked, in a process that ends with its answer. That takes seconds, so it is done once, and only
-where a device node says that there is something to ask about.
+NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context. Which of
+them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``, whose rules are
+followed here. Where it cannot be asked (a container without the driver's library, some of WSL,
+ROCm), torch is asked, in a process that ends with its answer; once, because that takes seconds.
 """
 
 from __future__ import annotations

@@ -2,14 +2,11 @@
 
 It is read from device files, the PCI bus, ``/proc`` and the environment: no driver is imported, no
 runtime is touched and nothing is asked over the network (off Google's cloud a question to the
-metadata server takes half a minute). The values that Colab's and Kaggle's images set are not
-verified. On a machine without a sign of a TPU it costs two or three listings of folders.
+metadata server takes half a minute).
 
-A driver's workers are one process per chip. Each of them must be told the shape of all chips
-together and where the others listen, before it first uses its chip. torch_tpu and torch_xla can
-work that out themselves, but keep what a variable already says, so one that an image or an earlier
-launch left behind decides instead of the host. nbaccel therefore gives its workers every value, and
-takes `STALE_VARIABLES` away from them.
+A driver's workers are one process per chip, which must be told the shape of all chips and where the
+others listen. The drivers could find that out, but keep what an image or an earlier launch has left
+in a variable: so workers get every value, and `STALE_VARIABLES` are taken away from them.
 
 Nothing here has run on a chip: the values are those of torch_tpu 0.2.0 and torch_xla 2.9.0, with
 which the tests compare them.
