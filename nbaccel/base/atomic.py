@@ -150,16 +150,13 @@ def publish_weights(built_folder: Path, folder: Path, pattern: str) -> None:
     for path in paths:
         keep_access(path, folder / path.name)
         path.replace(folder / path.name)
-    _remove_stale(folder, pattern, {path.name for path in paths})
-    sync_path(folder)
-
-
-def _remove_stale(folder: Path, name_pattern: str, kept: set[str]) -> None:
-    start, end, index = map(re.escape, (*name_pattern.split("{suffix}"), _INDEX_SUFFIX))
-    stale_pattern = rf"{start}(-\d{{5}}-of-\d{{5}})?{end}({index})?"
+    kept = {path.name for path in paths}
+    start, end, index = map(re.escape, (*pattern.split("{suffix}"), _INDEX_SUFFIX))
     for path in folder.iterdir():
-        if re.fullmatch(stale_pattern, path.name) and path.name not in kept:
+        is_of_a_save = re.fullmatch(rf"{start}(-\d{{5}}-of-\d{{5}})?{end}({index})?", path.name)
+        if is_of_a_save and path.name not in kept:
             path.unlink(missing_ok=True)
+    sync_path(folder)
 
 
 def sync_path(path: Path) -> None:

@@ -185,8 +185,8 @@ def has_magic(magic_name: str) -> bool:
 
 def running_shell() -> Any:
     """IPython's shell in this process, or None; IPython is not imported for it."""
-    module = sys.modules.get("IPython")
-    return module.get_ipython() if module is not None else None
+    # Without it where IPython is being imported just now.
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 _ANSI_RED = "\x1b[31m"

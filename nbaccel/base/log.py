@@ -40,18 +40,14 @@ class _NoticeHandler(logging.Handler):
         self._written: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _has_other_handlers():
+        handlers = logging.getLogger(ROOT_LOGGER_NAME).handlers
+        if logging.getLogger().handlers or len(handlers) > 1:
             return
         # In a worker the console says whose line it is, and shows one that all ranks write once.
         text = record.getMessage().removeprefix(f"[rank {env.read('RANK')}] ")
         if text not in self._written:
             self._written.add(text)
             write_notice(f"nbaccel: {text}\n")
-
-
-def _has_other_handlers() -> bool:
-    handlers = logging.getLogger(ROOT_LOGGER_NAME).handlers
-    return bool(logging.getLogger().handlers) or len(handlers) > 1
 
 
 def get_logger(logger_name: str = ROOT_LOGGER_NAME) -> logging.LoggerAdapter[logging.Logger]:

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +47,10 @@ def is_installed(module_name: str) -> bool:
         return not submodule_names
     # find_spec("a.b") would import `a`; walking the search locations does not.
     for submodule_name in submodule_names:
-        module_spec = _find_submodule(module_spec, submodule_name)
+        places = None if module_spec is None else module_spec.submodule_search_locations
+        if module_spec is None or places is None:
+            return False
+        module_spec = PathFinder.find_spec(f"{module_spec.name}.{submodule_name}", places)
     return module_spec is not None
 
 
@@ -73,13 +76,6 @@ def metadata_version(distribution: importlib.metadata.Distribution) -> str:
         if field := _VERSION_FIELD.search(text):
             return field[1]
     return ""
-
-
-def _find_submodule(parent_spec: ModuleSpec | None, name: str) -> ModuleSpec | None:
-    places = None if parent_spec is None else parent_spec.submodule_search_locations
-    if parent_spec is None or places is None:
-        return None
-    return PathFinder.find_spec(f"{parent_spec.name}.{name}", places)
 
 
 @lru_cache

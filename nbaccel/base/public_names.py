@@ -12,7 +12,6 @@ what is missing and what to do instead.
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nbaccel.base.errors import PlatformUnsupported, UserMistake
+from nbaccel.base.frames import running_shell
 
 
 def names_handed_on(file_path: str) -> dict[str, str]:
@@ -203,10 +203,7 @@ def missing_names_of(module_name: str) -> dict[str, Any]:
 
 def register_stand_in() -> None:
     """Register the stand-in in the shell of this process, if it has one and lacks the magic."""
-    module = sys.modules.get("IPython")
-    ipython = getattr(module, "get_ipython", None)
-    shell = ipython() if ipython is not None else None
-    manager = getattr(shell, "magics_manager", None)
+    manager = getattr(running_shell(), "magics_manager", None)
     # The real magic, where it is loaded already, must not be replaced.
     if manager is not None and "accelerate" not in manager.magics["cell"]:
         manager.register_function(_stand_in_magic, "line_cell", "accelerate")

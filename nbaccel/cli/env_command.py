@@ -63,15 +63,10 @@ def _show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    facts = _environment_facts(config_file)
-    print(json.dumps(facts, indent=2) if as_json else _report_text(facts))
-
-
-def _environment_facts(config_file: str | None) -> Facts:
     from nbaccel.plan.inspecting import inspect_machine
 
     inventory = inspect_machine()
-    return {
+    facts: Facts = {
         "nbaccel": {
             "version": __version__,
             "folder": str(Path(__file__).parent.parent),
@@ -85,6 +80,7 @@ def _environment_facts(config_file: str | None) -> Facts:
         "variables": shown_variables(env.snapshot()),
         "configuration file": _config_facts(config_file),
     }
+    print(json.dumps(facts, indent=2) if as_json else _report_text(facts))
 
 
 def _report_text(facts: Facts) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.cli import plain_table, terminal_console
-from nbaccel.cli.launch_options import PEER_OPTIONS, PeerOption
+from nbaccel.cli.launch_options import PEER_OPTIONS
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, engine_row
 from nbaccel.config.config_files import load_config_file, peek_config_file
@@ -139,10 +139,9 @@ class _OptionReader:
             return
         option = _PEERS_BY_NAME.get(option_name)
         # The command's own options are not in the table.
-        if option is not None and (option_value or not option.is_switch):
-            self._take_peers(option, option.constant if option.is_switch else option_value)
-
-    def _take_peers(self, option: PeerOption, value: Any) -> None:
+        if option is None or not (option_value or not option.is_switch):
+            return
+        value = option.constant if option.is_switch else option_value
         if option.effect == "setting":
             self._put(option.target, value, option.flag)
         elif option.effect == "variable":

@@ -160,13 +160,10 @@ def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value:
     return read
 
 
-def _as_variable(name: str, *, only: bool = False) -> _ReadKey:
-    """A reader of a key that workers get as a variable; where `only`, if it is true."""
+def _as_variable(name: str) -> _ReadKey:
+    """A reader of a key that workers get as a variable."""
 
     def read(reading: _Reading, key: str, value: Any) -> None:
-        if only and not reading.truth(key, value):
-            reading.note_unused(key, value, _DEFAULT)
-            return
         text = str(value).lower() if isinstance(value, bool) else str(value)
         reading.variables[name] = text
         reading.use(key, value, f"variables: {name}")
@@ -174,14 +171,21 @@ def _as_variable(name: str, *, only: bool = False) -> _ReadKey:
     return read
 
 
-def _without_effect(reason: str, *, unless_default: bool = False) -> _ReadKey:
-    """A reader of a key that nothing of nbaccel follows; false is the default of some."""
+def _without_effect(reason: str) -> _ReadKey:
+    """A reader of a key that nothing of nbaccel follows."""
+    return lambda reading, key, value: reading.note_unused(key, value, reason)
 
-    def read(reading: _Reading, key: str, value: Any) -> None:
-        is_default = unless_default and not reading.truth(key, value)
-        reading.note_unused(key, value, _DEFAULT if is_default else reason)
 
-    return read
+def _if_true(read: _ReadKey) -> _ReadKey:
+    """A reader of a truth value, of which false is the default."""
+
+    def read_true(reading: _Reading, key: str, value: Any) -> None:
+        if reading.truth(key, value):
+            read(reading, key, value)
+        else:
+            reading.note_unused(key, value, _DEFAULT)
+
+    return read_true
 
 
 def setting_of(mistake: str) -> str:
@@ -281,13 +285,6 @@ def _read_type(reading: _Reading, key: str, value: Any) -> None:
         reading.mistakes.append(
             f"{key}={shown(value)} is not supported: nbaccel would train in another way. {remedy}."
         )
-
-
-def _read_use_cpu(reading: _Reading, key: str, value: Any) -> None:
-    if reading.truth(key, value):
-        reading.set("device", "cpu", key, value)
-    else:
-        reading.note_unused(key, value, _DEFAULT)
 
 
 def _read_gpu_ids(reading: _Reading, key: str, value: Any) -> None:
@@ -445,13 +442,10 @@ def _read_least_params(reading: _Reading, key: str, value: Any) -> None:
 
 
 def _refuse_offloaded_activations(reading: _Reading, key: str, value: Any) -> None:
-    if reading.truth(key, value):
-        reading.mistakes.append(
-            f"{key}=true is not supported: this version recomputes activations and does "
-            "not move them to host memory, so it would need more. Set it to false."
-        )
-    else:
-        reading.note_unused(key, value, _DEFAULT)
+    reading.mistakes.append(
+        f"{key}=true is not supported: this version recomputes activations and does not move them "
+        "to host memory, so it would need more. Set it to false."
+    )
 
 
 _FSDP_READERS: Mapping[str, _ReadKey] = {
@@ -472,7 +466,7 @@ _FSDP_READERS: Mapping[str, _ReadKey] = {
     "fsdp_version": lambda reading, key, value: reading.use(
         key, value, "fully_shard, which is version 2, trains in any case"
     ),
-    "fsdp_activation_checkpointing_offload": _refuse_offloaded_activations,
+    "fsdp_activation_checkpointing_offload": _if_true(_refuse_offloaded_activations),
 }
 
 
@@ -573,7 +567,7 @@ _OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel
 _KEY_READERS: Mapping[str, _ReadKey] = {
     "compute_environment": _read_environment,
     "distributed_type": _read_type,
-    "use_cpu": _read_use_cpu,
+    "use_cpu": _if_true(lambda reading, key, value: reading.set("device", "cpu", key, value)),
     "gpu_ids": _read_gpu_ids,
     "num_processes": _read_num_processes,
     "num_machines": _as_setting("num_nodes"),
@@ -585,9 +579,7 @@ _KEY_READERS: Mapping[str, _ReadKey] = {
     "num_cpu_threads_per_process": _as_setting("threads_per_process"),
     "mixed_precision": _read_precision,
     "fp16": _read_fp16,
-    "downcast_bf16": _without_effect(
-        "torch_xla has dropped it: mixed_precision decides", unless_default=True
-    ),
+    "downcast_bf16": _if_true(_without_effect("torch_xla has dropped it: mixed_precision decides")),
     "fp8_config": _read_fp8,
     "deepspeed_config": _read_deepspeed,
     "fsdp_config": _read_fsdp,
@@ -596,11 +588,10 @@ _KEY_READERS: Mapping[str, _ReadKey] = {
     "parallelism_config": _read_parallelism,
     # `distributed_type: MEGATRON_LM` itself is refused.
     "megatron_lm_config": _without_effect(_NOT_ASKED),
-    "enable_cpu_affinity": _without_effect(
-        "the system places threads; set_numa_affinity() in your script binds them",
-        unless_default=True,
+    "enable_cpu_affinity": _if_true(
+        _without_effect("the system places threads; set_numa_affinity() in your script binds them")
     ),
-    "debug": _as_variable("ACCELERATE_DEBUG_MODE", only=True),
+    "debug": _if_true(_as_variable("ACCELERATE_DEBUG_MODE")),
     "main_training_function": _without_effect(
         "nbaccel launch runs the whole script, on TPUs as elsewhere"
     ),

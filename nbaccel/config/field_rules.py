@@ -171,9 +171,7 @@ def explain_mistakes(
         given_value = given_settings.get(setting_name, detail["input"])
         inner_error = detail.get("ctx", {}).get("error")
         if isinstance(inner_error, ConfigError):  # the setting is a section with further settings
-            by_name[setting_name] = tuple(
-                field_mistake.under(setting_name) for field_mistake in mistakes_in(inner_error)
-            )
+            by_name[setting_name] = mistakes_in(inner_error, setting_name)
             continue
         if detail["type"] == _UNKNOWN_SETTING:
             text = _unknown_setting(model, setting_name, given_value, unknown_remedy)
@@ -200,13 +198,11 @@ def _unknown_setting(model: type[BaseModel], name: str, value: object, unknown_r
     )
 
 
-def mistakes_in(error: ConfigError) -> tuple[FieldMistake, ...]:
-    """The messages of an error with the paths of their settings."""
+def mistakes_in(error: ConfigError, section: str = "") -> tuple[FieldMistake, ...]:
+    """The messages of an error with the paths of their settings, which may be of a section."""
     # `ConfigError.mistakes` are plain texts; the messages that were raised are in `args`.
-    return tuple(
-        argument if isinstance(argument, FieldMistake) else FieldMistake(str(argument))
-        for argument in error.args
-    )
+    found = (one if isinstance(one, FieldMistake) else FieldMistake(str(one)) for one in error.args)
+    return tuple(one.under(section) if section else one for one in found)
 
 
 class FieldCheck:
@@ -228,8 +224,7 @@ class FieldCheck:
         except ValidationError as error:
             inner_error = error.errors(include_url=False)[0].get("ctx", {}).get("error")
             if isinstance(inner_error, ConfigError):  # the setting is a section
-                inner_mistakes = mistakes_in(inner_error)
-                raise ConfigError(*(one.under(setting_name) for one in inner_mistakes)) from error
+                raise ConfigError(*mistakes_in(inner_error, setting_name)) from error
             text = self.rule.refusal(setting_name, value, owner=owner)
             raise ConfigError(FieldMistake(text, setting_name)) from error
 

@@ -122,18 +122,12 @@ class CudaDevice(Device):
 
 def driver_in_use(process: Path = Path("/proc/self")) -> bool:
     """Whether a process has the CUDA driver initialised, by the traces it leaves."""
-    mapped = _DRIVER_LIBRARY in env.read_file(process / "maps")
-    return mapped and any(name.startswith(_DEVICE_NODES) for name in _open_files(process / "fd"))
-
-
-def _open_files(folder: Path) -> list[str]:
-    names = []
-    for entry in folder.iterdir():
-        try:
-            names.append(os.readlink(entry))
-        except OSError:  # closed meanwhile, as the descriptor of this listing is
-            continue
-    return names
+    if _DRIVER_LIBRARY in env.read_file(process / "maps"):
+        for entry in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile, as this listing's own is
+                if os.readlink(entry).startswith(_DEVICE_NODES):
+                    return True
+    return False
 
 
 DEVICE_NODES = ("nvidia0", "dxg", "kfd")

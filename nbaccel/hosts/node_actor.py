@@ -286,7 +286,15 @@ class _NodeWorker:
             except EOFError:
                 self._is_heard = False
         # After the packet has been read: what was printed before it goes first.
-        self._pass_output()
+        for pipe, name in tuple(self._pipes.items()):
+            with contextlib.suppress(BlockingIOError):
+                # All that the pipe holds, and no more: a worker that prints on and on must not keep
+                # back what it says.
+                printed = os.read(pipe, _PIPE_BYTES)
+                self._tell("worker_printed", name, printed)
+                if not printed:
+                    del self._pipes[pipe]
+                    os.close(pipe)
         if content:
             with memfd.closing_files(*fds):
                 files = tuple(_bytes_of(fd, (0, os.fstat(fd).st_size)) for fd in fds)
@@ -294,18 +302,6 @@ class _NodeWorker:
 
     def _tell(self, method: str, *arguments: Any) -> None:
         self._outbox.put((method, (self._number, *arguments)))
-
-    def _pass_output(self) -> None:
-        """Pass on what it has printed so far."""
-        for pipe, name in tuple(self._pipes.items()):
-            with contextlib.suppress(BlockingIOError):
-                # All that the pipe holds, and no more: a worker that prints on and on must not keep
-                # back what it says.
-                content = os.read(pipe, _PIPE_BYTES)
-                self._tell("worker_printed", name, content)
-                if not content:
-                    del self._pipes[pipe]
-                    os.close(pipe)
 
 
 def _bytes_of(fd: int, byte_range: memfd.ByteRange) -> np.ndarray[Any, np.dtype[np.uint8]]:

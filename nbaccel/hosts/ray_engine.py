@@ -79,8 +79,11 @@ class RayEngine(Engine):
 
         nodes = _living_nodes()
         self._resource = _resource_of(config, nodes)
-        num_workers = config.num_processes or _default_count(nodes, self._resource)
-        placed = _try_placement(num_workers, self._resource, nodes)
+        counts = [
+            1 if self._resource == "CPU" else _has(one, self._resource) for one in nodes.values()
+        ]
+        num_workers = config.num_processes or sum(counts)
+        placed = _try_placement(num_workers, resource, nodes)
         node = str(ray.get_runtime_context().get_node_id())
         # The notebook's own node first: its ranks reach the notebook without a network.
         node_ids = sorted(placed, key=lambda node_id: (node_id != node, -placed[node_id]))
@@ -159,12 +162,6 @@ def _resource_of(config: RunConfig, nodes: Mapping[str, Mapping[str, Any]]) -> s
 
 def _has(node: Mapping[str, Any], resource: str) -> int:
     return int(node["Resources"].get(resource, 0))
-
-
-def _default_count(nodes: Mapping[str, Mapping[str, Any]], resource: str) -> int:
-    if resource == "CPU":
-        return len(nodes)
-    return sum(_has(node, resource) for node in nodes.values())
 
 
 def _try_placement(

@@ -373,8 +373,7 @@ def _source_text(source: Source, default_text: str) -> str:
 
 def _fp8_choice(asked: TrainingRequest, found: ProcessFacts) -> Fp8Choice:
     """The library that computes; none where the precision is one of torch's own."""
-    row = {row.name: row for row in PRECISIONS}.get(asked.mixed_precision)
-    if row is None or not row.has_backends:
+    if asked.mixed_precision not in (row.name for row in PRECISIONS if row.has_backends):
         return Fp8Choice()
     settings = asked.fp8 or Fp8Config()
     return fp8_backend(settings.backend, device_row(found.device), found.compute_capability)

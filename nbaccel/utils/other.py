@@ -245,13 +245,9 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 # --------------------------------------------------------------------------- configuration file
 
 
-def _default_file() -> Path:
-    cache = env.read("XDG_CACHE_HOME") or "~/.cache"
-    home = env.read("HF_HOME") or f"{cache}/huggingface"
-    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
-
-
-default_json_config_file = str(_default_file())
+_cache = env.read("XDG_CACHE_HOME") or "~/.cache"
+_home = Path(env.read("HF_HOME") or f"{_cache}/huggingface").expanduser()
+default_json_config_file = str(_home / "accelerate/default_config.yaml")
 
 
 def write_basic_config(

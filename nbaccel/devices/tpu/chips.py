@@ -211,6 +211,13 @@ def inspect_host(
     speaks_of_tpus = any(environ.get(name) for name in TPU_SIGNS.variables)
     if not num_chips and not chips and not speaks_of_tpus:
         return None
+    counted_chips = [
+        chip
+        for chip in chips
+        if chip.device_id in _COUNTED_BY_TORCH_TPU
+        and chip.iommu_group
+        and (root / "dev/vfio" / chip.iommu_group).exists()
+    ]
     packages = find_packages(environ, search_path)
     generation = _generation_of(chips, environ)
     num_hosts, worker_id = hosts_of(environ)
@@ -218,7 +225,7 @@ def inspect_host(
         generation=generation,
         chips=num_chips,
         chips_on_bus=len(chips),
-        torch_tpu_chips=_count_for_torch_tpu(root, chips),
+        torch_tpu_chips=len(counted_chips),
         device_files=tuple(f"/{path.relative_to(root)}" for path in paths),
         bytes_per_chip=BYTES_PER_CHIP.get(generation, 0),
         process_counts=legal_counts(generation, num_chips),
@@ -275,16 +282,6 @@ def _find_files(
     # A group can hold several chips, so chips are counted and not files.
     groups = [chip.iommu_group for chip in bus_chips if chip.iommu_group in groups_here]
     return len(groups), tuple(path for path in vfio_files if path.name in groups)
-
-
-def _count_for_torch_tpu(root: Path, bus_chips: Sequence[_BusChip]) -> int:
-    return sum(
-        1
-        for chip in bus_chips
-        if chip.device_id in _COUNTED_BY_TORCH_TPU
-        and chip.iommu_group
-        and (root / "dev/vfio" / chip.iommu_group).exists()
-    )
 
 
 def _generation_of(bus_chips: Sequence[_BusChip], environ: Mapping[str, str]) -> str:
