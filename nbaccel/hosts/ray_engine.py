@@ -78,15 +78,13 @@ class RayEngine(Engine):
         import ray
 
         nodes = _living_nodes()
-        self._resource = _resource_of(config, nodes)
-        counts = [
-            1 if self._resource == "CPU" else _has(one, self._resource) for one in nodes.values()
-        ]
+        self._resource = resource = _resource_of(config, nodes)
+        counts = (1 if resource == "CPU" else _has(node, resource) for node in nodes.values())
         num_workers = config.num_processes or sum(counts)
         placed = _try_placement(num_workers, resource, nodes)
-        node = str(ray.get_runtime_context().get_node_id())
+        own_id = str(ray.get_runtime_context().get_node_id())
         # The notebook's own node first: its ranks reach the notebook without a network.
-        node_ids = sorted(placed, key=lambda node_id: (node_id != node, -placed[node_id]))
+        node_ids = sorted(placed, key=lambda node_id: (node_id != own_id, -placed[node_id]))
         names = _node_names(nodes)
         return [
             Host(
