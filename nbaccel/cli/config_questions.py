@@ -31,8 +31,7 @@ from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.resolving import resolve
 
-_NO_ANSWER = "-"
-"""Stands for "leave it open" where an empty line means the default."""
+_NO_ANSWER = "-"  # Stands for "leave it open" where an empty line means the default
 
 # The place of the answer (with a question mark it goes nowhere), the question, the default (yes and
 # no make it a question for these, none at all one that must be answered), the words to choose from,

@@ -194,10 +194,8 @@ def _sizes_of(config: Any, source: Path, transformers: Any) -> ModelSizes:
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8, "int4": 4}
 _TRAINED_FORMATS = ("float32", "float16", "bfloat16")
-_ADAM_COPIES = 4
-"""Weights, gradients and two moments."""
-_ANY_GPU = (10, 0)
-"""What computes in all formats: nothing is known of a GPU that is not here."""
+_ADAM_COPIES = 4  # Weights, gradients and two moments
+_ANY_GPU = (10, 0)  # What computes in all formats: nothing is known of a GPU that is not here
 
 
 def print_estimate(

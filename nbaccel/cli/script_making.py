@@ -279,8 +279,7 @@ def _read_launch(
     )
 
 
-_UNKNOWN: Any = object()
-"""Stands for a value that only running the notebook would tell."""
+_UNKNOWN: Any = object()  # Stands for a value that only running the notebook would tell
 
 
 def _literal(node: ast.expr, found_configs: Mapping[str, Any]) -> Any:

@@ -354,8 +354,7 @@ def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
 # ---------------------------------------------------------------------------- DeepSpeed
 _DOCUMENT_KEY = "deepspeed_config_file"
 _DEFAULT_STAGE = 2
-_STARTED_ON_EACH = ("standard", "nossh")
-"""Launchers of DeepSpeed that do not reach other machines."""
+_STARTED_ON_EACH = ("standard", "nossh")  # Launchers of DeepSpeed that do not reach other machines
 _ZERO = "zero_optimization"
 _DOCUMENT_READERS: Mapping[str, _ReadKey] = {
     "zero_stage": _as_setting("zero_stage"),

@@ -43,8 +43,7 @@ _ENABLED_RULE = FieldRule(
     why="It decides in which number format the model is trained",
     do="Give one of them",
 )
-_AUTO_STAGE = 2
-"""Accelerate's stage for ``"auto"``."""
+_AUTO_STAGE = 2  # Accelerate's stage for ``"auto"``
 
 
 class Document(dict[str, Any]):

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 # Far deeper than any configuration, and far from Python's limit for recursion.
 _MAX_JSON_DEPTH = 64
 _TOO_DEEP = f"it is nested more than {_MAX_JSON_DEPTH} levels deep"
-_MAX_BITS = 1024
-"""Of a whole number: a larger one does not fit into any number of a training."""
+_MAX_BITS = 1024  # Of a whole number: a larger one does not fit into any number of a training
 
 
 def read_file(file_path: str | Path) -> dict[str, Any]:

@@ -58,8 +58,7 @@ from nbaccel.workers.worker_processes import HostShare, Starter
 # No process has such a number (Linux: 2**22 at most), so none can be hit by mistake.
 _FIRST_WORKER = 2**22 + 1
 _LOOK_S = 0.1
-_PARTS_AHEAD = 2
-"""Parts of weights that a node has read and this side has not."""
+_PARTS_AHEAD = 2  # Parts of weights that a node has read and this side has not
 _LEAVE_S = 3.0
 _LOST_REMEDY = (
     "The machine was shut down, the processes on it were killed, or the network between it and "
@@ -442,10 +441,8 @@ ARENA = "arena"
 STAGING = "staging"
 _KEPT_PAYLOADS = 8
 """A payload is sent to one rank after the other; further ones are not needed again."""
-_PIECE_BYTES = 1 << 20
-"""What has changed is found and sent in pieces of this size."""
-_LEAST_STORED_BYTES = 1 << 16
-"""Less goes as an argument of the call."""
+_PIECE_BYTES = 1 << 20  # What has changed is found and sent in pieces of this size
+_LEAST_STORED_BYTES = 1 << 16  # Less goes as an argument of the call
 _MEMORY_FILE = re.compile(r"/memfd:nbaccel-(\S+) \(deleted\)$")
 
 
@@ -453,11 +450,9 @@ _MEMORY_FILE = re.compile(r"/memfd:nbaccel-(\S+) \(deleted\)$")
 class SharedFile:
     """A file of the notebook's."""
 
-    number: int
-    """Its name on the nodes."""
+    number: int  # Its name on the nodes
     descriptor: int
-    kind: str
-    """`arena`, `staging`, `payload`, `message`."""
+    kind: str  # `arena`, `staging`, `payload`, `message`
     num_bytes: int
     arena_key: str = ""
     digests: dict[int, int] = field(default_factory=dict)

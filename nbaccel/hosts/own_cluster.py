@@ -48,13 +48,10 @@ _HOST_CODE = (
     "os.path.isdir(os.path.join(folder, 'nbaccel')) and sys.path.insert(0, folder); "
     "from nbaccel.hosts.ray_host import main; main()"
 )
-_HEAD_S = 180.0
-"""For the head to be there: a raylet takes seconds, and minutes on a busy machine."""
+_HEAD_S = 180.0  # For the head to be there: a raylet takes seconds, and minutes on a busy machine
 _LOOK_S = 0.05
-_STARTED = "Ray runtime started."
-"""What `ray start` says once its node has joined."""
-_LEAVE_S = 5.0
-"""For processes on hosts to end once the notebook has hung up."""
+_STARTED = "Ray runtime started."  # What `ray start` says once its node has joined
+_LEAVE_S = 5.0  # For processes on hosts to end once the notebook has hung up
 _ERROR_CHARS = 1200
 _HEAD_NAME = "(this machine)"
 _LEAST_AMOUNT = 0.0001  # that Ray counts

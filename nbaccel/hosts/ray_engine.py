@@ -26,8 +26,7 @@ from nbaccel.hosts.node_links import error_line
 from nbaccel.hosts.own_cluster import is_connected
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
-_RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}
-"""Device → what Ray calls it."""
+_RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}  # Device → what Ray calls it
 _ANSWER_S = 10.0  # for the head of a cluster
 _RESERVE_S = 30.0  # for other work on the cluster to end
 _PLACEMENT_NOTICE_S = 3.0  # of waiting, before it is told
