@@ -135,18 +135,16 @@ def _header_of(path: Path) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------- config
-def _built_model(config_file: Path, *, trust_remote_code: bool) -> ModelSizes:
-    transformers: Any = require(
-        "transformers", extra="", why=f"Building the model of {config_file}"
-    )
+def _built_model(file: Path, *, trust_remote_code: bool) -> ModelSizes:
+    transformers: Any = require("transformers", extra="", why=f"Building the model of {file}")
     try:
         config = transformers.AutoConfig.from_pretrained(
-            config_file.parent, local_files_only=True, trust_remote_code=trust_remote_code
+            file.parent, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        return _sizes_of(config, config_file.parent, transformers)
+        return _sizes_of(config, file.parent, transformers)
     except Exception as error:  # the configuration may be of any model, with code of its own
         raise ConfigError(
-            f"The model of {config_file} cannot be built: {type(error).__name__}: {error}. Its "
+            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Its "
             "sizes are not known. Give a file of its safetensors, or --trust-remote-code where "
             "its folder has code that you trust."
         ) from error

@@ -247,9 +247,7 @@ def _launch_call(node: ast.stmt) -> ast.Call | None:
     return None
 
 
-def _read_launch(
-    call: ast.Call, statement: Statement, found_configs: Mapping[str, Any]
-) -> LaunchCall:
+def _read_launch(call: ast.Call, statement: Statement, configs: Mapping[str, Any]) -> LaunchCall:
     given = dict(zip(_PARAMETERS, call.args, strict=False))
     given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     function_node = given.pop("function", None)
@@ -257,7 +255,7 @@ def _read_launch(
     settings: dict[str, Any] = {}
     unread_names = []
     for name, node in given.items():
-        value = _literal(node, found_configs)
+        value = _literal(node, configs)
         if name == "config" and isinstance(value, RunConfig):
             settings |= changed_settings(value)
         elif name in RunConfig.model_fields and value is not _UNKNOWN:

@@ -155,12 +155,10 @@ def _bounds_of(generation: str) -> Mapping[int, str]:
     return _BOUNDS.get(generation, _BOUNDS[""])
 
 
-def _chosen_bounds(
-    name: str, generation: str, num_workers: int, known_bounds: Mapping[int, str]
-) -> str:
-    if num_workers in known_bounds:
-        return known_bounds[num_workers]
-    text = alternatives(sorted({1, *known_bounds}))
+def _chosen_bounds(name: str, generation: str, num_workers: int, bounds: Mapping[int, str]) -> str:
+    if num_workers in bounds:
+        return bounds[num_workers]
+    text = alternatives(sorted({1, *bounds}))
     raise ConfigError(
         f"num_processes={num_workers} is not supported on TPU {generation or 'chips'} by "
         f"{name}, which knows no layout of so many chips of one host. The workers could not "
