@@ -118,7 +118,8 @@ class _CheckedTraining:
             num_batches += 1
         _require(
             sorted(samples) == list(range(_SAMPLE_COUNT)),
-            f"{len(samples)} samples came out of {_SAMPLE_COUNT}, of which {len(set(samples))} differ",
+            f"{len(samples)} samples came out of {_SAMPLE_COUNT}, "
+            f"{len(set(samples))} different ones",
         )
         counts = gather(torch.tensor([num_batches], device=self.accelerator.device)).tolist()
         _require(len(set(counts)) == 1, f"ranks had {counts} batches")
