@@ -295,8 +295,7 @@ def _launch_in_pool(
                 for name in conflicting_names
             )
         )
-    outcome = pool.launch(function, args)
-    return _results_of(outcome)
+    return _results_of(pool.launch(function, args))
 
 
 def _results_of(outcome: CallOutcome) -> Results:

@@ -356,8 +356,7 @@ class _OptionReader:
             self.notes.append("--tee has no effect without --log-dir: everything is shown anyway.")
         text = _shown_text(redirects, tees, self._shown_ranks(given.get("local_ranks_filter")))
         if text is not None:
-            is_redirected = any(redirects.values())
-            flag = "--redirects" if is_redirected else "--local-ranks-filter"
+            flag = "--redirects" if any(redirects.values()) else "--local-ranks-filter"
             self._put("shown_output", text, flag)
 
     def _streams(self, given: Mapping[str, Any], option_name: str) -> dict[int | None, int]:

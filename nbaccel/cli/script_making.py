@@ -361,8 +361,7 @@ def _of_launch(
     all_needs = _needed(before, launched_names, with_seeds=True)
     definitions = [one for one in all_needs if one.is_definition or _has_long_text(one.node)]
     # What definitions read stays beside them: names of main() would be hidden from functions.
-    wanted_names = {name for statement in definitions for name in statement.reads}
-    beside = _needed(before, wanted_names)
+    beside = _needed(before, {name for statement in definitions for name in statement.reads})
     at_top = (*function_needs, *definitions, *beside)
     top_level = [statement for statement in before if statement in at_top]
     in_main = [statement for statement in all_needs if statement not in top_level]

@@ -248,8 +248,7 @@ def _judged(reading: _Reading, source_name: str, changes: Mapping[str, Any]) -> 
             name = setting_of(mistake)
             key = reading.origins.get(name, name)
             origin = f" In this file it is {key}." if key != name else ""
-            told = f"{source_name}: {mistake}{origin}"
-            mistakes.append(mistake if name in changes else told)
+            mistakes.append(mistake if name in changes else f"{source_name}: {mistake}{origin}")
     if mistakes:
         raise ConfigError(*mistakes)
     return AccelerateFile(config=config, mapped_keys=tuple(reading.mapped_keys))
@@ -504,8 +503,7 @@ def _read_dynamo(reading: _Reading, key: str, value: Any) -> None:
     if key == "dynamo_backend":
         reading.read({key: word}, _DYNAMO_READERS)
     else:
-        section = reading.mapping(key, word)
-        reading.read(section, _DYNAMO_READERS, section=key, prefix="dynamo_")
+        reading.read(reading.mapping(key, word), _DYNAMO_READERS, section=key, prefix="dynamo_")
     # Without a backend nothing is compiled, whatever the others say.
     if reading.settings.get("dynamo", {}).get("backend", "no") in ("no", "false"):
         reading.settings.pop("dynamo", None)

@@ -86,8 +86,7 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
     ``True`` would miss them, and train something else.
     """
     if "bfloat16" in config_settings:
-        old_section = config_settings.pop("bfloat16")
-        config_settings.setdefault("bf16", old_section)
+        config_settings.setdefault("bf16", config_settings.pop("bfloat16"))
     if isinstance(config_settings.get(_ZERO_SECTION), bool):
         config_settings[_ZERO_SECTION] = {"stage": int(config_settings[_ZERO_SECTION])}
     # Numbers as text and whole floats, of which both are compared with integers later.

@@ -133,7 +133,6 @@ class NodeActor:
     # ---- workers
 
     def fork(self, number: int) -> None:
-        """Have a worker forked."""
         self._workers[number] = _NodeWorker(number, self._template_starter(), self._outbox)
 
     def _template_starter(self) -> TemplateStarter:
@@ -150,7 +149,6 @@ class NodeActor:
             getattr(self._template_starter(), method)(worker.pid, *arguments)
 
     def uses(self) -> list[tuple[int, ProcessUse]]:
-        """What each worker uses."""
         return [
             (number, use)
             for number, worker in tuple(self._workers.items())

@@ -111,7 +111,6 @@ class _RemoteWorker:
                     return
 
     def close(self) -> None:
-        """Close this side's ends."""
         self.channel.close()
         memfd.close_all(self.pipes.values())
         self.pipes.clear()
@@ -317,11 +316,9 @@ class RemoteStarter(Starter):
         self._sending = threading.Lock()
 
     def add(self, name: str, actor: Any) -> None:
-        """Connect a node."""
         self._links[name] = NodeLink(name, actor, self)
 
     def lost(self) -> tuple[str, ...]:
-        """Names of the nodes that are lost."""
         return tuple(link.name for link in self._links.values() if link.lost_because)
 
     # ---- workers
@@ -343,7 +340,6 @@ class RemoteStarter(Starter):
         return worker.number
 
     def channel_to(self, pid: int, channel: messaging.Channel) -> messaging.Channel:
-        """What the notebook sends a worker by: its node's actor."""
 
         def send(content: bytes, fds: Sequence[int]) -> None:
             with self._sending:
@@ -360,11 +356,9 @@ class RemoteStarter(Starter):
         return os.dup(self._has_ended)
 
     def signal(self, pid: int, number: int) -> None:
-        """Have its host send a worker a signal."""
         self._workers[pid][0].tell("act_on", pid, "signal", number)
 
     def kill(self, pid: int) -> None:
-        """Have its host end a worker."""
         link, worker = self._workers[pid]
         worker.is_killed = True
         link.tell("act_on", pid, "kill")
@@ -373,7 +367,6 @@ class RemoteStarter(Starter):
         return self._workers[pid][0].use_of(pid)
 
     def note_end(self, ended: Ended) -> None:
-        """A worker has ended."""
         with self._lock:
             self._ended[ended.pid] = ended
             os.eventfd_write(self._has_ended, 1)
@@ -526,7 +519,6 @@ class SharedFiles:
         )
 
     def close(self) -> None:
-        """Close all descriptors."""
         self._drop(self._files.values())
 
     def _drop(self, dropped_files: Iterable[SharedFile]) -> list[int]:

@@ -148,7 +148,6 @@ class _HostProcess:
             self.stdin.flush()
 
     def output(self) -> str:
-        """What it has said so far."""
         num_bytes = os.fstat(self.errors.fileno()).st_size
         # By position: the process that writes has the same file offset.
         return os.pread(self.errors.fileno(), num_bytes, 0).decode(errors="replace")
@@ -180,8 +179,7 @@ class _Cluster:
         with listen(address, None) as free:
             port = free.getsockname()[1]
         self._order = {"head": f"{address}:{port}", "environment": _settings()}
-        environment = env.snapshot()
-        self.start_node(_HEAD_NAME, host_command(), environment, address, head_folder=folder)
+        self.start_node(_HEAD_NAME, host_command(), env.snapshot(), address, head_folder=folder)
 
     def connect(self) -> None:
         """Connect this process to the head, once it is there."""

@@ -108,8 +108,7 @@ def prepare_notebook() -> str:
     """Let all devices sleep in a notebook's process."""
     for known in devices():
         known.keep_asleep()
-    expected = (known.name for known in devices() if known.expects_launches())
-    return next(expected, "")
+    return next((known.name for known in devices() if known.expects_launches()), "")
 
 
 def awake_accelerators() -> Iterator[Device]:

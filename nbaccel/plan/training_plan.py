@@ -311,8 +311,7 @@ def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
         for row in STRATEGIES
         if row.is_default and row.processes == word and strategy_fits(row, device_row(found.device))
     )
-    reason = row.default_reason.format(world_size=found.world_size)
-    return Choice("strategy", row.name, reason)
+    return Choice("strategy", row.name, row.default_reason.format(world_size=found.world_size))
 
 
 def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:

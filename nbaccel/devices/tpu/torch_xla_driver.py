@@ -89,8 +89,7 @@ class TorchXlaDriver(TpuDriver):
             # can be read again (torch_xla 2.9).
             folder = str(_CACHE_FOLDER.expanduser())
             importlib.import_module("torch_xla.runtime").initialize_cache(folder)
-        torch_xla = importlib.import_module("torch_xla")
-        torch_xla.device()
+        importlib.import_module("torch_xla").device()
 
     def launch_variables(
         self, host: TpuHost, num_workers: int, ports: Sequence[int]
