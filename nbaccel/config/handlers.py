@@ -18,14 +18,19 @@ from pydantic import Field
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.enumerations import DDPCommunicationHookType, DistributedType, DynamoBackend
+from nbaccel.base.public_names import name_own
+from nbaccel.config.enumerations import (
+    DDPCommunicationHookType as DDPCommunicationHookType,
+    DistributedType as DistributedType,
+    DynamoBackend,
+)
 from nbaccel.config.field_rules import (
     NO_SMALLER,
     FieldCheck,
     FieldRule,
-    Handler,
+    Handler as Handler,
     OptionalCount,
-    Settings,
+    Settings as Settings,
     checked_as,
     field_mistakes,
     refuse_mistakes,
@@ -351,24 +356,6 @@ def _kind_of(state_dict_config: Any) -> str | None:
     return "FULL_STATE_DICT" if name.startswith("Full") else "SHARDED_STATE_DICT"
 
 
-__all__ = [
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "Handler",
-    "InitProcessGroupKwargs",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "Settings",
-    "TorchDynamoPlugin",
-]
-
-
 _FOLDER_NUMBER = Annotated[int, Field(ge=0), NO_SMALLER]
 _TIMEOUT_FIELD = Annotated[
     timedelta | None,
@@ -690,3 +677,6 @@ class TorchDynamoPlugin(Handler):
             for name, value in compile_arguments.items()
             if value is not None and value != default_arguments.get(name)
         }
+
+
+name_own(globals())
