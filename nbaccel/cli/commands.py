@@ -48,14 +48,14 @@ _NotebookOption = Annotated[
     str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
 ]
 _ToOption = Annotated[
-    str, own_option("--to", metavar="|".join(_TARGETS), meaning="What runs the script.")
+    str, own_option("--to", metavar="|".join(_TARGETS), help="What runs the script.")
 ]
 _OutputOption = Annotated[
     str | None,
     own_option(
         *("-o", "--output"),
         metavar="SCRIPT",
-        meaning="The script's file; left out: the notebook's name, here.",
+        help="The script's file; left out: the notebook's name, here.",
         show_default=False,
     ),
 ]
@@ -64,11 +64,11 @@ _FunctionOption = Annotated[
     own_option(
         "--function",
         metavar="NAME",
-        meaning="The launched function, where the notebook launches several.",
+        help="The launched function, where the notebook launches several.",
         show_default=False,
     ),
 ]
-_ReplaceOption = Annotated[bool, own_option("--overwrite", meaning="Replace files that are there.")]
+_ReplaceOption = Annotated[bool, own_option("--overwrite", help="Replace files that are there.")]
 
 
 def _export(

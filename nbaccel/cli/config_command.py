@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -162,9 +161,9 @@ def _existing_file(config_file: Path | None) -> Path:
 
 
 def _accelerate_path() -> Path:
-    """Where Accelerate keeps its file."""
-    folder = Path(env.read("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    path = Path(env.read("HF_HOME") or folder).expanduser() / "accelerate/default_config.yaml"
+    from nbaccel.config.config_files import accelerate_path
+
+    path = accelerate_path()
     if not path.is_file():
         raise ConfigError(
             f"Accelerate has no configuration file {path}. There is nothing to take over. Give "

@@ -48,27 +48,25 @@ _ArgumentsOption = Annotated[
     list[str] | None,
     typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
 ]
-_ModuleOption = Annotated[
-    bool, own_option("-m", "--module", meaning="SCRIPT is a module: python -m.")
-]
-_NoPythonOption = Annotated[bool, own_option("--no-python", meaning="SCRIPT is a program.")]
+_ModuleOption = Annotated[bool, own_option("-m", "--module", help="SCRIPT is a module: python -m.")]
+_NoPythonOption = Annotated[bool, own_option("--no-python", help="SCRIPT is a program.")]
 _DryRunOption = Annotated[
     bool,
     own_option(
-        "--dry-run", meaning="Show every setting, where it is from and the plan; start nothing."
+        "--dry-run", help="Show every setting, where it is from and the plan; start nothing."
     ),
 ]
 _DebugOption = Annotated[
-    bool, own_option("--debug", meaning="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
+    bool, own_option("--debug", help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
 ]
 _QuietOption = Annotated[
-    bool, own_option("-q", "--quiet", meaning="Leave out notes and warnings before the start.")
+    bool, own_option("-q", "--quiet", help="Leave out notes and warnings before the start.")
 ]
 _PeerOptionsOption = Annotated[
     bool,
     own_option(
         "--peer-options",
-        meaning="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
+        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
     ),
 ]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -247,15 +247,11 @@ def _option(heading: list[str], written: str, said: str, name: str) -> PeerOptio
 PEER_OPTIONS: tuple[PeerOption, ...] = tuple(_read_table())
 
 
-def own_option(*flags: str, meaning: str, metavar: str | None = None, **more: Any) -> Any:
-    """An option of a command's own, beside those of a launch."""
-    panel = "What to run, and what is shown"
-    return typer.Option(*flags, metavar=metavar, help=meaning, rich_help_panel=panel, **more)
-
-
+# An option of a command's own, beside those of a launch.
+own_option: Any = partial(typer.Option, rich_help_panel="What to run, and what is shown")
 ConfigFile = Annotated[
     str | None,
-    own_option("--config-file", metavar="FILE", meaning="YAML with settings.", show_default=False),
+    own_option("--config-file", metavar="FILE", help="YAML with settings.", show_default=False),
 ]
 _COMPLETION_VARIABLE = "_NBACCEL_COMPLETE"  # click's name for the command nbaccel
 _SETTINGS_PANEL = "Settings of the run"

@@ -636,6 +636,13 @@ class LoadedConfig:
     mapped_keys: tuple[MappedKey, ...] = ()
 
 
+def accelerate_path() -> Path:
+    """Where Accelerate keeps its file."""
+    cache = env.read("XDG_CACHE_HOME") or "~/.cache"
+    home = Path(env.read("HF_HOME") or f"{cache}/huggingface").expanduser()
+    return home / "accelerate/default_config.yaml"
+
+
 def default_config_path() -> Path:
     """Where the command keeps its file: ``NBACCEL_CONFIG``, or in the user's cache folder."""
     if named_path := env.read(CONFIG_VARIABLE):

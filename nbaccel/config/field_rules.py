@@ -139,7 +139,9 @@ def setting(default: Any, description: str, **limits_and_rule: Any) -> Any:
     limits = {name: limits_and_rule.pop(name) for name in _LIMITS if name in limits_and_rule}
     field_info: FieldInfo = Field(default, description=description, **limits)
     # pydantic treats it as what stands beside the type in `Annotated`.
-    field_info.metadata.append(FieldRule(**limits_and_rule))
+    field_info.metadata.append(
+        FieldRule(**{"do": f"Give {default}, the default", **limits_and_rule})
+    )
     return field_info
 
 

@@ -74,7 +74,6 @@ class Fp8Config(Plain):
         "moments in FP8 and FP16, O3 weights in FP8 and moments divided over processes.",
         read=_upper_case,
         why="It decides what MS-AMP keeps in 8 bits",
-        do="Give O2, its default",
     )
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = setting(
         "HYBRID",
@@ -82,20 +81,15 @@ class Fp8Config(Plain):
         read=_upper_case,
         do="Give HYBRID for training",
     )
-    margin: int = setting(
-        0, "Headroom of the scaling factor, in powers of two.", do="Give 0, the default", ge=0
-    )
-    interval: int = setting(
-        1, "Steps between two computations of the scaling factor.", do="Give 1, the default", ge=1
-    )
+    margin: int = setting(0, "Headroom of the scaling factor, in powers of two.", ge=0)
+    interval: int = setting(1, "Steps between two computations of the scaling factor.", ge=1)
     amax_history_len: int = setting(
         1024,
         "Steps whose largest magnitudes are remembered for the scale.",
-        do="Give 1024, the default",
         ge=1,
     )
     amax_compute_algo: Literal["max", "most_recent"] = setting(
-        "max", "Which of them decides: the largest, or the latest.", do="Give max, the default"
+        "max", "Which of them decides: the largest, or the latest."
     )
     override_linear_precision: tuple[bool, bool, bool] = setting(
         (False, False, False),
@@ -104,7 +98,6 @@ class Fp8Config(Plain):
         read=_three_values,
         must="three truth values",
         why="They stand for forward, input gradient and weight gradient",
-        do="Give (False, False, False), the default",
     )
     skip_first_and_last: bool | None = setting(
         None,

@@ -13,7 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, StartupFailed
@@ -26,6 +26,7 @@ from nbaccel.hosts.node_links import error_line
 from nbaccel.hosts.own_cluster import is_connected
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
+_Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]  # by id, as Ray tells of them
 _RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}  # Device → what Ray calls it
 _ANSWER_S = 10.0  # for the head of a cluster
 _RESERVE_S = 30.0  # for other work on the cluster to end
@@ -131,7 +132,7 @@ def _living_nodes() -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in all_nodes() if node["Alive"]}
 
 
-def _node_names(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _node_names(nodes: _Nodes) -> dict[str, str]:
     """Node's id → a name: its address, with a part of the id where two have the same."""
     addresses = [node["NodeManagerAddress"] for node in nodes.values()]
     return {
@@ -142,7 +143,7 @@ def _node_names(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def _resource_of(config: RunConfig, nodes: Mapping[str, Mapping[str, Any]]) -> str:
+def _resource_of(config: RunConfig, nodes: _Nodes) -> str:
     if config.device == "auto":
         there = (
             name for name in ("GPU", "TPU") if any(_has(node, name) for node in nodes.values())
@@ -161,9 +162,7 @@ def _has(node: Mapping[str, Any], resource: str) -> int:
     return int(node["Resources"].get(resource, 0))
 
 
-def _try_placement(
-    num_workers: int, resource: str, nodes: Mapping[str, Mapping[str, Any]]
-) -> dict[str, int]:
+def _try_placement(num_workers: int, resource: str, nodes: _Nodes) -> dict[str, int]:
     """Node → workers, as Ray's scheduler places them now. Nothing stays reserved."""
     from ray.util.placement_group import (
         placement_group,
@@ -202,7 +201,7 @@ def _reserve(bundles: Sequence[Mapping[str, int]], node_ids: Sequence[str]) -> A
     return group
 
 
-def _await_placement(group: Any, wanted: str, nodes: Mapping[str, Mapping[str, Any]]) -> None:
+def _await_placement(group: Any, wanted: str, nodes: _Nodes) -> None:
     from ray.util.placement_group import placement_group_table
 
     deadline = time.monotonic() + _RESERVE_S
@@ -220,14 +219,14 @@ def _await_placement(group: Any, wanted: str, nodes: Mapping[str, Mapping[str, A
             was_told = True
 
 
-def _unplaced(wanted: str, problem: str, nodes: Mapping[str, Mapping[str, Any]]) -> str:
+def _unplaced(wanted: str, problem: str, nodes: _Nodes) -> str:
     return (
         f"Ray cannot place the workers: {wanted} {problem}.\n{_table(nodes)}\nGive a smaller "
         "num_processes, add nodes, or end what else runs there."
     )
 
 
-def _table(nodes: Mapping[str, Mapping[str, Any]]) -> str:
+def _table(nodes: _Nodes) -> str:
     import ray
 
     available: Any = ray.available_resources  # it has no annotations

@@ -15,11 +15,12 @@ import torch
 import yaml
 from torch import nn
 
-from nbaccel.base import atomic, env, torch_private
+from nbaccel.base import atomic, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.base.public_names import name_own
 from nbaccel.base.units import format_bytes
+from nbaccel.config.config_files import accelerate_path
 from nbaccel.config.enumerations import PrecisionType
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.precision.native import AutocastForward
@@ -245,9 +246,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 # --------------------------------------------------------------------------- configuration file
 
 
-_cache = env.read("XDG_CACHE_HOME") or "~/.cache"
-_home = Path(env.read("HF_HOME") or f"{_cache}/huggingface").expanduser()
-default_json_config_file = str(_home / "accelerate/default_config.yaml")
+default_json_config_file = str(accelerate_path())
 
 
 def write_basic_config(
