@@ -87,10 +87,7 @@ def get_mixed_precision_context_manager(
     formats = {"fp16": torch.float16, "bf16": torch.bfloat16}
     dtype = formats.get(parse_choice_from_env("ACCELERATE_MIXED_PRECISION"), torch.bfloat16)
     options = autocast_kwargs.to_kwargs() if autocast_kwargs is not None else {}
-    autocast_context: AbstractContextManager[Any] = torch.autocast(
-        PartialState().device.type, dtype=dtype, **options
-    )
-    return autocast_context
+    return torch.autocast(PartialState().device.type, dtype=dtype, **options)
 
 
 # ------------------------------------------------------------------- weights that are elsewhere
