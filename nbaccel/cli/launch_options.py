@@ -216,32 +216,27 @@ _REASONS = {
 
 
 def _read_table() -> Iterator[PeerOption]:
-    heading: list[str] = []
+    peer = effect = needs = ""
     for line in _TABLE.strip().splitlines():
         if not line.startswith(" "):
-            heading = [*line.split(": "), ""]
+            peer, effect, needs, *_ = [*line.split(": "), ""]
             continue
-        written, _, said = line.strip().partition("  ")
+        written, _, said = map(str.strip, line.strip().partition("  "))
+        has_target = effect in ("setting", "variable", "fp8-setting")
         for name in _FAMILIES.get(written, "").split() or [""]:
-            yield _option(heading, written.replace("*", name), said.strip(), name)
-
-
-def _option(heading: list[str], written: str, said: str, name: str) -> PeerOption:
-    peer, effect, needs, *_ = heading
-    flags, sign, constant = written.partition("=")
-    has_target = effect in ("setting", "variable", "fp8-setting")
-    word = name.replace("-", "_")
-    target = said.replace("*", word.upper() if effect == "variable" else word)
-    return PeerOption(
-        flags=tuple(flags.split("/")),
-        peer=peer,
-        effect=cast("Effect", effect),
-        target=target if has_target else "",
-        constant=constant,
-        reason="" if has_target else said.format(**_REASONS),
-        needs=needs,
-        is_switch=bool(sign),
-    )
+            flags, sign, constant = written.replace("*", name).partition("=")
+            word = name.replace("-", "_")
+            target = said.replace("*", word.upper() if effect == "variable" else word)
+            yield PeerOption(
+                flags=tuple(flags.split("/")),
+                peer=peer,
+                effect=cast("Effect", effect),
+                target=target if has_target else "",
+                constant=constant,
+                reason="" if has_target else said.format(**_REASONS),
+                needs=needs,
+                is_switch=bool(sign),
+            )
 
 
 PEER_OPTIONS: tuple[PeerOption, ...] = tuple(_read_table())

@@ -1,8 +1,4 @@
-"""From a RunConfig and a machine to a Plan.
-
-Its names are imported when they are first used: what only reads a row of a backend needs no
-pydantic.
-"""
+"""From a RunConfig and a machine to a Plan."""
 
 from __future__ import annotations
 
