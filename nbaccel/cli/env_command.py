@@ -66,6 +66,8 @@ def _show(
     from nbaccel.plan.inspecting import inspect_machine
 
     inventory = inspect_machine()
+    total_text = format_bytes(inventory.host_total_bytes)
+    shm_text = format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none"
     facts: Facts = {
         "nbaccel": {
             "version": __version__,
@@ -75,7 +77,15 @@ def _show(
             "front end": inventory.front_end,
         },
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
-        "machine": _machine_facts(inventory),
+        "machine": {
+            "system": platform.platform(),
+            "CPU cores": inventory.cpu_cores,
+            "CPU": platform.processor() or platform.machine(),
+            "memory": f"{total_text}, {format_bytes(inventory.host_available_bytes)} available",
+            "shared memory": shm_text,
+            "fork": inventory.fork_supported,
+            "memfd": inventory.memfd_supported,
+        },
         "devices": _device_facts(inventory),
         "variables": shown_variables(env.snapshot()),
         "configuration file": _config_facts(config_file),
@@ -97,23 +107,6 @@ def _line_of(value: Any) -> str:
         return ", ".join(f"{name} {inner_value}" for name, inner_value in value.items())
     text = str(value)
     return "\n" + textwrap.indent(text.rstrip(), " " * 6) if "\n" in text else text
-
-
-# ----------------------------------------------------------------------------- machine
-def _machine_facts(inventory: Inventory) -> dict[str, Any]:
-    text = (
-        f"{format_bytes(inventory.host_total_bytes)}, "
-        f"{format_bytes(inventory.host_available_bytes)} available"
-    )
-    return {
-        "system": platform.platform(),
-        "CPU cores": inventory.cpu_cores,
-        "CPU": platform.processor() or platform.machine(),
-        "memory": text,
-        "shared memory": format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none",
-        "fork": inventory.fork_supported,
-        "memfd": inventory.memfd_supported,
-    }
 
 
 def _device_facts(inventory: Inventory) -> dict[str, Any]:

@@ -220,8 +220,21 @@ def read_accelerate_yaml(
     file_settings = _read_settings(file_path or str(source), source_name)
     if file_settings is None:
         raise _no_settings(source_name, file_settings)
-    reading = _read_keys(file_settings, file_path, changes or {})
-    return _judged(reading, source_name, changes or {})
+    changes = changes or {}
+    reading = _read_keys(file_settings, file_path, changes)
+    mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
+    config = RunConfig()
+    try:
+        config = RunConfig(**merged_settings(reading.complete_settings(), changes))
+    except ConfigError as error:
+        for mistake in error.mistakes:
+            name = setting_of(mistake)
+            key = reading.origins.get(name, name)
+            origin = f" In this file it is {key}." if key != name else ""
+            mistakes.append(mistake if name in changes else f"{source_name}: {mistake}{origin}")
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return AccelerateFile(config=config, mapped_keys=tuple(reading.mapped_keys))
 
 
 def _read_keys(
@@ -236,22 +249,6 @@ def _read_keys(
     reading = _Reading(file_settings, folder=file_path.parent if file_path else Path())
     reading.read(file_settings, _KEY_READERS)
     return reading
-
-
-def _judged(reading: _Reading, source_name: str, changes: Mapping[str, Any]) -> AccelerateFile:
-    mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
-    config = RunConfig()
-    try:
-        config = RunConfig(**merged_settings(reading.complete_settings(), changes))
-    except ConfigError as error:
-        for mistake in error.mistakes:
-            name = setting_of(mistake)
-            key = reading.origins.get(name, name)
-            origin = f" In this file it is {key}." if key != name else ""
-            mistakes.append(mistake if name in changes else f"{source_name}: {mistake}{origin}")
-    if mistakes:
-        raise ConfigError(*mistakes)
-    return AccelerateFile(config=config, mapped_keys=tuple(reading.mapped_keys))
 
 
 # ------------------------------------------------------------------------- where it runs

@@ -266,9 +266,12 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     """Decide how models will be trained in this process."""
     strategy_choice = _strategy_choice(asked.strategy, found)
     fp8_choice = _fp8_choice(asked, found)
+    count_reason = f"from the process group ({found.backend}); this is process {found.rank}"
+    if found.world_size == 1:
+        count_reason = "started without a launcher, or with one worker"
     all_choices = (
         Choice("device", found.device_name, _device_reason(asked, found)),
-        Choice("num_processes", found.world_size, _count_reason(found)),
+        Choice("num_processes", found.world_size, count_reason),
         strategy_choice,
         Choice("mixed_precision", asked.mixed_precision, _precision_reason(asked)),
         *fp8_choices(asked.fp8, fp8_choice),
@@ -347,12 +350,6 @@ def _device_reason(asked: TrainingRequest, found: ProcessFacts) -> str:
         return "no GPU was found"
     # Without a word of what it is: a dry run of torch_xla has a device and no chip.
     return f"this process computes on {found.device_name}"
-
-
-def _count_reason(found: ProcessFacts) -> str:
-    if found.world_size == 1:
-        return "started without a launcher, or with one worker"
-    return f"from the process group ({found.backend}); this is process {found.rank}"
 
 
 def _precision_reason(asked: TrainingRequest) -> str:
