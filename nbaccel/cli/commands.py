@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from nbaccel.cli.script_commands import ExportedFile
     from nbaccel.cli.script_making import MadeScript
     from nbaccel.config import RunConfig
-    from nbaccel.output.panel.run_notes import RunNote
 
 
 _CLUSTERS = ("slurm", "ray")
@@ -369,13 +368,10 @@ def _show_runs(
     notes = noted_runs()
     if as_json:
         print(json.dumps([asdict(note) for note in notes], indent=1))
-    elif notes:
-        _print_table(notes)
-    else:
+        return
+    if not notes:
         print("nbaccel: no run goes on")
-
-
-def _print_table(notes: list[RunNote]) -> None:
+        return
     table = plain_table("", "id", "what", "for", "workers", "progress", "loss", "left")
     for note in notes:
         of_words = f" of {note.steps_in_all:,}" if note.steps_in_all else ""

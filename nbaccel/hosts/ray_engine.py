@@ -220,13 +220,6 @@ def _await_placement(group: Any, wanted: str, nodes: _Nodes) -> None:
 
 
 def _unplaced(wanted: str, problem: str, nodes: _Nodes) -> str:
-    return (
-        f"Ray cannot place the workers: {wanted} {problem}.\n{_table(nodes)}\nGive a smaller "
-        "num_processes, add nodes, or end what else runs there."
-    )
-
-
-def _table(nodes: _Nodes) -> str:
     import ray
 
     available: Any = ray.available_resources  # it has no annotations
@@ -237,7 +230,11 @@ def _table(nodes: _Nodes) -> str:
         for node_id, name in _node_names(nodes).items()
     ]
     now = ", ".join(f"{int(free.get(kind, 0))} {kind}" for kind in counted)
-    return "\n".join([*lines, f"  free of all: {now}"])
+    table = "\n".join([*lines, f"  free of all: {now}"])
+    return (
+        f"Ray cannot place the workers: {wanted} {problem}.\n{table}\nGive a smaller "
+        "num_processes, add nodes, or end what else runs there."
+    )
 
 
 # ------------------------------------------------------------------------- actors

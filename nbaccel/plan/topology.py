@@ -105,14 +105,13 @@ class Topology:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
-        return variables_by_name | self._interfaces(env.snapshot() if environ is None else environ)
-
-    def _interfaces(self, environ: Mapping[str, str]) -> dict[str, str]:
+        given = env.snapshot() if environ is None else environ
         # On one machine the host name may resolve to an address that no worker can reach
         # (containers, VPNs): gloo would then hang in its first connection.
-        if self.num_nodes > 1:
-            return {}
-        return {name: _LOOPBACK_INTERFACE for name in _INTERFACE_VARIABLES if not environ.get(name)}
+        unset = [
+            name for name in _INTERFACE_VARIABLES if self.num_nodes == 1 and not given.get(name)
+        ]
+        return variables_by_name | dict.fromkeys(unset, _LOOPBACK_INTERFACE)
 
 
 def run_variables(run_config: RunConfig) -> dict[str, str]:
