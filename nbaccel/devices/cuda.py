@@ -324,20 +324,16 @@ def _read_cards(nvml: ModuleType) -> Iterator[Card]:
         gpu = _gpu_of_handle(nvml, handle, index, (int(major), int(minor)))
         # The first is the mode in force, the second the one after the next reset.
         partitioned = _ask_driver(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
-        yield Card(
-            gpu=gpu,
-            partitioned=partitioned,
-            parts=tuple(_read_mig_devices(nvml, handle, gpu)) if partitioned else (),
+        count = nvml.nvmlDeviceGetMaxMigDeviceCount
+        part_of = nvml.nvmlDeviceGetMigDeviceHandleByIndex
+        num_slots = _ask_driver(nvml, 0, count, handle) if partitioned else 0
+        parts = tuple(
+            _gpu_of_handle(nvml, part, slot, gpu.compute_capability)
+            for slot in range(num_slots)
+            # Slots may be empty.
+            if (part := _ask_driver(nvml, None, part_of, handle, slot)) is not None
         )
-
-
-def _read_mig_devices(nvml: ModuleType, card_handle: Any, whole_gpu: Gpu) -> Iterator[Gpu]:
-    for slot in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, card_handle)):
-        handle = _ask_driver(
-            nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card_handle, slot
-        )
-        if handle is not None:  # slots may be empty
-            yield _gpu_of_handle(nvml, handle, slot, whole_gpu.compute_capability)
+        yield Card(gpu=gpu, partitioned=partitioned, parts=parts)
 
 
 def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[int, int]) -> Gpu:

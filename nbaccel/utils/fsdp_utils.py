@@ -69,11 +69,16 @@ def merge_fsdp_weights(
         folder = _shards_in(Path(checkpoint_dir))
         stored_tensors, read_into = _stored_tensors(folder)
         if safe_serialization:
-            _write_merged_file(stored_tensors, read_into, Path(output_path), key_prefix=_PREFIX)
+            _write_merged_file(stored_tensors, read_into, Path(output_path))
         else:
-            weights = _whole(stored_tensors, read_into)
+            weights: dict[str, Any] = {
+                name: torch.empty(kept.size, dtype=kept.properties.dtype)
+                for name, kept in stored_tensors.items()
+            }
+            read_into(weights)
+            whole = {name.removeprefix(_PREFIX): value for name, value in weights.items()}
             checkpoint.save_model(
-                weights, output_path, max_shard_size="1000TB", safe_serialization=False
+                whole, output_path, max_shard_size="1000TB", safe_serialization=False
             )
         if remove_checkpoint_dir:
             shutil.rmtree(folder)
@@ -131,29 +136,15 @@ def _refuse_missing_shards(tensors: dict[str, Any], folder: Path) -> None:
             )
 
 
-def _whole(
-    tensors: dict[str, Any], read_into: Callable[[dict[str, Any]], None]
-) -> dict[str, torch.Tensor]:
-    weights: dict[str, Any] = {
-        name: torch.empty(kept.size, dtype=kept.properties.dtype) for name, kept in tensors.items()
-    }
-    read_into(weights)
-    return {name.removeprefix(_PREFIX): value for name, value in weights.items()}
-
-
 def _write_merged_file(
-    tensors: Mapping[str, Any],
-    read_into: Callable[[dict[str, Any]], None],
-    output_folder: Path,
-    *,
-    key_prefix: str,
+    tensors: Mapping[str, Any], read_into: Callable[[dict[str, Any]], None], output_folder: Path
 ) -> None:
     """Write ``model.safetensors`` out of shards; it appears whole, or not at all."""
     # The largest elements first, so that each tensor begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].properties.dtype.itemsize)
     sizes = [stored.size.numel() * stored.properties.dtype.itemsize for _, stored in ordered]
     head, begins = weight_files.head_of_file(
-        (key.removeprefix(key_prefix), _dtype_code(key, stored), stored.size, num_bytes)
+        (key.removeprefix(_PREFIX), _dtype_code(key, stored), stored.size, num_bytes)
         for (key, stored), num_bytes in zip(ordered, sizes, strict=True)
     )
     total_bytes = len(head) + sum(sizes)
