@@ -46,9 +46,6 @@ from nbaccel.config.plugin_settings import (
 )
 from nbaccel.config.text_forms import Exchangeable
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _Rule: TypeAlias = tuple[bool, tuple[str, ...], str]
 """Whether settings contradict each other, which they are, and the message."""
 
@@ -527,7 +524,7 @@ class RunConfig(Exchangeable):
         """Whether DeepSpeed is to train: at a stage above 0, or with a DeepSpeed configuration."""
         return self.deepspeed is not None or bool(self.zero_stage)
 
-    def changed(self, **settings: Any) -> Self:
+    def changed(self, **settings: Any) -> RunConfig:
         """A copy with other values, validated like a new one.
 
         A DeepSpeed configuration among them decides stage, precision and accumulation where it
