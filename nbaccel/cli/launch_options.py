@@ -1,10 +1,8 @@
 """The options of ``nbaccel launch``: settings of `RunConfig`, its own, and those of its peers.
 
-One source each: a setting's option is made from its field, as the options of `%%accelerate` are; an
-option that people already type after ``accelerate launch``, ``torchrun`` or ``deepspeed`` is a line
-of a table, which says what becomes of it here: a setting, an environment variable, something
-computed from several options, nothing (with the reason), or a refusal. All become one signature,
-from which typer makes the parser.
+A setting's option is made from its field; one that people type after ``accelerate launch``,
+``torchrun`` or ``deepspeed`` is a line of a table, which says what becomes of it here. All become
+one signature, from which typer makes the parser.
 """
 
 from __future__ import annotations

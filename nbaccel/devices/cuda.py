@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.base import env
 from nbaccel.base.optional_packages import require
@@ -183,7 +183,6 @@ def probe_gpus(interpreter: Sequence[str] = (sys.executable,)) -> tuple[tuple[Gp
     return gpus, "" if gpus else "torch sees no GPU"
 
 
-_Answer = TypeVar("_Answer")
 _LEADING_NUMBER = re.compile(r"\s*([+-]?\d+)")
 
 
@@ -349,9 +348,7 @@ def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[
     )
 
 
-def _ask_driver(
-    nvml: ModuleType, answer: _Answer, function: Callable[..., Any], *args: Any
-) -> _Answer | Any:
+def _ask_driver(nvml: ModuleType, answer: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Answer of NVML, or ``answer`` where this card does not know."""
     try:
         return function(*args)
