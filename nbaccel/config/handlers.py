@@ -38,7 +38,7 @@ from nbaccel.config.field_rules import (
 from nbaccel.config.given_values import plain_value, read_whole
 
 _PLUGIN_NAME = "FullyShardedDataParallelPlugin"
-_WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 _SHARDING_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 # What fully_shard does by itself, whatever is given.
@@ -73,7 +73,7 @@ TRUTH_SETTINGS = (
     *("cpu_ram_efficient_loading", "fullgraph", "dynamic", "use_regional_compilation"),
 )
 """Those of both that are true or false."""
-_SHARDING_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+SHARDING_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 # Torch's classes by name, since nothing here imports torch.
 _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
 
@@ -86,8 +86,8 @@ def plain_name(value: Any) -> str:
 def sharding_word(value: Any) -> Any:
     """FSDP1's sharding strategy by its word; torch and older files number them from 1."""
     text = str(value).strip()
-    if text.isdecimal() and 1 <= int(text) <= len(_SHARDING_WORDS):
-        return _SHARDING_WORDS[int(text) - 1]
+    if text.isdecimal() and 1 <= int(text) <= len(SHARDING_WORDS):
+        return SHARDING_WORDS[int(text) - 1]
     return value
 
 
@@ -107,12 +107,12 @@ def _variable_value(setting_name: str, text: str) -> Any:
     if setting_name == "min_num_params":
         return None if text == "0" else text
     # FSDP1's words for resharding, which are understood, are no truth values.
-    is_truth = setting_name in TRUTH_SETTINGS and text.upper() not in _SHARDING_WORDS
+    is_truth = setting_name in TRUTH_SETTINGS and text.upper() not in SHARDING_WORDS
     return env.flag(FSDP_VARIABLES[setting_name]) if is_truth else text
 
 
 def _wrap_policy(value: Any) -> Any:
-    if isinstance(value, str) and value.lower() not in _WRAP_POLICIES:
+    if isinstance(value, str) and value.lower() not in WRAP_POLICIES:
         raise ValueError(value)
     return value
 
@@ -130,8 +130,8 @@ _WRAP_POLICY = Annotated[
     Any,
     FieldRule(
         read=_wrap_policy,
-        must=f"one of {', '.join(_WRAP_POLICIES)}, or a function from a module to True or False",
-        allowed=_WRAP_POLICIES,
+        must=f"one of {', '.join(WRAP_POLICIES)}, or a function from a module to True or False",
+        allowed=WRAP_POLICIES,
         why="Nothing says what to shard",
         do="Leave it out to shard the blocks that the model names",
     ),

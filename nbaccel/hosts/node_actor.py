@@ -39,7 +39,12 @@ from nbaccel.base.atomic import LeftoverFolders
 from nbaccel.base.processes import ProcessUse, listen, process_use
 from nbaccel.hosts.ray_host import OWN_PATH
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.topology import Topology, remove_orphans, remove_shared_memory
+from nbaccel.plan.topology import (
+    INTERFACE_VARIABLES,
+    Topology,
+    remove_orphans,
+    remove_shared_memory,
+)
 from nbaccel.transfer import memfd
 from nbaccel.workers import template
 from nbaccel.workers.messaging import Ended
@@ -51,8 +56,6 @@ _OUTBOX_EVENTS = 32
 """What the notebook has not fetched yet, of a megabyte at most: workers wait beyond that."""
 _PART_BYTES = 32 << 20  # of weights
 _PIPE_BYTES = 1 << 20  # as `connect` makes them
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables by which torch's process groups are told over which network to meet."""
 # Ray sets them in its workers, for its own sake.
 _RAYS_OWN_VARIABLES = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 
@@ -95,7 +98,7 @@ class NodeActor:
         interface = _interface_of(address)
         # Workers meet over the network of this cluster, unless told otherwise.
         interfaces = {
-            name: interface for name in _INTERFACE_VARIABLES if interface and not env.read(name)
+            name: interface for name in INTERFACE_VARIABLES if interface and not env.read(name)
         }
         variables: dict[str, str | None] = {**dict.fromkeys(_RAYS_OWN_VARIABLES), **interfaces}
         if OWN_PATH in sys.path:

@@ -35,7 +35,8 @@ DEVICE_VARIABLE = "NBACCEL_DEVICE"
 """Environment variable with the row of a worker's device, which torch may call otherwise."""
 
 _LOOPBACK_INTERFACE = "lo"
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables by which torch's process groups are told over which network to meet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +110,7 @@ class Topology:
         # On one machine the host name may resolve to an address that no worker can reach
         # (containers, VPNs): gloo would then hang in its first connection.
         unset = [
-            name for name in _INTERFACE_VARIABLES if self.num_nodes == 1 and not given.get(name)
+            name for name in INTERFACE_VARIABLES if self.num_nodes == 1 and not given.get(name)
         ]
         return variables_by_name | dict.fromkeys(unset, _LOOPBACK_INTERFACE)
 
