@@ -64,9 +64,11 @@ def clear_leftovers(parent: Path, name_pattern: str) -> None:
     """Delete what killed processes have left; what is being written stays."""
     from filelock import FileLock
 
-    pattern = re.compile(rf"(\.(?:{name_pattern})\.partial-[0-9a-f]+)(\.lock)?")
+    leftover_pattern = re.compile(rf"(\.(?:{name_pattern})\.partial-[0-9a-f]+)(\.lock)?")
     leftover_names = {
-        name_match[1] for path in parent.iterdir() if (name_match := pattern.fullmatch(path.name))
+        name_match[1]
+        for path in parent.iterdir()
+        if (name_match := leftover_pattern.fullmatch(path.name))
     }
     for leftover_name in sorted(leftover_names):
         path = parent / f"{leftover_name}.lock"
@@ -78,7 +80,10 @@ def clear_leftovers(parent: Path, name_pattern: str) -> None:
 
 @contextlib.contextmanager
 def partial_folder(parent: Path, base_name: str) -> Iterator[Path]:
-    """A hidden folder beside the files to be, on the same disk, gone afterwards."""
+    """A hidden folder beside the files to be, on the same disk, gone afterwards.
+
+    Those that killed processes have left under that name are cleared away first.
+    """
     clear_leftovers(parent, re.escape(_short_name(base_name)))
     folder = parent / partial_name(base_name)
     with hold_claim(folder):
@@ -150,13 +155,19 @@ def publish_weights(built_folder: Path, folder: Path, pattern: str) -> None:
     for path in paths:
         keep_access(path, folder / path.name)
         path.replace(folder / path.name)
-    kept = {path.name for path in paths}
-    start, end, index = map(re.escape, (*pattern.split("{suffix}"), _INDEX_SUFFIX))
-    for path in folder.iterdir():
-        is_of_a_save = re.fullmatch(rf"{start}(-\d{{5}}-of-\d{{5}})?{end}({index})?", path.name)
-        if is_of_a_save and path.name not in kept:
-            path.unlink(missing_ok=True)
+    _remove_stale(folder, pattern, {path.name for path in paths})
     sync_path(folder)
+
+
+def _remove_stale(folder: Path, name_pattern: str, kept: set[str]) -> None:
+    name_start, _, name_end = name_pattern.partition("{suffix}")
+    index_pattern = re.escape(_INDEX_SUFFIX)
+    stale_pattern = (
+        rf"{re.escape(name_start)}(-\d{{5}}-of-\d{{5}})?{re.escape(name_end)}({index_pattern})?"
+    )
+    for path in folder.iterdir():
+        if re.fullmatch(stale_pattern, path.name) and path.name not in kept:
+            path.unlink(missing_ok=True)
 
 
 def sync_path(path: Path) -> None:
@@ -171,7 +182,10 @@ def sync_path(path: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Wait until a folder with all it holds is on the disk."""
     for current_folder, _, file_names in os.walk(folder):
-        for path in [*(Path(current_folder, name) for name in file_names), Path(current_folder)]:
+        for path in [
+            *(Path(current_folder, file_name) for file_name in file_names),
+            Path(current_folder),
+        ]:
             # Another process may just be giving a file its final name.
             with contextlib.suppress(FileNotFoundError):
                 sync_path(path)
@@ -185,7 +199,11 @@ def free_bytes(folder: Path) -> int:
 def nearest_folder(folder: Path) -> Path:
     """The folder, or the nearest above it that is there."""
     absolute_folder = folder.expanduser().absolute()
-    return next(folder for folder in (absolute_folder, *absolute_folder.parents) if folder.exists())
+    return next(
+        existing_folder
+        for existing_folder in (absolute_folder, *absolute_folder.parents)
+        if existing_folder.exists()
+    )
 
 
 @dataclass(frozen=True, slots=True)
