@@ -6,30 +6,21 @@
 import sys
 from types import ModuleType
 
+from nbaccel.base.public_names import hand_on
 from nbaccel.plan.contracts import device, host_engine, training
-from nbaccel.plan.contracts.device import Device
-from nbaccel.plan.contracts.host_engine import Engine
+from nbaccel.plan.contracts.device import Device as Device
+from nbaccel.plan.contracts.host_engine import Engine as Engine
 from nbaccel.plan.contracts.training import (
-    Bundle,
-    Place,
-    Precision,
-    PrecisionSettings,
-    ShardedCheckpoints,
-    ShardReader,
-    Strategy,
+    Bundle as Bundle,
+    Place as Place,
+    Precision as Precision,
+    PrecisionSettings as PrecisionSettings,
+    ShardedCheckpoints as ShardedCheckpoints,
+    ShardReader as ShardReader,
+    Strategy as Strategy,
 )
 
-__all__ = [
-    "Bundle",
-    "Device",
-    "Engine",
-    "Place",
-    "Precision",
-    "PrecisionSettings",
-    "ShardReader",
-    "ShardedCheckpoints",
-    "Strategy",
-]
+hand_on(globals())
 
 _PARTS = {
     "asking": ("Said", "SaidBySettings", "Source", "Wanted"),

@@ -1,21 +1,6 @@
 """The records of which backends' tables are made, as other packages import them."""
 
-from nbaccel.config.capability_rows import (
-    DeviceRow,
-    EngineRow,
-    Fp8Choice,
-    Fp8Row,
-    PrecisionRow,
-    StartMethodRow,
-    StrategyRow,
-)
+from nbaccel.config import capability_rows
+from nbaccel.config.capability_rows import *  # noqa: F403
 
-__all__ = [
-    "DeviceRow",
-    "EngineRow",
-    "Fp8Choice",
-    "Fp8Row",
-    "PrecisionRow",
-    "StartMethodRow",
-    "StrategyRow",
-]
+__all__ = capability_rows.__all__

@@ -200,9 +200,14 @@ def shutdown() -> None:
 
 
 def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, Any]) -> RunConfig:
-    # A value equal to the default cannot be told from one that was not given.
-    fields = RunConfig.model_fields
-    given = {n: value for n, value in settings.items() if not _is_same(value, fields[n].default)}
+    # A value equal to the default cannot be told from one that was not given. By type first: True
+    # is no number of processes, and an array is equal to nothing.
+    defaults = {name: field.default for name, field in RunConfig.model_fields.items()}
+    given = {
+        name: value
+        for name, value in settings.items()
+        if type(value) is not type(defaults[name]) or value != defaults[name]
+    }
     if config is None:
         return RunConfig(**given)
     if conflicting_names := list(given):
@@ -213,11 +218,6 @@ def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, A
             "or leave config out."
         )
     return run_config_of(config)
-
-
-def _is_same(value: object, default: object) -> bool:
-    # By type first: True is no number of processes, and an array is equal to nothing.
-    return type(value) is type(default) and value == default
 
 
 def launch_configured(
@@ -295,8 +295,7 @@ def _launch_in_pool(
                 for name in conflicting_names
             )
         )
-    outcome = pool.launch(function, args)
-    return _results_of(outcome)
+    return _results_of(pool.launch(function, args))
 
 
 def _results_of(outcome: CallOutcome) -> Results:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbaccel.base import env
 from nbaccel.state import PartialState
@@ -12,13 +12,9 @@ from nbaccel.train import distributed
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
-if TYPE_CHECKING:
-    _AdapterBase = logging.LoggerAdapter[logging.Logger]
-else:
-    _AdapterBase = logging.LoggerAdapter  # subscripting works at run time only from Python 3.11 on
 
-
-class MultiProcessAdapter(_AdapterBase):
+# Subscripting works at run time only from Python 3.11 on.
+class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger that logs once for all processes.
 
     Every call takes two more keywords: `main_process_only` (True: process 0 alone logs) and

@@ -13,6 +13,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -89,17 +90,13 @@ class ProcessInfo:
         """
         self._collectives.barrier()
 
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Let process 0 run the block before all others do."""
-        with self._run_first(self.is_main_process, "main_process_first"):
-            yield
+        return self._run_first(self.is_main_process, "main_process_first")
 
-    @contextlib.contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Let process 0 of every node run the block before the others of its node do."""
-        with self._run_first(self.is_local_main_process, "local_main_process_first"):
-            yield
+        return self._run_first(self.is_local_main_process, "local_main_process_first")
 
     @contextlib.contextmanager
     def _run_first(self, is_first: bool, barrier_name: str) -> Iterator[None]:
@@ -140,11 +137,8 @@ class ProcessInfo:
         """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        # One process runs everything, so that code written for several runs on one.
-        if self._place.is_alone:
-            return function
-        rank = _check_process_number(process_index, self.num_processes, "process_index")
-        return _run_only_here(function, self.process_index == rank)
+        is_named = self._is_named(process_index, self.process_index, self.num_processes)
+        return _run_only_here(function, is_named)
 
     def on_local_process(
         self, function: _DecoratedFunction | None = None, local_process_index: int | None = None
@@ -156,12 +150,24 @@ class ProcessInfo:
         """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        if self._place.is_alone:
-            return function
-        rank = _check_process_number(
-            local_process_index, self._place.local_world_size, "local_process_index"
+        place = self._place
+        is_named = self._is_named(
+            local_process_index, place.local_rank, place.local_world_size, "local_process_index"
         )
-        return _run_only_here(function, self.local_process_index == rank)
+        return _run_only_here(function, is_named)
+
+    def _is_named(
+        self, number: int | None, own_number: int, count: int, name: str = "process_index"
+    ) -> bool:
+        # One process runs everything, so that code written for several runs on one.
+        if self._place.is_alone:
+            return True
+        if number is None or not 0 <= number < count:
+            raise ConfigError(
+                f"{name}={number!r} names no process: there are {count}. The function would run "
+                f"nowhere. Give a number from 0 to {count - 1}."
+            )
+        return number == own_number
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per node, whatever the number of processes."""
@@ -234,15 +240,6 @@ def _run_only_here(function: _DecoratedFunction, runs_here: bool) -> _DecoratedF
         return None
 
     return cast("_DecoratedFunction", skip_call)
-
-
-def _check_process_number(process_number: int | None, num_processes: int, name: str) -> int:
-    if process_number is None or not 0 <= process_number < num_processes:
-        raise ConfigError(
-            f"{name}={process_number!r} names no process: there are {num_processes}. The "
-            f"function would run nowhere. Give a number from 0 to {num_processes - 1}."
-        )
-    return process_number
 
 
 # Accelerators of this process, the newest last; weak, because they hold models. A forked worker

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from nbaccel.base.errors import ConfigError
 
-_YES_WORDS = frozenset({"1", "true", "yes", "on", "y", "t"})
+# The words that Accelerate reads so, too.
+YES_WORDS = frozenset({"1", "true", "yes", "on", "y", "t"})
 _OF_THIS_MACHINE = frozenset({"PATH", "HOME", "PWD", "TMPDIR", "HOSTNAME", "LD_LIBRARY_PATH"})
-_NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
+NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
 
 
 def read(variable_name: str, default: str | None = None) -> str | None:
@@ -73,9 +74,9 @@ def flag(variable_name: str) -> bool | None:
     variable_text = os.environ.get(variable_name, "").strip()
     if not variable_text:
         return None
-    if variable_text.lower() in _YES_WORDS:
+    if variable_text.lower() in YES_WORDS:
         return True
-    if variable_text.lower() in _NO_WORDS:
+    if variable_text.lower() in NO_WORDS:
         return False
     raise ConfigError(
         f"Environment variable {variable_name} must be yes or no: got {variable_text!r}. "

@@ -25,7 +25,6 @@ from nbaccel.base import ipython_private
 MODULE_LEVEL = "<module>"
 _PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 _WORKER_FILE = str(_PACKAGE_FOLDER / "workers" / "worker.py")
-_WORKER_FUNCTION = "run_worker"
 # The names in angle brackets are those of code that libraries compile while they run.
 _LIBRARY_PATH = re.compile(
     r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
@@ -80,14 +79,12 @@ def within_worker(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     Before a worker begins stands what was running where it was forked: its template's own calls,
     or the cell in which the notebook was forked.
     """
-    length = next(
-        (
-            index
-            for index, frame in enumerate(frames)
-            if frame.function == _WORKER_FUNCTION and frame.file == _WORKER_FILE
-        ),
-        len(frames),
+    beginnings = (
+        index
+        for index, frame in enumerate(frames)
+        if (frame.function, frame.file) == ("run_worker", _WORKER_FILE)
     )
+    length = next(beginnings, len(frames))
     while length and frames[length - 1].is_house:
         length -= 1
     return tuple(frames[:length])
@@ -99,10 +96,7 @@ def user_frame(frames: Iterable[Frame]) -> Frame | None:
 
 
 def caller_level() -> int:
-    """The `stacklevel` of a warning that is to name the code which called nbaccel.
-
-    To be called by the function that warns.
-    """
+    """The `stacklevel` of a warning that is to name the code which called nbaccel."""
     level = 0
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(f"{_PACKAGE_FOLDER}/"):
@@ -133,12 +127,10 @@ def cell_number(compiled_name: str) -> int | None:
         number: Any = cell_numbers.get(compiled_name)
     elif counted_match := _COUNTED_CELL_NAME.search(compiled_name):
         number = counted_match[1]
+    elif _CELL_NAME.search(compiled_name):
+        number = _find_in_history(ipython_shell, compiler, compiled_name)
     else:
-        number = (
-            _find_in_history(ipython_shell, compiler, compiled_name)
-            if _CELL_NAME.search(compiled_name)
-            else None
-        )
+        number = None
     return None if number is None else int(number)
 
 
@@ -154,20 +146,16 @@ def _find_in_history(shell: Any, compiler: Any, compiled_name: str) -> int | Non
         raw_text, parsed_text = inputs[cell_count]
         # The history drops blank lines at the end, and the name is made from the text with them.
         for num_blank in range(_MOST_BLANK_LINES):
-            if (
-                _compiled_cell_name(compiler, cell_count, raw_text, parsed_text, num_blank)
-                == compiled_name
-            ):
+            lines = "\n" * num_blank
+            texts = (raw_text + lines, parsed_text + lines)
+            if _compiled_cell_name(compiler, cell_count, *texts) == compiled_name:
                 return cell_count
     return None
 
 
 @lru_cache(maxsize=1024)
-def _compiled_cell_name(
-    compiler: Any, cell_count: int, raw_text: str, parsed_text: str, num_blank: int
-) -> str:
-    lines = "\n" * num_blank
-    return str(compiler.get_code_name(raw_text + lines, parsed_text + lines, cell_count))
+def _compiled_cell_name(compiler: Any, cell_count: int, raw_text: str, parsed_text: str) -> str:
+    return str(compiler.get_code_name(raw_text, parsed_text, cell_count))
 
 
 def source_line(frame: Frame) -> str:
@@ -197,8 +185,8 @@ def has_magic(magic_name: str) -> bool:
 
 def running_shell() -> Any:
     """IPython's shell in this process, or None; IPython is not imported for it."""
-    module = sys.modules.get("IPython")
-    return module.get_ipython() if module is not None else None
+    # Without it where IPython is being imported just now.
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 _ANSI_RED = "\x1b[31m"
@@ -253,10 +241,7 @@ def _render_error_text(error: BaseException) -> list[str]:
     name = type(error).__name__
     first_line, *other_lines = f"{name}: {error}".rstrip(": ").split("\n")
     first_wrapped, *more_wrapped = _wrap_line(first_line)
-    lines = [
-        f"{_ANSI_BOLD}{_ANSI_RED}{name}{_ANSI_OFF}{first_wrapped[len(name) :]}",
-        *more_wrapped,
-    ]
+    lines = [f"{_ANSI_BOLD}{_ANSI_RED}{name}{_ANSI_OFF}{first_wrapped[len(name) :]}", *more_wrapped]
     for line in other_lines:
         lines += [coloured(line)] if _SOURCE_LINE.match(line) else map(coloured, _wrap_line(line))
     return lines

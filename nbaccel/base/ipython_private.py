@@ -12,8 +12,9 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
+_Wrapper: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 _SENDING_S = 10.0  # for ipykernel's thread to send what it has; its own limit for a flush
 
 
@@ -42,23 +43,17 @@ def keep_no_prints(shell: Any) -> None:
         shell._tee = lambda *_names, **_more: contextlib.nullcontext()
 
 
-def wrap_completions(
-    completer: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
+def wrap_completions(completer: Any, wrapper: _Wrapper) -> Callable[[], None]:
     """Replace what completions of IPython before 8.6 come from; later ones have a public way."""
     return _replace_method(completer, "_complete", wrapper)
 
 
-def inspect_also(
-    shell: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
+def inspect_also(shell: Any, wrapper: _Wrapper) -> Callable[[], None]:
     """Replace what `name?` calls; without it, names that only workers have are not found."""
     return _replace_method(shell, "_inspect", wrapper)
 
 
-def _replace_method(
-    owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
+def _replace_method(owner: Any, name: str, wrapper: _Wrapper) -> Callable[[], None]:
     if (method := getattr(owner, name, None)) is None:
         return lambda: None
     # In the instance, so that removing it brings the class's method back.
@@ -67,10 +62,7 @@ def _replace_method(
 
 
 def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: list[str]) -> None:
-    """Show an error as a shell shows tracebacks: in a kernel, as the cell's error.
-
-    A shell without the method prints the lines.
-    """
+    """Show an error as a shell shows tracebacks: in a kernel, as the cell's error."""
     show = getattr(shell, "_showtraceback", None)
     if show is None:
         sys.stderr.write("\n".join([*lines, ""]))

@@ -10,20 +10,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from nbaccel.base import env, frames
 
 ROOT_LOGGER_NAME = "nbaccel"
 
-if TYPE_CHECKING:
-    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
-else:
-    # Subscripting works at run time only from Python 3.11 on.
-    _LoggerAdapter = logging.LoggerAdapter
 
-
-class _RankAdapter(_LoggerAdapter):
+# Subscripting works at run time only from Python 3.11 on.
+class _RankAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Puts ``[rank 1]`` before a message.
 
     The rank is read from the environment at each message and kept nowhere: a launch in this
@@ -45,18 +40,14 @@ class _NoticeHandler(logging.Handler):
         self._written: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _has_other_handlers():
+        handlers = logging.getLogger(ROOT_LOGGER_NAME).handlers
+        if logging.getLogger().handlers or len(handlers) > 1:
             return
         # In a worker the console says whose line it is, and shows one that all ranks write once.
         text = record.getMessage().removeprefix(f"[rank {env.read('RANK')}] ")
         if text not in self._written:
             self._written.add(text)
             write_notice(f"nbaccel: {text}\n")
-
-
-def _has_other_handlers() -> bool:
-    handlers = logging.getLogger(ROOT_LOGGER_NAME).handlers
-    return bool(logging.getLogger().handlers) or len(handlers) > 1
 
 
 def get_logger(logger_name: str = ROOT_LOGGER_NAME) -> logging.LoggerAdapter[logging.Logger]:

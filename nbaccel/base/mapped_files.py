@@ -12,7 +12,7 @@ import mmap
 import platform
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 from nbaccel.base import env
@@ -21,59 +21,30 @@ _BOOT_NUMBER = Path("/proc/sys/kernel/random/boot_id")  # drawn anew by each sta
 
 _PAGE_BYTES = mmap.PAGESIZE
 
-
-class FileMapping(Protocol):
-    """A private mapping of a whole file."""
-
-    @property
-    def address(self) -> int:
-        """Its first byte in this process."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes are mapped."""
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """The file: its device and its inode."""
-
-    def written(self, first_byte: int = 0, end_byte: int | None = None) -> list[tuple[int, int]]:
-        """Bytes, in whole pages, that this process has written to; of a part, or of all."""
-
-    def give_back(self, first_byte: int, end_byte: int) -> None:
-        """Drop whole pages: they show the file's bytes again when they are next read."""
+# Mappings of `transfer.memfd`, which is above this module. An address belongs to one of them in the
+# life of a process's memory; weak, so that a mapping ends with its last tensor.
+_LIVING_MAPPINGS: WeakSet[Any] = WeakSet()
 
 
-# An address belongs to one mapping in the life of a process's memory; weak, so that a mapping ends
-# with its last tensor.
-_LIVING_MAPPINGS: WeakSet[FileMapping] = WeakSet()
-
-
-def register(mapping: FileMapping) -> None:
+def register(mapping: Any) -> None:
     """Let :func:`find_mapping` know a mapping for as long as it lives."""
     _LIVING_MAPPINGS.add(mapping)
 
 
-def forget_mapping(mapping: FileMapping) -> None:
+def forget_mapping(mapping: Any) -> None:
     """Take a mapping off the list, because it shows another kind of file now."""
     _LIVING_MAPPINGS.discard(mapping)
 
 
-def find_mapping(address: int, num_bytes: int) -> FileMapping | None:
+def find_mapping(address: int, num_bytes: int) -> Any:
     """The private mapping that holds these bytes, if any."""
     # A copy, because another thread may add one while the loop runs.
-    for mapping in tuple(_LIVING_MAPPINGS):
-        first_address = mapping.address
-        if first_address <= address and address + num_bytes <= first_address + mapping.nbytes:
-            return mapping
-    return None
+    living_mappings = tuple(_LIVING_MAPPINGS)
+    return next((one for one in living_mappings if one.contains(address, num_bytes)), None)
 
 
 def drop_pages(address: int, num_bytes: int, *, keep_written: bool = False) -> None:
-    """Give back the pages that lie wholly within these bytes, if they are in a private mapping.
-
-    What was written there is lost; pages that other tensors have a part in are kept.
-    """
+    """Give back the pages that lie wholly within these bytes, if they are in a private mapping."""
     mapping = find_mapping(address, num_bytes)
     if mapping is None:
         return

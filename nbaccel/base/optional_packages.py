@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -47,24 +47,17 @@ def is_installed(module_name: str) -> bool:
         return not submodule_names
     # find_spec("a.b") would import `a`; walking the search locations does not.
     for submodule_name in submodule_names:
-        module_spec = _find_submodule(module_spec, submodule_name)
+        places = None if module_spec is None else module_spec.submodule_search_locations
+        if module_spec is None or places is None:
+            return False
+        module_spec = PathFinder.find_spec(f"{module_spec.name}.{submodule_name}", places)
     return module_spec is not None
 
 
 def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
-    """Whether a module could be imported and belongs to an installed package.
-
-    A folder that happens to have its name, such as trackers leave, is none.
-    """
-    if not is_installed(module):
-        return False
-    for name in distributions or (module,):
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return True
-    return False
+    """Whether a module could be imported and belongs to an installed package."""
+    names = distributions or (module,)
+    return is_installed(module) and any(map(installed_version, names))
 
 
 def installed_version(distribution_name: str) -> str:
@@ -83,14 +76,6 @@ def metadata_version(distribution: importlib.metadata.Distribution) -> str:
         if field := _VERSION_FIELD.search(text):
             return field[1]
     return ""
-
-
-def _find_submodule(parent_spec: ModuleSpec | None, name: str) -> ModuleSpec | None:
-    if parent_spec is None or parent_spec.submodule_search_locations is None:
-        return None
-    return PathFinder.find_spec(
-        f"{parent_spec.name}.{name}", parent_spec.submodule_search_locations
-    )
 
 
 @lru_cache

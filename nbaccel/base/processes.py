@@ -129,16 +129,14 @@ def loopback(host_address: str) -> str:
     """The address to use for one: version 6's where this machine has no other."""
     if host_address != LOOPBACK_ADDRESSES[0]:
         return host_address
-    for loopback_address, family in zip(
-        LOOPBACK_ADDRESSES, (socket.AF_INET, socket.AF_INET6), strict=True
-    ):
+    for address, family in zip(LOOPBACK_ADDRESSES, (socket.AF_INET, socket.AF_INET6), strict=True):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe_socket:
-                probe_socket.bind((loopback_address, 0))
+                probe_socket.bind((address, 0))
         # This machine has no such address, or no such family.
         except OSError:
             continue
-        return loopback_address
+        return address
     return host_address
 
 
@@ -174,17 +172,11 @@ def listen(
 
 
 def _describe_holder(port: int) -> str:
-    try:
-        listeners = [
-            connection
-            for connection in psutil.net_connections("tcp")
-            if connection.laddr
-            and connection.laddr.port == port
-            and connection.status == psutil.CONN_LISTEN
-        ]
-    except psutil.AccessDenied:
-        listeners = []
-    process_id = next((connection.pid for connection in listeners if connection.pid), None)
+    process_id = None
+    with contextlib.suppress(psutil.AccessDenied):
+        for one in psutil.net_connections("tcp"):
+            if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN:
+                process_id = process_id or one.pid
     if process_id is None:
         return "another process"
     if process_id == os.getpid():

@@ -12,7 +12,6 @@ what is missing and what to do instead.
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nbaccel.base.errors import PlatformUnsupported, UserMistake
+from nbaccel.base.frames import running_shell
 
 
 def names_handed_on(file_path: str) -> dict[str, str]:
@@ -40,7 +40,11 @@ def hand_on(module: dict[str, Any], *own_names: str) -> None:
 
 
 def name_own(module: dict[str, Any], *others: str) -> None:
-    """Let a module's ``__all__`` be the functions and classes that it defines, and some others."""
+    """Let a module's ``__all__`` be the functions and classes that it defines, and some others.
+
+    Names of Accelerate that it lacks have their stand-ins in it.
+    """
+    module.update(missing_names_of(module["__name__"]))
     is_own = {name: getattr(value, "__module__", "") for name, value in module.items()}
     own_names = [name for name, home in is_own.items() if home == module["__name__"]]
     module["__all__"] = [*(name for name in own_names if not name.startswith("_")), *others]
@@ -103,8 +107,7 @@ FSDP_INTERNALS = LaterPart(
     "Use prepare, save_state, load_state and save_model of an Accelerator with a fsdp_plugin",
 )
 LAUNCH_COMMANDS = LaterPart(
-    "Accelerate's command line",
-    "Use the command nbaccel launch, or notebook_launcher",
+    "Accelerate's command line", "Use the command nbaccel launch, or notebook_launcher"
 )
 XLA_INSTALLATION = LaterPart(
     "installing torch_xla from within a program",
@@ -200,10 +203,7 @@ def missing_names_of(module_name: str) -> dict[str, Any]:
 
 def register_stand_in() -> None:
     """Register the stand-in in the shell of this process, if it has one and lacks the magic."""
-    module = sys.modules.get("IPython")
-    ipython = getattr(module, "get_ipython", None)
-    shell = ipython() if ipython is not None else None
-    manager = getattr(shell, "magics_manager", None)
+    manager = getattr(running_shell(), "magics_manager", None)
     # The real magic, where it is loaded already, must not be replaced.
     if manager is not None and "accelerate" not in manager.magics["cell"]:
         manager.register_function(_stand_in_magic, "line_cell", "accelerate")

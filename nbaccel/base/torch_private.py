@@ -113,11 +113,7 @@ def device_backends(group: Any) -> list[Any]:
 
 
 def default_store() -> Any:
-    """The store that the default process group uses.
-
-    nbaccel serves it in its own launches only; under torchrun, or where the user has created the
-    group, nothing but torch has it.
-    """
+    """The store that the default process group uses."""
     return dist.distributed_c10d._get_default_store()
 
 

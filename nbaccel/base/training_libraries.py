@@ -126,30 +126,36 @@ def _patch_preparing(module: ModuleType) -> None:
     model of its own. A `Trainer` that has evaluated in the notebook leaves it on its model.
     """
     for name in ("prepare_model", "prepare_data_loader"):
-        _wrap_method(module.Accelerator, name, _preparing)
+        around = functools.partial(_prepare, weakref.WeakSet[Any]())
+        _wrap_method(module.Accelerator, name, around)
 
 
-def _preparing(method: Callable[..., Any]) -> Callable[..., Any]:
-    prepared_here: weakref.WeakSet[Any] = weakref.WeakSet()
+def _prepare(
+    prepared_here: weakref.WeakSet[Any],
+    method: Callable[..., Any],
+    accelerator: Any,
+    given: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if getattr(given, _MARK, False) and given not in prepared_here:
+        vars(given).pop(_MARK, None)
+    prepared = method(accelerator, given, *args, **kwargs)
+    prepared_here.add(prepared)
+    return prepared
+
+
+def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Let `around` make the calls of a method, where this version of the library has it."""
+    if (method := getattr(owner, name, None)) is None:
+        return
 
     @functools.wraps(method)
-    def prepare(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(given, _MARK, False) and given not in prepared_here:
-            vars(given).pop(_MARK, None)
-        prepared = method(self, given, *args, **kwargs)
-        prepared_here.add(prepared)
-        return prepared
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return around(method, *args, **kwargs)
 
-    return prepare
-
-
-def _wrap_method(
-    owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    """Replace a method, where this version of the library has it."""
-    method = getattr(owner, name, None)
-    if method is not None:
-        setattr(owner, name, wrapper(method))
+    setattr(owner, name, wrapped)
 
 
 # ------------------------------------------------------------------------- transformers
@@ -166,18 +172,16 @@ def is_sharding_new_models() -> bool:
 def _patch_trainer(module: ModuleType, around_training: _AroundTraining) -> None:
     for name in ("train", "evaluate", "predict"):
         context = around_training if name == "train" else nullcontext
-        _wrap_method(module.Trainer, name, functools.partial(_adopting, context=context))
+        _wrap_method(module.Trainer, name, functools.partial(_adopt, context))
 
 
-def _adopting(method: Callable[..., Any], context: _AroundTraining) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def adopted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _comes_from_notebook(self):
-            _rebuild_accelerator(self)
-        with context():
-            return method(self, *args, **kwargs)
-
-    return adopted
+def _adopt(
+    context: _AroundTraining, method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if _comes_from_notebook(trainer):
+        _rebuild_accelerator(trainer)
+    with context():
+        return method(trainer, *args, **kwargs)
 
 
 def _comes_from_notebook(trainer: Any) -> bool:
@@ -218,33 +222,25 @@ _BUILT_IN = "_nbaccel_built_in_process"
 def _guard_trainer(trainer_module: ModuleType) -> None:
     """Refuse trainers that were not built in this worker."""
     trainer_class = trainer_module.Trainer
-    _wrap_method(trainer_class, "__init__", _marking)
+    _wrap_method(trainer_class, "__init__", _mark)
     for name in ("fit", "validate", "test", "predict"):
-        _wrap_method(trainer_class, name, _guarded)
+        _wrap_method(trainer_class, name, _guard)
 
 
-def _marking(constructor: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(constructor)
-    def marked(self: Any, *args: Any, **kwargs: Any) -> None:
-        constructor(self, *args, **kwargs)
-        setattr(self, _BUILT_IN, os.getpid())
-
-    return marked
+def _mark(constructor: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    constructor(trainer, *args, **kwargs)
+    setattr(trainer, _BUILT_IN, os.getpid())
 
 
-def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if getattr(self, _BUILT_IN, None) != os.getpid():
-            variables = env.snapshot()
-            # One worker is as alone as the notebook is.
-            if int(variables.get("WORLD_SIZE", "1")) > 1:
-                num_workers = int(variables.get("LOCAL_WORLD_SIZE", "1"))
-                raise ConfigError(_trainer_refusal(self, method.__name__, num_workers))
-        return method(self, *args, **kwargs)
-
-    return guarded
+def _guard(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    variables = env.snapshot()
+    # One worker is as alone as the notebook is.
+    is_alone = int(variables.get("WORLD_SIZE", "1")) < 2
+    if getattr(trainer, _BUILT_IN, None) != os.getpid() and not is_alone:
+        num_workers = int(variables.get("LOCAL_WORLD_SIZE", "1"))
+        raise ConfigError(_trainer_refusal(trainer, method.__name__, num_workers))
+    return method(trainer, *args, **kwargs)
 
 
 def _trainer_refusal(trainer: Any, entry_name: str, num_workers: int) -> str:

@@ -15,10 +15,7 @@ _MAX_UNSORTED = 32
 
 
 class MetricHistory:
-    """All values of a run while they are few; of many the lowest and the highest of each stretch.
-
-    A spike of one step stays, however long the run: stretches become longer, and are as many.
-    """
+    """All values of a run while they are few; of many the extremes of each stretch."""
 
     def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:
         self._max_buckets = max_buckets

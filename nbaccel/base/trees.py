@@ -104,8 +104,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         )
     if isinstance(first_tree, Mapping):
         return _mapping_like(
-            first_tree,
-            {key: concatenate([tree[key] for tree in data], dim) for key in first_tree},
+            first_tree, {key: concatenate([tree[key] for tree in data], dim) for key in first_tree}
         )
     return torch.cat(list(data), dim) if isinstance(first_tree, torch.Tensor) else first_tree
 
@@ -133,11 +132,7 @@ def _mapping_like(example: Mapping[Any, Any], new_items: dict[Any, Any]) -> Any:
 
 
 def average(tensors: Sequence[torch.Tensor], world_size: int, *, by_host: bool = False) -> None:
-    """Average tensors over all processes in place, in one collective for each data type.
-
-    By way of host memory that is one copy down and one up, whatever their number; on a device that
-    compiles each collective, one program.
-    """
+    """Average tensors over all processes in place, in one collective for each data type."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])

@@ -73,10 +73,7 @@ _COMMANDS: tuple[str, ...] = (
     "nbaccel.cli.config_command:add_to",
     "nbaccel.cli.commands:add_test",
     "nbaccel.cli.launch_command:add_to",
-    "nbaccel.cli.commands:add_export",
-    "nbaccel.cli.commands:add_estimate",
-    "nbaccel.cli.commands:add_merge",
-    "nbaccel.cli.commands:add_status",
+    "nbaccel.cli.commands:add_others",
     "nbaccel.cli.env_command:add_to",
 )
 """Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
@@ -146,11 +143,7 @@ def _version(is_asked: bool) -> None:
 
 def _options(
     version: bool = typer.Option(
-        False,
-        "--version",
-        help="Show the version and exit.",
-        callback=_version,
-        is_eager=True,
+        False, "--version", help="Show the version and exit.", callback=_version, is_eager=True
     ),
 ) -> None:
     """Options of the command itself."""

@@ -7,6 +7,7 @@ nothing heavy.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -16,15 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nbaccel.base.errors import ConfigError
-from nbaccel.base.units import format_bytes, format_seconds
+from nbaccel.base import atomic, env
+from nbaccel.base.errors import ConfigError, WorkerFailed
+from nbaccel.base.units import format_bytes, format_number, format_seconds
+from nbaccel.cli import plain_table, terminal_console
 from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
 
 if TYPE_CHECKING:
     from nbaccel.cli.script_commands import ExportedFile
     from nbaccel.cli.script_making import MadeScript
     from nbaccel.config import RunConfig
-    from nbaccel.output.panel.run_notes import RunNote
 
 
 _CLUSTERS = ("slurm", "ray")
@@ -41,30 +43,18 @@ nbaccel launch, come last.
 """
 
 
-def add_export(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    add_command(
-        app,
-        "export",
-        _export,
-        description=_EXPORT_HELP,
-        short_help="a script and a job out of a notebook",
-        takes_script=False,
-    )
-
-
 _NotebookOption = Annotated[
     str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
 ]
 _ToOption = Annotated[
-    str, own_option("--to", metavar="|".join(_TARGETS), meaning="What runs the script.")
+    str, own_option("--to", metavar="|".join(_TARGETS), help="What runs the script.")
 ]
 _OutputOption = Annotated[
     str | None,
     own_option(
         *("-o", "--output"),
         metavar="SCRIPT",
-        meaning="The script's file; left out: the notebook's name, here.",
+        help="The script's file; left out: the notebook's name, here.",
         show_default=False,
     ),
 ]
@@ -73,11 +63,11 @@ _FunctionOption = Annotated[
     own_option(
         "--function",
         metavar="NAME",
-        meaning="The launched function, where the notebook launches several.",
+        help="The launched function, where the notebook launches several.",
         show_default=False,
     ),
 ]
-_ReplaceOption = Annotated[bool, own_option("--overwrite", meaning="Replace files that are there.")]
+_ReplaceOption = Annotated[bool, own_option("--overwrite", help="Replace files that are there.")]
 
 
 def _export(
@@ -97,7 +87,9 @@ def _export(
             "Leave it out for nbaccel launch."
         )
     notebook_path = Path(notebook)
-    script_path = Path(output or f"{_module_name(notebook_path.stem)}.py")
+    # As the name of a script that can be imported: no blanks and dashes.
+    stem = re.sub(r"\W", "_", notebook_path.stem)
+    script_path = Path(output or f"{'notebook_' * stem[:1].isdecimal()}{stem}.py")
     made_script = make_script(read_notebook(notebook_path), notebook_path.name, function)
     _check_script(made_script.text)
     if to in _CLUSTERS:
@@ -115,12 +107,6 @@ def _export(
         )
 
 
-def _module_name(stem: str) -> str:
-    """A notebook's name as that of a script that can be imported: no blanks and dashes."""
-    plain_name = "".join(letter if letter.isalnum() else "_" for letter in stem)
-    return f"notebook_{plain_name}" if plain_name[:1].isdecimal() else plain_name
-
-
 def _check_script(script_text: str) -> None:
     try:
         compile(script_text, "script", "exec")
@@ -136,19 +122,16 @@ def _settings(
     made_script: MadeScript, config_file: str | None, further_options: dict[str, Any]
 ) -> RunConfig:
     from nbaccel.cli.launch_request import SettingsFile, read_launch_request, read_settings_file
+    from nbaccel.config.text_forms import changed_settings
 
     file = read_settings_file(config_file)
     if made_script.launch is not None:
         file_config = file.merge({})
-        defaults = type(file_config)()
-        settings = {
-            name: value
-            for name, value in dict(file_config).items()
-            if value != getattr(defaults, name)
-        }
+        settings = changed_settings(file_config)
         told = made_script.launch.settings
         # A file that was given for this comes after the notebook, one that was saved before it.
-        config = defaults.changed(**({**told, **settings} if config_file else {**settings, **told}))
+        first, last = (told, settings) if config_file else (settings, told)
+        config = type(file_config)().changed(**{**first, **last})
         file = SettingsFile(config=config, name=file.name or "the notebook")
     request = read_launch_request(further_options, file)
     for note in request.notes:
@@ -177,16 +160,10 @@ def _files(
 
 
 def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
-    from nbaccel.base import atomic
-
-    there_already = [
-        str(folder / exported_file.name)
-        for exported_file in exported_files
-        if (folder / exported_file.name).exists()
-    ]
-    if there_already and not overwrite:
+    already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
+    if already and not overwrite:
         raise ConfigError(
-            f"{', '.join(there_already)} would be replaced: what is in there may be yours. Give "
+            f"{', '.join(already)} would be replaced: what is in there may be yours. Give "
             "--overwrite, or another --output."
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -234,11 +211,7 @@ def add_test(app: typer.Typer) -> None:
     add_command(app, "test", _test, description=_TEST_HELP, short_help="does this set-up train?")
 
 
-def _test(
-    config_file: ConfigFile = None,
-    **further_options: Any,
-) -> None:
-    from nbaccel.base import env
+def _test(config_file: ConfigFile = None, **further_options: Any) -> None:
     from nbaccel.cli.launch_request import read_launch_request, read_settings_file
 
     request = read_launch_request(further_options, read_settings_file(config_file))
@@ -249,8 +222,6 @@ def _test(
 
 
 def _run_test(config: RunConfig) -> int:
-    # Here, so that `nbaccel test --help` needs no torch.
-    from nbaccel.base.errors import WorkerFailed
     from nbaccel.cli.launch_request import plan_of_command
     from nbaccel.cli.set_up_checks import SetUpCheckFailed, run_checks
     from nbaccel.launchers import launch_configured
@@ -290,22 +261,10 @@ _ESTIMATE_HELP = (
 )
 
 
-def add_estimate(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    app.command(
-        "estimate-memory",
-        help=_ESTIMATE_HELP,
-        short_help="what a model takes, loaded and trained",
-        # Accelerate takes several words after --dtypes.
-        context_settings={"allow_extra_args": True},
-    )(_estimate)
-
-
 def _estimate(
     context: typer.Context,
     model_path: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="Folder or file of a model, or gpt2, llama, ..."),
+        str, typer.Argument(metavar="MODEL", help="Folder or file of a model, or gpt2, llama, ...")
     ],
     dtypes: Annotated[
         str,
@@ -334,24 +293,16 @@ def _estimate(
         ),
     ] = False,
     library_name: Annotated[
-        str,
-        typer.Option("--library-name", metavar="WORD", help="transformers; no other is known."),
+        str, typer.Option("--library-name", metavar="WORD", help="transformers; no other is known.")
     ] = "transformers",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    # Here, so that `nbaccel --help` does not import torch.
+    # All of them but the context go on; first, when nothing else is local.
+    given = {name: value for name, value in locals().items() if name != "context"}
     from nbaccel.cli.memory_tables import print_estimate
 
-    print_estimate(
-        model_path,
-        dtypes=[*dtypes.replace(",", " ").split(), *context.args],
-        num_gpus=num_gpus,
-        num_nodes=num_nodes,
-        mixed_precision=mixed_precision,
-        trust_remote_code=trust_remote_code,
-        library_name=library_name,
-        as_json=as_json,
-    )
+    words = [*dtypes.replace(",", " ").split(), *context.args]
+    print_estimate(**{**given, "dtypes": words})
 
 
 _MERGE_HELP = (
@@ -359,15 +310,6 @@ _MERGE_HELP = (
     "of pytorch_model_fsdp_0 in a checkpoint of Accelerate's or nbaccel's save_state. All files "
     "appear together at the end, or none."
 )
-
-
-def add_merge(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    app.command(
-        "merge-weights",
-        help=_MERGE_HELP,
-        short_help="whole weights out of FSDP's shards",
-    )(_merge)
 
 
 def _merge(
@@ -387,7 +329,6 @@ def _merge(
         bool, typer.Option("--remove-checkpoint-dir", help="Delete the shards afterwards.")
     ] = False,
 ) -> None:
-    # Here, so that `nbaccel --help` does not import torch.
     from nbaccel.utils.fsdp_utils import merge_fsdp_weights
 
     start_time = time.monotonic()
@@ -407,16 +348,6 @@ def _merge(
         print("The shards have been deleted.")
 
 
-def add_status(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    app.command(
-        "status",
-        help="Show the runs of this user on this machine that go on: of notebooks, scripts and "
-        "nbaccel launch. Runs that have ended are not shown.",
-        short_help="what trains on this machine, and how far it is",
-    )(_show_runs)
-
-
 def _show_runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
     stop: Annotated[
@@ -428,7 +359,6 @@ def _show_runs(
         ),
     ] = None,
 ) -> None:
-    # Here, so that `nbaccel --help` does not wait for it.
     from nbaccel.output.panel.run_notes import interrupt_run, noted_runs
 
     if stop is not None:
@@ -438,16 +368,10 @@ def _show_runs(
     notes = noted_runs()
     if as_json:
         print(json.dumps([asdict(note) for note in notes], indent=1))
-    elif notes:
-        _print_table(notes)
-    else:
+        return
+    if not notes:
         print("nbaccel: no run goes on")
-
-
-def _print_table(notes: list[RunNote]) -> None:
-    from nbaccel.base.units import format_number, format_seconds
-    from nbaccel.cli import plain_table, terminal_console
-
+        return
     table = plain_table("", "id", "what", "for", "workers", "progress", "loss", "left")
     for note in notes:
         of_words = f" of {note.steps_in_all:,}" if note.steps_in_all else ""
@@ -464,3 +388,31 @@ def _print_table(notes: list[RunNote]) -> None:
             "-" if left_s is None else f"{format_seconds(left_s)}{in_words}",
         )
     terminal_console().print(table)
+
+
+def add_others(app: typer.Typer) -> None:
+    """Add the subcommands that come after ``launch``."""
+    add_command(
+        app,
+        "export",
+        _export,
+        description=_EXPORT_HELP,
+        short_help="a script and a job out of a notebook",
+        takes_script=False,
+    )
+    app.command(
+        "estimate-memory",
+        help=_ESTIMATE_HELP,
+        short_help="what a model takes, loaded and trained",
+        # Accelerate takes several words after --dtypes.
+        context_settings={"allow_extra_args": True},
+    )(_estimate)
+    app.command("merge-weights", help=_MERGE_HELP, short_help="whole weights out of FSDP's shards")(
+        _merge
+    )
+    app.command(
+        "status",
+        help="Show the runs of this user on this machine that go on: of notebooks, scripts and "
+        "nbaccel launch. Runs that have ended are not shown.",
+        short_help="what trains on this machine, and how far it is",
+    )(_show_runs)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+
+from nbaccel.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from nbaccel.config import LoadedConfig, RunConfig
 
 _FileOption = Annotated[
@@ -27,11 +29,7 @@ _OverwriteOption = Annotated[
 ]
 _PrecisionOption = Annotated[
     str | None,
-    typer.Option(
-        "--mixed-precision",
-        metavar="WORD",
-        help="no, fp16, bf16 or fp8 (default: no).",
-    ),
+    typer.Option("--mixed-precision", metavar="WORD", help="no, fp16, bf16 or fp8 (default: no)."),
 ]
 
 
@@ -153,8 +151,6 @@ def _file_path(config_file: Path | None) -> Path:
 
 
 def _existing_file(config_file: Path | None) -> Path:
-    from nbaccel.base.errors import ConfigError
-
     path = _file_path(config_file)
     if not path.is_file():
         raise ConfigError(
@@ -165,12 +161,9 @@ def _existing_file(config_file: Path | None) -> Path:
 
 
 def _accelerate_path() -> Path:
-    """Where Accelerate keeps its file."""
-    from nbaccel.base import env
-    from nbaccel.base.errors import ConfigError
+    from nbaccel.config.config_files import accelerate_path
 
-    folder = Path(env.read("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    path = Path(env.read("HF_HOME") or folder).expanduser() / "accelerate/default_config.yaml"
+    path = accelerate_path()
     if not path.is_file():
         raise ConfigError(
             f"Accelerate has no configuration file {path}. There is nothing to take over. Give "
@@ -200,8 +193,6 @@ def _is_confirmed(console: Console, path: Path, old_text: str, new_text: str) ->
     from rich.prompt import Confirm
     from rich.syntax import Syntax
 
-    from nbaccel.base.errors import ConfigError
-
     changes = difflib.unified_diff(
         old_text.splitlines(), new_text.splitlines(), "as it is", "as it would be", lineterm=""
     )
@@ -218,8 +209,6 @@ def _is_confirmed(console: Console, path: Path, old_text: str, new_text: str) ->
 
 # ------------------------------------------------------------------------------ showing
 def _console() -> Console:
-    from rich.console import Console
-
     return Console(highlight=False)
 
 
@@ -232,8 +221,6 @@ def _show_yaml(console: Console, yaml_text: str) -> None:
 
 
 def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
-    from rich.table import Table
-
     if not loaded.is_accelerate:
         return
     table = Table(title=f"{loaded.path}: what was mapped", title_justify="left")

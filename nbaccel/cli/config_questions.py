@@ -31,8 +31,7 @@ from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.resolving import resolve
 
-_NO_ANSWER = "-"
-"""Stands for "leave it open" where an empty line means the default."""
+_NO_ANSWER = "-"  # Stands for "leave it open" where an empty line means the default
 
 # The place of the answer (with a question mark it goes nowhere), the question, the default (yes and
 # no make it a question for these, none at all one that must be answered), the words to choose from,
@@ -164,9 +163,12 @@ class _Questions:
             is_on = _YesOrNo.ask(text, console=self._console, default=default == "yes")
             self.answers[place] = is_on if is_on or default != "no*" else None
             return
+        devices_here = [
+            row.name for row in DEVICES if not registry.device(row.name).refusal(self._inventory)
+        ]
         choices = words.format(
             engines=" ".join(["auto", *(row.name for row in ENGINES)]),
-            devices=" ".join(["auto", *self._devices_here()]),
+            devices=" ".join(["auto", *devices_here]),
             precisions=" ".join(row.name for row in PRECISIONS),
             backends=" ".join(["auto", *(row.name for row in FP8_BACKENDS)]),
         ).split()
@@ -215,6 +217,7 @@ class _Questions:
         if sign:
             value = answers.get(place)
             return wanted == (("no", "yes")[value] if isinstance(value, bool) else str(value))
+        device = answers.get("device", "auto")
         engine = answers.get("engine", "auto")
         row = ENGINES[0] if engine == "auto" else engine_row(engine)
         # With "auto" a file of hosts decides.
@@ -223,21 +226,13 @@ class _Questions:
             "has-hosts": bool(row.setting),
             "own-command": own_command,
             "one-command": not own_command,
-            "on-cpu": device_row(self._device_of(answers)).in_host_memory,
+            "on-cpu": device_row(self._device if device == "auto" else device).in_host_memory,
             "no-precision": "mixed_precision" not in answers,
             "in-fp8": precision_row(answers.get("mixed_precision", "no")).has_backends,
             "no-document": not answers.get("?document"),
             "shards-gradients": answers.get("zero_stage", 0) >= 2,
         }
         return told[condition]
-
-    def _device_of(self, answers: dict[str, Any]) -> str:
-        device = answers.get("device", "auto")
-        return self._device if device == "auto" else device
-
-    def _devices_here(self) -> list[str]:
-        rows = (row for row in DEVICES if not registry.device(row.name).refusal(self._inventory))
-        return [row.name for row in rows]
 
     def _default_count(self) -> int:
         device = self.answers.get("device", "auto")

@@ -63,34 +63,42 @@ def _show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    facts = _environment_facts(config_file)
-    print(json.dumps(facts, indent=2) if as_json else _report_text(facts))
-
-
-def _environment_facts(config_file: str | None) -> Facts:
-    # Here, so that `nbaccel --help` does not wait for it.
     from nbaccel.plan.inspecting import inspect_machine
 
     inventory = inspect_machine()
-    return {
-        "nbaccel": _own_facts(inventory),
+    total_text = format_bytes(inventory.host_total_bytes)
+    shm_text = format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none"
+    facts: Facts = {
+        "nbaccel": {
+            "version": __version__,
+            "folder": str(Path(__file__).parent.parent),
+            "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "executable": sys.executable,
+            "front end": inventory.front_end,
+        },
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
-        "machine": _machine_facts(inventory),
+        "machine": {
+            "system": platform.platform(),
+            "CPU cores": inventory.cpu_cores,
+            "CPU": platform.processor() or platform.machine(),
+            "memory": f"{total_text}, {format_bytes(inventory.host_available_bytes)} available",
+            "shared memory": shm_text,
+            "fork": inventory.fork_supported,
+            "memfd": inventory.memfd_supported,
+        },
         "devices": _device_facts(inventory),
         "variables": shown_variables(env.snapshot()),
         "configuration file": _config_facts(config_file),
     }
+    print(json.dumps(facts, indent=2) if as_json else _report_text(facts))
 
 
 def _report_text(facts: Facts) -> str:
     """The facts as lines to paste."""
     lines: list[str] = []
     for section, values in facts.items():
-        lines += [
-            f"## {section}",
-            *(f"- {name}: {_line_of(value)}" for name, value in values.items()),
-        ]
-        lines += ["- none"] * (not values)
+        lines.append(f"## {section}")
+        lines += [f"- {name}: {_line_of(value)}" for name, value in values.items()] or ["- none"]
     return "\n".join(lines)
 
 
@@ -99,34 +107,6 @@ def _line_of(value: Any) -> str:
         return ", ".join(f"{name} {inner_value}" for name, inner_value in value.items())
     text = str(value)
     return "\n" + textwrap.indent(text.rstrip(), " " * 6) if "\n" in text else text
-
-
-# ---------------------------------------------------------------------------- versions
-def _own_facts(inventory: Inventory) -> dict[str, Any]:
-    return {
-        "version": __version__,
-        "folder": str(Path(__file__).parent.parent),
-        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "executable": sys.executable,
-        "front end": inventory.front_end,
-    }
-
-
-# ----------------------------------------------------------------------------- machine
-def _machine_facts(inventory: Inventory) -> dict[str, Any]:
-    text = (
-        f"{format_bytes(inventory.host_total_bytes)}, "
-        f"{format_bytes(inventory.host_available_bytes)} available"
-    )
-    return {
-        "system": platform.platform(),
-        "CPU cores": inventory.cpu_cores,
-        "CPU": platform.processor() or platform.machine(),
-        "memory": text,
-        "shared memory": format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none",
-        "fork": inventory.fork_supported,
-        "memfd": inventory.memfd_supported,
-    }
 
 
 def _device_facts(inventory: Inventory) -> dict[str, Any]:

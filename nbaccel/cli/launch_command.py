@@ -48,27 +48,25 @@ _ArgumentsOption = Annotated[
     list[str] | None,
     typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
 ]
-_ModuleOption = Annotated[
-    bool, own_option("-m", "--module", meaning="SCRIPT is a module: python -m.")
-]
-_NoPythonOption = Annotated[bool, own_option("--no-python", meaning="SCRIPT is a program.")]
+_ModuleOption = Annotated[bool, own_option("-m", "--module", help="SCRIPT is a module: python -m.")]
+_NoPythonOption = Annotated[bool, own_option("--no-python", help="SCRIPT is a program.")]
 _DryRunOption = Annotated[
     bool,
     own_option(
-        "--dry-run", meaning="Show every setting, where it is from and the plan; start nothing."
+        "--dry-run", help="Show every setting, where it is from and the plan; start nothing."
     ),
 ]
 _DebugOption = Annotated[
-    bool, own_option("--debug", meaning="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
+    bool, own_option("--debug", help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
 ]
 _QuietOption = Annotated[
-    bool, own_option("-q", "--quiet", meaning="Leave out notes and warnings before the start.")
+    bool, own_option("-q", "--quiet", help="Leave out notes and warnings before the start.")
 ]
 _PeerOptionsOption = Annotated[
     bool,
     own_option(
         "--peer-options",
-        meaning="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
+        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
     ),
 ]
 
@@ -140,7 +138,15 @@ def _check_script(script: Script) -> None:
     """Refuse what is not there."""
     target = script.target
     if script.kind == "module":
-        _check_module(target)
+        top_name = target.partition(".")[0]
+        path = [str(Path.cwd()), *sys.path]
+        # Not find_spec of the whole name, which imports the packages above it.
+        found = importlib.machinery.PathFinder.find_spec(top_name, path)
+        if found is None and top_name not in sys.builtin_module_names:
+            raise ConfigError(
+                f"-m {target!r}: there is no module {top_name!r} here or among the installed "
+                f"packages. Nothing would run. Start where it can be imported: now {Path.cwd()}."
+            )
     elif script.kind == "program" and shutil.which(target) is None:
         raise ConfigError(
             f"--no-python {target!r}: there is no such program. Nothing would run. Give its "
@@ -150,17 +156,4 @@ def _check_script(script: Script) -> None:
         raise ConfigError(
             f"{target!r} is not there: looked for it in {Path.cwd()}. Nothing would run. Give the "
             "path of the script, after all options and before its own arguments."
-        )
-
-
-def _check_module(module_name: str) -> None:
-    top_name = module_name.partition(".")[0]
-    # Not find_spec of the whole name, which imports the packages above it.
-    path = [str(Path.cwd()), *sys.path]
-    if top_name not in sys.builtin_module_names and not importlib.machinery.PathFinder.find_spec(
-        top_name, path
-    ):
-        raise ConfigError(
-            f"-m {module_name!r}: there is no module {top_name!r} here or among the installed "
-            f"packages. Nothing would run. Start where it can be imported: now {Path.cwd()}."
         )

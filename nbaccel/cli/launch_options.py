@@ -1,10 +1,8 @@
 """The options of ``nbaccel launch``: settings of `RunConfig`, its own, and those of its peers.
 
-One source each: a setting's option is made from its field, as the options of `%%accelerate` are; an
-option that people already type after ``accelerate launch``, ``torchrun`` or ``deepspeed`` is a line
-of a table, which says what becomes of it here: a setting, an environment variable, something
-computed from several options, nothing (with the reason), or a refusal. All become one signature,
-from which typer makes the parser.
+A setting's option is made from its field; one that people type after ``accelerate launch``,
+``torchrun`` or ``deepspeed`` is a line of a table, which says what becomes of it here. All become
+one signature, from which typer makes the parser.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -216,53 +214,44 @@ _REASONS = {
 
 
 def _read_table() -> Iterator[PeerOption]:
-    heading: list[str] = []
+    peer = effect = needs = ""
     for line in _TABLE.strip().splitlines():
         if not line.startswith(" "):
-            heading = [*line.split(": "), ""]
+            peer, effect, needs, *_ = [*line.split(": "), ""]
             continue
-        written, _, said = line.strip().partition("  ")
+        written, _, said = map(str.strip, line.strip().partition("  "))
+        has_target = effect in ("setting", "variable", "fp8-setting")
         for name in _FAMILIES.get(written, "").split() or [""]:
-            yield _option(heading, written.replace("*", name), said.strip(), name)
-
-
-def _option(heading: list[str], written: str, said: str, name: str) -> PeerOption:
-    peer, effect, needs, *_ = heading
-    flags, sign, constant = written.partition("=")
-    has_target = effect in ("setting", "variable", "fp8-setting")
-    word = name.replace("-", "_")
-    target = said.replace("*", word.upper() if effect == "variable" else word)
-    return PeerOption(
-        flags=tuple(flags.split("/")),
-        peer=peer,
-        effect=cast("Effect", effect),
-        target=target if has_target else "",
-        constant=constant,
-        reason="" if has_target else said.format(**_REASONS),
-        needs=needs,
-        is_switch=bool(sign),
-    )
+            flags, sign, constant = written.replace("*", name).partition("=")
+            word = name.replace("-", "_")
+            target = said.replace("*", word.upper() if effect == "variable" else word)
+            yield PeerOption(
+                flags=tuple(flags.split("/")),
+                peer=peer,
+                effect=cast("Effect", effect),
+                target=target if has_target else "",
+                constant=constant,
+                reason="" if has_target else said.format(**_REASONS),
+                needs=needs,
+                is_switch=bool(sign),
+            )
 
 
 PEER_OPTIONS: tuple[PeerOption, ...] = tuple(_read_table())
 
 
-def own_option(*flags: str, meaning: str, metavar: str | None = None, **more: Any) -> Any:
-    """An option of a command's own, beside those of a launch."""
-    panel = "What to run, and what is shown"
-    return typer.Option(*flags, metavar=metavar, help=meaning, rich_help_panel=panel, **more)
-
-
+# An option of a command's own, beside those of a launch.
+own_option: Any = partial(typer.Option, rich_help_panel="What to run, and what is shown")
 ConfigFile = Annotated[
     str | None,
-    own_option("--config-file", metavar="FILE", meaning="YAML with settings.", show_default=False),
+    own_option("--config-file", metavar="FILE", help="YAML with settings.", show_default=False),
 ]
 _COMPLETION_VARIABLE = "_NBACCEL_COMPLETE"  # click's name for the command nbaccel
 _SETTINGS_PANEL = "Settings of the run"
 # A setting whose option means something else here than in a magic's line.
 _OTHER_MEANINGS = {
     "num_processes": "Workers on all machines together, as after accelerate launch; "
-    "--nproc-per-node counts those of one machine. Left out, the plan chooses.",
+    "--nproc-per-node counts those of one machine. Left out, the plan chooses."
 }
 
 
@@ -278,6 +267,14 @@ def add_command(
     """Add a subcommand that takes the options of a launch beside its own."""
 
     def add_with_options(parent: typer.Typer) -> None:
+        # With a parameter for each option, from which typer makes a parser.
+        def with_all_options(**given_options: Any) -> None:
+            own_function(**given_options)
+
+        signature = launch_signature(own_function)
+        annotations = {name: given.annotation for name, given in signature.parameters.items()}
+        vars(with_all_options).update(__signature__=signature)
+        with_all_options.__annotations__ = annotations
         parent.command(
             name,
             help=description,
@@ -287,7 +284,7 @@ def add_command(
                 "allow_interspersed_args": not takes_script,
                 "token_normalize_func": lambda word: word.replace("_", "-"),
             },
-        )(_with_all_options(own_function))
+        )(with_all_options)
 
     # A shell that completes an option needs to know all of them.
     if env.read(_COMPLETION_VARIABLE):
@@ -310,20 +307,6 @@ def add_command(
     )(parse_later)
 
 
-def _with_all_options(own_function: Callable[..., None]) -> Callable[..., None]:
-    """The function with a parameter for each option, from which typer makes a parser."""
-
-    def with_all_options(**given_options: Any) -> None:
-        own_function(**given_options)
-
-    signature = launch_signature(own_function)
-    with_all_options.__signature__ = signature  # type: ignore[attr-defined]
-    with_all_options.__annotations__ = {
-        name: parameter.annotation for name, parameter in signature.parameters.items()
-    }
-    return with_all_options
-
-
 def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
     """The signature of the command: its own parameters, then one for each further option."""
     # Here, so that `nbaccel --help` needs no pydantic.
@@ -336,20 +319,7 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
         for info in getattr(parameter.annotation, "__metadata__", ())
         for flag in getattr(info, "param_decls", None) or ()
     }
-    further_parameters = [
-        # With other spellings that people know from another command.
-        _setting_parameter(
-            option,
-            [
-                flag
-                for peer in PEER_OPTIONS
-                if option.flag in peer.flags
-                for flag in peer.flags
-                if flag != option.flag
-            ],
-        )
-        for option in setting_options()
-    ]
+    further_parameters = [_setting_parameter(option) for option in setting_options()]
     taken_flags |= set(setting_flags())
     further_parameters += [
         _peer_parameter(option, taken_flags)
@@ -373,9 +343,11 @@ def setting_flags() -> dict[str, str]:
     }
 
 
-def _setting_parameter(option: MagicOption, short_flags: list[str]) -> inspect.Parameter:
+def _setting_parameter(option: MagicOption) -> inspect.Parameter:
     is_switch = bool(option.negative)
-    flags = [*short_flags, *option.flags]
+    # Other spellings, which people know from another command.
+    peers = [flag for peer in PEER_OPTIONS if option.flag in peer.flags for flag in peer.flags]
+    flags = [*(flag for flag in peers if flag != option.flag), *option.flags]
     if is_switch:
         flags[-1] = f"{flags[-1]}/{option.negative}"
     # Long lists of words would leave no room for what the option means.

@@ -17,7 +17,7 @@ from typing import Any
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.cli import plain_table, terminal_console
-from nbaccel.cli.launch_options import PEER_OPTIONS, PeerOption
+from nbaccel.cli.launch_options import PEER_OPTIONS
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, engine_row
 from nbaccel.config.config_files import load_config_file, peek_config_file
@@ -139,10 +139,9 @@ class _OptionReader:
             return
         option = _PEERS_BY_NAME.get(option_name)
         # The command's own options are not in the table.
-        if option is not None and (option_value or not option.is_switch):
-            self._take_peers(option, option.constant if option.is_switch else option_value)
-
-    def _take_peers(self, option: PeerOption, value: Any) -> None:
+        if option is None or not (option_value or not option.is_switch):
+            return
+        value = option.constant if option.is_switch else option_value
         if option.effect == "setting":
             self._put(option.target, value, option.flag)
         elif option.effect == "variable":
@@ -357,8 +356,7 @@ class _OptionReader:
             self.notes.append("--tee has no effect without --log-dir: everything is shown anyway.")
         text = _shown_text(redirects, tees, self._shown_ranks(given.get("local_ranks_filter")))
         if text is not None:
-            is_redirected = any(redirects.values())
-            flag = "--redirects" if is_redirected else "--local-ranks-filter"
+            flag = "--redirects" if any(redirects.values()) else "--local-ranks-filter"
             self._put("shown_output", text, flag)
 
     def _streams(self, given: Mapping[str, Any], option_name: str) -> dict[int | None, int]:

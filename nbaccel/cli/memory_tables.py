@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import PRECISIONS
@@ -46,9 +47,7 @@ class ModelSizes:
     notes: tuple[str, ...] = ()  # notes about these sizes
 
 
-def read_model(
-    model_path: str, *, trust_remote_code: bool = False, library_name: str = _KNOWN_LIBRARY
-) -> ModelSizes:
+def read_model(model_path: str, *, trust_remote_code: bool, library_name: str) -> ModelSizes:
     """Read a model's sizes."""
     if library_name != _KNOWN_LIBRARY:
         raise ConfigError(
@@ -136,16 +135,16 @@ def _header_of(path: Path) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------- config
-def _built_model(config_file: Path, *, trust_remote_code: bool) -> ModelSizes:
-    transformers = _transformers(f"Building the model of {config_file}")
+def _built_model(file: Path, *, trust_remote_code: bool) -> ModelSizes:
+    transformers: Any = require("transformers", extra="", why=f"Building the model of {file}")
     try:
         config = transformers.AutoConfig.from_pretrained(
-            config_file.parent, local_files_only=True, trust_remote_code=trust_remote_code
+            file.parent, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        return _sizes_of(config, config_file.parent, transformers)
+        return _sizes_of(config, file.parent, transformers)
     except Exception as error:  # the configuration may be of any model, with code of its own
         raise ConfigError(
-            f"The model of {config_file} cannot be built: {type(error).__name__}: {error}. Its "
+            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Its "
             "sizes are not known. Give a file of its safetensors, or --trust-remote-code where "
             "its folder has code that you trust."
         ) from error
@@ -153,10 +152,11 @@ def _built_model(config_file: Path, *, trust_remote_code: bool) -> ModelSizes:
 
 def _named_model(name: str) -> ModelSizes:
     """A kind of model that transformers knows, in the size that is its default."""
-    from nbaccel.base.optional_packages import is_installed
-
     # Without it, what is wrong with a path that was mistyped is not that it is missing.
-    transformers = _transformers("Building a model") if is_installed("transformers") else None
+    is_there = is_installed("transformers")
+    transformers: Any = (
+        require("transformers", extra="", why="Building a model") if is_there else None
+    )
     kinds = transformers.CONFIG_MAPPING if transformers else {}
     if name not in kinds:
         raise ConfigError(
@@ -167,12 +167,6 @@ def _named_model(name: str) -> ModelSizes:
         )
     note = f"The size is the default of this kind. Others are in the config.json of a {name}."
     return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))
-
-
-def _transformers(why: str) -> Any:
-    from nbaccel.base.optional_packages import require
-
-    return require("transformers", extra="", why=why)
 
 
 def _sizes_of(config: Any, source: Path, transformers: Any) -> ModelSizes:
@@ -198,10 +192,8 @@ def _sizes_of(config: Any, source: Path, transformers: Any) -> ModelSizes:
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8, "int4": 4}
 _TRAINED_FORMATS = ("float32", "float16", "bfloat16")
-_ADAM_COPIES = 4
-"""Weights, gradients and two moments."""
-_ANY_GPU = (10, 0)
-"""What computes in all formats: nothing is known of a GPU that is not here."""
+_ADAM_COPIES = 4  # Weights, gradients and two moments
+_ANY_GPU = (10, 0)  # What computes in all formats: nothing is known of a GPU that is not here
 
 
 def print_estimate(
@@ -210,10 +202,10 @@ def print_estimate(
     dtypes: Sequence[str],
     num_gpus: int,
     num_nodes: int,
-    mixed_precision: str = "no",
-    trust_remote_code: bool = False,
-    library_name: str = "transformers",
-    as_json: bool = False,
+    mixed_precision: str,
+    trust_remote_code: bool,
+    library_name: str,
+    as_json: bool,
 ) -> None:
     """Read a model, estimate its memory, and print both tables."""
     wanted = [("--dtypes", dtype, [*_BITS]) for dtype in dtypes]
@@ -316,11 +308,9 @@ def _trained_ways(
     sizes: ModelSizes, machine: Inventory, num_gpus: int, num_nodes: int, mixed_precision: str
 ) -> Sequence[Candidate]:
     known: dict[str, Any] = {"model": sizes.module, "sample_batch": None, "inventory": machine}
-    memory_model = (
-        _StoredModel(**known, known_shape=sizes.shape)
-        if sizes.module is None
-        else MemoryModel(**known)
-    )
+    memory_model = MemoryModel(**known)
+    if sizes.module is None:
+        memory_model = _StoredModel(**known, known_shape=sizes.shape)
     config = RunConfig(
         device="cuda",
         num_processes=num_gpus,

@@ -29,6 +29,7 @@ from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import ENGINES, device_row, engine_row
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.run_config import chosen_engine
+from nbaccel.config.text_forms import changed_settings
 from nbaccel.hosts.hostfile_slurm import job_number, own_step_variables, srun_words
 from nbaccel.notebook.magic_line import changed_flags
 from nbaccel.plan import registry
@@ -257,13 +258,7 @@ _IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # What no option and no variable of these commands says.
 _NOT_TORCHRUN = (
-    "timeout",
-    "shown_output",
-    "start_method",
-    "share_back",
-    "on_stop",
-    "resume",
-    "compare",
+    *("timeout", "shown_output", "start_method", "share_back", "on_stop", "resume", "compare"),
 )
 _NOT_DEEPSPEED = (*_NOT_TORCHRUN, "monitor_interval", "max_restarts", "log_line_prefix_template")
 
@@ -322,10 +317,11 @@ def _script_words(script: Script) -> list[str]:
 
 
 def _notes(config: RunConfig, setting_names: Sequence[str], program: str) -> tuple[str, ...]:
+    changed = changed_settings(config)
     return tuple(
-        f"{name}={getattr(config, name)!r} has no effect: {program} has no option for it."
+        f"{name}={changed[name]!r} has no effect: {program} has no option for it."
         for name in setting_names
-        if getattr(config, name) != RunConfig.model_fields[name].default
+        if name in changed
     )
 
 
@@ -344,7 +340,7 @@ def _torchrun(request: LaunchRequest, script: Script) -> EngineCommand:
 
 def _log_options(config: RunConfig) -> list[str]:
     words = [] if config.log_dir is None else ["--log-dir", config.log_dir, "--tee", "3"]
-    if config.monitor_interval != RunConfig.model_fields["monitor_interval"].default:
+    if "monitor_interval" in changed_settings(config):
         words += ["--monitor-interval", str(config.monitor_interval)]
     return words
 
@@ -419,7 +415,7 @@ def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
         options += ["--include", "@".join(included)]
     if config.use_port is not None:
         options += ["--master_port", str(config.use_port)]
-    if config.master_addr != RunConfig.model_fields["master_addr"].default:
+    if "master_addr" in changed_settings(config):
         options += ["--master_addr", config.master_addr]
     if config.log_dir is not None:
         options += ["--enable_each_rank_log", config.log_dir]

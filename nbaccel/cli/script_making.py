@@ -23,6 +23,7 @@ from typing import Any
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config.text_forms import changed_settings
 from nbaccel.transfer.free_names import names_of
 
 EXPORT_TAG = "export"
@@ -246,9 +247,7 @@ def _launch_call(node: ast.stmt) -> ast.Call | None:
     return None
 
 
-def _read_launch(
-    call: ast.Call, statement: Statement, found_configs: Mapping[str, Any]
-) -> LaunchCall:
+def _read_launch(call: ast.Call, statement: Statement, configs: Mapping[str, Any]) -> LaunchCall:
     given = dict(zip(_PARAMETERS, call.args, strict=False))
     given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     function_node = given.pop("function", None)
@@ -256,13 +255,9 @@ def _read_launch(
     settings: dict[str, Any] = {}
     unread_names = []
     for name, node in given.items():
-        value = _literal(node, found_configs)
+        value = _literal(node, configs)
         if name == "config" and isinstance(value, RunConfig):
-            settings |= {
-                setting_name: getattr(value, setting_name)
-                for setting_name, model_field in RunConfig.model_fields.items()
-                if getattr(value, setting_name) != model_field.default
-            }
+            settings |= changed_settings(value)
         elif name in RunConfig.model_fields and value is not _UNKNOWN:
             settings[name] = value
         elif name != "pool":
@@ -282,8 +277,7 @@ def _read_launch(
     )
 
 
-_UNKNOWN: Any = object()
-"""Stands for a value that only running the notebook would tell."""
+_UNKNOWN: Any = object()  # Stands for a value that only running the notebook would tell
 
 
 def _literal(node: ast.expr, found_configs: Mapping[str, Any]) -> Any:
@@ -365,19 +359,11 @@ def _of_launch(
     function_needs = _needed(before, names_of(launch.function).needed)
     launched_names = names_of(", ".join((launch.function, *launch.args))).needed
     all_needs = _needed(before, launched_names, with_seeds=True)
-    definitions = [
-        statement
-        for statement in all_needs
-        if statement.is_definition or _has_long_text(statement.node)
-    ]
+    definitions = [one for one in all_needs if one.is_definition or _has_long_text(one.node)]
     # What definitions read stays beside them: names of main() would be hidden from functions.
-    wanted_names = {name for statement in definitions for name in statement.reads}
-    beside = _needed(before, wanted_names)
-    top_level = [
-        statement
-        for statement in before
-        if statement in function_needs or statement in definitions or statement in beside
-    ]
+    beside = _needed(before, {name for statement in definitions for name in statement.reads})
+    at_top = (*function_needs, *definitions, *beside)
+    top_level = [statement for statement in before if statement in at_top]
     in_main = [statement for statement in all_needs if statement not in top_level]
     used_cells = {statement.cell_number for statement in (*top_level, *in_main)}
     body = [statement.text for statement in in_main]

@@ -13,11 +13,7 @@ from typing import cast
 from nbaccel.base import env
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.frames import place, user_frame
-from nbaccel.calls.launched_functions import (
-    exit_status_of,
-    run_script,
-    run_script_here,
-)
+from nbaccel.calls.launched_functions import exit_status_of, run_script, run_script_here
 from nbaccel.cli.launch_request import LaunchRequest, plan_of_command
 from nbaccel.config.call_arguments import Script
 from nbaccel.launchers import launch_configured
@@ -78,8 +74,7 @@ def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:
     place_text = f" ({place(frame)})" if frame else ""
     status = exit_status_of(int(code_text) if is_number else code_text)
     print(
-        f"nbaccel: rank {record.rank} left with exit status {status}{place_text}",
-        file=sys.stderr,
+        f"nbaccel: rank {record.rank} left with exit status {status}{place_text}", file=sys.stderr
     )
     return status
 

@@ -29,10 +29,8 @@ class Script:
     """A file, a module (``python -m``) or a program (no Python) that is to be run."""
 
     kind: Literal["file", "module", "program"]
-    target: str
-    """The file's path, the module's name or the program."""
-    arguments: tuple[str, ...] = ()
-    """What it finds in ``sys.argv`` after its own name."""
+    target: str  # The file's path, the module's name or the program
+    arguments: tuple[str, ...] = ()  # What it finds in ``sys.argv`` after its own name
 
 
 def call_title(function: Any, args: tuple[Any, ...]) -> str:

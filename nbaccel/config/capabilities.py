@@ -161,7 +161,11 @@ _PRECISIONS: tuple[PrecisionRow, ...] = (
     ),
 )
 
-_DELAYED_SETTINGS = ("interval", "amax_history_len", "amax_compute_algo")
+_LAYER_SETTINGS = (
+    *("recipe", "fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo"),
+    *("override_linear_precision", "use_autocast_during_eval", "skip_first_and_last"),
+)
+"""What libraries read that put layers of their own in a model."""
 _FP8_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
 _FIRST_WITH_FP8 = (8, 9)
 
@@ -175,15 +179,7 @@ _FP8_BACKENDS: tuple[Fp8Row, ...] = (
         path="nbaccel.precision.native_fp8:MsAmpFp8",
         devices=("cpu", "cuda"),
         strategies=("single", "ddp"),
-        settings=(
-            "opt_level",
-            "recipe",
-            "margin",
-            *_DELAYED_SETTINGS,
-            "override_linear_precision",
-            "use_autocast_during_eval",
-            "skip_first_and_last",
-        ),
+        settings=("opt_level", *(name for name in _LAYER_SETTINGS if name != "fp8_format")),
         recipes=("current", "delayed"),
         auto_with="msamp",
         emulated_below=_FIRST_WITH_FP8,
@@ -200,15 +196,7 @@ _FP8_BACKENDS: tuple[Fp8Row, ...] = (
         words=("transformerengine", "transformer_engine"),
         devices=("cuda",),
         strategies=("single", "ddp", "fsdp"),
-        settings=(
-            "recipe",
-            "fp8_format",
-            "margin",
-            *_DELAYED_SETTINGS,
-            "override_linear_precision",
-            "use_autocast_during_eval",
-            "skip_first_and_last",
-        ),
+        settings=_LAYER_SETTINGS,
         recipes=("delayed", "current", "block", "mxfp8", "nvfp4"),
         refused_below=_FIRST_WITH_FP8,
         restore="nbaccel.precision.transformer_engine:restore_layers",
@@ -224,10 +212,7 @@ _FP8_BACKENDS: tuple[Fp8Row, ...] = (
         devices=("cpu", "cuda"),
         strategies=_FP8_STRATEGIES,
         settings=(
-            "recipe",
-            "skip_first_and_last",
-            "pad_inner_dim",
-            "enable_fsdp_float8_all_gather",
+            *("recipe", "skip_first_and_last", "pad_inner_dim", "enable_fsdp_float8_all_gather"),
         ),
         recipes=("current", "rowwise"),
         emulated_below=_FIRST_WITH_FP8,
@@ -242,15 +227,7 @@ _FP8_BACKENDS: tuple[Fp8Row, ...] = (
         path="nbaccel.precision.native_fp8:NativeFp8",
         devices=("cpu", "cuda", "xpu", "mps"),
         strategies=_FP8_STRATEGIES,
-        settings=(
-            "recipe",
-            "fp8_format",
-            "margin",
-            *_DELAYED_SETTINGS,
-            "override_linear_precision",
-            "use_autocast_during_eval",
-            "skip_first_and_last",
-        ),
+        settings=_LAYER_SETTINGS,
         recipes=("current", "delayed"),
         emulated_below=_FIRST_WITH_FP8,
         restore="nbaccel.precision.fp8_layers:restore_layers",
@@ -421,40 +398,30 @@ def rows_from_outside(
 ) -> tuple[tuple[_AnyRow, ...], tuple[str, ...]]:
     """The built-in rows with those of installed packages behind them; what cannot be used, and why.
 
-    A package says in its metadata where its row is defined::
-
-        [project.entry-points."nbaccel.devices"]
-        npu = "my_package.rows:NPU"
-
-    The named module is imported together with the tables, in notebooks and workers alike: the row
-    belongs in one that imports nothing but `nbaccel.capability_rows`. If it fails, nbaccel can be
-    imported all the same.
+    An entry point of a package names its row (see CONTRIBUTING.md), whose module is imported with
+    the tables, in notebooks and workers alike. If it fails, nbaccel can be imported all the same.
     """
-    rows_by_name = {loaded_row.name: loaded_row for loaded_row in built_in}
+    rows_by_name = {row.name: row for row in built_in}
     problems = []
-    group_points: Iterable[EntryPoint] = _all_entry_points().select(group=group)
+    points: Iterable[EntryPoint] = _all_entry_points().select(group=group)
     # Sorted: of two rows with one name the first is used, which must not depend on the machine.
-    for entry_point in sorted(
-        group_points, key=lambda entry_point: (entry_point.name, entry_point.value)
-    ):
+    for entry_point in sorted(points, key=lambda point: (point.name, point.value)):
         try:
-            loaded_row = entry_point.load()
+            row = entry_point.load()
         except Exception as error:  # a package's module may raise anything
             text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(".")
             problems.append(f"{_described(entry_point)} cannot be loaded: {text}. {_ROW_REMEDY}")
             continue
-        if not isinstance(loaded_row, row_class):
+        if not isinstance(row, row_class):
             problems.append(
-                f"{_described(entry_point)} must be a {row_class.__name__}: got "
-                f"{loaded_row!r}. {_ROW_REMEDY}"
+                f"{_described(entry_point)} must be a {row_class.__name__}: got {row!r}. "
+                f"{_ROW_REMEDY}"
             )
-        elif loaded_row.name in rows_by_name and rows_by_name[loaded_row.name] != loaded_row:
+        elif rows_by_name.setdefault(row.name, row) != row:
             problems.append(
-                f"{_described(entry_point)} has a row named {loaded_row.name!r}, and "
+                f"{_described(entry_point)} has a row named {row.name!r}, and "
                 f"there is one of that name already. The other one is used. {_ROW_REMEDY}"
             )
-        else:
-            rows_by_name[loaded_row.name] = loaded_row
     return tuple(rows_by_name.values()), tuple(problems)
 
 
@@ -512,11 +479,7 @@ def words_of_rows(
     rows: tuple[DeviceRow | PrecisionRow | Fp8Row | StrategyRow | EngineRow, ...],
 ) -> dict[str, str]:
     """Other words that people write for the names of rows."""
-    return {
-        other_word: capability_row.name
-        for capability_row in rows
-        for other_word in capability_row.words
-    }
+    return {word: row.name for row in rows for word in row.words}
 
 
 def computes_in(device: DeviceRow, precision: PrecisionRow | Fp8Row) -> bool:
@@ -537,6 +500,11 @@ def fp8_backend(
     compute_capability: tuple[int, int] | None = None,
 ) -> Fp8Choice:
     """Which library computes in 8 bits."""
+
+    # The module with which ``auto`` takes a library; empty where it needs none.
+    def auto_package(row: Fp8Row) -> str:
+        return row.auto_with or row.package
+
     for row in FP8_BACKENDS:
         if row.name == backend_name:
             is_missing = bool(row.package) and not is_installed(row.package)
@@ -544,32 +512,19 @@ def fp8_backend(
             return Fp8Choice(row=row, problem=needs if is_missing else "", reason="asked for")
     passed_over: list[str] = []
     # Those that need no package come last: they are always there.
-    for row in sorted(FP8_BACKENDS, key=lambda row: not _auto_package(row)):
-        obstacle = _auto_obstacle(row, device, compute_capability)
-        if not obstacle:
-            package = _auto_package(row)
+    for row in sorted(FP8_BACKENDS, key=lambda row: not auto_package(row)):
+        package = auto_package(row)
+        if package and not is_installed(package):
+            obstacle = f"{package} is not installed"
+        elif device is not None and not computes_in(device, row):
+            obstacle = f"it does not compute on {device.name}"
+        elif compute_capability is not None and compute_capability < row.refused_below:
+            obstacle = f"it needs {row.needs}"
+        else:
             text = f"{package} is installed" if package else "it needs no package"
             return Fp8Choice(row=row, reason="; ".join((text, *passed_over)))
         passed_over.append(f"not {row.name}: {obstacle}")
     return Fp8Choice(row=FP8_BACKENDS[0], problem="; ".join(passed_over))
-
-
-def _auto_package(row: Fp8Row) -> str:
-    """The module with which ``auto`` takes a library; empty where it needs none."""
-    return row.auto_with or row.package
-
-
-def _auto_obstacle(
-    row: Fp8Row, device: DeviceRow | None, compute_capability: tuple[int, int] | None
-) -> str:
-    """Why ``auto`` passes over a library; empty where it does not."""
-    if (package := _auto_package(row)) and not is_installed(package):
-        return f"{package} is not installed"
-    if device is not None and not computes_in(device, row):
-        return f"it does not compute on {device.name}"
-    if compute_capability is not None and compute_capability < row.refused_below:
-        return f"it needs {row.needs}"
-    return ""
 
 
 def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:

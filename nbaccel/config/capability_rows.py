@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "DeviceRow",
-    "DeviceSigns",
     "EngineRow",
     "Fp8Choice",
     "Fp8Row",

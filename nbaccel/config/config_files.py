@@ -109,7 +109,7 @@ class _Reading:
     def mapping(self, key: str, value: Any) -> dict[str, Any]:
         """A section; empty, and a mistake, where it is none."""
         if isinstance(value, Mapping):
-            return {str(entry_key): entry_value for entry_key, entry_value in value.items()}
+            return {str(name): inner_value for name, inner_value in value.items()}
         self.mistakes.append(
             f"{key}={shown(value)} must be a section. Write names and values below it."
         )
@@ -126,8 +126,7 @@ class _Reading:
 
     def complete_settings(self) -> dict[str, Any]:
         """The settings for `RunConfig`, variables included."""
-        variables = {"variables": self.variables} if self.variables else {}
-        settings = {**self.settings, **variables}
+        settings = self.settings | ({"variables": self.variables} if self.variables else {})
         if "hostfile" in settings:
             # One command starts the workers on all hosts, and counts them together.
             num_nodes = settings.pop("num_nodes", 1)
@@ -161,13 +160,10 @@ def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value:
     return read
 
 
-def _as_variable(name: str, *, only: bool = False) -> _ReadKey:
-    """A reader of a key that workers get as a variable; where `only`, if it is true."""
+def _as_variable(name: str) -> _ReadKey:
+    """A reader of a key that workers get as a variable."""
 
     def read(reading: _Reading, key: str, value: Any) -> None:
-        if only and not reading.truth(key, value):
-            reading.note_unused(key, value, _DEFAULT)
-            return
         text = str(value).lower() if isinstance(value, bool) else str(value)
         reading.variables[name] = text
         reading.use(key, value, f"variables: {name}")
@@ -175,14 +171,21 @@ def _as_variable(name: str, *, only: bool = False) -> _ReadKey:
     return read
 
 
-def _without_effect(reason: str, *, unless_default: bool = False) -> _ReadKey:
-    """A reader of a key that nothing of nbaccel follows; false is the default of some."""
+def _without_effect(reason: str) -> _ReadKey:
+    """A reader of a key that nothing of nbaccel follows."""
+    return lambda reading, key, value: reading.note_unused(key, value, reason)
 
-    def read(reading: _Reading, key: str, value: Any) -> None:
-        is_default = unless_default and not reading.truth(key, value)
-        reading.note_unused(key, value, _DEFAULT if is_default else reason)
 
-    return read
+def _if_true(read: _ReadKey) -> _ReadKey:
+    """A reader of a truth value, of which false is the default."""
+
+    def read_true(reading: _Reading, key: str, value: Any) -> None:
+        if reading.truth(key, value):
+            read(reading, key, value)
+        else:
+            reading.note_unused(key, value, _DEFAULT)
+
+    return read_true
 
 
 def setting_of(mistake: str) -> str:
@@ -214,28 +217,24 @@ def read_accelerate_yaml(
     is_text = isinstance(source, str) and ("\n" in source or ":" in source)
     file_path = None if is_text else Path(source)
     source_name = f"Accelerate's file {file_path}" if file_path else "Accelerate's configuration"
+    file_settings = _read_settings(file_path or str(source), source_name)
+    if file_settings is None:
+        raise _no_settings(source_name, file_settings)
+    changes = changes or {}
+    reading = _read_keys(file_settings, file_path, changes)
+    mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
+    config = RunConfig()
     try:
-        text = str(source) if file_path is None else file_path.read_text(encoding="utf-8")
-        file_settings = read_yaml(text)
-    except OSError as error:
-        raise ConfigError(
-            f"{source_name} cannot be read: {error}. Nothing would be launched as it says. "
-            "Give the path of a file that is there."
-        ) from error
-    except ValueError as error:
-        raise unreadable(source_name, "YAML", error) from error
-    if not isinstance(file_settings, dict):
-        raise ConfigError(
-            f"{source_name} holds no settings: got {shown(file_settings)}. Settings need names. "
-            "Write it with accelerate config, or with nbaccel config."
-        )
-    reading = _read_keys(file_settings, file_path, changes or {})
-    return _judged(reading, source_name, changes or {})
-
-
-def unjudged_settings(file_settings: Mapping[str, Any], file_path: Path) -> dict[str, Any]:
-    """What a file says as settings of `RunConfig`, whatever is wrong with it."""
-    return _read_keys(file_settings, file_path, {}).complete_settings()
+        config = RunConfig(**merged_settings(reading.complete_settings(), changes))
+    except ConfigError as error:
+        for mistake in error.mistakes:
+            name = setting_of(mistake)
+            key = reading.origins.get(name, name)
+            origin = f" In this file it is {key}." if key != name else ""
+            mistakes.append(mistake if name in changes else f"{source_name}: {mistake}{origin}")
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return AccelerateFile(config=config, mapped_keys=tuple(reading.mapped_keys))
 
 
 def _read_keys(
@@ -250,23 +249,6 @@ def _read_keys(
     reading = _Reading(file_settings, folder=file_path.parent if file_path else Path())
     reading.read(file_settings, _KEY_READERS)
     return reading
-
-
-def _judged(reading: _Reading, source_name: str, changes: Mapping[str, Any]) -> AccelerateFile:
-    mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
-    config = RunConfig()
-    try:
-        config = RunConfig(**merged_settings(reading.complete_settings(), changes))
-    except ConfigError as error:
-        for mistake in error.mistakes:
-            name = setting_of(mistake)
-            key = reading.origins.get(name, name)
-            origin = f" In this file it is {key}." if key != name else ""
-            told = f"{source_name}: {mistake}{origin}"
-            mistakes.append(mistake if name in changes else told)
-    if mistakes:
-        raise ConfigError(*mistakes)
-    return AccelerateFile(config=config, mapped_keys=tuple(reading.mapped_keys))
 
 
 # ------------------------------------------------------------------------- where it runs
@@ -299,13 +281,6 @@ def _read_type(reading: _Reading, key: str, value: Any) -> None:
         reading.mistakes.append(
             f"{key}={shown(value)} is not supported: nbaccel would train in another way. {remedy}."
         )
-
-
-def _read_use_cpu(reading: _Reading, key: str, value: Any) -> None:
-    if reading.truth(key, value):
-        reading.set("device", "cpu", key, value)
-    else:
-        reading.note_unused(key, value, _DEFAULT)
 
 
 def _read_gpu_ids(reading: _Reading, key: str, value: Any) -> None:
@@ -375,8 +350,7 @@ def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
 # ---------------------------------------------------------------------------- DeepSpeed
 _DOCUMENT_KEY = "deepspeed_config_file"
 _DEFAULT_STAGE = 2
-_STARTED_ON_EACH = ("standard", "nossh")
-"""Launchers of DeepSpeed that do not reach other machines."""
+_STARTED_ON_EACH = ("standard", "nossh")  # Launchers of DeepSpeed that do not reach other machines
 _ZERO = "zero_optimization"
 _DOCUMENT_READERS: Mapping[str, _ReadKey] = {
     "zero_stage": _as_setting("zero_stage"),
@@ -463,13 +437,10 @@ def _read_least_params(reading: _Reading, key: str, value: Any) -> None:
 
 
 def _refuse_offloaded_activations(reading: _Reading, key: str, value: Any) -> None:
-    if reading.truth(key, value):
-        reading.mistakes.append(
-            f"{key}=true is not supported: this version recomputes activations and does "
-            "not move them to host memory, so it would need more. Set it to false."
-        )
-    else:
-        reading.note_unused(key, value, _DEFAULT)
+    reading.mistakes.append(
+        f"{key}=true is not supported: this version recomputes activations and does not move them "
+        "to host memory, so it would need more. Set it to false."
+    )
 
 
 _FSDP_READERS: Mapping[str, _ReadKey] = {
@@ -490,7 +461,7 @@ _FSDP_READERS: Mapping[str, _ReadKey] = {
     "fsdp_version": lambda reading, key, value: reading.use(
         key, value, "fully_shard, which is version 2, trains in any case"
     ),
-    "fsdp_activation_checkpointing_offload": _refuse_offloaded_activations,
+    "fsdp_activation_checkpointing_offload": _if_true(_refuse_offloaded_activations),
 }
 
 
@@ -529,8 +500,7 @@ def _read_dynamo(reading: _Reading, key: str, value: Any) -> None:
     if key == "dynamo_backend":
         reading.read({key: word}, _DYNAMO_READERS)
     else:
-        section = reading.mapping(key, word)
-        reading.read(section, _DYNAMO_READERS, section=key, prefix="dynamo_")
+        reading.read(reading.mapping(key, word), _DYNAMO_READERS, section=key, prefix="dynamo_")
     # Without a backend nothing is compiled, whatever the others say.
     if reading.settings.get("dynamo", {}).get("backend", "no") in ("no", "false"):
         reading.settings.pop("dynamo", None)
@@ -591,7 +561,7 @@ _OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel
 _KEY_READERS: Mapping[str, _ReadKey] = {
     "compute_environment": _read_environment,
     "distributed_type": _read_type,
-    "use_cpu": _read_use_cpu,
+    "use_cpu": _if_true(lambda reading, key, value: reading.set("device", "cpu", key, value)),
     "gpu_ids": _read_gpu_ids,
     "num_processes": _read_num_processes,
     "num_machines": _as_setting("num_nodes"),
@@ -603,9 +573,7 @@ _KEY_READERS: Mapping[str, _ReadKey] = {
     "num_cpu_threads_per_process": _as_setting("threads_per_process"),
     "mixed_precision": _read_precision,
     "fp16": _read_fp16,
-    "downcast_bf16": _without_effect(
-        "torch_xla has dropped it: mixed_precision decides", unless_default=True
-    ),
+    "downcast_bf16": _if_true(_without_effect("torch_xla has dropped it: mixed_precision decides")),
     "fp8_config": _read_fp8,
     "deepspeed_config": _read_deepspeed,
     "fsdp_config": _read_fsdp,
@@ -614,11 +582,10 @@ _KEY_READERS: Mapping[str, _ReadKey] = {
     "parallelism_config": _read_parallelism,
     # `distributed_type: MEGATRON_LM` itself is refused.
     "megatron_lm_config": _without_effect(_NOT_ASKED),
-    "enable_cpu_affinity": _without_effect(
-        "the system places threads; set_numa_affinity() in your script binds them",
-        unless_default=True,
+    "enable_cpu_affinity": _if_true(
+        _without_effect("the system places threads; set_numa_affinity() in your script binds them")
     ),
-    "debug": _as_variable("ACCELERATE_DEBUG_MODE", only=True),
+    "debug": _if_true(_as_variable("ACCELERATE_DEBUG_MODE")),
     "main_training_function": _without_effect(
         "nbaccel launch runs the whole script, on TPUs as elsewhere"
     ),
@@ -666,6 +633,13 @@ class LoadedConfig:
     mapped_keys: tuple[MappedKey, ...] = ()
 
 
+def accelerate_path() -> Path:
+    """Where Accelerate keeps its file."""
+    cache = env.read("XDG_CACHE_HOME") or "~/.cache"
+    home = Path(env.read("HF_HOME") or f"{cache}/huggingface").expanduser()
+    return home / "accelerate/default_config.yaml"
+
+
 def default_config_path() -> Path:
     """Where the command keeps its file: ``NBACCEL_CONFIG``, or in the user's cache folder."""
     if named_path := env.read(CONFIG_VARIABLE):
@@ -693,8 +667,8 @@ def load_config_file(
     file_path = Path(path).expanduser() if path is not None else default_config_path()
     if path is None and not file_path.exists():
         return LoadedConfig(config=RunConfig(**changes))
-    file_settings = _read_settings(file_path)
-    if is_accelerate_file(file_settings):
+    settings = _read_settings(file_path, f"The configuration file {file_path}") or {}
+    if is_accelerate_file(settings):
         accelerate_file = read_accelerate_yaml(file_path, changes)
         return LoadedConfig(
             config=accelerate_file.config,
@@ -703,51 +677,52 @@ def load_config_file(
             mapped_keys=accelerate_file.mapped_keys,
         )
     try:
-        return LoadedConfig(
-            config=RunConfig(**merged_settings(file_settings, changes)), path=file_path
-        )
+        return LoadedConfig(config=RunConfig(**merged_settings(settings, changes)), path=file_path)
     except ConfigError as error:
-        raise ConfigError(
-            *(
-                mistake if setting_of(mistake) in changes else f"{file_path}: {mistake}"
-                for mistake in error.mistakes
-            )
-        ) from error
+        mistakes = [
+            mistake if setting_of(mistake) in changes else f"{file_path}: {mistake}"
+            for mistake in error.mistakes
+        ]
+        raise ConfigError(*mistakes) from error
 
 
 def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
     """What a configuration file says, whatever is wrong with it: values may be anything."""
     file_path = Path(path).expanduser() if path is not None else default_config_path()
-    settings = _read_settings(file_path)
+    settings = _read_settings(file_path, f"The configuration file {file_path}") or {}
     is_accelerate = is_accelerate_file(settings)
     if is_accelerate:
-        settings = unjudged_settings(settings, file_path)
-    known_settings = {
-        name: settings[name] for name in RunConfig.model_fields.keys() & settings.keys()
-    }
-    config = RunConfig.model_construct(**known_settings)
+        settings = _read_keys(settings, file_path, {}).complete_settings()
+    known_names = RunConfig.model_fields.keys() & settings.keys()
+    config = RunConfig.model_construct(**{name: settings[name] for name in known_names})
     return LoadedConfig(config=config, path=file_path, is_accelerate=is_accelerate)
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def _read_settings(source: Path | str, source_name: str) -> dict[str, Any] | None:
+    """What a file, or a text, says by name; None where it is empty."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The configuration file {path} cannot be read: {error}. Nothing would be "
-            "launched as it says. Give the path of a file that is there, or write one with "
-            "nbaccel config."
+            f"{source_name} cannot be read: {error}. Nothing would be launched as it says. Give "
+            "the path of a file that is there, or write one with nbaccel config."
         ) from error
     try:
         settings = read_yaml(text)
     except ValueError as error:
-        raise unreadable(f"The configuration file {path}", "YAML", error) from error
-    if settings is not None and not isinstance(settings, dict):
-        raise ConfigError(
-            f"{path}: it holds no settings: got {shown(settings)}. Settings need names. "
-            "Write names and values: num_processes: 2, for example."
-        )
-    return {str(name): value for name, value in (settings or {}).items()}
+        raise unreadable(source_name, "YAML", error) from error
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise _no_settings(source_name, settings)
+    return {str(name): value for name, value in settings.items()}
+
+
+def _no_settings(source_name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{source_name} holds no settings: got {shown(value)}. Settings need names. Write names "
+        "and values: num_processes: 2, for example; or write it with nbaccel config."
+    )
 
 
 def schema_path() -> Path:

@@ -2,14 +2,11 @@
 
 DeepSpeed's file and the run's settings both have the stage, the precision, and how many batches
 make a step. Here they are taken out of the file, so that two places cannot contradict each other,
-and put back where DeepSpeed reads them. All other keys belong to the package `deepspeed`.
+and put back where DeepSpeed reads them.
 
-Its ``--include`` and ``--exclude`` say which hosts and slots of a hostfile take part:
-
-    worker-1:0,2@worker-2       slots 0 and 2 of one host, and all of another
-
-One reader for `RunConfig`, the engine and the command line. What DeepSpeed takes means the same
-here, but for what it would silently read in one of two ways: a host or slot that is named twice.
+Its ``--include`` and ``--exclude`` say which hosts and slots of a hostfile take part. Slots 0 and 2
+of one host, and all of another, are ``worker-1:0,2@worker-2``; a host or slot that is named twice,
+which DeepSpeed would silently read in one of two ways, is refused.
 """
 
 from __future__ import annotations
@@ -46,15 +43,11 @@ _ENABLED_RULE = FieldRule(
     why="It decides in which number format the model is trained",
     do="Give one of them",
 )
-_AUTO_STAGE = 2
-"""Accelerate's stage for ``"auto"``."""
+_AUTO_STAGE = 2  # Accelerate's stage for ``"auto"``
 
 
 class Document(dict[str, Any]):
-    """A DeepSpeed configuration that :func:`read_document` has read, and does not read again.
-
-    Plain JSON values; the stage, the precision and the accumulation have their proper types.
-    """
+    """A DeepSpeed configuration that :func:`read_document` has read, and does not read again."""
 
 
 def read_document(value: Any) -> Any:
@@ -93,8 +86,7 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
     ``True`` would miss them, and train something else.
     """
     if "bfloat16" in config_settings:
-        old_section = config_settings.pop("bfloat16")
-        config_settings.setdefault("bf16", old_section)
+        config_settings.setdefault("bf16", config_settings.pop("bfloat16"))
     if isinstance(config_settings.get(_ZERO_SECTION), bool):
         config_settings[_ZERO_SECTION] = {"stage": int(config_settings[_ZERO_SECTION])}
     # Numbers as text and whole floats, of which both are compared with integers later.
@@ -102,20 +94,16 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
         (config_settings.get(_ZERO_SECTION), "stage"),
         (config_settings, BATCH_SIZES[-1]),
     ):
-        if isinstance(holder, dict) and isinstance(
-            number_value := holder.get(number_key), (str, float)
-        ):
-            holder[number_key] = read_whole(number_value)
+        if isinstance(holder, dict) and isinstance(value := holder.get(number_key), (str, float)):
+            holder[number_key] = read_whole(value)
     for section_name in _PART_SECTIONS:
         part_section = config_settings.get(section_name)
         if isinstance(part_section, dict) and "params" in part_section:
             part_section["params"] = numbers_read(part_section["params"])
     config_mistakes = [
-        FieldMistake(
-            section_rule.refusal(section_name, config_settings[section_name]), section_name
-        )
-        for section_name, section_rule in SECTION_RULES.items()
-        if not isinstance(config_settings.get(section_name, {}), (dict, type(None)))
+        FieldMistake(rule.refusal(name, config_settings[name]), name)
+        for name, rule in SECTION_RULES.items()
+        if not isinstance(config_settings.get(name, {}), (dict, type(None)))
     ]
     config_mistakes += [
         mistake
@@ -136,10 +124,7 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
 
 def _read_enabled(section: Any, key: str) -> list[FieldMistake]:
     """Replace the text of a truth value by the value; mistakes where it is none."""
-    if not isinstance(section, dict) or (value := section.get("enabled")) in (
-        None,
-        _AUTO_WORD,
-    ):
+    if not isinstance(section, dict) or (value := section.get("enabled")) in (None, _AUTO_WORD):
         return []
     word = value.strip().lower() if isinstance(value, str) else value
     if word in ("true", "false"):
@@ -161,20 +146,16 @@ def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, A
         if not zero_section:
             del remaining_document[_ZERO_SECTION]
     enabled_by_section = {}
-    for section_name in _HALF_FORMATS:
-        format_section = remaining_document.get(section_name)
+    for name in _HALF_FORMATS:
+        format_section = remaining_document.get(name)
         if isinstance(format_section, dict) and "enabled" in format_section:
-            enabled_by_section[section_name] = format_section.pop("enabled")
+            enabled_by_section[name] = format_section.pop("enabled")
             if not format_section:
-                del remaining_document[section_name]
-    if True in enabled_by_section.values():
-        settings["mixed_precision"] = next(
-            section_name
-            for section_name, is_enabled in enabled_by_section.items()
-            if is_enabled is True
-        )
+                del remaining_document[name]
+            if enabled_by_section[name] is True:
+                settings.setdefault("mixed_precision", name)
     # One of them turned off leaves the other open; only both together mean float32.
-    elif [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):
+    if [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):
         settings["mixed_precision"] = "no"
     steps = remaining_document.pop("gradient_accumulation_steps", None)
     if steps not in (None, _AUTO_WORD):
@@ -221,24 +202,22 @@ def engine_config(run_config: Any) -> dict[str, Any] | None:
         return None
     open_settings: dict[str, Any] = copy.deepcopy(dict(run_config.deepspeed or {}))
     zero_section = open_settings.pop(_ZERO_SECTION, None) or {}
-    whole_config: dict[str, Any] = {
-        _ZERO_SECTION: {"stage": run_config.zero_stage or 0, **zero_section}
-    }
+    config: dict[str, Any] = {_ZERO_SECTION: {"stage": run_config.zero_stage or 0, **zero_section}}
     for section_name in _HALF_FORMATS:
         format_section = open_settings.pop(section_name, None)
         if run_config.mixed_precision == section_name:
-            whole_config[section_name] = {"enabled": True, **(format_section or {})}
+            config[section_name] = {"enabled": True, **(format_section or {})}
         elif format_section:
             # Its other keys are kept, but it must not turn its precision on.
-            whole_config[section_name] = {"enabled": False, **format_section}
-    whole_config |= open_settings
+            config[section_name] = {"enabled": False, **format_section}
+    config |= open_settings
     if run_config.gradient_accumulation_steps is not None:
-        whole_config["gradient_accumulation_steps"] = run_config.gradient_accumulation_steps
+        config["gradient_accumulation_steps"] = run_config.gradient_accumulation_steps
     # These are known only where the training is prepared; without them DeepSpeed would refuse the
     # configuration or take its default.
     for open_key in (*BATCH_SIZES, "gradient_clipping"):
-        whole_config.setdefault(open_key, _AUTO_WORD)
-    return whole_config
+        config.setdefault(open_key, _AUTO_WORD)
+    return config
 
 
 _SLOT_HELP = "Name slots by number, as in worker-1:0,1@worker-2"
@@ -312,7 +291,12 @@ def kept_slots(
     for host_name, numbers in slots_by_host(text).items():
         full_name = full_names.get(host_name)
         if full_name is None:
-            mistakes.append(_unknown_host(setting_name, host_name, tuple(full_names)))
+            known = ", ".join(full_names)
+            remedy = closest(host_name, full_names).lstrip() or f"It has {known}."
+            mistakes.append(
+                f"{setting_name} names host {host_name!r}, which is not in the hostfile. It would "
+                f"silently have no effect. {remedy} Name hosts as the file does, without a user."
+            )
             continue
         mistakes += [
             f"{setting_name} names slot {number} of host {host_name!r}, which has "
@@ -324,13 +308,10 @@ def kept_slots(
         named[full_name] = numbers or every_slot[full_name]
     if mistakes:
         raise ConfigError(*mistakes)
+    takes = setting_name == "include"
     left = {
-        host_name: tuple(
-            number
-            for number in numbers
-            if (number in named.get(host_name, ())) == (setting_name == "include")
-        )
-        for host_name, numbers in every_slot.items()
+        name: tuple(number for number in numbers if (number in named.get(name, ())) == takes)
+        for name, numbers in every_slot.items()
     }
     if not any(left.values()):
         raise ConfigError(
@@ -338,14 +319,6 @@ def kept_slots(
             "would have nowhere to run. Leave fewer hosts or slots out."
         )
     return {host_name: numbers for host_name, numbers in left.items() if numbers}
-
-
-def _unknown_host(setting_name: str, host_name: str, known_names: tuple[str, ...]) -> str:
-    remedy = closest(host_name, known_names).lstrip() or f"It has {', '.join(known_names)}."
-    return (
-        f"{setting_name} names host {host_name!r}, which is not in the hostfile. It would silently "
-        f"have no effect. {remedy} Name hosts as the file does, without a user."
-    )
 
 
 # `Any` is a `RunConfig` here, whose module imports this one.

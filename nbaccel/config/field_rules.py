@@ -117,30 +117,18 @@ class FieldRule:
             must = f"a whole number of at least {least}"
         return replace(self, must=must + or_none, read=self.read or read, allowed=allowed)
 
-    def refusal(
-        self,
-        setting_name: str,
-        value: object,
-        *,
-        owner: str = "",
-        field_meaning: str = "",
-    ) -> str:
+    def refusal(self, setting_name: str, value: object, *, owner: str = "", why: str = "") -> str:
         """The message about a value that the rule does not allow."""
-        message_head = (
+        head = (
             f"{owner}({setting_name}={shown(value)}) must be {self.must}"
             if owner
             else f"{setting_name} must be {self.must}: got {shown(value)}"
         )
         word = closest(value, self.allowed, self.words) if isinstance(value, str) else ""
-        reason = (self.why or field_meaning).strip().rstrip(".")
-        message_parts = (
-            f"{message_head}.",
-            f"{reason}." if reason else "",
-            word.lstrip() or f"{self.do}.",
-        )
-        return " ".join(
-            message_part for message_part in (*message_parts, *self.problems) if message_part
-        )
+        reason = (self.why or why).strip().rstrip(".")
+        remedy = word.lstrip() or f"{self.do}."
+        parts = (f"{head}.", f"{reason}." if reason else "", remedy, *self.problems)
+        return " ".join(filter(None, parts))
 
 
 _LIMITS = ("ge", "gt", "le", "min_length", "pattern")
@@ -151,18 +139,14 @@ def setting(default: Any, description: str, **limits_and_rule: Any) -> Any:
     limits = {name: limits_and_rule.pop(name) for name in _LIMITS if name in limits_and_rule}
     field_info: FieldInfo = Field(default, description=description, **limits)
     # pydantic treats it as what stands beside the type in `Annotated`.
-    field_info.metadata.append(FieldRule(**limits_and_rule))
+    field_info.metadata.append(
+        FieldRule(**{"do": f"Give {default}, the default", **limits_and_rule})
+    )
     return field_info
 
 
-OptionalCount = Annotated[
-    int | None,
-    Field(ge=1),
-    FieldRule(
-        why="A smaller value has no meaning",
-        do="Give one, or leave it out",
-    ),
-]
+NO_SMALLER = FieldRule(why="A smaller value has no meaning", do="Give one, or leave it out")
+OptionalCount = Annotated[int | None, Field(ge=1), NO_SMALLER]
 
 
 def rule_of(model_field: FieldInfo) -> FieldRule:
@@ -189,9 +173,7 @@ def explain_mistakes(
         given_value = given_settings.get(setting_name, detail["input"])
         inner_error = detail.get("ctx", {}).get("error")
         if isinstance(inner_error, ConfigError):  # the setting is a section with further settings
-            by_name[setting_name] = tuple(
-                field_mistake.under(setting_name) for field_mistake in mistakes_in(inner_error)
-            )
+            by_name[setting_name] = mistakes_in(inner_error, setting_name)
             continue
         if detail["type"] == _UNKNOWN_SETTING:
             text = _unknown_setting(model, setting_name, given_value, unknown_remedy)
@@ -200,39 +182,29 @@ def explain_mistakes(
             text = f"{model.__name__} cannot be built from {shown(given_value)}: {problem}."
         else:
             model_field = model.model_fields[setting_name]
-            text = rule_of(model_field).refusal(
-                setting_name, given_value, field_meaning=model_field.description or ""
-            )
-        speaker_name = (said_by or {}).get(setting_name, "")
-        by_name[setting_name] = (
-            FieldMistake(f"{speaker_name}: {text}" if speaker_name else text, setting_name),
-        )
-    return tuple(
-        field_mistake for setting_mistakes in by_name.values() for field_mistake in setting_mistakes
-    )
+            meaning = model_field.description or ""
+            text = rule_of(model_field).refusal(setting_name, given_value, why=meaning)
+        speaker = (said_by or {}).get(setting_name, "")
+        text = f"{speaker}: {text}" if speaker else text
+        by_name[setting_name] = (FieldMistake(text, setting_name),)
+    return tuple(mistake for mistakes in by_name.values() for mistake in mistakes)
 
 
 def _unknown_setting(model: type[BaseModel], name: str, value: object, unknown_remedy: str) -> str:
     settings = tuple(model.model_fields)
-    text = (
-        closest(name, settings).lstrip()
-        or unknown_remedy
-        or f"The settings are: {', '.join(settings)}."
-    )
+    known = f"The settings are: {', '.join(settings)}."
+    remedy = closest(name, settings).lstrip() or unknown_remedy or known
     return (
-        f"{name} is no setting of {model.__name__}: got "
-        f"{name}={shown(value)}. It would be silently ignored. "
-        f"{text}"
+        f"{name} is no setting of {model.__name__}: got {name}={shown(value)}. It would be "
+        f"silently ignored. {remedy}"
     )
 
 
-def mistakes_in(error: ConfigError) -> tuple[FieldMistake, ...]:
-    """The messages of an error with the paths of their settings."""
+def mistakes_in(error: ConfigError, section: str = "") -> tuple[FieldMistake, ...]:
+    """The messages of an error with the paths of their settings, which may be of a section."""
     # `ConfigError.mistakes` are plain texts; the messages that were raised are in `args`.
-    return tuple(
-        argument if isinstance(argument, FieldMistake) else FieldMistake(str(argument))
-        for argument in error.args
-    )
+    found = (one if isinstance(one, FieldMistake) else FieldMistake(str(one)) for one in error.args)
+    return tuple(one.under(section) if section else one for one in found)
 
 
 class FieldCheck:
@@ -254,10 +226,7 @@ class FieldCheck:
         except ValidationError as error:
             inner_error = error.errors(include_url=False)[0].get("ctx", {}).get("error")
             if isinstance(inner_error, ConfigError):  # the setting is a section
-                inner_mistakes = (
-                    mistake.under(setting_name) for mistake in mistakes_in(inner_error)
-                )
-                raise ConfigError(*inner_mistakes) from error
+                raise ConfigError(*mistakes_in(inner_error, setting_name)) from error
             text = self.rule.refusal(setting_name, value, owner=owner)
             raise ConfigError(FieldMistake(text, setting_name)) from error
 
@@ -299,18 +268,14 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Every setting by name, as given."""
         # Not `dataclasses.asdict`, which copies the values deeply.
-        setting_names = [item.name for item in fields(self)]  # type: ignore[arg-type]
-        return {setting_name: getattr(self, setting_name) for setting_name in setting_names}
+        return {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
         """Only the settings that differ from their defaults."""
         # A new object, because defaults may depend on the environment.
         settings = type(self)()
-        return {
-            name: value
-            for name, value in self.to_dict().items()
-            if value != getattr(settings, name)
-        }
+        given = self.to_dict().items()
+        return {name: value for name, value in given if value != getattr(settings, name)}
 
 
 class Handler(Settings):

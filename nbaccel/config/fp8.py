@@ -36,10 +36,6 @@ def _upper_case(value: Any) -> Any:
     return value.strip().upper() if isinstance(value, str) else value
 
 
-def _lower_case(value: Any) -> Any:
-    return value.strip().lower() if isinstance(value, str) else value
-
-
 def _three_values(value: Any) -> Any:
     if isinstance(value, str):
         value = [list_part.strip() for list_part in value.strip("()[] ").split(",")]
@@ -62,7 +58,6 @@ class Fp8Config(Plain):
     backend: BackendName = setting(
         "auto",
         "Library that computes in FP8; auto takes what is installed.",
-        read=_lower_case,
         do='Leave it at "auto" to take what is installed',
         words=words_of_rows(FP8_BACKENDS),
         problems=ENTRY_POINT_PROBLEMS,
@@ -71,7 +66,6 @@ class Fp8Config(Plain):
         "auto",
         "How scales are found: delayed from earlier steps, current from the tensor "
         "itself, rowwise or by blocks; auto takes the backend's default.",
-        read=_lower_case,
         do='Leave it at "auto"',
     )
     opt_level: Literal["O1", "O2", "O3"] = setting(
@@ -80,7 +74,6 @@ class Fp8Config(Plain):
         "moments in FP8 and FP16, O3 weights in FP8 and moments divided over processes.",
         read=_upper_case,
         why="It decides what MS-AMP keeps in 8 bits",
-        do="Give O2, its default",
     )
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = setting(
         "HYBRID",
@@ -88,23 +81,15 @@ class Fp8Config(Plain):
         read=_upper_case,
         do="Give HYBRID for training",
     )
-    margin: int = setting(
-        0, "Headroom of the scaling factor, in powers of two.", do="Give 0, the default", ge=0
-    )
-    interval: int = setting(
-        1, "Steps between two computations of the scaling factor.", do="Give 1, the default", ge=1
-    )
+    margin: int = setting(0, "Headroom of the scaling factor, in powers of two.", ge=0)
+    interval: int = setting(1, "Steps between two computations of the scaling factor.", ge=1)
     amax_history_len: int = setting(
         1024,
         "Steps whose largest magnitudes are remembered for the scale.",
-        do="Give 1024, the default",
         ge=1,
     )
     amax_compute_algo: Literal["max", "most_recent"] = setting(
-        "max",
-        "Which of them decides: the largest, or the latest.",
-        read=_lower_case,
-        do="Give max, the default",
+        "max", "Which of them decides: the largest, or the latest."
     )
     override_linear_precision: tuple[bool, bool, bool] = setting(
         (False, False, False),
@@ -113,7 +98,6 @@ class Fp8Config(Plain):
         read=_three_values,
         must="three truth values",
         why="They stand for forward, input gradient and weight gradient",
-        do="Give (False, False, False), the default",
     )
     skip_first_and_last: bool | None = setting(
         None,
@@ -227,12 +211,6 @@ class Fp8Handler(Handler):
     """What says something of FP8."""
 
     BACKEND: ClassVar[str] = "auto"
-    _NOT_SETTINGS: ClassVar[tuple[str, ...]] = (
-        "config",
-        "module_filter_func",
-        "optimization_level",
-        "use_mxfp8_block_scaling",
-    )
 
     def __post_init__(self) -> None:
         # Wrong values are told where they are given.
@@ -244,15 +222,12 @@ class Fp8Handler(Handler):
         Raises:
             ConfigError: A value is wrong.
         """
-        said = {
-            name: value
-            for name, value in self.to_dict().items()
-            if value is not None and name not in self._NOT_SETTINGS
-        }
-        if self.to_dict().get("use_mxfp8_block_scaling"):
+        said = {name: value for name, value in self.to_dict().items() if value is not None}
+        said.pop("config", None)
+        said.pop("module_filter_func", None)
+        if said.pop("use_mxfp8_block_scaling", False):
             said["recipe"] = "mxfp8"
-        level = self.to_dict().get("optimization_level")
-        if level is not None:
+        if (level := said.pop("optimization_level", None)) is not None:
             if said.get("opt_level", level) != level:
                 raise ConfigError(
                     f"opt_level={said['opt_level']!r} and optimization_level={level!r} are two "

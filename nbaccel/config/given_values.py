@@ -53,9 +53,7 @@ def numbers_read(given_value: Any) -> Any:
     ``lr: 3e-5``.
     """
     if isinstance(given_value, dict):
-        return {
-            entry_key: numbers_read(inner_value) for entry_key, inner_value in given_value.items()
-        }
+        return {key: numbers_read(value) for key, value in given_value.items()}
     if isinstance(given_value, list):
         return [numbers_read(inner_value) for inner_value in given_value]
     if not isinstance(given_value, str):

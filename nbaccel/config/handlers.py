@@ -18,13 +18,19 @@ from pydantic import Field
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.enumerations import DDPCommunicationHookType, DistributedType, DynamoBackend
+from nbaccel.base.public_names import name_own
+from nbaccel.config.enumerations import (
+    DDPCommunicationHookType as DDPCommunicationHookType,
+    DistributedType as DistributedType,
+    DynamoBackend,
+)
 from nbaccel.config.field_rules import (
+    NO_SMALLER,
     FieldCheck,
     FieldRule,
-    Handler,
+    Handler as Handler,
     OptionalCount,
-    Settings,
+    Settings as Settings,
     checked_as,
     field_mistakes,
     refuse_mistakes,
@@ -32,7 +38,7 @@ from nbaccel.config.field_rules import (
 from nbaccel.config.given_values import plain_value, read_whole
 
 _PLUGIN_NAME = "FullyShardedDataParallelPlugin"
-_WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 _SHARDING_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 # What fully_shard does by itself, whatever is given.
@@ -54,11 +60,20 @@ FSDP_VARIABLES: Mapping[str, str] = {
 
 FSDP1's settings without effect are not among them.
 """
-_TRUTH_VARIABLES = (
+DYNAMO_VARIABLES: Mapping[str, str] = {
+    "backend": "ACCELERATE_DYNAMO_BACKEND",
+    "mode": "ACCELERATE_DYNAMO_MODE",
+    "fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+    "dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
+    "use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+}
+"""The same of ``TorchDynamoPlugin``."""
+TRUTH_SETTINGS = (
     *("reshard_after_forward", "cpu_offload", "activation_checkpointing"),
-    "cpu_ram_efficient_loading",
+    *("cpu_ram_efficient_loading", "fullgraph", "dynamic", "use_regional_compilation"),
 )
-_SHARDING_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Those of both that are true or false."""
+SHARDING_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 # Torch's classes by name, since nothing here imports torch.
 _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
 
@@ -71,8 +86,8 @@ def plain_name(value: Any) -> str:
 def sharding_word(value: Any) -> Any:
     """FSDP1's sharding strategy by its word; torch and older files number them from 1."""
     text = str(value).strip()
-    if text.isdecimal() and 1 <= int(text) <= len(_SHARDING_WORDS):
-        return _SHARDING_WORDS[int(text) - 1]
+    if text.isdecimal() and 1 <= int(text) <= len(SHARDING_WORDS):
+        return SHARDING_WORDS[int(text) - 1]
     return value
 
 
@@ -92,12 +107,12 @@ def _variable_value(setting_name: str, text: str) -> Any:
     if setting_name == "min_num_params":
         return None if text == "0" else text
     # FSDP1's words for resharding, which are understood, are no truth values.
-    is_truth = setting_name in _TRUTH_VARIABLES and text.upper() not in _SHARDING_WORDS
+    is_truth = setting_name in TRUTH_SETTINGS and text.upper() not in SHARDING_WORDS
     return env.flag(FSDP_VARIABLES[setting_name]) if is_truth else text
 
 
 def _wrap_policy(value: Any) -> Any:
-    if isinstance(value, str) and value.lower() not in _WRAP_POLICIES:
+    if isinstance(value, str) and value.lower() not in WRAP_POLICIES:
         raise ValueError(value)
     return value
 
@@ -115,8 +130,8 @@ _WRAP_POLICY = Annotated[
     Any,
     FieldRule(
         read=_wrap_policy,
-        must=f"one of {', '.join(_WRAP_POLICIES)}, or a function from a module to True or False",
-        allowed=_WRAP_POLICIES,
+        must=f"one of {', '.join(WRAP_POLICIES)}, or a function from a module to True or False",
+        allowed=WRAP_POLICIES,
         why="Nothing says what to shard",
         do="Leave it out to shard the blocks that the model names",
     ),
@@ -341,32 +356,7 @@ def _kind_of(state_dict_config: Any) -> str | None:
     return "FULL_STATE_DICT" if name.startswith("Full") else "SHARDED_STATE_DICT"
 
 
-__all__ = [
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "Handler",
-    "InitProcessGroupKwargs",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "Settings",
-    "TorchDynamoPlugin",
-]
-
-
-_FOLDER_NUMBER = Annotated[
-    int,
-    Field(ge=0),
-    FieldRule(
-        why="A smaller value has no meaning",
-        do="Give one, or leave it out",
-    ),
-]
+_FOLDER_NUMBER = Annotated[int, Field(ge=0), NO_SMALLER]
 _TIMEOUT_FIELD = Annotated[
     timedelta | None,
     Field(gt=timedelta(0)),
@@ -587,11 +577,7 @@ class ProfileKwargs(Handler):
         # By name and only here: modules of `config` must not import torch.
         profiler_module: Any = importlib.import_module("torch.profiler")
         kinds = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
-        unknown_activities = [
-            argument_name
-            for argument_name in self.activities or ()
-            if str(argument_name) not in kinds
-        ]
+        unknown_activities = [name for name in self.activities or () if str(name) not in kinds]
         if unknown_activities:
             raise ConfigError(
                 f"ProfileKwargs(activities={list(self.activities or ())}) has unknown ones: "
@@ -601,9 +587,7 @@ class ProfileKwargs(Handler):
         # These three are not arguments of torch's, or need torch to be converted.
         plain_settings = replace(self, activities=None, schedule_option=None, output_trace_dir=None)
         profiler_arguments = {
-            argument_name: argument_value
-            for argument_name, argument_value in plain_settings.to_dict().items()
-            if argument_value is not None
+            name: value for name, value in plain_settings.to_dict().items() if value is not None
         }
         if not self.with_modules:  # for TorchScript only: torch warns whenever it is passed
             del profiler_arguments["with_modules"]
@@ -613,13 +597,11 @@ class ProfileKwargs(Handler):
         if self.activities is not None:
             known_activities = profiler_module.ProfilerActivity
             profiler_arguments["activities"] = [
-                getattr(known_activities, kinds[str(argument_name)])
-                for argument_name in self.activities
+                getattr(known_activities, kinds[str(name)]) for name in self.activities
             ]
         return profiler_module.profile(**profiler_arguments)
 
 
-_DYNAMO_PREFIX = "ACCELERATE_DYNAMO_"
 _CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 _COMPILE_MODES: tuple[str, ...] = get_args(_CompileMode)
 _MODE_FIELD = Annotated[
@@ -660,20 +642,17 @@ class TorchDynamoPlugin(Handler):
 
     def __post_init__(self) -> None:
         # Before the check, so that it covers values from the environment, too.
-        backend = self.backend or env.read(f"{_DYNAMO_PREFIX}BACKEND") or "no"
+        backend = self.backend or env.read(DYNAMO_VARIABLES["backend"]) or "no"
         name = str(getattr(backend, "value", backend))
         # A package may register a further backend with torch, whose name is case-sensitive.
         self.backend = DynamoBackend(name.upper()) if name.upper() in DynamoBackend else name
-        self.mode = self.mode or env.read(f"{_DYNAMO_PREFIX}MODE") or "default"
+        self.mode = self.mode or env.read(DYNAMO_VARIABLES["mode"]) or "default"
         super().__post_init__()
-        if self.fullgraph is None:
-            self.fullgraph = bool(env.flag(f"{_DYNAMO_PREFIX}USE_FULLGRAPH"))
-        if self.dynamic is None:
-            self.dynamic = env.flag(f"{_DYNAMO_PREFIX}USE_DYNAMIC")
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = bool(
-                env.flag(f"{_DYNAMO_PREFIX}USE_REGIONAL_COMPILATION")
-            )
+        for name in ("fullgraph", "dynamic", "use_regional_compilation"):
+            if getattr(self, name) is None:
+                said = env.flag(DYNAMO_VARIABLES[name])
+                # torch decides whether shapes may change, unless something is said.
+                setattr(self, name, said if name == "dynamic" else bool(said))
 
     @property
     def compiles(self) -> bool:
@@ -698,3 +677,6 @@ class TorchDynamoPlugin(Handler):
             for name, value in compile_arguments.items()
             if value is not None and value != default_arguments.get(name)
         }
+
+
+name_own(globals())

@@ -8,32 +8,22 @@ A worker's training code reads them from Accelerate's variables (``FSDP_*``,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import FieldMistake
 from nbaccel.config.given_values import closest, shown
 from nbaccel.config.handlers import (
+    DYNAMO_VARIABLES,
     FSDP_VARIABLES,
+    TRUTH_SETTINGS,
     FullyShardedDataParallelPlugin,
     TorchDynamoPlugin,
     split_names,
 )
 from nbaccel.config.text_forms import json_like
 
-DYNAMO_VARIABLES: Mapping[str, str] = {
-    "backend": "ACCELERATE_DYNAMO_BACKEND",
-    "mode": "ACCELERATE_DYNAMO_MODE",
-    "fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
-    "dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
-    "use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-}
-"""Settings of ``TorchDynamoPlugin`` and their variables."""
-_TRUTH_SETTINGS = (
-    *("reshard_after_forward", "cpu_offload", "activation_checkpointing"),
-    *("cpu_ram_efficient_loading", "fullgraph", "dynamic", "use_regional_compilation"),
-)
 _PLACE_VARIABLES = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
     | {"MASTER_ADDR", "MASTER_PORT"}
@@ -71,18 +61,19 @@ def read_dynamo_settings(value: Any) -> Any:
 def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) -> dict[str, Any]:
     """The settings as JSON holds them, without those that are None."""
     plain_settings: dict[str, Any] = json_like(settings)
-    unknown_names = [name for name in plain_settings if name not in known_names]
+    known = ", ".join(known_names)
     mistakes = [
         FieldMistake(
             f"{name} is no setting of it. It would be silently ignored."
-            f"{closest(name, known_names) or f' The settings are: {_listed(known_names)}.'}",
+            f"{closest(name, known_names) or f' The settings are: {known}.'}",
             name,
         )
-        for name in unknown_names
+        for name in plain_settings
+        if name not in known_names
     ]
     mistakes += [
         FieldMistake(f"{name}={shown(plain_settings[name])} must be true or false.", name)
-        for name in _TRUTH_SETTINGS
+        for name in TRUTH_SETTINGS
         if not isinstance(plain_settings.get(name), (bool, type(None)))
     ]
     if mistakes:
@@ -108,7 +99,7 @@ def read_worker_variables(given_value: Any) -> Any:
     if placed_names:
         raise ConfigError(
             FieldMistake(
-                f"{_listed(placed_names)} cannot be given: the launcher tells each worker its "
+                f"{', '.join(placed_names)} cannot be given: the launcher tells each worker its "
                 "place by it. Give num_processes, num_nodes, node_rank, master_addr or use_port."
             )
         )
@@ -116,10 +107,6 @@ def read_worker_variables(given_value: Any) -> Any:
         str(name): str(value) if isinstance(value, (bool, int, float)) else value
         for name, value in given_value.items()
     }
-
-
-def _listed(names: Sequence[str] | Mapping[str, str]) -> str:
-    return ", ".join(names)
 
 
 def setting_variables(

@@ -12,14 +12,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Collection, Mapping
 from inspect import Parameter, Signature
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    Protocol,
-    TypeAlias,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_type_hints
 
 from pydantic import ConfigDict, JsonValue, ValidationError
 
@@ -53,25 +46,18 @@ from nbaccel.config.plugin_settings import (
 )
 from nbaccel.config.text_forms import Exchangeable
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-# A `RunConfig`, whose module imports this one.
-_Settings: TypeAlias = Any
-
-
 _Rule: TypeAlias = tuple[bool, tuple[str, ...], str]
 """Whether settings contradict each other, which they are, and the message."""
 
 
-def contradictions(config: _Settings, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
+def contradictions(config: RunConfig, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
     """What settings say against each other; of some it is known already that they are wrong."""
     rules = (*_of_nodes(config), *_of_start(config))
     found = (*(rule[1:] for rule in rules if rule[0]), *filter_contradictions(config))
     return tuple(text for names, text in found if not set(names).intersection(ignoring))
 
 
-def _of_nodes(config: _Settings) -> tuple[_Rule, ...]:
+def _of_nodes(config: RunConfig) -> tuple[_Rule, ...]:
     host_name, separator, port = config.rdzv_endpoint.rpartition(":")
     address = (host_name if separator else port).strip("[]") or config.master_addr
     is_port = port.isdecimal() and 1 <= int(port) <= 65535
@@ -87,17 +73,15 @@ def _of_nodes(config: _Settings) -> tuple[_Rule, ...]:
         (
             several and config.num_processes is None,
             ("num_processes", "num_nodes"),
-            f"num_processes cannot be left out with num_nodes={config.num_nodes}. "
-            "Every node must know how many workers the others have. "
-            "Give the same num_processes on every node.",
+            f"num_processes cannot be left out with num_nodes={config.num_nodes}. Every node must "
+            "know how many workers the others have. Give the same num_processes on every node.",
         ),
         (
             several and _is_loopback(address),
             ("master_addr", "rdzv_endpoint", "num_nodes"),
             f"{'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'} cannot be {address!r} "
-            f"with num_nodes={config.num_nodes}. "
-            "On each node that address is the node itself, so they would never meet. "
-            "Give the address of the first node as the others reach it.",
+            f"with num_nodes={config.num_nodes}. On each node that address is the node itself, so "
+            "they would never meet. Give the address of the first node as the others reach it.",
         ),
         (
             # Only static rendezvous needs the port; other backends have a default port.
@@ -115,7 +99,7 @@ def _of_nodes(config: _Settings) -> tuple[_Rule, ...]:
     )
 
 
-def _of_start(config: _Settings) -> tuple[_Rule, ...]:
+def _of_start(config: RunConfig) -> tuple[_Rule, ...]:
     is_inline = config.start_method == "inline"
     several = config.num_nodes > 1
     engine = chosen_engine(config)[0]
@@ -127,9 +111,8 @@ def _of_start(config: _Settings) -> tuple[_Rule, ...]:
         (
             is_inline and config.num_processes not in (None, 1),
             ("start_method", "num_processes"),
-            f'start_method="inline" cannot run num_processes={config.num_processes}. '
-            "Inline means in this very process, which is one. "
-            'Give num_processes=1, or start_method="auto".',
+            f'start_method="inline" cannot run num_processes={config.num_processes}. Inline means '
+            'in this very process, which is one. Give num_processes=1, or start_method="auto".',
         ),
         (
             is_inline and (several or config.max_restarts > 0),
@@ -167,7 +150,7 @@ def _of_start(config: _Settings) -> tuple[_Rule, ...]:
     )
 
 
-def chosen_engine(config: _Settings) -> tuple[str, str]:
+def chosen_engine(config: RunConfig) -> tuple[str, str]:
     """The engine of a run, and why."""
     if config.engine != "auto":
         return config.engine, "asked for"
@@ -182,7 +165,7 @@ def chosen_engine(config: _Settings) -> tuple[str, str]:
     return ENGINES[0].name, "this machine"
 
 
-def elastic_reason(config: _Settings) -> str:
+def elastic_reason(config: RunConfig) -> str:
     """The settings that need torch elastic, whose nodes agree again on who takes part.
 
     A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
@@ -507,10 +490,7 @@ class RunConfig(Exchangeable):
 
         def __init__(self, **settings: Any) -> None:
             # Before pydantic sees them: an enum's member or a scalar of torch would be refused.
-            given_settings = {
-                setting_name: plain_value(setting_value)
-                for setting_name, setting_value in settings.items()
-            }
+            given_settings = {name: plain_value(value) for name, value in settings.items()}
             # The document decides only settings that were not given; `disagreements` compares the
             # others.
             config_document, file_settings = _read_document(given_settings)
@@ -528,16 +508,10 @@ class RunConfig(Exchangeable):
                 # Built again from the valid settings, so that contradictions among them are
                 # reported at once, too. The object is never returned: an error follows.
                 super().__init__(
-                    **{
-                        setting_name: setting_value
-                        for setting_name, setting_value in settings.items()
-                        if setting_name not in wrong_names
-                    }
+                    **{name: value for name, value in settings.items() if name not in wrong_names}
                 )
             right_settings = {
-                setting_name: getattr(self, setting_name)
-                for setting_name in given_settings
-                if setting_name not in wrong_names
+                name: getattr(self, name) for name in given_settings if name not in wrong_names
             }
             if config_document:
                 all_mistakes += zero_engine.disagreements(config_document, right_settings)
@@ -550,7 +524,7 @@ class RunConfig(Exchangeable):
         """Whether DeepSpeed is to train: at a stage above 0, or with a DeepSpeed configuration."""
         return self.deepspeed is not None or bool(self.zero_stage)
 
-    def changed(self, **settings: Any) -> Self:
+    def changed(self, **settings: Any) -> RunConfig:
         """A copy with other values, validated like a new one.
 
         A DeepSpeed configuration among them decides stage, precision and accumulation where it
@@ -587,35 +561,25 @@ def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]
 
 def _document_of(document: Any) -> zero_engine.Document | None:
     """A DeepSpeed configuration that can be read; None where there is none, or a wrong one."""
-    if document is None:
-        return None
     try:
-        config_document = zero_engine.read_document(document)
+        read = zero_engine.read_document(document)
     except ValueError:  # a `ConfigError` is one: the field's validator will report it
         return None
-    return config_document if isinstance(config_document, zero_engine.Document) else None
+    return read if isinstance(read, zero_engine.Document) else None
 
 
 def _read_document(settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
     """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`."""
-    given_document = settings.get("deepspeed")
-    document = None if given_document is None else _document_of(given_document)
+    document = _document_of(settings.get("deepspeed"))
     if document is None:
         return zero_engine.Document(), {}
     settings["deepspeed"], decided_settings = zero_engine.taken_out(document)
     file_settings = {"zero_stage": zero_engine.stage_left_open(document), **decided_settings}
     # None is "not given" for settings whose default it is, such as those of a form's empty field.
-    for setting_name in file_settings:
-        if (
-            settings.get(setting_name, ...) is None
-            and RunConfig.model_fields[setting_name].default is None
-        ):
-            del settings[setting_name]
-    return document, {
-        setting_name: setting_value
-        for setting_name, setting_value in file_settings.items()
-        if setting_name not in settings
-    }
+    for name in file_settings:
+        if settings.get(name, ...) is None and RunConfig.model_fields[name].default is None:
+            del settings[name]
+    return document, {name: value for name, value in file_settings.items() if name not in settings}
 
 
 class Configured(Protocol):
@@ -650,21 +614,11 @@ def run_config_of(given_config: Any) -> RunConfig:
     )
 
 
-def _tidy_signature() -> Signature:
-    """The signature as a notebook shows it: types without constraints and hints."""
-    types = get_type_hints(RunConfig)
-    return Signature(
-        [
-            Parameter(
-                name,
-                Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=types[name],
-            )
-            for name, field in RunConfig.model_fields.items()
-        ]
-    )
-
-
 # pydantic's signature shows each field's whole `Annotated` type, which fills a notebook's tooltip.
-RunConfig.__signature__ = _tidy_signature()
+_types = get_type_hints(RunConfig)
+RunConfig.__signature__ = Signature(
+    [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=_types[name])
+        for name, field in RunConfig.model_fields.items()
+    ]
+)

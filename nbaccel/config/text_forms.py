@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 # Far deeper than any configuration, and far from Python's limit for recursion.
 _MAX_JSON_DEPTH = 64
 _TOO_DEEP = f"it is nested more than {_MAX_JSON_DEPTH} levels deep"
-_MAX_BITS = 1024
-"""Of a whole number: a larger one does not fit into any number of a training."""
+_MAX_BITS = 1024  # Of a whole number: a larger one does not fit into any number of a training
 
 
 def read_file(file_path: str | Path) -> dict[str, Any]:
@@ -56,7 +55,10 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
     except ConfigError:
         raise  # from `each_once`; it is a `ValueError`, too
     except ValueError as error:  # NaN, or a number of thousands of digits
-        raise unreadable(source_name, "JSON", f"{error}{_line_of('NaN', source_text)}") from error
+        before, found, _ = source_text.partition("NaN")
+        line_number = before.count("\n") + 1
+        place = f": line {line_number}" if found else ""
+        raise unreadable(source_name, "JSON", f"{error}{place}") from error
     if not isinstance(read_values, dict):
         type_name = "null" if read_values is None else type(read_values).__name__
         raise ConfigError(
@@ -76,15 +78,12 @@ def json_like(given_value: Any, value_path: str = "", depth: int = 0) -> Any:
         raise ValueError(f"{_TOO_DEEP}{text[:60]}")
     if isinstance(given_value, Mapping):
         # `json.dumps` would silently make text of numbers and truth values.
-        wrong_keys = [entry_key for entry_key in given_value if not isinstance(entry_key, str)]
-        if wrong_keys:
-            raise ValueError(
-                f"JSON names settings by text, and {shown(wrong_keys[0])}{text} is none"
-            )
+        wrong = [entry_key for entry_key in given_value if not isinstance(entry_key, str)]
+        if wrong:
+            raise ValueError(f"JSON names settings by text, and {shown(wrong[0])}{text} is none")
         prefix = f"{value_path}." if value_path else ""
         return {
-            entry_key: json_like(inner_value, f"{prefix}{entry_key}", depth + 1)
-            for entry_key, inner_value in given_value.items()
+            key: json_like(value, f"{prefix}{key}", depth + 1) for key, value in given_value.items()
         }
     if isinstance(given_value, (list, tuple)):
         return [json_like(list_entry, value_path, depth + 1) for list_entry in given_value]
@@ -132,12 +131,6 @@ def _read_constant(name: str) -> float:
     return float(name)
 
 
-def _line_of(searched_word: str, source_text: str) -> str:
-    text_before, matched_word, _ = source_text.partition(searched_word)
-    line_number = text_before.count("\n") + 1
-    return f": line {line_number}" if matched_word else ""
-
-
 _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 """Numbers of YAML 1.2 that are text in YAML 1.1: ``3e-5``, ``1e6``."""
 
@@ -155,10 +148,8 @@ def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, A
 
     def once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # Python's reader keeps the last value and drops the others silently.
-        key_names = [setting_name for setting_name, _ in key_pairs]
-        repeated_names = sorted(
-            {setting_name for setting_name in key_names if key_names.count(setting_name) > 1}
-        )
+        key_names = [name for name, _ in key_pairs]
+        repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
         if repeated_names:
             raise ConfigError(
                 f"{source_name} names {', '.join(repeated_names)} more than once. "
@@ -185,6 +176,12 @@ def read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
+def changed_settings(model: BaseModel) -> dict[str, Any]:
+    """The settings that differ from their defaults, by name."""
+    defaults = {name: field.default for name, field in type(model).model_fields.items()}
+    return {name: value for name, value in dict(model).items() if value != defaults[name]}
+
+
 class Plain(BaseModel):
     """A model whose `repr` is code with the settings that differ from the defaults."""
 
@@ -203,11 +200,8 @@ class Plain(BaseModel):
         # Not pydantic's `model_copy`, which validates nothing.
         return type(self)(**{**dict(self), **settings})
 
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if value != field.default:
-                yield name, value
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return changed_settings(self).items()
 
     def __str__(self) -> str:
         return repr(self)

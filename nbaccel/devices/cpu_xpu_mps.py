@@ -71,9 +71,7 @@ class XpuDevice(Device):
         # Render nodes, one per GPU: `card*` has entries for connectors, too.
         vendor_files = sorted(_CARDS.glob("render*/device/vendor")) if _CARDS.is_dir() else []
         intel_files = [
-            vendor_file
-            for vendor_file in vendor_files
-            if vendor_file.read_text(encoding="ascii").strip() == _VENDOR
+            file for file in vendor_files if file.read_text(encoding="ascii").strip() == _VENDOR
         ]
         gpus = (Gpu(index=i, name="Intel GPU", kind=self.name) for i in range(len(intel_files)))
         return {"accelerators": tuple(gpus)}

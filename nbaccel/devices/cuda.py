@@ -3,15 +3,10 @@
 A CUDA context cannot be forked: its copy fails in the first call. So nothing here touches CUDA
 outside a worker, and :meth:`CudaDevice.hazards` finds a context by the traces it leaves.
 
-NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context.
-Which of them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``,
-whose rules are followed here. Cards are counted in PCI order; where different cards are mixed,
-``CUDA_DEVICE_ORDER=PCI_BUS_ID`` makes CUDA count the same way.
-
-Where it cannot be asked (a container without the driver's library, some of WSL, ROCm), nothing
-tells without creating a CUDA context, which a notebook's process must not have: then torch is
-asked, in a process that ends with its answer. That takes seconds, so it is done once, and only
-where a device node says that there is something to ask about.
+NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context. Which of
+them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``, whose rules are
+followed here. Where it cannot be asked (a container without the driver's library, some of WSL,
+ROCm), torch is asked, in a process that ends with its answer; once, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.base import env
 from nbaccel.base.optional_packages import require
@@ -127,18 +122,12 @@ class CudaDevice(Device):
 
 def driver_in_use(process: Path = Path("/proc/self")) -> bool:
     """Whether a process has the CUDA driver initialised, by the traces it leaves."""
-    mapped = _DRIVER_LIBRARY in env.read_file(process / "maps")
-    return mapped and any(name.startswith(_DEVICE_NODES) for name in _open_files(process / "fd"))
-
-
-def _open_files(folder: Path) -> list[str]:
-    names = []
-    for entry in folder.iterdir():
-        try:
-            names.append(os.readlink(entry))
-        except OSError:  # closed meanwhile, as the descriptor of this listing is
-            continue
-    return names
+    if _DRIVER_LIBRARY in env.read_file(process / "maps"):
+        for entry in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile, as this listing's own is
+                if os.readlink(entry).startswith(_DEVICE_NODES):
+                    return True
+    return False
 
 
 DEVICE_NODES = ("nvidia0", "dxg", "kfd")
@@ -194,7 +183,6 @@ def probe_gpus(interpreter: Sequence[str] = (sys.executable,)) -> tuple[tuple[Gp
     return gpus, "" if gpus else "torch sees no GPU"
 
 
-_Answer = TypeVar("_Answer")
 _LEADING_NUMBER = re.compile(r"\s*([+-]?\d+)")
 
 
@@ -274,12 +262,10 @@ class Meter:
         nvml = self._nvml
         for index in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetCount)):
             handle = _ask_driver(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
-            processes = (
-                _ask_driver(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-                if handle
-                else ()
-            )
-            for process in processes:
+            if handle is None:
+                continue
+            running = nvml.nvmlDeviceGetComputeRunningProcesses
+            for process in _ask_driver(nvml, (), running, handle):
                 if process.usedGpuMemory:  # None where the driver may not report it
                     held_bytes[process.pid] = held_bytes.get(process.pid, 0) + process.usedGpuMemory
         return held_bytes
@@ -310,22 +296,20 @@ def _gpus_by_number(cards: Sequence[Card], setting: str) -> list[Gpu]:
 
 def _gpus_by_uuid(cards: Sequence[Card], setting: str) -> list[Gpu]:
     gpus: list[Gpu] = []
+    names_parts = setting.startswith("MIG-")
+    nameable = [card.gpu for card in cards if not card.partitioned]
+    if names_parts:
+        nameable = [device for card in cards for device in card.parts]
     for entry in (entry.strip() for entry in setting.split(",")):
-        if entry.startswith("MIG-") != setting.startswith("MIG-"):
+        if entry.startswith("MIG-") != names_parts:
             break
-        matching_gpus = [gpu for gpu in _nameable_gpus(cards, entry) if gpu.uuid.startswith(entry)]
+        matching_gpus = [gpu for gpu in nameable if gpu.uuid.startswith(entry)]
         if len(matching_gpus) != 1:  # unknown, or more than one begins like that
             break
         if matching_gpus[0] in gpus:
             return []
         gpus.append(matching_gpus[0])
-    return gpus[:1] if setting.startswith("MIG-") else gpus
-
-
-def _nameable_gpus(cards: Sequence[Card], entry: str) -> list[Gpu]:
-    if entry.startswith("MIG-"):
-        return [device for card in cards for device in card.parts]
-    return [card.gpu for card in cards if not card.partitioned]
+    return gpus[:1] if names_parts else gpus
 
 
 def _renumber_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -339,20 +323,16 @@ def _read_cards(nvml: ModuleType) -> Iterator[Card]:
         gpu = _gpu_of_handle(nvml, handle, index, (int(major), int(minor)))
         # The first is the mode in force, the second the one after the next reset.
         partitioned = _ask_driver(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
-        yield Card(
-            gpu=gpu,
-            partitioned=partitioned,
-            parts=tuple(_read_mig_devices(nvml, handle, gpu)) if partitioned else (),
+        count = nvml.nvmlDeviceGetMaxMigDeviceCount
+        part_of = nvml.nvmlDeviceGetMigDeviceHandleByIndex
+        num_slots = _ask_driver(nvml, 0, count, handle) if partitioned else 0
+        parts = tuple(
+            _gpu_of_handle(nvml, part, slot, gpu.compute_capability)
+            for slot in range(num_slots)
+            # Slots may be empty.
+            if (part := _ask_driver(nvml, None, part_of, handle, slot)) is not None
         )
-
-
-def _read_mig_devices(nvml: ModuleType, card_handle: Any, whole_gpu: Gpu) -> Iterator[Gpu]:
-    for slot in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, card_handle)):
-        handle = _ask_driver(
-            nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card_handle, slot
-        )
-        if handle is not None:  # slots may be empty
-            yield _gpu_of_handle(nvml, handle, slot, whole_gpu.compute_capability)
+        yield Card(gpu=gpu, partitioned=partitioned, parts=parts)
 
 
 def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[int, int]) -> Gpu:
@@ -368,9 +348,7 @@ def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[
     )
 
 
-def _ask_driver(
-    nvml: ModuleType, answer: _Answer, function: Callable[..., Any], *args: Any
-) -> _Answer | Any:
+def _ask_driver(nvml: ModuleType, answer: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Answer of NVML, or ``answer`` where this card does not know."""
     try:
         return function(*args)

@@ -49,12 +49,11 @@ class HostSession:
             self._on_end.callback(self._starter.leave)
             actors = self._crew.actors
             runs_cells = "IPython" in sys.modules
-            facts = self._await_answers(
-                {
-                    name: actor.join.remote(plan.device, runs_cells=runs_cells)
-                    for name, actor in actors.items()
-                }
-            )
+            joining = {
+                name: actor.join.remote(plan.device, runs_cells=runs_cells)
+                for name, actor in actors.items()
+            }
+            facts = self._await_answers(joining)
             self._check_versions(facts)
             self._addresses = {name: str(known["address"]) for name, known in facts.items()}
             inventories = {name: known["inventory"] for name, known in facts.items()}
@@ -247,15 +246,13 @@ def _share_out(
     for host in hosts:
         num_workers = min(places[host.name], workers_left)
         workers_left -= num_workers
-        if num_workers:
-            shares.append(
-                HostShare(
-                    name=host.name,
-                    num_workers=num_workers,
-                    inventory=inventories[host.name],
-                    devices=host.devices,
-                )
-            )
+        share = HostShare(
+            name=host.name,
+            num_workers=num_workers,
+            inventory=inventories[host.name],
+            devices=host.devices,
+        )
+        shares += [share] if num_workers else []
     return tuple(shares)
 
 

@@ -12,6 +12,7 @@ holds the resources, and srun would wait for them for ever (SLURM 22.05).
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
@@ -43,7 +44,6 @@ class HostfileEngine(Engine):
     name = "deepspeed"
 
     def unavailable_reason(self, config: RunConfig) -> str:
-        """See :meth:`Engine.unavailable_reason`."""
         if config.hostfile is None:
             return (
                 'engine="deepspeed" needs hostfile=...: a file with a line such as `worker-1 '
@@ -62,11 +62,9 @@ class HostfileEngine(Engine):
         return ""
 
     def unready_reason(self) -> str:
-        """See :meth:`Engine.unready_reason`."""
         return own_cluster.unready_reason(self.name)
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
-        """See :meth:`Engine.hosts`."""
         hosts = _filtered_hosts(_read_hostfile(Path(config.hostfile or "")), config)
         num_places = sum(host.slots or 0 for host in hosts)
         if config.num_processes is not None and config.num_processes > num_places:
@@ -80,7 +78,6 @@ class HostfileEngine(Engine):
         return own_cluster.first_hosts(hosts, config.num_processes)
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
-        """See :meth:`Engine.start_nodes`."""
         command = own_cluster.host_command(env.read(_PYTHON_VARIABLE, "") or "")
         commands = {
             host.name: [*_ssh_command(), host.address, shlex.join(command)]
@@ -96,11 +93,8 @@ def _ssh_command() -> list[str]:
 
 def _filtered_hosts(hosts: Sequence[Host], config: RunConfig) -> list[Host]:
     """The hosts that the settings leave, with as many slots as they leave of each."""
-    left_slots = kept_slots(
-        {host.name: host.slots or 0 for host in hosts},
-        include=config.include,
-        exclude=config.exclude,
-    )
+    num_slots = {host.name: host.slots or 0 for host in hosts}
+    left_slots = kept_slots(num_slots, include=config.include, exclude=config.exclude)
     return [
         # Of a whole host nothing is said to its workers, as without a filter.
         host
@@ -117,9 +111,8 @@ def _read_hostfile(path: Path) -> list[Host]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"hostfile={str(path)!r} cannot be read ({error.strerror or error}), so there "
-            "are no hosts to run on. Give the path of a file with lines such as `worker-1 "
-            "slots=4`."
+            f"hostfile={str(path)!r} cannot be read ({error.strerror or error}), so there are no "
+            "hosts to run on. Give the path of a file with lines such as `worker-1 slots=4`."
         ) from error
     hosts: dict[str, Host] = {}
     mistakes = []
@@ -158,11 +151,8 @@ def _read_hostfile(path: Path) -> list[Host]:
 
 def _own_names() -> frozenset[str]:
     """Names and addresses of this machine."""
-    addresses = {
-        entry.address.partition("%")[0]
-        for interface_addresses in psutil.net_if_addrs().values()
-        for entry in interface_addresses
-    }
+    entries = itertools.chain.from_iterable(psutil.net_if_addrs().values())
+    addresses = (entry.address.partition("%")[0] for entry in entries)
     return frozenset({"localhost", socket.gethostname(), *addresses})
 
 
@@ -182,7 +172,6 @@ class SlurmEngine(Engine):
     name = "slurm"
 
     def unavailable_reason(self, config: RunConfig) -> str:
-        """See :meth:`Engine.unavailable_reason`."""
         missing = [command for command in ("srun", "scontrol") if shutil.which(command) is None]
         if missing:
             return (
@@ -200,11 +189,9 @@ class SlurmEngine(Engine):
         return ""
 
     def unready_reason(self) -> str:
-        """See :meth:`Engine.unready_reason`."""
         return own_cluster.unready_reason(self.name)
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
-        """See :meth:`Engine.hosts`."""
         names = _allocated_names(env.read(_NODES_VARIABLE, "") or "")
         slots = _tasks_per_node(env.read(_TASKS_VARIABLE, "") or "")
         # An allocation that does not say how many tasks takes one per device, or core.
@@ -213,14 +200,10 @@ class SlurmEngine(Engine):
         if config.num_processes is not None and config.num_processes > num_places:
             # More workers than tasks were allocated: they are shared out evenly.
             slots_by_name = {}
-        hosts = [
-            Host(name=name, address=name, slots=slots_by_name.get(name), is_here=False)
-            for name in names
-        ]
+        hosts = [Host(name=name, address=name, slots=slots_by_name.get(name)) for name in names]
         return own_cluster.first_hosts(hosts, config.num_processes)
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
-        """See :meth:`Engine.start_nodes`."""
         environment = env.snapshot()
         for name in own_step_variables():
             del environment[name]

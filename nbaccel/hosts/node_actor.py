@@ -39,7 +39,12 @@ from nbaccel.base.atomic import LeftoverFolders
 from nbaccel.base.processes import ProcessUse, listen, process_use
 from nbaccel.hosts.ray_host import OWN_PATH
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.topology import Topology, remove_orphans, remove_shared_memory
+from nbaccel.plan.topology import (
+    INTERFACE_VARIABLES,
+    Topology,
+    remove_orphans,
+    remove_shared_memory,
+)
 from nbaccel.transfer import memfd
 from nbaccel.workers import template
 from nbaccel.workers.messaging import Ended
@@ -51,8 +56,6 @@ _OUTBOX_EVENTS = 32
 """What the notebook has not fetched yet, of a megabyte at most: workers wait beyond that."""
 _PART_BYTES = 32 << 20  # of weights
 _PIPE_BYTES = 1 << 20  # as `connect` makes them
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables by which torch's process groups are told over which network to meet."""
 # Ray sets them in its workers, for its own sake.
 _RAYS_OWN_VARIABLES = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 
@@ -95,7 +98,7 @@ class NodeActor:
         interface = _interface_of(address)
         # Workers meet over the network of this cluster, unless told otherwise.
         interfaces = {
-            name: interface for name in _INTERFACE_VARIABLES if interface and not env.read(name)
+            name: interface for name in INTERFACE_VARIABLES if interface and not env.read(name)
         }
         variables: dict[str, str | None] = {**dict.fromkeys(_RAYS_OWN_VARIABLES), **interfaces}
         if OWN_PATH in sys.path:
@@ -110,11 +113,7 @@ class NodeActor:
             with contextlib.suppress(ImportError):
                 importlib.import_module("IPython")
         template.template_for(device).start()
-        return {
-            "address": address,
-            "versions": own_versions(),
-            "inventory": inspect_machine(),
-        }
+        return {"address": address, "versions": own_versions(), "inventory": inspect_machine()}
 
     def get_ready(self) -> None:
         """Wait until workers can be forked."""
@@ -137,7 +136,6 @@ class NodeActor:
     # ---- workers
 
     def fork(self, number: int) -> None:
-        """Have a worker forked."""
         self._workers[number] = _NodeWorker(number, self._template_starter(), self._outbox)
 
     def _template_starter(self) -> TemplateStarter:
@@ -154,7 +152,6 @@ class NodeActor:
             getattr(self._template_starter(), method)(worker.pid, *arguments)
 
     def uses(self) -> list[tuple[int, ProcessUse]]:
-        """What each worker uses."""
         return [
             (number, use)
             for number, worker in tuple(self._workers.items())
@@ -192,11 +189,7 @@ class NodeActor:
     # ---- from the notebook
 
     def take(
-        self,
-        files: list[FileContent],
-        packet: Packet | None,
-        forgotten: list[int],
-        _after: None,
+        self, files: list[FileContent], packet: Packet | None, forgotten: list[int], _after: None
     ) -> None:
         """Take what the notebook sends, after the call whose end it hands in."""
         try:
@@ -294,7 +287,15 @@ class _NodeWorker:
             except EOFError:
                 self._is_heard = False
         # After the packet has been read: what was printed before it goes first.
-        self._pass_output()
+        for pipe, name in tuple(self._pipes.items()):
+            with contextlib.suppress(BlockingIOError):
+                # All that the pipe holds, and no more: a worker that prints on and on must not keep
+                # back what it says.
+                printed = os.read(pipe, _PIPE_BYTES)
+                self._tell("worker_printed", name, printed)
+                if not printed:
+                    del self._pipes[pipe]
+                    os.close(pipe)
         if content:
             with memfd.closing_files(*fds):
                 files = tuple(_bytes_of(fd, (0, os.fstat(fd).st_size)) for fd in fds)
@@ -302,18 +303,6 @@ class _NodeWorker:
 
     def _tell(self, method: str, *arguments: Any) -> None:
         self._outbox.put((method, (self._number, *arguments)))
-
-    def _pass_output(self) -> None:
-        """Pass on what it has printed so far."""
-        for pipe, name in tuple(self._pipes.items()):
-            with contextlib.suppress(BlockingIOError):
-                # All that the pipe holds, and no more: a worker that prints on and on must not keep
-                # back what it says.
-                content = os.read(pipe, _PIPE_BYTES)
-                self._tell("worker_printed", name, content)
-                if not content:
-                    del self._pipes[pipe]
-                    os.close(pipe)
 
 
 def _bytes_of(fd: int, byte_range: memfd.ByteRange) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -58,8 +58,7 @@ from nbaccel.workers.worker_processes import HostShare, Starter
 # No process has such a number (Linux: 2**22 at most), so none can be hit by mistake.
 _FIRST_WORKER = 2**22 + 1
 _LOOK_S = 0.1
-_PARTS_AHEAD = 2
-"""Parts of weights that a node has read and this side has not."""
+_PARTS_AHEAD = 2  # Parts of weights that a node has read and this side has not
 _LEAVE_S = 3.0
 _LOST_REMEDY = (
     "The machine was shut down, the processes on it were killed, or the network between it and "
@@ -112,7 +111,6 @@ class _RemoteWorker:
                     return
 
     def close(self) -> None:
-        """Close this side's ends."""
         self.channel.close()
         memfd.close_all(self.pipes.values())
         self.pipes.clear()
@@ -128,7 +126,6 @@ class NodeChannel(messaging.Channel):
         self._send = send
 
     def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> bool:
-        """Pass a packet on; a node that is lost is told elsewhere."""
         self._send(packet, descriptors)
         return True
 
@@ -319,11 +316,9 @@ class RemoteStarter(Starter):
         self._sending = threading.Lock()
 
     def add(self, name: str, actor: Any) -> None:
-        """Connect a node."""
         self._links[name] = NodeLink(name, actor, self)
 
     def lost(self) -> tuple[str, ...]:
-        """Names of the nodes that are lost."""
         return tuple(link.name for link in self._links.values() if link.lost_because)
 
     # ---- workers
@@ -345,7 +340,6 @@ class RemoteStarter(Starter):
         return worker.number
 
     def channel_to(self, pid: int, channel: messaging.Channel) -> messaging.Channel:
-        """What the notebook sends a worker by: its node's actor."""
 
         def send(content: bytes, fds: Sequence[int]) -> None:
             with self._sending:
@@ -362,27 +356,22 @@ class RemoteStarter(Starter):
         return os.dup(self._has_ended)
 
     def signal(self, pid: int, number: int) -> None:
-        """Have its host send a worker a signal."""
         self._workers[pid][0].tell("act_on", pid, "signal", number)
 
     def kill(self, pid: int) -> None:
-        """Have its host end a worker."""
         link, worker = self._workers[pid]
         worker.is_killed = True
         link.tell("act_on", pid, "kill")
 
     def use_of(self, pid: int) -> ProcessUse | None:
-        """Its host's last answer."""
         return self._workers[pid][0].use_of(pid)
 
     def note_end(self, ended: Ended) -> None:
-        """A worker has ended."""
         with self._lock:
             self._ended[ended.pid] = ended
             os.eventfd_write(self._has_ended, 1)
 
     def end_of(self, pid: int) -> Ended | None:
-        """How this worker has ended; None if it still runs."""
         with self._lock:
             ended = self._ended.pop(pid, None)
             if not self._ended:
@@ -445,10 +434,8 @@ ARENA = "arena"
 STAGING = "staging"
 _KEPT_PAYLOADS = 8
 """A payload is sent to one rank after the other; further ones are not needed again."""
-_PIECE_BYTES = 1 << 20
-"""What has changed is found and sent in pieces of this size."""
-_LEAST_STORED_BYTES = 1 << 16
-"""Less goes as an argument of the call."""
+_PIECE_BYTES = 1 << 20  # What has changed is found and sent in pieces of this size
+_LEAST_STORED_BYTES = 1 << 16  # Less goes as an argument of the call
 _MEMORY_FILE = re.compile(r"/memfd:nbaccel-(\S+) \(deleted\)$")
 
 
@@ -456,11 +443,9 @@ _MEMORY_FILE = re.compile(r"/memfd:nbaccel-(\S+) \(deleted\)$")
 class SharedFile:
     """A file of the notebook's."""
 
-    number: int
-    """Its name on the nodes."""
+    number: int  # Its name on the nodes
     descriptor: int
-    kind: str
-    """`arena`, `staging`, `payload`, `message`."""
+    kind: str  # `arena`, `staging`, `payload`, `message`
     num_bytes: int
     arena_key: str = ""
     digests: dict[int, int] = field(default_factory=dict)
@@ -482,9 +467,8 @@ class SharedFile:
             self.digests |= changed
             pieces = [(start, array[start : start + _PIECE_BYTES]) for start in changed]
             is_large = sum(piece.nbytes for _, piece in pieces) >= _LEAST_STORED_BYTES
-            copies: Any = (
-                ray.put(pieces) if is_large else [(start, piece.copy()) for start, piece in pieces]
-            )
+            copies: Any = [(start, piece.copy()) for start, piece in pieces]
+            copies = ray.put(pieces) if is_large else copies
             # Or the mapping could not be closed.
             del array, pieces
         return self.number, self.kind, self.num_bytes, copies
@@ -524,10 +508,7 @@ class SharedFiles:
         ]
 
     def forget(self, arena_keys: Collection[str], *, staging: bool) -> list[int]:
-        """Drop these arenas, all staging files if asked to, and payloads that no rank will get.
-
-        Returns their numbers.
-        """
+        """Drop these arenas, all staging files if asked to, and payloads that no rank will get."""
         payloads = [file for file in self._files.values() if file.kind not in (ARENA, STAGING)]
         return self._drop(
             file
@@ -538,13 +519,10 @@ class SharedFiles:
         )
 
     def close(self) -> None:
-        """Close all descriptors."""
         self._drop(self._files.values())
 
     def _drop(self, dropped_files: Iterable[SharedFile]) -> list[int]:
         dropped = list(dropped_files)
-        self._files = {
-            identity: file for identity, file in self._files.items() if file not in dropped
-        }
+        self._files = {key: file for key, file in self._files.items() if file not in dropped}
         memfd.close_all(file.descriptor for file in dropped)
         return [file.number for file in dropped]

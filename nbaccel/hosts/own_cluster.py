@@ -48,13 +48,10 @@ _HOST_CODE = (
     "os.path.isdir(os.path.join(folder, 'nbaccel')) and sys.path.insert(0, folder); "
     "from nbaccel.hosts.ray_host import main; main()"
 )
-_HEAD_S = 180.0
-"""For the head to be there: a raylet takes seconds, and minutes on a busy machine."""
+_HEAD_S = 180.0  # For the head to be there: a raylet takes seconds, and minutes on a busy machine
 _LOOK_S = 0.05
-_STARTED = "Ray runtime started."
-"""What `ray start` says once its node has joined."""
-_LEAVE_S = 5.0
-"""For processes on hosts to end once the notebook has hung up."""
+_STARTED = "Ray runtime started."  # What `ray start` says once its node has joined
+_LEAVE_S = 5.0  # For processes on hosts to end once the notebook has hung up
 _ERROR_CHARS = 1200
 _HEAD_NAME = "(this machine)"
 _LEAST_AMOUNT = 0.0001  # that Ray counts
@@ -151,7 +148,6 @@ class _HostProcess:
             self.stdin.flush()
 
     def output(self) -> str:
-        """What it has said so far."""
         num_bytes = os.fstat(self.errors.fileno()).st_size
         # By position: the process that writes has the same file offset.
         return os.pread(self.errors.fileno(), num_bytes, 0).decode(errors="replace")
@@ -183,8 +179,7 @@ class _Cluster:
         with listen(address, None) as free:
             port = free.getsockname()[1]
         self._order = {"head": f"{address}:{port}", "environment": _settings()}
-        environment = env.snapshot()
-        self.start_node(_HEAD_NAME, host_command(), environment, address, head_folder=folder)
+        self.start_node(_HEAD_NAME, host_command(), env.snapshot(), address, head_folder=folder)
 
     def connect(self) -> None:
         """Connect this process to the head, once it is there."""
@@ -298,11 +293,9 @@ class OwnCluster(NodeCrew):
             raise
 
     def problems(self) -> Mapping[str, str]:
-        """See :meth:`NodeCrew.problems`."""
         return self._cluster.problems()
 
     def end(self) -> None:
-        """See :meth:`NodeCrew.end`."""
         self._cluster.num_users -= 1
         if self._cluster.num_users == 0:
             _clusters.clear()

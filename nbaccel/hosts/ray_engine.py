@@ -13,7 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, StartupFailed
@@ -26,8 +26,8 @@ from nbaccel.hosts.node_links import error_line
 from nbaccel.hosts.own_cluster import is_connected
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
-_RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}
-"""Device → what Ray calls it."""
+_Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]  # by id, as Ray tells of them
+_RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}  # Device → what Ray calls it
 _ANSWER_S = 10.0  # for the head of a cluster
 _RESERVE_S = 30.0  # for other work on the cluster to end
 _PLACEMENT_NOTICE_S = 3.0  # of waiting, before it is told
@@ -42,7 +42,6 @@ class RayEngine(Engine):
         self._resource = "CPU"
 
     def unavailable_reason(self, config: RunConfig) -> str:
-        """See :meth:`Engine.unavailable_reason`."""
         if not is_installed("ray"):
             return (
                 'engine="ray" needs Ray, which is not installed. Install it with pip install '
@@ -57,7 +56,6 @@ class RayEngine(Engine):
         return ""
 
     def connect(self) -> None:
-        """See :meth:`Engine.connect`."""
         if not is_installed("ray"):  # `unavailable_reason` tells
             return
         _check_answers(env.read("RAY_ADDRESS", "") or "")
@@ -80,12 +78,13 @@ class RayEngine(Engine):
         import ray
 
         nodes = _living_nodes()
-        self._resource = _resource_of(config, nodes)
-        num_workers = config.num_processes or _default_count(nodes, self._resource)
-        placed = _try_placement(num_workers, self._resource, nodes)
-        node = str(ray.get_runtime_context().get_node_id())
+        self._resource = resource = _resource_of(config, nodes)
+        counts = (1 if resource == "CPU" else _has(node, resource) for node in nodes.values())
+        num_workers = config.num_processes or sum(counts)
+        placed = _try_placement(num_workers, resource, nodes)
+        own_id = str(ray.get_runtime_context().get_node_id())
         # The notebook's own node first: its ranks reach the notebook without a network.
-        node_ids = sorted(placed, key=lambda node_id: (node_id != node, -placed[node_id]))
+        node_ids = sorted(placed, key=lambda node_id: (node_id != own_id, -placed[node_id]))
         names = _node_names(nodes)
         return [
             Host(
@@ -97,7 +96,6 @@ class RayEngine(Engine):
         ]
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
-        """See :meth:`Engine.start_nodes`."""
         node_ids = {name: node_id for node_id, name in _node_names(_living_nodes()).items()}
         missing = [host.name for host in hosts if host.name not in node_ids]
         if missing:
@@ -119,9 +117,8 @@ def _check_answers(address: str) -> None:
         socket.create_connection((name, int(text)), timeout=_ANSWER_S).close()
     except OSError as error:
         raise ConfigError(
-            f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS="
-            f"{address!r} ({error}). Nothing was started. Correct the address, or start "
-            "the cluster."
+            f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS={address!r} "
+            f"({error}). Nothing was started. Correct the address, or start the cluster."
         ) from error
 
 
@@ -135,7 +132,7 @@ def _living_nodes() -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in all_nodes() if node["Alive"]}
 
 
-def _node_names(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _node_names(nodes: _Nodes) -> dict[str, str]:
     """Node's id → a name: its address, with a part of the id where two have the same."""
     addresses = [node["NodeManagerAddress"] for node in nodes.values()]
     return {
@@ -146,12 +143,12 @@ def _node_names(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def _resource_of(config: RunConfig, nodes: Mapping[str, Mapping[str, Any]]) -> str:
+def _resource_of(config: RunConfig, nodes: _Nodes) -> str:
     if config.device == "auto":
-        return next(
-            (name for name in ("GPU", "TPU") if any(_has(node, name) for node in nodes.values())),
-            "CPU",
+        there = (
+            name for name in ("GPU", "TPU") if any(_has(node, name) for node in nodes.values())
         )
+        return next(there, "CPU")
     if config.device not in _RESOURCES:
         raise ConfigError(
             f'device={config.device!r} cannot go with engine="ray", which counts '
@@ -165,15 +162,7 @@ def _has(node: Mapping[str, Any], resource: str) -> int:
     return int(node["Resources"].get(resource, 0))
 
 
-def _default_count(nodes: Mapping[str, Mapping[str, Any]], resource: str) -> int:
-    if resource == "CPU":
-        return len(nodes)
-    return sum(_has(node, resource) for node in nodes.values())
-
-
-def _try_placement(
-    num_workers: int, resource: str, nodes: Mapping[str, Mapping[str, Any]]
-) -> dict[str, int]:
+def _try_placement(num_workers: int, resource: str, nodes: _Nodes) -> dict[str, int]:
     """Node → workers, as Ray's scheduler places them now. Nothing stays reserved."""
     from ray.util.placement_group import (
         placement_group,
@@ -212,7 +201,7 @@ def _reserve(bundles: Sequence[Mapping[str, int]], node_ids: Sequence[str]) -> A
     return group
 
 
-def _await_placement(group: Any, wanted: str, nodes: Mapping[str, Mapping[str, Any]]) -> None:
+def _await_placement(group: Any, wanted: str, nodes: _Nodes) -> None:
     from ray.util.placement_group import placement_group_table
 
     deadline = time.monotonic() + _RESERVE_S
@@ -222,25 +211,15 @@ def _await_placement(group: Any, wanted: str, nodes: Mapping[str, Mapping[str, A
         is_late = time.monotonic() > deadline
         # Ray itself would wait in silence for a node that never comes.
         if state == "INFEASIBLE" or is_late:
-            problem = (
-                f"was not free within {format_seconds(_RESERVE_S)}"
-                if is_late
-                else "is more than the cluster has"
-            )
+            late = f"was not free within {format_seconds(_RESERVE_S)}"
+            problem = late if is_late else "is more than the cluster has"
             raise ConfigError(_unplaced(wanted, problem, nodes))
         if not was_told and time.monotonic() > deadline - _RESERVE_S + _PLACEMENT_NOTICE_S:
             write_notice(f"nbaccel: waiting for Ray to free {wanted}.\n")
             was_told = True
 
 
-def _unplaced(wanted: str, problem: str, nodes: Mapping[str, Mapping[str, Any]]) -> str:
-    return (
-        f"Ray cannot place the workers: {wanted} {problem}.\n{_table(nodes)}\nGive a smaller "
-        "num_processes, add nodes, or end what else runs there."
-    )
-
-
-def _table(nodes: Mapping[str, Mapping[str, Any]]) -> str:
+def _unplaced(wanted: str, problem: str, nodes: _Nodes) -> str:
     import ray
 
     available: Any = ray.available_resources  # it has no annotations
@@ -251,7 +230,11 @@ def _table(nodes: Mapping[str, Mapping[str, Any]]) -> str:
         for node_id, name in _node_names(nodes).items()
     ]
     now = ", ".join(f"{int(free.get(kind, 0))} {kind}" for kind in counted)
-    return "\n".join([*lines, f"  free of all: {now}"])
+    table = "\n".join([*lines, f"  free of all: {now}"])
+    return (
+        f"Ray cannot place the workers: {wanted} {problem}.\n{table}\nGive a smaller "
+        "num_processes, add nodes, or end what else runs there."
+    )
 
 
 # ------------------------------------------------------------------------- actors
@@ -279,7 +262,6 @@ class RayCrew(NodeCrew):
         }
 
     def end(self) -> None:
-        """See :meth:`NodeCrew.end`."""
         import ray
         from ray.util.placement_group import remove_placement_group
 

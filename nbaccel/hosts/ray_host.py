@@ -46,8 +46,7 @@ main()
 """
 OWN_PATH = str(Path(__file__).with_name("ray_path"))
 """Where Ray's processes look for packages first."""
-_START_S = 200.0
-"""For a node to start: it waits for the head, and then a minute for its raylet."""
+_START_S = 200.0  # For a node to start: it waits for the head, and then a minute for its raylet
 
 
 def host_resource(name: str) -> str:

@@ -14,7 +14,7 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -56,7 +56,11 @@ def read_limits(root: Path = Path("/")) -> Limits:
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
     """Folders of this process's groups for a controller, from its own up to the mount."""
     folders = []
-    groups_by_controller = dict(_process_groups_of_host(root))
+    # Version 2 has no controller's name.
+    groups_by_controller: dict[str, str] = {}
+    for group_line in env.read_file(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = group_line.partition(":")[2].partition(":")
+        groups_by_controller |= dict.fromkeys(controllers.split(","), path)
     for mount_line in env.read_file(root / "proc/self/mountinfo").splitlines():
         mount_fields_text, _, filesystem_text = mount_line.partition(" - ")
         mount_fields = mount_fields_text.split()
@@ -65,25 +69,16 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
             continue
         # Version 2 has one tree for all controllers; hosts may mount both versions.
         if filesystem_fields[0] == "cgroup2":
-            path = groups_by_controller.get("")
+            group = groups_by_controller.get("")
         elif filesystem_fields[0] == "cgroup" and controller in filesystem_fields[2].split(","):
-            path = groups_by_controller.get(controller)
+            group = groups_by_controller.get(controller)
         else:
             continue
-        if path is not None:
+        if group is not None:
             mount_folder = root / mount_fields[4].lstrip("/")
-            own_path = _path_below_mount(path, mount_fields[3])
+            own_path = _path_below_mount(group, mount_fields[3])
             folders += [mount_folder / part for part in (own_path, *own_path.parents)]
     return folders
-
-
-def _process_groups_of_host(root: Path) -> Iterator[tuple[str, str]]:
-    """Each controller and the group of this process; version 2 has no controller's name."""
-    for group_line in env.read_file(root / "proc/self/cgroup").splitlines():
-        _, _, text = group_line.partition(":")
-        controllers, _, path = text.partition(":")
-        for controller in controllers.split(","):
-            yield controller, path
 
 
 def _path_below_mount(group_path: str, mounted_path: str) -> PurePosixPath:
@@ -199,23 +194,18 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
                 "missing. Repair or uninstall the package that adds it."
             )
             continue
-        all_accelerators = (
-            *device_facts.get("accelerators", ()),
-            *detected.get("accelerators", ()),
-        )
-        device_facts |= {**detected, "accelerators": all_accelerators}
+        accelerators = (*device_facts.get("accelerators", ()), *detected.get("accelerators", ()))
+        device_facts |= {**detected, "accelerators": accelerators}
     return device_facts | {"problems": tuple(problems)}
 
 
 def _usable_cores(limits: Limits) -> int:
-    allowed_cores = (
+    cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     # Half a core rounds down: with one thread more than the quota, the kernel throttles the
     # process, and all threads wait for the slowest.
-    return max(
-        1, allowed_cores if limits.cpu_cores is None else min(allowed_cores, int(limits.cpu_cores))
-    )
+    return max(1, cores if limits.cpu_cores is None else min(cores, int(limits.cpu_cores)))
 
 
 def _smaller_bytes(found_bytes: int, limit_bytes: int | None) -> int:

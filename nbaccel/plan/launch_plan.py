@@ -122,9 +122,8 @@ class Plan:
             )
         if method == "inline" and self.world_size > 1:
             raise ConfigError(
-                f'start_method="inline" cannot run {self.world_size} workers. '
-                "Inline means in this very process, which is one. "
-                'Plan one worker, or use start_method="template".'
+                f'start_method="inline" cannot run {self.world_size} workers. Inline means in this '
+                'very process, which is one. Plan one worker, or use start_method="template".'
             )
         return replace(
             self,
@@ -137,11 +136,7 @@ class Plan:
 
 
 def copies_in_turn(num_workers: int, model_bytes: int, free_bytes: int) -> bool:
-    """Whether workers should copy a model to their devices one after another.
-
-    A copy may need as much host memory as the model until it is through. Half of what is free stays
-    for everything else.
-    """
+    """Whether workers should copy a model to their devices one after another."""
     return num_workers * model_bytes > free_bytes // 2
 
 

@@ -56,18 +56,13 @@ def device_runtime(device_name: str) -> DeviceRuntime:
 
 
 def devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
-    """All devices in the order of their rows, but those that cannot be loaded.
-
-    The plan reports the latter, which come from other packages; a request for one by its name
-    raises the error.
-    """
+    """All devices in the order of their rows, but those that cannot be loaded."""
     loaded_devices = []
     for row in DEVICES:
-        if names is not None and row.name not in names:
-            continue
         # Another package's module may raise anything, and must not disable the other devices.
         with contextlib.suppress(Exception):
-            loaded_devices.append(device(row.name))
+            if names is None or row.name in names:
+                loaded_devices.append(device(row.name))
     return tuple(loaded_devices)
 
 
@@ -91,17 +86,13 @@ def _vendors_on_bus(root: Path) -> set[str]:
 
 def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:
     """Of these the ones of which this machine, or a described one, has a sign."""
-    possible_names = {
-        row.name
-        for row in DEVICES
-        if row.signs is None
-        or (
-            has_sign(row.signs)
-            if inventory is None
-            else any(getattr(inventory, fact) for fact in row.signs.facts)
-        )
-    }
-    return devices(possible_names)
+
+    def is_possible(signs: DeviceSigns) -> bool:
+        if inventory is None:
+            return has_sign(signs)
+        return any(getattr(inventory, fact) for fact in signs.facts)
+
+    return devices({row.name for row in DEVICES if row.signs is None or is_possible(row.signs)})
 
 
 def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
@@ -117,8 +108,7 @@ def prepare_notebook() -> str:
     """Let all devices sleep in a notebook's process."""
     for known in devices():
         known.keep_asleep()
-    expected = (known.name for known in devices() if known.expects_launches())
-    return next(expected, "")
+    return next((known.name for known in devices() if known.expects_launches()), "")
 
 
 def awake_accelerators() -> Iterator[Device]:
@@ -168,11 +158,7 @@ def strategy(strategy_name: str) -> type[Strategy]:
 
 def wanted_strategy(said: Said) -> Wanted | None:
     """The strategy that was requested."""
-    requests = [
-        wanted
-        for capability_row in STRATEGIES
-        if (wanted := _request_of(capability_row, said)) is not None
-    ]
+    requests = [wanted for row in STRATEGIES if (wanted := _request_of(row, said)) is not None]
     # In the order of `Source`, the strongest first.
     for source in get_args(Source):
         requests_of_source = [wanted for wanted in requests if wanted.source == source]
@@ -198,7 +184,7 @@ def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
     for argument_name, plugin in given.items():
         if plugin is not None:
             return _wanted(row, said, "argument", argument_name, plugin)
-    handler = next(_settings_among(row, said.handlers), None)
+    handler = _settings_among(row, said.handlers)
     if handler is not None and not row.is_default and not row.arguments:
         return _wanted(row, said, "argument", type(handler).__name__)
     if row.run_flag and said.run is not None and getattr(said.run, row.run_flag):
@@ -235,21 +221,16 @@ def _wanted(row: StrategyRow, said: Said, source: Source, what: str, plugin: Any
 def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
     """The settings of a strategy: those given, or its defaults."""
     capability_row = strategy_row(strategy_name)
-    settings = next(_settings_among(capability_row, handlers), None)
+    settings = _settings_among(capability_row, handlers)
     if settings is not None or not capability_row.settings:
         return settings
     return load_object(capability_row.settings)()
 
 
-def _settings_among(row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any]:
-    """Found by the names of classes, so that classes without an object here are not imported."""
-    for handler in handlers:
-        handler_class = type(handler)
-        if (
-            row.settings
-            and row.settings == f"{handler_class.__module__}:{handler_class.__qualname__}"
-        ):
-            yield handler
+def _settings_among(row: StrategyRow, handlers: tuple[Any, ...]) -> Any:
+    """The first of a strategy's class; by its name, so that a class that is not here stays away."""
+    named = ((f"{type(one).__module__}:{type(one).__qualname__}", one) for one in handlers)
+    return next((handler for class_path, handler in named if class_path == row.settings), None)
 
 
 def check_strategy(strategy_name: str, device_type: str, config: RunConfig | None = None) -> None:
@@ -283,25 +264,22 @@ def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str
 
 def load_advisor() -> Any:
     """What finds the fastest configuration of a strategy that has one to find."""
-    path = next((row.advisor for row in STRATEGIES if row.advisor), "")
-    if not path:
-        raise MissingBackend(
-            "advise finds configurations of strategies that have an advisor, and of "
-            f"{', '.join(row.name for row in STRATEGIES)} none has one. "
-            "Nothing can be compared. Install nbaccel with its DeepSpeed backend."
-        )
-    return load_object(path)
+    for row in STRATEGIES:
+        if row.advisor:
+            return load_object(row.advisor)
+    raise MissingBackend(
+        f"advise finds configurations of strategies that have an advisor, and of "
+        f"{', '.join(row.name for row in STRATEGIES)} none has one. Nothing can be compared. "
+        "Install nbaccel with its DeepSpeed backend."
+    )
 
 
 def plugin_class(class_name: str) -> Any:
     """The class of a strategy's settings, by the name that users import."""
-    class_paths = (row.settings for row in STRATEGIES if row.settings.endswith(f":{class_name}"))
-    class_path = next(class_paths, "")
-    return (
-        load_object(class_path)
-        if class_path
-        else missing_name_of(class_name, NOT_INSTALLED, "nbaccel.utils.dataclasses")
-    )
+    for row in STRATEGIES:
+        if row.settings.endswith(f":{class_name}"):
+            return load_object(row.settings)
+    return missing_name_of(class_name, NOT_INSTALLED, "nbaccel.utils.dataclasses")
 
 
 def settings_forms() -> tuple[Any, ...]:

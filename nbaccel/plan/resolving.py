@@ -285,15 +285,24 @@ def _local_view(run: _Run, num_local: int | None) -> _Run:
 
 def _choose_start_method(run: _Run) -> Choice:
     config = run.config
+    device = registry.device(run.device.name)
     method, reason = "template", "a clean process: safe whatever this notebook has run before"
     if config.start_method != "auto":
         method, reason = config.start_method, _AS_REQUESTED
-    elif registry.device(run.device.name).own_process:
+    elif device.own_process:
         reason = "the notebook's own process must not hold the device: it keeps it until it ends"
-    elif run.num_processes == 1 and named_setting(config) and _cannot_choose_gpus(run.device):
+    elif (
+        run.num_processes == 1
+        and named_setting(config)
+        # A process that has begun to use GPUs cannot choose among them any more.
+        and not run.device.in_host_memory
+        and device.hazards()
+    ):
         reason = "the notebook's CUDA has its devices for good; those named need a new process"
-    elif run.num_processes == 1 and (pipe_setting := _needs_pipes(config)):
-        reason = f"{pipe_setting} needs the worker's output in pipes of its own"
+    # They have no effect on what this process itself prints.
+    elif run.num_processes == 1 and (config.log_dir or config.shown_output is not None):
+        name = "log_dir" if config.log_dir else "shown_output"
+        reason = f"{name} needs the worker's output in pipes of its own"
     elif run.engine == ENGINES[0] and run.world_size == 1 and config.max_restarts == 0:
         method, reason = "inline", "one worker needs no other process; a debugger works"
     methods = run.device.start_methods
@@ -304,17 +313,6 @@ def _choose_start_method(run: _Run) -> Choice:
             f'start_method="{methods[0]}", or another device.'
         )
     return Choice("start_method", method, reason)
-
-
-def _cannot_choose_gpus(device: DeviceRow) -> bool:
-    """Whether this process has begun to use GPUs, and no variable changes which."""
-    return not device.in_host_memory and bool(registry.device(device.name).hazards())
-
-
-def _needs_pipes(config: RunConfig) -> str:
-    """The setting that has no effect on what this process itself prints."""
-    settings = (name for name in ("log_dir", "shown_output") if getattr(config, name) is not None)
-    return next(settings, "")
 
 
 def _choose_threads(run: _Run) -> Choice:
@@ -509,7 +507,9 @@ def with_named_gpus(found: Inventory, setting: str | None) -> tuple[Inventory, s
     for name in names:
         gpu = _gpu_of(found, name)
         if gpu is None or gpu in named_gpus:
-            problem = "twice" if gpu in named_gpus else f"and here are {_names_of(found)}"
+            numbers = _numbers_of(found)[: len(found.gpus)]
+            here = f"{count_noun(len(numbers), 'GPU')} ({', '.join(numbers)})"
+            problem = "twice" if gpu in named_gpus else f"and here are {here}"
             return found, (
                 f"CUDA_VISIBLE_DEVICES={setting!r} of the workers (gpu_ids, or slots of a filter) "
                 f"names GPU {name!r}, {problem}. CUDA would hide it and all that follow, and "
@@ -534,8 +534,3 @@ def _numbers_of(found: Inventory) -> list[str]:
     if found.gpu_setting is not None:
         return [name.strip() for name in found.gpu_setting.split(",")]
     return [str(gpu.index) for gpu in found.gpus]
-
-
-def _names_of(found: Inventory) -> str:
-    numbers = _numbers_of(found)[: len(found.gpus)]
-    return f"{count_noun(len(numbers), 'GPU')} ({', '.join(numbers)})"

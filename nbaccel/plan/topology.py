@@ -20,8 +20,8 @@ from nbaccel.base import env
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, precision_row, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.config.handlers import FSDP_VARIABLES
-from nbaccel.config.plugin_settings import DYNAMO_VARIABLES, setting_variables
+from nbaccel.config.handlers import DYNAMO_VARIABLES, FSDP_VARIABLES
+from nbaccel.config.plugin_settings import setting_variables
 
 ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"
 """Accelerate has a variable for it with FSDP only."""
@@ -35,23 +35,13 @@ DEVICE_VARIABLE = "NBACCEL_DEVICE"
 """Environment variable with the row of a worker's device, which torch may call otherwise."""
 
 _LOOPBACK_INTERFACE = "lo"
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables by which torch's process groups are told over which network to meet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """The place of one worker in a launch.
-
-    Attributes:
-        rank: Number of this worker among all workers, from 0.
-        local_rank: Number of this worker on its node, from 0.
-        world_size: Workers in total.
-        local_world_size: Workers on this node.
-        node_rank: Number of this node, from 0.
-        num_nodes: Nodes in total.
-        master_addr: Host name or address of the rendezvous store.
-        master_port: TCP port of the rendezvous store.
-    """
+    """The place of one worker in a launch."""
 
     rank: int = 0
     local_rank: int = 0
@@ -98,12 +88,7 @@ class Topology:
         device: str = "cpu",
         environ: Mapping[str, str] | None = None,
     ) -> dict[str, str]:
-        """The environment variables by which training code finds its place.
-
-        They are those that ``torch.distributed``, Accelerate, Lightning and the Trainer of
-        transformers read, so that their code runs unchanged. Network interfaces of the user's
-        environment, this process's own where none is given, are respected.
-        """
+        """The environment variables by which training code finds its place."""
         variables_by_name = {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -121,23 +106,21 @@ class Topology:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
-        return variables_by_name | self._interfaces(env.snapshot() if environ is None else environ)
-
-    def _interfaces(self, environ: Mapping[str, str]) -> dict[str, str]:
+        given = env.snapshot() if environ is None else environ
         # On one machine the host name may resolve to an address that no worker can reach
         # (containers, VPNs): gloo would then hang in its first connection.
-        if self.num_nodes > 1:
-            return {}
-        return {name: _LOOPBACK_INTERFACE for name in _INTERFACE_VARIABLES if not environ.get(name)}
+        unset = [
+            name for name in INTERFACE_VARIABLES if self.num_nodes == 1 and not given.get(name)
+        ]
+        return variables_by_name | dict.fromkeys(unset, _LOOPBACK_INTERFACE)
 
 
 def run_variables(run_config: RunConfig) -> dict[str, str]:
     """The variables of a run's settings for training, without the precision."""
     launch_variables: dict[str, str] = {}
     if run_config.gradient_accumulation_steps is not None:
-        launch_variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(
-            run_config.gradient_accumulation_steps
-        )
+        steps = str(run_config.gradient_accumulation_steps)
+        launch_variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = steps
     if run_config.activation_checkpointing:
         launch_variables[ACTIVATION_CHECKPOINTING] = "1"
     if run_config.strategy != "auto":
@@ -218,10 +201,7 @@ def remove_shared_memory(worker_places: Iterable[Topology]) -> None:
 
 
 def remove_orphans() -> None:
-    """Remove the user's files of this kind that no process has open.
-
-    They are of launches whose notebook was killed before it could remove them.
-    """
+    """Remove the user's files of this kind that no process has open."""
     try:
         paths = [*SHARED_MEMORY.glob(f"{_SEGMENT_PREFIX}{os.getuid()}_*")]
     except OSError:

@@ -8,7 +8,7 @@ device. First stand the rules of precisions, of 8 bits above all, which both pla
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import Fp8Config
@@ -24,6 +24,7 @@ from nbaccel.config.capabilities import (
     strategy_row,
 )
 from nbaccel.config.capability_rows import DeviceRow, Fp8Choice, Fp8Row, PrecisionRow, StrategyRow
+from nbaccel.config.text_forms import changed_settings
 from nbaccel.plan.contracts.training import Source, TrainingRequest, Wanted
 from nbaccel.plan.launch_plan import Choice, choices_table
 
@@ -32,10 +33,7 @@ HISTORY_SETTINGS = ("interval", "amax_history_len", "amax_compute_algo")
 
 
 def precision_mistakes(
-    precision: PrecisionRow,
-    fp8: Fp8Choice,
-    device: DeviceRow,
-    gpus: Mapping[str, tuple[int, int]],
+    precision: PrecisionRow, fp8: Fp8Choice, device: DeviceRow, gpus: Mapping[str, tuple[int, int]]
 ) -> Iterator[str]:
     """Why a device does not train in a precision; `gpus` are compute capabilities by name."""
     name = precision.name
@@ -45,9 +43,8 @@ def precision_mistakes(
     }
     if fp8.problem:
         yield (
-            f'mixed_precision="{name}" is not available here: {fp8.problem}. '
-            "Training would fail before its first step. Install it, give fp8 another backend, or "
-            'give "bf16".'
+            f'mixed_precision="{name}" is not available here: {fp8.problem}. Training would fail '
+            'before its first step. Install it, give fp8 another backend, or give "bf16".'
         )
     elif not computes_in(device, row):
         reason = dict(device.refused).get(name, f"it needs {row.needs}")
@@ -159,18 +156,15 @@ def fp8_warnings(
 ) -> Iterator[str]:
     """What works but may not do what is expected."""
     settings = fp8 or Fp8Config()
-    for field_name, field_info in Fp8Config.model_fields.items():
-        value = getattr(settings, field_name)
-        is_read = field_name == "backend" or field_name in row.settings
-        if not is_read and value != field_info.default:
-            yield f"fp8.{field_name}={value!r} has no effect: {row.name} does not read it."
-    if "delayed" in row.recipes and recipe_of(settings, row) != "delayed":
-        for field_name in HISTORY_SETTINGS:
-            value = getattr(settings, field_name)
-            if value != Fp8Config.model_fields[field_name].default:
+    for name, value in changed_settings(settings).items():
+        if name not in ("backend", *row.settings):
+            yield f"fp8.{name}={value!r} has no effect: {row.name} does not read it."
+    if "delayed" in row.recipes and (recipe := recipe_of(settings, row)) != "delayed":
+        for name, value in changed_settings(settings).items():
+            if name in HISTORY_SETTINGS:
                 yield (
-                    f"fp8.{field_name}={value!r} has no effect with "
-                    f"recipe={recipe_of(settings, row)!r}: only delayed scaling has a history."
+                    f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed "
+                    "scaling has a history."
                 )
     if is_emulated(row, compute_capability):
         yield (
@@ -242,18 +236,14 @@ class TrainingPlan:
     mixed_precision: str
     accumulation_steps: int
     num_processes: int
-    choices: tuple[Choice, ...] = field(default=())
-    warnings: tuple[str, ...] = field(default=())
+    choices: tuple[Choice, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def headline(self) -> str:
         """The plan in one line."""
         row = strategy_row(self.strategy)
         text = "float32" if self.mixed_precision == "no" else self.mixed_precision
-        parts = [
-            row.headline or row.name,
-            f"on {self.device.upper()}",
-            text,
-        ]
+        parts = [row.headline or row.name, f"on {self.device.upper()}", text]
         if self.num_processes > 1:
             parts.insert(1, f"{self.num_processes} processes")
         if self.accumulation_steps > 1:
@@ -276,9 +266,12 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     """Decide how models will be trained in this process."""
     strategy_choice = _strategy_choice(asked.strategy, found)
     fp8_choice = _fp8_choice(asked, found)
+    count_reason = f"from the process group ({found.backend}); this is process {found.rank}"
+    if found.world_size == 1:
+        count_reason = "started without a launcher, or with one worker"
     all_choices = (
         Choice("device", found.device_name, _device_reason(asked, found)),
-        Choice("num_processes", found.world_size, _count_reason(found)),
+        Choice("num_processes", found.world_size, count_reason),
         strategy_choice,
         Choice("mixed_precision", asked.mixed_precision, _precision_reason(asked)),
         *fp8_choices(asked.fp8, fp8_choice),
@@ -317,14 +310,11 @@ def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
         return Choice("strategy", row.name, strategy.reason)
     word = "one" if found.world_size == 1 else "several"
     row = next(
-        default_row
-        for default_row in STRATEGIES
-        if default_row.is_default
-        and default_row.processes == word
-        and strategy_fits(default_row, device_row(found.device))
+        row
+        for row in STRATEGIES
+        if row.is_default and row.processes == word and strategy_fits(row, device_row(found.device))
     )
-    reason = row.default_reason.format(world_size=found.world_size)
-    return Choice("strategy", row.name, reason)
+    return Choice("strategy", row.name, row.default_reason.format(world_size=found.world_size))
 
 
 def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
@@ -347,9 +337,8 @@ def _takes_effect(strategy: Wanted, found: ProcessFacts) -> bool:
 def _effect_warnings(strategy: Wanted | None, found: ProcessFacts) -> Iterator[str]:
     if strategy is not None and not _takes_effect(strategy, found):
         yield (
-            f"{strategy.what} has no effect: this process was started without a "
-            "launcher, so models are trained whole. Use notebook_launcher or torchrun to shard "
-            "them."
+            f"{strategy.what} has no effect: this process was started without a launcher, so "
+            "models are trained whole. Use notebook_launcher or torchrun to shard them."
         )
 
 
@@ -361,12 +350,6 @@ def _device_reason(asked: TrainingRequest, found: ProcessFacts) -> str:
         return "no GPU was found"
     # Without a word of what it is: a dry run of torch_xla has a device and no chip.
     return f"this process computes on {found.device_name}"
-
-
-def _count_reason(found: ProcessFacts) -> str:
-    if found.world_size == 1:
-        return "started without a launcher, or with one worker"
-    return f"from the process group ({found.backend}); this is process {found.rank}"
 
 
 def _precision_reason(asked: TrainingRequest) -> str:
@@ -386,8 +369,7 @@ def _source_text(source: Source, default_text: str) -> str:
 
 def _fp8_choice(asked: TrainingRequest, found: ProcessFacts) -> Fp8Choice:
     """The library that computes; none where the precision is one of torch's own."""
-    row = {row.name: row for row in PRECISIONS}.get(asked.mixed_precision)
-    if row is None or not row.has_backends:
+    if asked.mixed_precision not in (row.name for row in PRECISIONS if row.has_backends):
         return Fp8Choice()
     settings = asked.fp8 or Fp8Config()
     return fp8_backend(settings.backend, device_row(found.device), found.compute_capability)
@@ -420,10 +402,8 @@ def _judge_precision(
             f'{own_reason or "Training would fail in its first step."} Give "bf16" or "no".'
         )
     if fp8.row is not None:
-        recipe_mistakes = [
-            *fp8_mistakes(asked.fp8, fp8.row, found.compute_capability, world_size=found.world_size)
-        ]
-        if recipe_mistakes:
-            raise ConfigError(*recipe_mistakes)
-        yield from fp8_warnings(asked.fp8, fp8.row, device, found.compute_capability)
+        world_size = found.world_size
+        if wrong := [*fp8_mistakes(asked.fp8, fp8.row, capability, world_size=world_size)]:
+            raise ConfigError(*wrong)
+        yield from fp8_warnings(asked.fp8, fp8.row, device, capability)
     yield from precision_warnings(precision_choice, device, gpus)

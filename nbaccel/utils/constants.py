@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 
+from nbaccel.config import handlers
 from nbaccel.config.enumerations import DistributedType
 
 MODEL_NAME = "pytorch_model"
@@ -27,14 +28,8 @@ SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
-FSDP_SHARDING_STRATEGY = [
-    "FULL_SHARD",
-    "SHARD_GRAD_OP",
-    "NO_SHARD",
-    "HYBRID_SHARD",
-    "HYBRID_SHARD_ZERO2",
-]
-FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_SHARDING_STRATEGY = list(handlers.SHARDING_WORDS)
+FSDP_AUTO_WRAP_POLICY = [word.upper() for word in handlers.WRAP_POLICIES]
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]

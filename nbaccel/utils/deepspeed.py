@@ -5,19 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.public_names import missing_names_of
+from nbaccel.base.public_names import name_own
 from nbaccel.plan import registry
-from nbaccel.plan.contracts.training import DummyOptim, DummyScheduler
+from nbaccel.plan.contracts.training import (
+    DummyOptim as DummyOptim,
+    DummyScheduler as DummyScheduler,
+)
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.plugin import DeepSpeedPlugin
 else:
     DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
-
-_MISSING = missing_names_of(__name__)
-__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "get_active_deepspeed_plugin"]
-__all__ += list(_MISSING)
-globals().update(_MISSING)
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
@@ -35,3 +33,6 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
             "nothing is sharded by DeepSpeed. Give Accelerator(deepspeed_plugin=...)."
         )
     return state.deepspeed_plugin
+
+
+name_own(globals(), "DeepSpeedPlugin", "DummyOptim", "DummyScheduler")

@@ -19,9 +19,6 @@ from nbaccel.devices.cuda import CudaDevice, find_cards
 from nbaccel.utils import imports
 
 _log = get_logger(__name__)
-# The words that Accelerate reads as yes and no.
-_YES = frozenset({"y", "yes", "t", "true", "on", "1"})
-_NO = frozenset({"n", "no", "f", "false", "off", "0"})
 _PURGED_MARK = "_accelerate_is_purged_environment_wrapped"  # Accelerate's
 _ENDS_A_VARIABLE = frozenset(";\n<> ")
 
@@ -97,12 +94,13 @@ def _accelerates() -> dict[str, str]:
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """Read ``yes``, ``true``, ``on``, ``1`` and their like, or the opposite, as 1 or 0 or bool."""
     word = value.lower()
-    if word not in _YES | _NO:
+    if word not in env.YES_WORDS | env.NO_WORDS:
         raise ConfigError(
             f"str_to_bool({value!r}) is neither yes nor no. Guessing could turn on what was meant "
             "to be off. Give true or false, 1 or 0."
         )
-    return (word in _YES) if to_bool else int(word in _YES)
+    is_yes = word in env.YES_WORDS
+    return is_yes if to_bool else int(is_yes)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:

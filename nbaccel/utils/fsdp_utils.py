@@ -16,20 +16,10 @@ from torch import nn
 
 from nbaccel.base import env, weight_files
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.public_names import missing_names_of
+from nbaccel.base.public_names import name_own
 from nbaccel.bigmodel.checkpoint_files import SAFE_FILE
 from nbaccel.state import PartialState
 from nbaccel.train import checkpoint
-
-_MISSING = missing_names_of(__name__)
-__all__ = [
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "get_parameters_from_modules",
-    "merge_fsdp_weights",
-]
-__all__ += list(_MISSING)
-globals().update(_MISSING)
 
 _PREFIX = "model."
 _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -40,11 +30,8 @@ def get_parameters_from_modules(
 ) -> set[nn.Parameter]:
     """The parameters of modules, or of those whose whole names match a regular expression."""
     if isinstance(modules, str):
-        modules = [
-            module.to(device)
-            for name, module in model.named_modules()
-            if re.fullmatch(modules, name)
-        ]
+        named = model.named_modules()
+        modules = [module.to(device) for name, module in named if re.fullmatch(modules, name)]
     return {parameter for module in modules or () for parameter in module.parameters()}
 
 
@@ -82,12 +69,17 @@ def merge_fsdp_weights(
         folder = _shards_in(Path(checkpoint_dir))
         stored_tensors, read_into = _stored_tensors(folder)
         if safe_serialization:
-            write_merged_file(stored_tensors, read_into, Path(output_path), key_prefix=_PREFIX)
+            _write_merged_file(stored_tensors, read_into, Path(output_path))
         else:
+            weights: dict[str, Any] = {
+                name: torch.empty(kept.size, dtype=kept.properties.dtype)
+                for name, kept in stored_tensors.items()
+            }
+            read_into(weights)
+            whole = {name.removeprefix(_PREFIX): value for name, value in weights.items()}
             checkpoint.save_model(
-                _whole(stored_tensors, read_into), output_path, max_shard_size="1000TB",
-                safe_serialization=False,
-            )  # fmt: skip
+                whole, output_path, max_shard_size="1000TB", safe_serialization=False
+            )
         if remove_checkpoint_dir:
             shutil.rmtree(folder)
     state.wait_for_everyone()
@@ -100,10 +92,9 @@ def _shards_in(folder: Path) -> Path:
     if len(inside) == 1:
         return inside[0]
     raise ConfigError(
-        f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: "
-        f"found were {[path.name for path in inside] or 'none'}. Give the folder "
-        "pytorch_model_fsdp_0 of a checkpoint that save_state wrote with "
-        "state_dict_type='SHARDED_STATE_DICT'."
+        f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: found "
+        f"were {[path.name for path in inside] or 'none'}. Give the folder pytorch_model_fsdp_0 of "
+        "a checkpoint that save_state wrote with state_dict_type='SHARDED_STATE_DICT'."
     )
 
 
@@ -145,29 +136,15 @@ def _refuse_missing_shards(tensors: dict[str, Any], folder: Path) -> None:
             )
 
 
-def _whole(
-    tensors: dict[str, Any], read_into: Callable[[dict[str, Any]], None]
-) -> dict[str, torch.Tensor]:
-    weights: dict[str, Any] = {
-        name: torch.empty(kept.size, dtype=kept.properties.dtype) for name, kept in tensors.items()
-    }
-    read_into(weights)
-    return {name.removeprefix(_PREFIX): value for name, value in weights.items()}
-
-
-def write_merged_file(
-    tensors: Mapping[str, Any],
-    read_into: Callable[[dict[str, Any]], None],
-    output_folder: Path,
-    *,
-    key_prefix: str,
+def _write_merged_file(
+    tensors: Mapping[str, Any], read_into: Callable[[dict[str, Any]], None], output_folder: Path
 ) -> None:
     """Write ``model.safetensors`` out of shards; it appears whole, or not at all."""
     # The largest elements first, so that each tensor begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].properties.dtype.itemsize)
     sizes = [stored.size.numel() * stored.properties.dtype.itemsize for _, stored in ordered]
     head, begins = weight_files.head_of_file(
-        (key.removeprefix(key_prefix), _dtype_code(key, stored), stored.size, num_bytes)
+        (key.removeprefix(_PREFIX), _dtype_code(key, stored), stored.size, num_bytes)
         for (key, stored), num_bytes in zip(ordered, sizes, strict=True)
     )
     total_bytes = len(head) + sum(sizes)
@@ -206,3 +183,6 @@ def _view_of(storage: torch.UntypedStorage, stored: Any, first_byte: int) -> tor
     return torch.empty(0, dtype=dtype).set_(
         storage, first_byte // dtype.itemsize, stored.size, strides
     )
+
+
+name_own(globals())

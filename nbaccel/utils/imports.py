@@ -103,8 +103,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
     """Whether the installed bitsandbytes computes on more than CUDA."""
     if not is_bnb_available():
         return False
-    features = getattr(importlib.import_module(_BITSANDBYTES), "features", ())
-    return "multi_backend" in features
+    return "multi_backend" in getattr(importlib.import_module(_BITSANDBYTES), "features", ())
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:

@@ -6,14 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from nbaccel.base import env
-from nbaccel.base.public_names import missing_names_of
+from nbaccel.base.public_names import name_own
 from nbaccel.config.enumerations import DistributedType
 from nbaccel.utils.environment import get_int_from_env
-
-_MISSING = missing_names_of(__name__)
-__all__ = ["PrepareForLaunch"]
-__all__ += list(_MISSING)
-globals().update(_MISSING)
 
 
 class PrepareForLaunch:
@@ -41,3 +36,6 @@ class PrepareForLaunch:
             changes |= {"LOCAL_RANK": str(index), "RANK": str(before + index)}
         env.update(changes)
         self.launcher(*args)
+
+
+name_own(globals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ _OUT_OF_MEMORY = (
 
 def release_memory(*objects: Any) -> list[None]:
     """Free what big objects hold; returns as many Nones, to assign to their names."""
-    held: MutableSequence[Any] = list(objects)
-    held.clear()
-    _free()
-    return [None] * len(objects)
+    num_objects = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * num_objects
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -41,10 +41,6 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     # A device that is not in use has no cache, and emptying it would initialise the device.
     for device in registry.awake_accelerators():
         device.empty_cache()
-
-
-def _free() -> None:
-    clear_device_cache(garbage_collection=True)
 
 
 def find_executable_batch_size(
@@ -110,7 +106,7 @@ def find_executable_batch_size(
                 if size >= failed:
                     raise
             # Not in the `except` block: there the traceback still holds the attempt's tensors.
-            _free()
+            clear_device_cache(garbage_collection=True)
         raise NothingFits(
             f"No batch size from {starting_batch_size} down to 1 fits into memory. The model alone "
             "is too big for this device. Use a smaller model, a lower precision, or several GPUs "

@@ -68,8 +68,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 def is_peft_model(model: nn.Module) -> bool:
     """Whether it is a model of peft, also inside a wrapper."""
-    inner: Any = getattr(model, "module", model)
-    inner = torch_private.uncompiled(inner)
+    inner = torch_private.uncompiled(getattr(model, "module", model))
     return any(kind.__module__.partition(".")[0] == "peft" for kind in type(inner).__mro__)
 
 
@@ -86,14 +85,9 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     formats = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    autocast_dtype = formats.get(
-        parse_choice_from_env("ACCELERATE_MIXED_PRECISION"), torch.bfloat16
-    )
+    dtype = formats.get(parse_choice_from_env("ACCELERATE_MIXED_PRECISION"), torch.bfloat16)
     options = autocast_kwargs.to_kwargs() if autocast_kwargs is not None else {}
-    autocast_context: AbstractContextManager[Any] = torch.autocast(
-        PartialState().device.type, dtype=autocast_dtype, **options
-    )
-    return autocast_context
+    return torch.autocast(PartialState().device.type, dtype=dtype, **options)
 
 
 # ------------------------------------------------------------------- weights that are elsewhere

@@ -176,10 +176,7 @@ def listify(data: Any) -> Any:
 
 
 def slice_tensors(
-    data: Any,
-    tensor_slice: Any,
-    process_index: int | None = None,
-    num_processes: int | None = None,
+    data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
     """Take the same part of every tensor, in the same containers."""
     del process_index, num_processes

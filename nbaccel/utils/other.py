@@ -15,11 +15,12 @@ import torch
 import yaml
 from torch import nn
 
-from nbaccel.base import atomic, env, torch_private
+from nbaccel.base import atomic, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.base.public_names import name_own
 from nbaccel.base.units import format_bytes
+from nbaccel.config.config_files import accelerate_path
 from nbaccel.config.enumerations import PrecisionType
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.precision.native import AutocastForward
@@ -76,11 +77,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
         ("deepspeed", "DeepSpeedEngine"),
     )
-    imported_classes = (
-        getattr(sys.modules.get(module), name, None) for module, name in named_classes
-    )
+    imported = (getattr(sys.modules.get(module), name, None) for module, name in named_classes)
     torch_classes = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    classes = (*torch_classes, *(wrapper for wrapper in imported_classes if wrapper is not None))
+    classes = (*torch_classes, *filter(None, imported))
     # Wrappers may be nested.
     while isinstance(model, classes):
         inner: Any = model.module
@@ -247,13 +246,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 # --------------------------------------------------------------------------- configuration file
 
 
-def _default_file() -> Path:
-    cache = env.read("XDG_CACHE_HOME") or "~/.cache"
-    home = env.read("HF_HOME") or f"{cache}/huggingface"
-    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
-
-
-default_json_config_file = str(_default_file())
+default_json_config_file = str(accelerate_path())
 
 
 def write_basic_config(

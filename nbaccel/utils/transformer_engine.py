@@ -60,11 +60,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Fp8Handler | None) 
     recipes = importlib.import_module("transformer_engine.common.recipe")
     recipe, _ = engine_layers.build_recipe(settings, recipes)
     model.__dict__["forward"] = engine_layers.TransformerEngineForward(
-        model,
-        model.forward,
-        library,
-        recipe,
-        in_evaluation=settings.use_autocast_during_eval,
+        model, model.forward, library, recipe, in_evaluation=settings.use_autocast_during_eval
     )
     return model
 

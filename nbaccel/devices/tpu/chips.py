@@ -2,14 +2,11 @@
 
 It is read from device files, the PCI bus, ``/proc`` and the environment: no driver is imported, no
 runtime is touched and nothing is asked over the network (off Google's cloud a question to the
-metadata server takes half a minute). The values that Colab's and Kaggle's images set are not
-verified. On a machine without a sign of a TPU it costs two or three listings of folders.
+metadata server takes half a minute).
 
-A driver's workers are one process per chip. Each of them must be told the shape of all chips
-together and where the others listen, before it first uses its chip. torch_tpu and torch_xla can
-work that out themselves, but keep what a variable already says, so one that an image or an earlier
-launch left behind decides instead of the host. nbaccel therefore gives its workers every value, and
-takes `STALE_VARIABLES` away from them.
+A driver's workers are one process per chip, which must be told the shape of all chips and where the
+others listen. The drivers could find that out, but keep what an image or an earlier launch has left
+in a variable: so workers get every value, and `STALE_VARIABLES` are taken away from them.
 
 Nothing here has run on a chip: the values are those of torch_tpu 0.2.0 and torch_xla 2.9.0, with
 which the tests compare them.
@@ -158,18 +155,21 @@ def _bounds_of(generation: str) -> Mapping[int, str]:
     return _BOUNDS.get(generation, _BOUNDS[""])
 
 
-def _chosen_bounds(
-    name: str, generation: str, num_workers: int, known_bounds: Mapping[int, str]
-) -> str:
-    if num_workers in known_bounds:
-        return known_bounds[num_workers]
-    counts = [str(count) for count in sorted({1, *known_bounds})]
-    text = " or ".join(filter(None, (", ".join(counts[:-1]), counts[-1])))
+def _chosen_bounds(name: str, generation: str, num_workers: int, bounds: Mapping[int, str]) -> str:
+    if num_workers in bounds:
+        return bounds[num_workers]
+    text = alternatives(sorted({1, *bounds}))
     raise ConfigError(
         f"num_processes={num_workers} is not supported on TPU {generation or 'chips'} by "
         f"{name}, which knows no layout of so many chips of one host. The workers could not "
         f"find each other. Give num_processes={text}."
     )
+
+
+def alternatives(counts: Sequence[int]) -> str:
+    """Numbers to choose from: ``1, 4 or 8``."""
+    *others, last_count = map(str, counts)
+    return " or ".join(filter(None, (", ".join(others), last_count)))
 
 
 def _local_addresses(ports: Sequence[int]) -> str:
@@ -200,37 +200,33 @@ class _BusChip:
     iommu_group: str
 
 
-@dataclass(frozen=True, slots=True)
-class _ChipFiles:
-    """The chips that this process could open, and their device files below the root."""
-
-    num_chips: int
-    paths: tuple[Path, ...]
-
-
 def inspect_host(
-    environ: Mapping[str, str],
-    root: Path = Path("/"),
-    *,
-    search_path: Sequence[str] | None = None,
+    environ: Mapping[str, str], root: Path = Path("/"), *, search_path: Sequence[str] | None = None
 ) -> TpuHost | None:
     """Look for TPUs on this machine."""
     chips = _read_bus(root)
-    files = _find_files(environ, root, chips)
+    num_chips, paths = _find_files(environ, root, chips)
     speaks_of_tpus = any(environ.get(name) for name in TPU_SIGNS.variables)
-    if not files.num_chips and not chips and not speaks_of_tpus:
+    if not num_chips and not chips and not speaks_of_tpus:
         return None
+    counted_chips = [
+        chip
+        for chip in chips
+        if chip.device_id in _COUNTED_BY_TORCH_TPU
+        and chip.iommu_group
+        and (root / "dev/vfio" / chip.iommu_group).exists()
+    ]
     packages = find_packages(environ, search_path)
     generation = _generation_of(chips, environ)
     num_hosts, worker_id = hosts_of(environ)
     host = TpuHost(
         generation=generation,
-        chips=files.num_chips,
+        chips=num_chips,
         chips_on_bus=len(chips),
-        torch_tpu_chips=_count_for_torch_tpu(root, chips),
-        device_files=tuple(f"/{path.relative_to(root)}" for path in files.paths),
+        torch_tpu_chips=len(counted_chips),
+        device_files=tuple(f"/{path.relative_to(root)}" for path in paths),
         bytes_per_chip=BYTES_PER_CHIP.get(generation, 0),
-        process_counts=legal_counts(generation, files.num_chips),
+        process_counts=legal_counts(generation, num_chips),
         threads_per_process=threads_per_process(generation),
         num_hosts=num_hosts,
         worker_id=worker_id,
@@ -244,7 +240,7 @@ def inspect_host(
 
 def count_chips(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     """How many TPU chips this process could open."""
-    return _find_files(environ, root, _read_bus(root)).num_chips
+    return _find_files(environ, root, _read_bus(root))[0]
 
 
 def holders_of(device_files: Collection[str], proc: Path = Path("/proc")) -> tuple[int, ...]:
@@ -264,10 +260,11 @@ def holders_of(device_files: Collection[str], proc: Path = Path("/proc")) -> tup
 
 def _find_files(
     environ: Mapping[str, str], root: Path, bus_chips: Sequence[_BusChip]
-) -> _ChipFiles:
+) -> tuple[int, tuple[Path, ...]]:
+    """How many chips this process could open, and their device files below the root."""
     accel_files = _matching_files(root / "dev", _ACCEL_FILE)
     if accel_files:
-        return _ChipFiles(len(accel_files), accel_files)
+        return len(accel_files), accel_files
     # Newer hosts hand chips out by vfio, which other devices use too: count only what the PCI
     # bus confirms, or what the environment of a TPU host (a container may hide the bus) does.
     vfio_files = _matching_files(root / "dev/vfio", _VFIO_GROUP)
@@ -276,23 +273,13 @@ def _find_files(
             environ.get(name) for name in _HOST_VARIABLES
         )
         taken_files = vfio_files if is_tpu_host else ()
-        return _ChipFiles(len(taken_files), taken_files)
+        return len(taken_files), taken_files
     if not all(chip.iommu_group for chip in bus_chips):
-        return _ChipFiles(min(len(vfio_files), len(bus_chips)), vfio_files)
+        return min(len(vfio_files), len(bus_chips)), vfio_files
     groups_here = {path.name for path in vfio_files}
     # A group can hold several chips, so chips are counted and not files.
     groups = [chip.iommu_group for chip in bus_chips if chip.iommu_group in groups_here]
-    return _ChipFiles(len(groups), tuple(path for path in vfio_files if path.name in groups))
-
-
-def _count_for_torch_tpu(root: Path, bus_chips: Sequence[_BusChip]) -> int:
-    return sum(
-        1
-        for chip in bus_chips
-        if chip.device_id in _COUNTED_BY_TORCH_TPU
-        and chip.iommu_group
-        and (root / "dev/vfio" / chip.iommu_group).exists()
-    )
+    return len(groups), tuple(path for path in vfio_files if path.name in groups)
 
 
 def _generation_of(bus_chips: Sequence[_BusChip], environ: Mapping[str, str]) -> str:
@@ -373,10 +360,8 @@ def _notes_on(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
             "no TPU of Google's and is not used. Uninstall it before you install Google's."
         )
     versions = {"torch_tpu": packages.torch_tpu, "torch_xla": packages.torch_xla}
-    for driver_name, driver_version in versions.items():
-        if driver_version and (
-            refusal := torch_refusal(driver_name, driver_version, packages.torch)
-        ):
+    for name, driver_version in versions.items():
+        if driver_version and (refusal := torch_refusal(name, driver_version, packages.torch)):
             yield (
                 f"{refusal}. Importing it would fail, or its operations would. Install a torch "
                 "that it takes, or use the other driver."

@@ -107,12 +107,10 @@ class TpuDevice(Device):
         counts = () if inventory.tpu is None else inventory.tpu.process_counts
         if choice.refusal or not counts or num_processes in counts:
             return choice.refusal
-        *all_but_last, last_count = map(str, counts)
-        text = " or ".join(filter(None, (", ".join(all_but_last), last_count)))
         return (
             f"num_processes={num_processes} is not supported on {inventory.tpu_chips} TPU chips: "
             "the runtime has no layout of so many, and workers could not find each other. Give "
-            f"num_processes={text}."
+            f"num_processes={chips.alternatives(counts)}."
         )
 
     def plan_warnings(self, inventory: Inventory, config: RunConfig) -> tuple[str, ...]:
@@ -187,11 +185,7 @@ class TpuDevice(Device):
         return tuple({**shared, **variables} for variables in per_worker)
 
     def idle_variables(self) -> Mapping[str, str]:
-        """See :meth:`Device.idle_variables`.
-
-        torch imports torch_tpu by itself, which takes seconds; and on a host without chips its
-        first backward pass asks a metadata server for minutes (torch_tpu 0.2).
-        """
+        """See :meth:`Device.idle_variables`."""
         return {_AUTOLOAD_VARIABLE: "0"} if find_packages({}).torch_tpu else {}
 
     def prepare_template(self) -> None:

@@ -170,8 +170,7 @@ def find_packages(
     """Look for the drivers."""
     torch_tpu, torch_xla = (_find(name, search_path) for name in ("torch_tpu", "torch_xla"))
     is_googles = torch_tpu is not None and any(
-        (entry_point.group, entry_point.value) == _TORCH_TPU_ENTRY_POINT
-        for entry_point in torch_tpu.entry_points
+        (point.group, point.value) == _TORCH_TPU_ENTRY_POINT for point in torch_tpu.entry_points
     )
     return DriverPackages(
         torch=_installed_version(_find("torch", search_path)),
@@ -211,14 +210,12 @@ def _installed_version(distribution: Distribution | None) -> str:
     return "" if distribution is None else metadata_version(distribution)
 
 
-_DRIVER_NAMES = ("torch_tpu", "torch_xla")
 # torch_tpu 0.2.0 declares torch>=2.11.0,<=2.15.0.
 _TORCH_OF_TORCH_TPU = ((2, 11), (2, 15))
 _INSTALL_TEXTS = {
     "torch_tpu": "pip install torch_tpu, with torch 2.11 to 2.15 and Python 3.11 or later",
     "torch_xla": "pip install 'torch_xla[tpu]', with the torch of the same version",
 }
-_OTHER_DRIVER_TEXT = 'Give tpu_driver="torch_xla"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,21 +235,21 @@ def choose_driver(asked: str, host: TpuHost | None, torch_version: str) -> Drive
         return _dry_run(found, torch_version)
     if refusal := many_hosts_refusal(found) or _chips_refusal(asked, found):
         return DriverChoice(refusal=refusal)
-    tried_names = _DRIVER_NAMES if asked == "auto" else (asked,)
+    tried_names = ("torch_tpu", "torch_xla") if asked == "auto" else (asked,)
     problems: list[str] = []
     for driver_name in tried_names:
         problem = _driver_problem(driver_name, found, torch_version)
         if not problem:
+            reason = "asked for" if asked != "auto" else f"{driver_name} is installed"
             return DriverChoice(
                 name=driver_name,
                 version=_version_of(driver_name, found),
-                reason="; ".join(
-                    ["asked for" if asked != "auto" else f"{driver_name} is installed", *problems]
-                ),
+                reason="; ".join([reason, *problems]),
             )
         problems.append(problem)
     installations = [_INSTALL_TEXTS[name] for name in tried_names if _could_drive(name, found)]
-    remedy = f"Run {'; or '.join(installations)}" if installations else _OTHER_DRIVER_TEXT
+    other_driver = 'Give tpu_driver="torch_xla"'
+    remedy = f"Run {'; or '.join(installations)}" if installations else other_driver
     return DriverChoice(
         refusal=(
             f'tpu_driver="{asked}" finds nothing for {count_noun(found.chips, "TPU chip")}: '

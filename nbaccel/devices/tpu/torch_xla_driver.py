@@ -89,8 +89,7 @@ class TorchXlaDriver(TpuDriver):
             # can be read again (torch_xla 2.9).
             folder = str(_CACHE_FOLDER.expanduser())
             importlib.import_module("torch_xla.runtime").initialize_cache(folder)
-        torch_xla = importlib.import_module("torch_xla")
-        torch_xla.device()
+        importlib.import_module("torch_xla").device()
 
     def launch_variables(
         self, host: TpuHost, num_workers: int, ports: Sequence[int]
@@ -272,9 +271,8 @@ def _refusal_of(name: str, remedy: str) -> Callable[..., NoReturn]:
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"torch.distributed.{name} got a tensor on xla, and this process group is "
-            f"gloo's: it would return at once, and change nothing. {text} to the host: "
-            "tensor.cpu()."
+            f"torch.distributed.{name} got a tensor on xla, and this process group is gloo's: it "
+            f"would return at once, and change nothing. {text} to the host: tensor.cpu()."
         )
 
     return refuse

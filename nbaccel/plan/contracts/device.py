@@ -24,14 +24,7 @@ if TYPE_CHECKING:
     from nbaccel.plan.inventory import Gpu, Inventory
     from nbaccel.plan.launch_plan import Plan
 
-__all__ = [
-    "CompileCounts",
-    "Device",
-    "DeviceRuntime",
-    "LaunchHooks",
-    "StepHooks",
-    "UnlistedDevice",
-]
+__all__ = ["CompileCounts", "Device", "DeviceRuntime", "LaunchHooks", "StepHooks", "UnlistedDevice"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,8 +75,7 @@ class Engine(ABC):
     def connect(self) -> None:  # noqa: B027  # few have something to do
         """Connect a process that a command has started to what the engine runs on.
 
-        A notebook does that itself, with options of its own. By default there is nothing to do.
-        Raises `ConfigError` where nothing answers there.
+        A notebook does that itself. Raises `ConfigError` where nothing answers there.
         """
 
     @abstractmethod

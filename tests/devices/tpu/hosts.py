@@ -103,6 +103,8 @@ def expect(
 DRIVERS = (("torch", "2.13.0+cpu"), ("torch_tpu", "0.2.0"), ("libtpu", "0.0.52"))
 XLA_DRIVERS = (("torch", "2.9.0"), ("torch_xla", "2.9.0"), ("libtpu", "0.0.21"))
 
+XLA_FACTS = {"torch_tpu": "", "torch_xla": "2.9.0", "libtpu": "0.0.21"}
+
 HOSTS: dict[str, RecordedHost] = {
     "colab v5e-1": RecordedHost(
         nodes=vfio(0, 1),
@@ -116,15 +118,7 @@ HOSTS: dict[str, RecordedHost] = {
         bus=chips_on_bus("v6e", 0, 1),
         environ={"COLAB_GPU": "", "PJRT_DEVICE": "TPU"},
         packages=XLA_DRIVERS,
-        expected=expect(
-            "v6e",
-            1,
-            (1,),
-            torch_tpu="",
-            torch_xla="2.9.0",
-            libtpu="0.0.21",
-            pjrt_device="TPU",
-        ),
+        expected=expect("v6e", 1, (1,), **XLA_FACTS, pjrt_device="TPU"),
     ),
     "kaggle v5e-8": RecordedHost(
         nodes=vfio(4, 8),
@@ -171,9 +165,7 @@ HOSTS: dict[str, RecordedHost] = {
             torch_tpu_chips=0,
             device_files=tuple(f"/dev/accel{number}" for number in range(4)),
             threads_per_process=2,
-            torch_tpu="",
-            torch_xla="2.9.0",
-            libtpu="0.0.21",
+            **XLA_FACTS,
         ),
     ),
     "v3-8 behind vfio": RecordedHost(
