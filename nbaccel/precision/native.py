@@ -18,6 +18,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -113,27 +114,21 @@ class LossScaler(torch.amp.GradScaler):
 _SHORT_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
+@dataclass(eq=False)
 class AutocastForward:
     """A model's forward that computes in a lower precision and returns float32."""
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        *,
-        device_type: str,
-        dtype: torch.dtype,
-        enabled: bool,
-        cache_enabled: bool | None,
-    ) -> None:
-        self.forward = forward
-        self.__wrapped__ = forward  # `inspect.signature` follows this to the model's own arguments
-        self.device_type = device_type
-        self.dtype = dtype
-        self.enabled = enabled
-        self.cache_enabled = cache_enabled
+    forward: Callable[..., Any]
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
+    cache_enabled: bool | None
+
+    def __post_init__(self) -> None:
+        # `inspect.signature` follows this to the model's own arguments.
+        self.__wrapped__ = self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; the same arguments, float32 in what it returns."""
         # A context of its own for each call: one that is shared is not reentrant.
         with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
             output = self.forward(*args, **kwargs)
@@ -165,10 +160,10 @@ class _AutocastPrecision(Precision):
         model.__dict__["_original_forward"] = forward
         model.__dict__["forward"] = AutocastForward(
             forward,
-            device_type=self._device_type,
-            dtype=self.dtype,
-            enabled=self._settings.enabled,
-            cache_enabled=self._settings.cache_enabled,
+            self._device_type,
+            self.dtype,
+            self._settings.enabled,
+            self._settings.cache_enabled,
         )
 
     def unwrap_forward(self, model: nn.Module) -> None:
