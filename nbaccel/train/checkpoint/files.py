@@ -22,19 +22,20 @@ written here, too.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes, save_file
 from torch import nn
 
 from nbaccel.base import atomic
@@ -167,7 +168,11 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
         _check_only_tensors(obj, "safe_serialization=False")
         obj = _with_addresses(obj)
     if not isinstance(path, (str, os.PathLike)):
-        _save_to_stream(obj, path, safe_serialization)
+        if safe_serialization:
+            # safetensors refuses tensors that are not contiguous.
+            path.write(to_bytes({name: tensor.contiguous() for name, tensor in obj.items()}))
+        else:
+            torch.save(obj, path)
         return
     path = Path(path).resolve()  # a link stays one, as with torch.save
     with atomic.partial_folder(path.parent, path.name) as folder:
@@ -186,13 +191,12 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
             except RuntimeError:
                 # torch's C++ writer drops the reason. Writing through Python is slower and keeps
                 # it.
-                with written_file.open("wb") as file:
-                    noting_file = _ErrorNotingFile(file)
+                with _ErrorNotingFile(written_file.open("wb", buffering=0)) as file:
                     try:
-                        torch.save(obj, cast("IO[bytes]", noting_file))
+                        torch.save(obj, file)
                     except RuntimeError as error:
-                        if noting_file.error is not None:
-                            raise noting_file.error from error
+                        if file.error is not None:
+                            raise file.error from error
                         raise
         # Before the rename, which could otherwise reach the disk sooner than the file's contents.
         atomic.sync_path(written_file)
@@ -200,32 +204,17 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
         written_file.replace(path)
 
 
-class _ErrorNotingFile:
+class _ErrorNotingFile(io.BufferedWriter):
     """Keeps the OSError of a failed write, which torch replaces by a RuntimeError without cause."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._wrapped_file = file
-        self.error: OSError | None = None
+    error: OSError | None = None
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         try:
-            return self._wrapped_file.write(data)
+            return super().write(data)
         except OSError as error:
             self.error = error
             raise
-
-    def flush(self) -> None:
-        self._wrapped_file.flush()
-
-
-def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> None:
-    if not safe_serialization:
-        torch.save(obj, stream)
-        return
-    from safetensors.torch import save as to_bytes
-
-    # safetensors refuses tensors that are not contiguous.
-    stream.write(to_bytes({name: tensor.contiguous() for name, tensor in obj.items()}))
 
 
 def save_model(
@@ -358,12 +347,11 @@ def numbered_name(file_name: str, number: int) -> str:
     return file_name if number == 0 else f"{file_stem}_{number}{separator}{file_ending}"
 
 
-def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
+def loader_file(number: int, loader: Any, rank: int = 0) -> str:
     """The file with the position of a loader, for one process."""
-    file_stem, _, file_ending = numbered_name(
-        STATEFUL_LOADER_FILE if stateful else SAMPLER_FILE, number
-    ).partition(".")
-    return f"{file_stem}_rank{rank}.{file_ending}" if rank else f"{file_stem}.{file_ending}"
+    is_stateful = getattr(loader, "use_stateful_dataloader", False)
+    name = numbered_name(STATEFUL_LOADER_FILE if is_stateful else SAMPLER_FILE, number)
+    return name.replace(".bin", f"_rank{rank}.bin") if rank else name
 
 
 def numbers_by_kind(folder: Path) -> dict[str, frozenset[int]]:
@@ -375,14 +363,15 @@ def numbers_by_kind(folder: Path) -> dict[str, frozenset[int]]:
 # ------------------------------------------------------------------------- what was left out
 
 
-def left_out_text(names_by_model: Mapping[int, Collection[str]]) -> str:
-    """What the checkpoint's file says."""
+def write_left_out(folder: Path, names_by_model: Mapping[int, Collection[str]]) -> None:
+    """Note names of what a checkpoint has left out, by number of the model."""
     content = {str(number): sorted(names) for number, names in names_by_model.items()}
-    return json.dumps({"frozen_parameters_left_out": content}, indent=1) + "\n"
+    text = json.dumps({"frozen_parameters_left_out": content}, indent=1)
+    atomic.write_text(folder / LEFT_OUT_FILE, f"{text}\n")
 
 
 def read_left_out(folder: Path) -> dict[int, frozenset[str]]:
-    """Names of what a checkpoint has left out, by number of the model; mostly none."""
+    """Read what :func:`write_left_out` noted; mostly nothing."""
     path = folder / LEFT_OUT_FILE
     if not path.exists():
         return {}

@@ -404,9 +404,8 @@ class _CheckpointLoad:
 
     def _find_loaders(self) -> Iterator[tuple[int, _SavedPart]]:
         for number, loader in self._parts.stateful_loaders():
-            is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
-            name = files.loader_file(number, stateful=is_stateful, rank=self._place.rank)
-            path = self._existing_file(name, files.loader_file(number, stateful=is_stateful))
+            name = files.loader_file(number, loader, self._place.rank)
+            path = self._existing_file(name, files.loader_file(number, loader))
             if path is not None:
                 part = _small_state(path, loader, self._read, _loader_problem, is_common=False)
                 yield number, part
