@@ -120,6 +120,21 @@ def require_layers(selections: Iterable[tuple[nn.Module, LayerSelection]]) -> No
     )
 
 
+def put_layers(
+    model: nn.Module, replacement_of: Callable[[str, nn.Module], nn.Module | None]
+) -> None:
+    """Put other layers, made from names and layers, in their place, with the same parameters."""
+    for parent_name, parent in list(model.named_modules()):
+        for name, layer in list(parent.named_children()):
+            replacement = replacement_of(f"{parent_name}.{name}" if parent_name else name, layer)
+            if replacement is not None:
+                for parameter_name, parameter in layer.named_parameters(recurse=False):
+                    # TransformerEngine's layers without a bias have an empty one.
+                    if getattr(replacement, parameter_name, None) is not None:
+                        setattr(replacement, parameter_name, parameter)
+                setattr(parent, name, replacement.train(layer.training))
+
+
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Make all converted layers `nn.Linear` again, with float32 weights; tied ones stay tied."""
     plain_weights: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}

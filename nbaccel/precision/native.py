@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` whose `update` may be called after every optimizer's step.
-
-    Takes the arguments of ``torch.amp.GradScaler``.
-    """
+    """A ``torch.amp.GradScaler`` whose `update` may be called after every optimizer's step."""
 
     def __init__(self, device: str, **settings: Any) -> None:
         super().__init__(device, **settings)
@@ -175,10 +172,11 @@ class _AutocastPrecision(Precision):
             return
         del model.__dict__["forward"]
         model.__dict__.pop("_original_forward", None)
-        # A forward that the user had set on the instance is put back; one of the class needs no
-        # entry.
-        if not _is_own_method(model, wrapper.forward):
-            model.__dict__["forward"] = wrapper.forward
+        # One that the user had set on the instance is put back; that of the class needs no entry.
+        forward: Any = wrapper.forward
+        is_own = getattr(forward, "__self__", None) is model
+        if not is_own or getattr(forward, "__func__", None) is not type(model).forward:
+            model.__dict__["forward"] = forward
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         if self.dtype is None:
@@ -216,13 +214,6 @@ class Fp16(_AutocastPrecision):
     ) -> None:
         super().__init__(device, autocast, scaler)
         self.scaler = LossScaler(device.type, **scaler.to_dict())
-
-
-def _is_own_method(model: nn.Module, forward: Callable[..., Any]) -> bool:
-    return (
-        getattr(forward, "__self__", None) is model
-        and getattr(forward, "__func__", None) is type(model).forward
-    )
 
 
 def as_float32(tree: Any) -> Any:

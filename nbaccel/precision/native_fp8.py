@@ -26,17 +26,12 @@ from torch import nn
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, require
+from nbaccel.base.trees import names_by_tensor
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
 from nbaccel.precision.fp8.gradient_exchange import ScaledGradients
 from nbaccel.precision.fp8.linear import AmaxHistory, Fp8Linear, LayerRecipe, convert_layer
 from nbaccel.precision.fp8.scaled_adam import ScaledAdam, owners_of
-from nbaccel.precision.fp8.scaled_tensor import (
-    E4M3,
-    E5M2,
-    FP16,
-    ScaledTensor,
-    accumulation_format,
-)
+from nbaccel.precision.fp8.scaled_tensor import E4M3, E5M2, FP16, ScaledTensor, accumulation_format
 from nbaccel.precision.fp8_layers import (
     Fp8Precision,
     LayerSelection,
@@ -162,12 +157,10 @@ class MsAmpFp8(NativeFp8):
 
     def full_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`Precision.full_state`: at O3 the masters' values."""
-        names_by_id: dict[int, list[str]] = {}
-        for name, weight in model.named_parameters(remove_duplicate=False):
-            names_by_id.setdefault(id(weight), []).append(name)
+        names = names_by_tensor(model.named_parameters(remove_duplicate=False))
         for optimizer in self._optimizers:
             for parameter, values in optimizer.masters():
-                state |= dict.fromkeys(names_by_id.get(id(parameter), ()), values)
+                state |= dict.fromkeys(names.get(id(parameter), ()), values)
         return state
 
     def describe(self) -> str:

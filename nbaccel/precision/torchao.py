@@ -21,7 +21,12 @@ from torch import nn
 from nbaccel.base.optional_packages import require
 from nbaccel.config.fp8 import AORecipeKwargs
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
-from nbaccel.precision.fp8_layers import Fp8Precision, LayerSelection, follow_parameters
+from nbaccel.precision.fp8_layers import (
+    Fp8Precision,
+    LayerSelection,
+    follow_parameters,
+    put_layers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,10 +141,15 @@ def has_layers(model: nn.Module) -> bool:
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Put `nn.Linear` back in the place of torchao's layers, with the same parameters."""
     layer_class = _layer_class()
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if layer_class is not None and isinstance(layer, layer_class):
-                setattr(parent, name, _plain_layer(layer))
+
+    def plain_layer(_name: str, layer: Any) -> nn.Module | None:
+        is_theirs = layer_class is not None and isinstance(layer, layer_class)
+        if not is_theirs:
+            return None
+        with torch.device("meta"):
+            return nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+
+    put_layers(model, plain_layer)
     return []
 
 
@@ -147,11 +157,3 @@ def _layer_class() -> type[nn.Module] | None:
     # Not imported: without it in this process there are no layers of it.
     module: Any = sys.modules.get("torchao.float8.float8_linear")
     return None if module is None else module.Float8Linear
-
-
-def _plain_layer(layer: Any) -> nn.Linear:
-    with torch.device("meta"):
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    plain.weight = layer.weight
-    plain.bias = layer.bias
-    return plain.train(layer.training)

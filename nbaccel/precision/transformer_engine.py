@@ -24,7 +24,7 @@ from nbaccel.base.log import write_notice
 from nbaccel.base.optional_packages import require
 from nbaccel.config import Fp8Config
 from nbaccel.plan.contracts.training import PrecisionSettings
-from nbaccel.precision.fp8_layers import Fp8Precision, LayerSelection
+from nbaccel.precision.fp8_layers import Fp8Precision, LayerSelection, put_layers
 
 _RECIPE_CLASSES = {
     "delayed": "DelayedScaling",
@@ -167,35 +167,29 @@ def replace_layers(
     with_norms: bool = True,
 ) -> None:
     """Put TransformerEngine's layers in the place of linear layers and LayerNorms; in place."""
-    for parent_name, parent in list(model.named_modules()):
-        for name, layer in list(parent.named_children()):
-            full_name = f"{parent_name}.{name}" if parent_name else name
-            if type(layer) is nn.Linear and (linear_names is None or full_name in linear_names):
-                engine_layer = library.Linear(
-                    layer.in_features,
-                    layer.out_features,
-                    bias=layer.bias is not None,
-                    params_dtype=layer.weight.dtype,
-                    device="meta",
-                )
-            # Its LayerNorm has one dimension, and always weight and bias.
-            elif (
-                with_norms
-                and type(layer) is nn.LayerNorm
-                and len(layer.normalized_shape) == 1
-                and len(list(layer.parameters(recurse=False))) == 2
-            ):
-                engine_layer = library.LayerNorm(
-                    layer.normalized_shape[0],
-                    eps=layer.eps,
-                    dtype=layer.weight.dtype,
-                    device="meta",
-                )
-            else:
-                continue
-            for parameter_name, parameter in layer.named_parameters(recurse=False):
-                setattr(engine_layer, parameter_name, parameter)
-            setattr(parent, name, engine_layer.train(layer.training))
+
+    def engine_layer(name: str, layer: nn.Module) -> Any:
+        if type(layer) is nn.Linear and (linear_names is None or name in linear_names):
+            return library.Linear(
+                layer.in_features,
+                layer.out_features,
+                bias=layer.bias is not None,
+                params_dtype=layer.weight.dtype,
+                device="meta",
+            )
+        # Its LayerNorm has one dimension, and always weight and bias.
+        if (
+            with_norms
+            and type(layer) is nn.LayerNorm
+            and len(layer.normalized_shape) == 1
+            and len(list(layer.parameters(recurse=False))) == 2
+        ):
+            return library.LayerNorm(
+                layer.normalized_shape[0], eps=layer.eps, dtype=layer.weight.dtype, device="meta"
+            )
+        return None
+
+    put_layers(model, engine_layer)
 
 
 def has_layers(model: nn.Module) -> bool:
@@ -209,26 +203,17 @@ def _is_engine_layer(module: nn.Module) -> bool:
 
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Put torch's layers back in the place of TransformerEngine's, with the same parameters."""
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            plain = _plain_layer(layer) if _is_engine_layer(layer) else None
-            if plain is not None:
-                setattr(parent, name, plain)
+    put_layers(model, _plain_layer)
     return []
 
 
-def _plain_layer(layer: Any) -> nn.Module | None:
-    class_name = type(layer).__name__
-    parameters = dict(layer.named_parameters(recurse=False))
-    has_bias = parameters.get("bias") is not None and parameters["bias"].numel() > 0
+def _plain_layer(_name: str, layer: Any) -> nn.Module | None:
+    class_name = type(layer).__name__ if _is_engine_layer(layer) else ""
     with torch.device("meta"):
-        plain: nn.Module
         if class_name == "Linear":
-            plain = nn.Linear(layer.in_features, layer.out_features, bias=has_bias)
-        elif class_name == "LayerNorm":
-            plain = nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps)
-        else:
-            return None
-    for name in ("weight", *(("bias",) if has_bias else ())):
-        setattr(plain, name, parameters[name])
-    return plain.train(layer.training)
+            bias = dict(layer.named_parameters(recurse=False)).get("bias")
+            has_bias = bias is not None and bias.numel() > 0
+            return nn.Linear(layer.in_features, layer.out_features, bias=has_bias)
+        if class_name == "LayerNorm":
+            return nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps)
+    return None

@@ -108,8 +108,7 @@ class AmaxHistory:
         self.amaxes.zero_()
 
 
-MULTIPLE = 16
-"""What inner sizes must be divisible by, on GPUs."""
+MULTIPLE = 16  # what inner sizes must be divisible by, on GPUs
 
 
 def scaled_product(
