@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +151,11 @@ class TrainingCheckpoints(Preparer):
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Let ``hook(models, weights, folder)`` run before weights are written."""
-        return _add_hook(self._checkpoints.save_hooks, hook)
+        return add_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Let ``hook(models, folder)`` run before anything is loaded."""
-        return _add_hook(self._checkpoints.load_hooks, hook)
+        return add_hook(self._checkpoints.load_hooks, hook)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All tensors of a prepared model by name; a collective where it is sharded.
@@ -231,17 +232,15 @@ class TrainingCheckpoints(Preparer):
         return place.is_local_main if self._run.request.project.save_on_each_node else place.is_main
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Names checkpoints, keeps as many as are wanted, and calls the hooks of users."""
 
-    def __init__(
-        self, configuration: ProjectConfiguration, place: Place, collectives: Collectives
-    ) -> None:
-        self._project = configuration
-        self._place = place
-        self._collectives = collectives
-        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+    _project: ProjectConfiguration
+    _place: Place
+    _collectives: Collectives
+    save_hooks: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
 
     def save(
         self,
@@ -339,7 +338,8 @@ class Checkpoints:
         return found
 
 
-def _add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> RemovableHandle:
+def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> RemovableHandle:
+    """Add a hook, which the handle removes."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

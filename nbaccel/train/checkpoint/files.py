@@ -3,21 +3,6 @@
 A reader finds the old file or the new one, never a partial file. The names are Accelerate's, so
 that either can read what the other wrote; ``sampler.bin``, which its documentation promises, is
 written here, too.
-
-    model.safetensors, model_1.safetensors, …     weights (pytorch_model.bin, … without safetensors)
-    pytorch_model_fsdp_0/, …                      in shards, with the model's first optimizer
-    pytorch_model/, pytorch_model_1/, …           the same of DeepSpeed, beside its own `latest`
-    optimizer_1/, …                               in shards, the model's further optimizers
-    optimizer.bin, scheduler.bin, …               by number, from 0
-    sampler.bin, sampler_rank1.bin, …             where a loader is in its data, by rank
-    dl_state_dict.bin, dl_state_dict_rank1.bin, … the same of torchdata's loaders
-    scaler.pt                                     of fp16
-    fp8_scales.bin                                scales and histories of fp8's delayed scaling
-    random_states_0.pkl, …                        generators by rank, and the accumulation step
-    gradients_0.bin, …                            by rank, of a save within a group of batches
-    custom_checkpoint_0.pkl, …                    registered objects
-    nbaccel_left_out.json                         names of frozen parameters that were not saved
-    nbaccel_manifest.json                         sizes and checksums of all these, when saved
 """
 
 from __future__ import annotations
@@ -40,6 +25,7 @@ from torch import nn
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.trees import names_by_tensor
 from nbaccel.base.weight_files import OLD_TORCH_FORMAT
 from nbaccel.config.given_values import shown
 from nbaccel.transfer.sharded_tensors import shard_readers
@@ -73,11 +59,8 @@ def read_torch_outline(path: Path, **options: Any) -> Any:
 
 
 def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Weights by name, those too that were not written because they are tied to others.
-
-    For the device ``meta`` no values are read.
-    """
-    is_outline = device.type == "meta"
+    """Weights by name, those too that were not written because they are tied to others."""
+    is_outline = device.type == "meta"  # no values are read
     if path.suffix != ".safetensors":
         state = (
             read_torch_outline(path) if is_outline else read_torch_file(path, map_location=device)
@@ -102,19 +85,14 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
                 f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
                 "checkpoint."
             ) from error
-    for names in (*_tied_names(model), *stored_names.items()):
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    for names in (*names_by_tensor(named).values(), *stored_names.items()):
         stored = [name for name in names if name in weights]
         weights |= {name: weights[stored[0]] for name in names if stored and name not in weights}
     return weights
-
-
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    """For each tensor of a model all its names."""
-    names_by_tensor: dict[int, list[str]] = {}
-    for list_named in (model.named_parameters, model.named_buffers):
-        for name, tensor in list_named(remove_duplicate=False):
-            names_by_tensor.setdefault(id(tensor), []).append(name)
-    return list(names_by_tensor.values())
 
 
 def why_unreadable(path: Path, error: Exception) -> str:
@@ -189,8 +167,7 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
             try:
                 torch.save(obj, written_file)
             except RuntimeError:
-                # torch's C++ writer drops the reason. Writing through Python is slower and keeps
-                # it.
+                # torch's C++ writer drops the reason. Python's is slower and keeps it.
                 with _ErrorNotingFile(written_file.open("wb", buffering=0)) as file:
                     try:
                         torch.save(obj, file)
@@ -250,11 +227,8 @@ def save_model(
 
 
 def _with_addresses(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors; in host memory those whose device gives no address, such as torch_xla's.
-
-    safetensors' writers tell tied tensors by their addresses. Tied ones of such a device are
-    written twice.
-    """
+    """The same tensors; in host memory those whose device gives no address, such as torch_xla's."""
+    # safetensors' writers tell tied tensors by it: tied ones of such a device are written twice.
     return {
         name: tensor if _has_address(tensor) else tensor.detach().cpu()
         for name, tensor in state_dict.items()
@@ -296,20 +270,21 @@ def _check_only_tensors(state_dict: Any, remedy: str) -> None:
 
 # ------------------------------------------------------------------------- names
 
+# A second model's is ``model_1.safetensors``, and so on; a second process's ``sampler_rank1.bin``.
 SAFE_WEIGHTS = "model.safetensors"
 PICKLED_WEIGHTS = "pytorch_model.bin"
 OPTIMIZER_FILE = "optimizer.bin"
 SCHEDULER_FILE = "scheduler.bin"
-SCALER_FILE = "scaler.pt"
-PRECISION_FILE = "fp8_scales.bin"
-SAMPLER_FILE = "sampler.bin"
-STATEFUL_LOADER_FILE = "dl_state_dict.bin"
-CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"
-RANDOM_STATES_FILE = "random_states_{}.pkl"  # by rank
-GRADIENTS_FILE = "gradients_{}.bin"  # by rank
-MANIFEST_FILE = "nbaccel_manifest.json"
-LEFT_OUT_FILE = "nbaccel_left_out.json"
-OPTIMIZER_SHARDS = "optimizer_{}"
+SCALER_FILE = "scaler.pt"  # of fp16
+PRECISION_FILE = "fp8_scales.bin"  # scales and histories of fp8's delayed scaling
+SAMPLER_FILE = "sampler.bin"  # where a loader is in its data
+STATEFUL_LOADER_FILE = "dl_state_dict.bin"  # the same of torchdata's loaders
+CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"  # registered objects
+RANDOM_STATES_FILE = "random_states_{}.pkl"  # generators by rank, and the accumulation step
+GRADIENTS_FILE = "gradients_{}.bin"  # by rank, of a save within a group of batches
+MANIFEST_FILE = "nbaccel_manifest.json"  # sizes and checksums of all these, when saved
+LEFT_OUT_FILE = "nbaccel_left_out.json"  # names of frozen parameters that were not saved
+OPTIMIZER_SHARDS = "optimizer_{}"  # a model's further ones; its first lies with the model's shards
 # A kind's parts have their number in the last group, where it is not 0. Anything that matches none
 # of them is the user's: a save moves it into the new folder.
 _PARTS = {
