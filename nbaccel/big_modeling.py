@@ -152,8 +152,8 @@ def init_on_device(
             for shard_reader in shard_readers(loaded_only=False):
                 stack.enter_context(shard_reader.building_whole())
         _watch_registrations()
-        _open_blocks.stack.append(_Block(target, include_buffers))
-        stack.callback(_open_blocks.stack.pop)
+        stack.callback(setattr, _this_thread, "block", _open_block())
+        _this_thread.block = _Block(target, include_buffers)
         yield
 
 
@@ -163,20 +163,16 @@ class _Block:
 
     device: torch.device  # where tensors are made
     include_buffers: bool  # whether buffers, too
-    # What became of parameters that were made elsewhere: one that is registered twice must become
-    # one parameter.
+    # What became of parameters made elsewhere: one that is registered twice must become one.
     moved: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
 
-class _OpenBlocks(threading.local):
-    """The blocks that this thread is in, innermost last."""
-
-    @functools.cached_property
-    def stack(self) -> list[_Block]:
-        return []
+_this_thread = threading.local()
 
 
-_open_blocks = _OpenBlocks()
+def _open_block() -> _Block | None:
+    """The innermost block that this thread is in."""
+    return getattr(_this_thread, "block", None)
 
 
 @functools.cache
@@ -187,7 +183,7 @@ def _watch_registrations() -> None:
 
 
 def _moved_parameter(module: nn.Module, name: str, parameter: Any) -> Any:
-    block = _open_blocks.stack[-1] if _open_blocks.stack else None
+    block = _open_block()
     if block is None or parameter is None or check_device_same(parameter.device, block.device):
         return parameter
     if parameter not in block.moved:
@@ -197,7 +193,7 @@ def _moved_parameter(module: nn.Module, name: str, parameter: Any) -> Any:
 
 
 def _moved_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
-    block = _open_blocks.stack[-1] if _open_blocks.stack else None
+    block = _open_block()
     if block is None or buffer is None or not block.include_buffers:
         return buffer
     _check_can_move(module, name, buffer, block)

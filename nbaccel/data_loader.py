@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.dispatch import DataLoaderDispatcher, SliceFn, stateful_class
+from nbaccel.train.dispatch import DataLoaderDispatcher, SliceFn, loader_class
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import (
     DataLoaderShard,
@@ -183,21 +183,15 @@ class _LoaderPreparation:
         self._check_loader()
         self._use_seedable_sampler()
         if not self.place.is_alone and self.dispatches:
-            # Accelerate's dispatcher drops the generator, too; the order of later epochs depends on
-            # it.
+            # Accelerate's dispatcher drops it, too; the order of later epochs depends on it.
             base_loader = _rebuild_loader(self.loader, stateful=self.stateful, generator=None)
             self.rng_types = ()  # process 0 alone draws
         else:
             base_loader = self._whole_loader() if self.place.is_alone else self._own_share()
-        # Without a sampler's generator there is none of that name to synchronise, which `rng` would
-        # refuse.
-        rng_types = [
-            rng_type for rng_type in self.rng_types if rng_type != "generator" or self.synchronized
-        ]
-        loader_class: Any = DataLoaderDispatcher if self.dispatches else DataLoaderShard
-        if self.stateful:
-            loader_class = stateful_class(loader_class)
-        prepared_loader: PreparedLoader = loader_class.around(
+        # Without a sampler's generator there is none of that name, which `rng` would refuse.
+        rng_types = [name for name in self.rng_types if name != "generator" or self.synchronized]
+        own_class = loader_class(dispatches=self.dispatches, stateful=self.stateful)
+        prepared_loader = own_class.around(
             base_loader, self.gradient_state, self._loader_settings(rng_types=tuple(rng_types))
         )
         if isinstance(prepared_loader, DataLoaderDispatcher):
@@ -298,6 +292,7 @@ class _LoaderPreparation:
         world_size = self.place.world_size
         rank = self.place.rank
         split_batches = self.settings.split_batches
+        batch_size = self.loader.batch_size
         num_shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
         if (
             hasattr(dataset, "shard")
@@ -310,12 +305,9 @@ class _LoaderPreparation:
             dataset = dataset.shard(num_shards=world_size, index=rank)
         else:
             self.synchronized = getattr(dataset, "generator", None)
-            batch_size = self.loader.batch_size
-            drop_last = self.loader.drop_last
             dataset = IterableDatasetShard(
-                dataset, batch_size, drop_last, world_size, rank, split_batches
+                dataset, batch_size, self.loader.drop_last, world_size, rank, split_batches
             )
-        batch_size = self.loader.batch_size
         options = {"batch_size": batch_size // world_size} if batch_size and split_batches else {}
         return _rebuild_loader(self.loader, stateful=self.stateful, dataset=dataset, **options)
 
@@ -335,13 +327,11 @@ class _LoaderPreparation:
         )
         # From the innermost outwards, because each copy is given the new sampler inside it.
         for outer_sampler in reversed(batch_samplers):
-            attribute_name = (
-                "batch_sampler" if hasattr(outer_sampler, "batch_sampler") else "sampler"
-            )
+            attribute = "batch_sampler" if hasattr(outer_sampler, "batch_sampler") else "sampler"
             # Copies, because the user's loader keeps its samplers.
-            inner_sampler = new_sampler
-            new_sampler = copy.copy(outer_sampler)
-            setattr(new_sampler, attribute_name, inner_sampler)
+            outer_copy = copy.copy(outer_sampler)
+            setattr(outer_copy, attribute, new_sampler)
+            new_sampler = outer_copy
         self.loader = _rebuild_loader(
             self.loader, stateful=hasattr(self.loader, "state_dict"), index_batches=new_sampler
         )
@@ -406,11 +396,9 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
         base_loader = _rebuild_loader(
             base_loader, stateful=loader_settings.stateful, index_batches=remaining_batches
         )
-    is_dispatcher = isinstance(loader, DataLoaderDispatcher)
-    loader_class: Any = DataLoaderDispatcher if is_dispatcher else DataLoaderShard
-    if loader_settings.stateful:
-        loader_class = stateful_class(loader_class)
-    skipping_loader: PreparedLoader = loader_class.around(
+    dispatches = isinstance(loader, DataLoaderDispatcher)
+    own_class = loader_class(dispatches=dispatches, stateful=loader_settings.stateful)
+    skipping_loader = own_class.around(
         base_loader, loader.gradient_state, loader_settings, loader.position, drop=num_dropped
     )
     if isinstance(loader, DataLoaderDispatcher):
@@ -467,24 +455,20 @@ def _rebuild_loader(
 ) -> DataLoader[Any]:
     """A new torch loader like another one, with the given arguments changed."""
     # A new one, because torch forbids changing the sampler or dataset of a loader.
-    loader_class: Callable[..., DataLoader[Any]] = reading_class(stateful)
     dataset = loader.dataset if dataset is None else dataset
-    loader_options = _loader_options(loader)
+    options = _loader_options(loader)
     if hasattr(loader, "snapshot_every_n_steps") and stateful:
-        loader_options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps
-    if isinstance(dataset, IterableDataset):
-        return loader_class(
-            dataset, **{**_size_options(loader), **loader_options, **changed_options}
-        )
+        options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps
     index_batches = _index_batches(loader) if index_batches is None else index_batches
-    if loader.batch_sampler is None:
+    if isinstance(dataset, IterableDataset):
+        options |= _size_options(loader)
+    elif loader.batch_sampler is None:
         # Without automatic batching the dataset gets each index (or list of them) as it is.
-        return loader_class(
-            dataset, sampler=index_batches, batch_size=None, **{**loader_options, **changed_options}
-        )
-    return loader_class(
-        dataset, batch_sampler=index_batches, **{**loader_options, **changed_options}
-    )
+        options |= {"sampler": index_batches, "batch_size": None}
+    else:
+        options["batch_sampler"] = index_batches
+    rebuilt: DataLoader[Any] = reading_class(stateful)(dataset, **{**options, **changed_options})
+    return rebuilt
 
 
 def _loader_options(loader: DataLoader[Any]) -> dict[str, Any]:

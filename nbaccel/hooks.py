@@ -2,16 +2,18 @@
 
 `AlignDevicesHook` brings weights and arguments to one device for it; weights that are offloaded
 come from a map and go when the module has run. Which module computes where, and what is offloaded,
-is told by the caller.
+is told by the caller. Attributes of a hooked module have the names that transformers and diffusers
+look at.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -20,24 +22,9 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.torch_private import store_own_tensor
 from nbaccel.base.trees import leaves, send_to_device
 from nbaccel.base.units import first_few
-from nbaccel.bigmodel.module_hooks import (
-    HOOK_ATTRIBUTE,
-    ModelHook,
-    SequentialHook,
-    add_hook_to_module,
-    each_hook,
-    outside_compiled_code,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
-)
 from nbaccel.bigmodel.module_sizes import get_non_persistent_buffers, named_module_tensors
 from nbaccel.bigmodel.offload_folder import PrefixedDataset
-from nbaccel.bigmodel.prefetching import (
-    CopiesUnderWay,
-    ExecutionOrder,
-    start_copies,
-    tell_weights,
-)
+from nbaccel.bigmodel.prefetching import CopiesUnderWay, ExecutionOrder, start_copies, tell_weights
 from nbaccel.bigmodel.tensor_placing import (
     PlacedTensors,
     as_device,
@@ -67,6 +54,195 @@ __all__ = [
 
 _Device = int | str | torch.device
 _TiedMap = dict[int, PlacedTensors]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+HOOK_ATTRIBUTE = "_hf_hook"  # where a module has its hook
+_FORWARD_ATTRIBUTE = "_old_forward"
+# What `dispatch_model` puts on a module to warn of moving it.
+_GUARDED_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
+
+
+def outside_compiled_code(method: _Method) -> _Method:
+    """Let ``torch.compile`` call a function as it is, not trace it."""
+    # Not before a compiler is at work: `torch.compiler.disable` imports it, which takes seconds.
+    untraced: _Method | None = None
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal untraced
+        if not torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        if untraced is None:
+            # Once: another function each time would be compiled around again each time.
+            disable: Callable[[_Method], _Method] = torch.compiler.disable
+            untraced = disable(method)
+        return untraced(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class ModelHook:
+    """Called before and after a module's ``forward``. Subclasses override what they need.
+
+    Attributes:
+        no_grad: Whether ``forward`` runs under ``torch.no_grad()``.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is attached; returns the module, prepared."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> _Arguments:
+        """Called before ``forward`` with its arguments; returns those that it gets."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after ``forward`` with what it returned; returns what the caller gets."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is removed; returns the module, as it was before."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one, called in their order at every event.
+
+    Args:
+        *hooks: The hooks. ``no_grad`` of one holds for all.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    @outside_compiled_code
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> _Arguments:
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    @outside_compiled_code
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def each_hook(module: nn.Module) -> Iterator[Any]:
+    """The hooks of a module, each by itself; also those that another library attached."""
+    waiting = [getattr(module, HOOK_ATTRIBUTE, None)]
+    while waiting:
+        hook = waiting.pop(0)
+        nested_hooks = getattr(hook, "hooks", None)
+        if nested_hooks is not None:
+            waiting[:0] = nested_hooks
+        elif hook is not None:
+            yield hook
+
+
+# ------------------------------------------------------------------------- attaching
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Call a hook around a module's ``forward``.
+
+    The hook is then ``module._hf_hook``, what ``forward`` was before ``module._old_forward``.
+
+    Args:
+        module: The module; it is changed.
+        hook: The hook.
+        append: Whether it is called after the hook that the module has; else it replaces that.
+
+    Returns:
+        The module.
+    """
+    if append and (first_hook := getattr(module, HOOK_ATTRIBUTE, None)) is not None:
+        remove_hook_from_module(module)
+        hook = SequentialHook(first_hook, hook)
+    is_hooked = hasattr(module, HOOK_ATTRIBUTE) and hasattr(module, _FORWARD_ATTRIBUTE)
+    inner_forward = getattr(module, _FORWARD_ATTRIBUTE) if is_hooked else module.forward
+    module = hook.init_hook(module)
+    setattr(module, _FORWARD_ATTRIBUTE, inner_forward)
+    setattr(module, HOOK_ATTRIBUTE, hook)
+    # A partial of a function that can be imported: the module can be copied and pickled with it.
+    hooked = functools.update_wrapper(functools.partial(_hooked_forward, module), inner_forward)
+    if _is_graph_module(module):
+        # Its class, which is its own, gets a new `forward` when the graph changes; one of the
+        # object would hide that.
+        type(module).forward = staticmethod(hooked)
+    else:
+        module.forward = hooked
+    return module
+
+
+def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    hook = getattr(module, HOOK_ATTRIBUTE)
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    inner_forward = getattr(module, _FORWARD_ATTRIBUTE)
+    if hook.no_grad:
+        with torch.no_grad():
+            output = inner_forward(*args, **kwargs)
+    else:
+        output = inner_forward(*args, **kwargs)
+    return hook.post_forward(module, output)
+
+
+def _is_graph_module(module: nn.Module) -> bool:
+    # Not imported for this: without it nothing has been traced.
+    traced = sys.modules.get("torch.fx.graph_module")
+    return traced is not None and isinstance(module, traced.GraphModule)
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Take the hook from a module, and give it the ``forward`` back that it had before.
+
+    Args:
+        module: The module; one without a hook stays as it is.
+        recurse: Whether from its submodules, too.
+
+    Returns:
+        The module.
+    """
+    if hasattr(module, HOOK_ATTRIBUTE):
+        getattr(module, HOOK_ATTRIBUTE).detach_hook(module)
+        delattr(module, HOOK_ATTRIBUTE)
+    if hasattr(module, _FORWARD_ATTRIBUTE):
+        inner_forward = getattr(module, _FORWARD_ATTRIBUTE)
+        function = getattr(inner_forward, "__func__", None)
+        is_its_own = function is not None and getattr(inner_forward, "__self__", None) is module
+        if _is_graph_module(module):
+            plain = function if is_its_own else staticmethod(inner_forward)
+            type(module).forward = plain  # type: ignore[assignment]
+        elif is_its_own and function is type(module).forward:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = inner_forward
+        delattr(module, _FORWARD_ATTRIBUTE)
+    for method_name in _GUARDED_METHODS:
+        vars(module).pop(method_name, None)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take all hooks from a module and its submodules."""
+    remove_hook_from_module(module, recurse=True)
 
 
 # ------------------------------------------------------------------------- whole modules
@@ -92,14 +268,10 @@ class CpuOffload(ModelHook):
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the model to host memory."""
         return module.to("cpu")
 
     @outside_compiled_code
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make room, and move the model and its arguments to where it computes."""
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> _Arguments:
         target = as_device(self.execution_device)
         if isinstance(self.prev_module_hook, UserCpuOffloadHook):
             self.prev_module_hook.make_room()
@@ -108,6 +280,7 @@ class CpuOffload(ModelHook):
         return send_to_device(args, target), send_to_device(kwargs, target)
 
 
+@dataclass(eq=False, repr=False)
 class UserCpuOffloadHook:
     """What a user needs of a `CpuOffload`: send the model back, or remove the hook.
 
@@ -116,9 +289,8 @@ class UserCpuOffloadHook:
         hook: Its hook.
     """
 
-    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
-        self.model = model
-        self.hook = hook
+    model: nn.Module
+    hook: ModelHook
 
     def offload(self) -> None:
         """Move the model to host memory."""
@@ -142,6 +314,7 @@ def _parameter_device(module: nn.Module) -> torch.device | None:
     return None if first_parameter is None else first_parameter.device
 
 
+@dataclass(eq=False, repr=False)
 class LayerwiseCastingHook(ModelHook):
     """Keeps a module's weights in one format, and converts them to another for ``forward``.
 
@@ -151,30 +324,24 @@ class LayerwiseCastingHook(ModelHook):
         non_blocking: Whether the conversion may be under way when the next step begins.
     """
 
-    def __init__(
-        self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool
-    ) -> None:
-        check_float_dtypes(storage_dtype=storage_dtype, compute_dtype=compute_dtype)
-        self.storage_dtype = storage_dtype
-        self.compute_dtype = compute_dtype
-        self.non_blocking = non_blocking
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    non_blocking: bool
+
+    def __post_init__(self) -> None:
+        check_float_dtypes(storage_dtype=self.storage_dtype, compute_dtype=self.compute_dtype)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Convert the weights to what they are kept in."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return module
 
     @outside_compiled_code
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert the weights to what the module computes in."""
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> _Arguments:
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     @outside_compiled_code
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Convert the weights to what they are kept in."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
 
@@ -308,9 +475,7 @@ class AlignDevicesHook(ModelHook):
     # --------------------------------------------------------------- running
 
     @outside_compiled_code
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> _Arguments:
         """Bring weights and arguments to where the module computes."""
         if self.io_same_device:
             tensors = (leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor))
@@ -403,16 +568,13 @@ class AlignDevicesHook(ModelHook):
     def _checked_target(self) -> torch.device:
         return self._target() or torch.device("cpu")
 
-    # --------------------------------------------------------------- training
-
     def _full_name(self, name: str) -> str:
-        prefix = getattr(self.weights_map, "prefix", "")
-        return f"{prefix}{name}"
+        return f"{getattr(self.weights_map, 'prefix', '')}{name}"
 
     # --------------------------------------------------------------- ahead of time
 
     def copy_ahead(self) -> None:
-        """See `OffloadedBlock`."""
+        """Begin to copy the weights to where the module computes, if that can be done beside."""
         target = self._target()
         if self._copies is None and target is not None and target.type not in ("cpu", "meta"):
             # One that is lacking is reported when its module runs.
@@ -421,7 +583,7 @@ class AlignDevicesHook(ModelHook):
                 self._copies = start_copies({name: self._weight(name) for name in names}, target)
 
     def drop_copies(self) -> None:
-        """See `OffloadedBlock`."""
+        """Forget copies that were begun."""
         self._copies = None
 
 

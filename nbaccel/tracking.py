@@ -14,7 +14,7 @@ import math
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from numbers import Real
 from operator import attrgetter
@@ -242,19 +242,14 @@ class TensorBoardTracker(GeneralTracker):
 
 
 class _Service(NamedTuple):
-    """How a run of a service begins, what is told its configuration, and how it ends.
+    """How a run of a service begins, what is told its configuration, and how it ends."""
 
-    The last two are names of methods, looked up from the tracker.
-    """
-
-    begin: str
-    """A function of the package; its result is the run."""
-    project: str
-    """Its argument for the run's name; empty where it has none."""
-    configure: str
-    end: str
+    begin: str  # a function of the package; its result is the run
+    project: str  # its argument for the run's name; empty where it has none
+    configure: str  # a method, looked up from the tracker
+    end: str  # another one
+    # Names of the package for pip, where they are not the module's; any one is enough.
     distributions: tuple[str, ...] = ()
-    """Names of the package for pip, where they are not the module's; any one is enough."""
 
 
 SERVICES = {
@@ -636,18 +631,15 @@ def _plot_names(value_name: str) -> dict[str, str]:
 
 def _plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
     """A value that JSON can hold: tensors and numpy numbers as Python's, the rest as text."""
+    plain = functools.partial(_plain_value, keep_infinite=keep_infinite)
     if isinstance(any_value, Mapping):
-        return {
-            str(item_name): _plain_value(item, keep_infinite=keep_infinite)
-            for item_name, item in any_value.items()
-        }
+        return {str(name): plain(item) for name, item in any_value.items()}
     if isinstance(any_value, (list, tuple, set, frozenset)):
-        return [_plain_value(item, keep_infinite=keep_infinite) for item in any_value]
+        return list(map(plain, any_value))
     if hasattr(any_value, "tolist") and hasattr(any_value, "dtype"):  # of torch or numpy
         # One number in an array of any shape counts as that number.
         is_one = math.prod(any_value.shape) == 1
-        python_value = any_value.item() if is_one else any_value.tolist()
-        return _plain_value(python_value, keep_infinite=keep_infinite)
+        return plain(any_value.item() if is_one else any_value.tolist())
     # JSON has no NaN and no infinity.
     if isinstance(any_value, float) and not math.isfinite(any_value):
         return any_value if keep_infinite else str(any_value)
@@ -785,8 +777,7 @@ def _match_trackers(item: Any) -> list[_Tracker]:
             return [tracker_class]
         if distributed.rank() == 0:
             service = SERVICES.get(tracker_name)
-            distributions = service.distributions if service else ()
-            package_name = distributions[0] if distributions else tracker_name
+            package_name = next(iter(service.distributions if service else ()), tracker_name)
             warnings.warn(
                 f"log_with={tracker_name!r} is left out: {package_name} is not installed, so "
                 f"nothing is logged there. Install it: pip install {package_name}",
@@ -825,22 +816,6 @@ def start_trackers(
             tracker.store_init_configuration(config)
         started_trackers.append(tracker)
     return started_trackers
-
-
-def find_started_tracker(
-    started_trackers: Sequence[GeneralTracker], tracker_name: str, *, unwrap: bool
-) -> Any:
-    """One of the started trackers; see `Accelerator.get_tracker`."""
-    for tracker in started_trackers:
-        if tracker.name == tracker_name:
-            return getattr(tracker, "tracker", tracker) if unwrap else tracker
-    if not started_trackers:
-        return GeneralTracker(_blank=True)
-    raise ConfigError(
-        f"get_tracker({tracker_name!r}) finds none: started are "
-        f"{[tracker.name for tracker in started_trackers]}. Give its name to "
-        "Accelerator(log_with=...), before init_trackers."
-    )
 
 
 def logger_type_of(tracker: _Tracker) -> LoggerType | str | GeneralTracker:

@@ -229,7 +229,14 @@ class Accelerator(TrainingCheckpoints):
             *models: The models that are trained in the block.
         """
         state = self.gradient_state
-        self._count_batch()
+        state.batches_in_group = 1 if state.sync_gradients else state.batches_in_group + 1
+        # A short group at the end steps, too, so the next epoch begins with a whole group.
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            self.step = 0
+            state.sync_gradients = True
+        else:
+            self.step += 1
+            state.sync_gradients = self.step % state.num_steps == 0
         if state.sync_gradients or state.sync_each_batch or self._run.place.is_alone:
             return _NO_CONTEXT
         if len(models) == 1:
@@ -242,17 +249,6 @@ class Accelerator(TrainingCheckpoints):
             for model in models:
                 stack.enter_context(self._run.strategy.no_sync(model))
             yield
-
-    def _count_batch(self) -> None:
-        state = self.gradient_state
-        state.batches_in_group = 1 if state.sync_gradients else state.batches_in_group + 1
-        # A short group at the end steps, too, so the next epoch begins with a whole group.
-        if state.sync_with_dataloader and state.end_of_dataloader:
-            self.step = 0
-            state.sync_gradients = True
-        else:
-            self.step += 1
-            state.sync_gradients = self.step % state.num_steps == 0
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -489,7 +485,16 @@ class Accelerator(TrainingCheckpoints):
         Raises:
             ConfigError: Trackers have begun, and none of that name.
         """
-        return tracking.find_started_tracker(self.trackers, name, unwrap=unwrap)
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return getattr(tracker, "tracker", tracker) if unwrap else tracker
+        if not self.trackers:
+            return tracking.GeneralTracker(_blank=True)
+        raise ConfigError(
+            f"get_tracker({name!r}) finds none: started are "
+            f"{[tracker.name for tracker in self.trackers]}. Give its name to "
+            "Accelerator(log_with=...), before init_trackers."
+        )
 
     def progress(
         self, loader: Iterable[_AnyBatch], description: str = "", *, epochs: int | None = None

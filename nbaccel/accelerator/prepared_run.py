@@ -47,7 +47,6 @@ from nbaccel.plan.contracts.training import (
     SaidBySettings,
     Strategy,
     TrainingRequest,
-    Wanted,
 )
 from nbaccel.plan.topology import ACTIVATION_CHECKPOINTING
 from nbaccel.plan.training_plan import (
@@ -71,14 +70,11 @@ _Kind = TypeVar("_Kind")
 class Handlers:
     """The settings given as ``kwargs_handlers``, one of each class."""
 
-    given: tuple[Any, ...] = ()
-    """Among them settings of strategies."""
+    given: tuple[Any, ...] = ()  # among them settings of strategies
 
     def one(self, kind: type[_Kind]) -> _Kind:
         """Those of a class, or its defaults."""
-        return (
-            next((handler for handler in self.given if isinstance(handler, kind)), None) or kind()
-        )
+        return next((item for item in self.given if isinstance(item, kind)), None) or kind()
 
     @property
     def fp8(self) -> Fp8Handler | None:
@@ -131,8 +127,7 @@ class Request:
     accumulation: GradientAccumulationPlugin
     data: DataLoaderConfiguration
     project: ProjectConfiguration
-    settings: Any = None
-    """Those of the strategy that was asked for; None where none was."""
+    settings: Any = None  # those of the strategy that was asked for; None where none was
     said_by_settings: SaidBySettings = field(default_factory=SaidBySettings)
     activation_checkpointing: bool = False
     downcast_bf16: bool = False
@@ -161,7 +156,11 @@ class Request:
             Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
         )
         # Before precision and accumulation, because a DeepSpeed file may set both.
-        strategy, strategy_settings, request = _read_settings(strategy)
+        strategy_settings, request = None, SaidBySettings()
+        if strategy is not None:
+            strategy_settings = strategy.settings()
+            request = registry.strategy(strategy.strategy).said_by(strategy_settings)
+            strategy = replace(strategy, reason=request.reason or strategy.reason)
         loader_config = _loader_settings(given["dataloader_config"], given["split_batches"])
         accumulation_steps, steps_source, accumulation_plugin = _accumulation_settings(
             given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"], run_config
@@ -287,15 +286,6 @@ def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
         return DEVICES[0].name
     device = "" if run_config is None or run_config.device == "auto" else run_config.device
     return device if device and registry.device(device).is_available() else ""
-
-
-def _read_settings(strategy: Wanted | None) -> tuple[Wanted | None, Any, SaidBySettings]:
-    """The request with the reason that its settings give, these, and what they say of training."""
-    if strategy is None:
-        return None, None, SaidBySettings()
-    settings = strategy.settings()
-    said = registry.strategy(strategy.strategy).said_by(settings)
-    return replace(strategy, reason=said.reason or strategy.reason), settings, said
 
 
 def _merge_precision(

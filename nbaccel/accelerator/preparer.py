@@ -156,8 +156,7 @@ class Preparer(RunDescription):
         ]
         prepared_scheduler = AcceleratedScheduler(
             scheduler,
-            # A scheduler of another class need not say which optimizer it sets: then it waits for
-            # all.
+            # One of another class need not say which optimizer it sets: then it waits for all.
             optimizers or list(self._optimizers),
             self.step_scheduler_with_optimizer,
             self._run.request.data.split_batches,
@@ -190,8 +189,7 @@ class Preparer(RunDescription):
             models=tuple(models.values()),
             optimizers=tuple(optimizers.values()),
             schedulers=tuple(schedulers.values()),
-            # All loaders so far: the one that an engine reads the batch size of may be prepared
-            # earlier.
+            # All so far: the one that an engine reads the batch size of may be an earlier one.
             loaders=tuple(self._dataloaders),
         )
         for place, model in models.items():

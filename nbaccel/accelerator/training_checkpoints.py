@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +151,11 @@ class TrainingCheckpoints(Preparer):
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Let ``hook(models, weights, folder)`` run before weights are written."""
-        return self._checkpoints.register_save_state_pre_hook(hook)
+        return add_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Let ``hook(models, folder)`` run before anything is loaded."""
-        return self._checkpoints.register_load_state_pre_hook(hook)
+        return add_hook(self._checkpoints.load_hooks, hook)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All tensors of a prepared model by name; a collective where it is sharded.
@@ -231,29 +232,15 @@ class TrainingCheckpoints(Preparer):
         return place.is_local_main if self._run.request.project.save_on_each_node else place.is_main
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Names checkpoints, keeps as many as are wanted, and calls the hooks of users."""
 
-    def __init__(
-        self, configuration: ProjectConfiguration, place: Place, collectives: Collectives
-    ) -> None:
-        self._project = configuration
-        self._place = place
-        self._collectives = collectives
-        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
-
-    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Let a function see models, weights and folder before weights are written."""
-        handle = RemovableHandle(self._save_hooks)
-        self._save_hooks[handle.id] = hook
-        return handle
-
-    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Let a function see models and folder before anything is loaded."""
-        handle = RemovableHandle(self._load_hooks)
-        self._load_hooks[handle.id] = hook
-        return handle
+    _project: ProjectConfiguration
+    _place: Place
+    _collectives: Collectives
+    save_hooks: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
 
     def save(
         self,
@@ -266,12 +253,22 @@ class Checkpoints:
         """Save everything that the run needs to continue; a collective."""
         project = self._project
         is_numbered = project.automatic_checkpoint_naming and may_be_numbered
+        if is_numbered:
+            target = self._numbered_target(folder)
+        elif folder is not None:
+            target = Path(folder)
+        else:
+            raise ConfigError(
+                f"save_state(output_dir={folder!r}) has nowhere to save to, because checkpoints "
+                "are not numbered. Give a folder, or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True)."
+            )
         checkpoint_path = save_state(
-            self._numbered_target(folder) if is_numbered else self._named_target(folder),
+            target,
             parts,
             self._place,
             self._collectives,
-            hooks=self._save_hooks.values(),
+            hooks=self.save_hooks.values(),
             series=is_numbered,
             **options,
         )
@@ -284,15 +281,6 @@ class Checkpoints:
             for path in existing[: -project.total_limit if project.total_limit else 0]:
                 discard_checkpoint(path)
         return checkpoint_path
-
-    def _named_target(self, folder: str | Path | None) -> Path:
-        if folder is None:
-            raise ConfigError(
-                f"save_state(output_dir={folder!r}) has nowhere to save to, because checkpoints "
-                "are not numbered. Give a folder, or "
-                "ProjectConfiguration(automatic_checkpoint_naming=True)."
-            )
-        return Path(folder)
 
     def _numbered_target(self, folder: str | Path | None) -> Path:
         parent = _folder_of(self._project)
@@ -313,7 +301,7 @@ class Checkpoints:
             parts,
             self._place,
             self._collectives,
-            hooks=self._load_hooks.values(),
+            hooks=self.load_hooks.values(),
             **options,
         )
         checkpoint_number = _number_of(source_folder)
@@ -334,13 +322,27 @@ class Checkpoints:
         found: Path | str = ""
         if self._place.is_main:
             try:
-                found = _latest_checkpoint(_folder_of(self._project))
+                parent = _folder_of(self._project)
+                found = (
+                    f"load_state() found no checkpoint_<number> in {str(parent)!r}: there is "
+                    "nothing to continue from. Save one first, or give load_state the folder of a "
+                    "checkpoint."
+                )
+                if existing := _numbered_checkpoints(parent):
+                    found = existing[max(existing)]
             except ConfigError as error:
                 found = str(error)
         found = self._collectives.broadcast_object(found)
         if isinstance(found, str):
             raise ConfigError(found)
         return found
+
+
+def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> RemovableHandle:
+    """Add a hook, which the handle removes."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def _folder_of(configuration: ProjectConfiguration) -> Path:
@@ -365,14 +367,3 @@ def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
     numbered = [(_number_of(path), path) for path in paths if path.is_dir()]
     # By number: by name, checkpoint_10 would come before checkpoint_9.
     return dict(sorted((number, path) for number, path in numbered if number is not None))
-
-
-def _latest_checkpoint(folder: Path) -> Path:
-    """The checkpoint of the highest number."""
-    existing = _numbered_checkpoints(folder)
-    if not existing:
-        raise ConfigError(
-            f"load_state() found no checkpoint_<number> in {str(folder)!r}: there is nothing to "
-            "continue from. Save one first, or give load_state the folder of a checkpoint."
-        )
-    return existing[max(existing)]

@@ -80,10 +80,7 @@ def clear_leftovers(parent: Path, name_pattern: str) -> None:
 
 @contextlib.contextmanager
 def partial_folder(parent: Path, base_name: str) -> Iterator[Path]:
-    """A hidden folder beside the files to be, on the same disk, gone afterwards.
-
-    Those that killed processes have left under that name are cleared away first.
-    """
+    """A hidden folder beside the files to be, on the same disk, gone afterwards."""
     clear_leftovers(parent, re.escape(_short_name(base_name)))
     folder = parent / partial_name(base_name)
     with hold_claim(folder):
@@ -95,16 +92,13 @@ def partial_folder(parent: Path, base_name: str) -> Iterator[Path]:
 
 
 def keep_access(new_path: Path, old_path: Path) -> None:
-    """Give a file, or a folder with all in it, the permissions and group of what it is to replace.
-
-    What replaces nothing gets what a new file has: safetensors makes its own readable by nobody
-    else, whatever the umask is.
-    """
+    """Give a file, or a folder with all in it, the permissions and group of what it replaces."""
     if new_path.is_dir():
         _take_access(new_path, old_path)
         for inner_path in list(new_path.iterdir()):
             keep_access(inner_path, old_path / inner_path.name)
     elif not _take_access(new_path, old_path):
+        # As a new file's: safetensors makes its own readable by nobody else, whatever the umask.
         sample = new_path.with_name(partial_name("access"))
         sample.touch()
         new_path.chmod(stat.S_IMODE(sample.stat().st_mode))
@@ -128,11 +122,8 @@ def _take_access(new_path: Path, old_path: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in one step: readers see the old one or the new one.
-
-    A link stays one, and what it leads to is replaced.
-    """
-    path = path.resolve()
+    """Write a text file in one step: readers see the old one or the new one."""
+    path = path.resolve()  # a link stays one, and what it leads to is replaced
     with partial_folder(path.parent, path.name) as folder:
         written_file = folder / path.name
         written_file.write_text(text, encoding="utf-8")

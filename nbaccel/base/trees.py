@@ -7,7 +7,7 @@ one, for a collective that takes them all at once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +129,14 @@ def _mapping_like(example: Mapping[Any, Any], new_items: dict[Any, Any]) -> Any:
     for key, value in new_items.items():
         mapping_copy[key] = value
     return mapping_copy
+
+
+def names_by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, list[str]]:
+    """The names of each tensor, by its id; tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+    return names
 
 
 def average(tensors: Sequence[torch.Tensor], world_size: int, *, by_host: bool = False) -> None:

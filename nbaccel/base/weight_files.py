@@ -1,12 +1,9 @@
 """Files of weights: heads of safetensors, files that appear together, and whether one is intact.
 
 The format (https://github.com/huggingface/safetensors): length of the header as 8 bytes, little
-end first; the header, JSON, filled up with blanks; all tensors without gaps. The library writes
-what is in memory, and here a part of it is at a time.
-
-What `torch.save` writes is a zip archive with a checksum (CRC-32) for each record, which
-`torch.load` does not check. A safetensors file says where each tensor lies, and has no checksum;
-sizes and checksums recorded when it was saved (:class:`Recorded`) make up for it.
+end first; the header, JSON, filled up with blanks; all tensors without gaps, and no checksum. What
+`torch.save` writes is a zip archive with a checksum (CRC-32) for each record, which `torch.load`
+does not check.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ SAFE_DTYPE_NAMES = {
 }
 FILE_PATTERN = "model{suffix}.safetensors"
 _LENGTH_BYTES = 8
-_ALIGNMENT = 16
-"""Bytes of the largest element: at multiples of it every tensor can be mapped."""
+_ALIGNMENT = 16  # bytes of the largest element: at multiples of it every tensor can be mapped
 
 
 def dtype_code(dtype: object) -> str | None:
@@ -64,11 +60,9 @@ def head_of_file(
     tensors: Iterable[tuple[str, str | None, Sequence[int], int]],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, list[int]]:
-    """All that comes before the first tensor, and where each tensor begins in the file.
-
-    Tensors are given by name, type, shape and bytes. Those with the largest elements should come
-    first, so that each begins at a multiple of its element's size.
-    """
+    """All that comes before the first tensor, and where each tensor begins in the file."""
+    # Tensors are given by name, type, shape and bytes; those with the largest elements should come
+    # first, so that each begins at a multiple of its element's size.
     # Hugging Face's libraries look for "format".
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     begins: list[int] = []
@@ -96,11 +90,7 @@ def check_room(folder: Path, num_bytes: int, remark: str = "") -> None:
 
 @contextlib.contextmanager
 def publishing(folder: Path, num_bytes: int, pattern: str = FILE_PATTERN) -> Iterator[Path]:
-    """A place to write files of weights in; they take their names together, at the end.
-
-    Weights of an earlier save in the folder are replaced; other files stay. If something goes
-    wrong, the folder is as it was.
-    """
+    """A place to write weights in; at the end they replace earlier ones together, or not at all."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"{folder} is a file: weights and their index need a folder. Give a folder's name."
@@ -185,21 +175,17 @@ def _size_problem(path: Path, recorded: Recorded | None) -> str:
 def _content_problem(path: Path, recorded: Recorded | None) -> str:
     if recorded is not None and recorded.xxh3 and digest(path) != recorded.xxh3:
         return "has other bytes than were saved (its checksum differs): it was changed or damaged"
+    if is_archive(path):
+        with path.open("rb") as file:
+            return archive_problem(file, path.stat().st_size)
     if path.suffix == ".safetensors":
-        return _safetensors_problem(path)
-    if not is_archive(path):
-        return ""
-    with path.open("rb") as file:
-        return archive_problem(file, path.stat().st_size)
-
-
-def _safetensors_problem(path: Path) -> str:
-    try:
-        # Opening compares the header with the file's size. As NumPy, which needs no torch.
-        with safe_open(path, "numpy"):
-            return ""
-    except SafetensorError as error:
-        return f"is truncated, or no safetensors file ({error})"
+        try:
+            # Opening compares the header with the file's size. As NumPy, which needs no torch.
+            with safe_open(path, "numpy"):
+                return ""
+        except SafetensorError as error:
+            return f"is truncated, or no safetensors file ({error})"
+    return ""
 
 
 def archive_problem(file: IO[bytes], num_bytes: int) -> str:
@@ -249,10 +235,6 @@ class Window(io.RawIOBase):
     def seekable(self) -> bool:
         """It is."""
         return True
-
-    def tell(self) -> int:
-        """The place in the part."""
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a place in the part."""

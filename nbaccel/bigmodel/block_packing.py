@@ -102,7 +102,8 @@ class BlockForest:
             if parent >= 0:
                 self.ends[parent] = max(self.ends[parent], self.ends[number])
         self._holders: list[tuple[int, ...]] = []
-        self._ties: dict[int, list[int]] = {}
+        # By block, numbers of the groups of which it holds some, and not all.
+        self.ties: dict[int, list[int]] = {}
         for tied_names in tied_groups:
             self._add_ties(tied_names)
         # The blocks that are layers, the largest first.
@@ -110,11 +111,6 @@ class BlockForest:
             (number for number, block in enumerate(self.blocks) if block.is_layer),
             key=lambda number: (-self.blocks[number].size, number),
         )
-
-    @property
-    def has_ties(self) -> bool:
-        """Whether blocks share tensors."""
-        return bool(self._ties)
 
     def size_of(self, numbers: Iterable[int]) -> float:
         """Bytes of several blocks."""
@@ -131,7 +127,7 @@ class BlockForest:
         found = {number: None}
         members = [number]
         for member in members:
-            for group_number in self._ties.get(member, ()):
+            for group_number in self.ties.get(member, ()):
                 for holder in self._holders[group_number]:
                     block = next((outer for outer in self.around(holder) if outer in waiting), None)
                     if block is not None and block not in found:
@@ -140,7 +136,6 @@ class BlockForest:
         return members
 
     def _add_ties(self, tied_names: Iterable[str]) -> None:
-        """Note the group at each block that holds some of it, and not all."""
         found_holders = (self._innermost(tied_name) for tied_name in tied_names)
         holders = tuple(dict.fromkeys(number for number in found_holders if number >= 0))
         counts: dict[int, int] = {}
@@ -149,7 +144,7 @@ class BlockForest:
                 counts[number] = counts.get(number, 0) + 1
         for number, count in counts.items():
             if count < len(holders):
-                self._ties.setdefault(number, []).append(len(self._holders))
+                self.ties.setdefault(number, []).append(len(self._holders))
         self._holders.append(holders)
 
     def _innermost(self, name: str) -> int:
@@ -196,7 +191,7 @@ def pack_blocks(
     first_packing = _BlockPacker(forest, tiers, rules).pack()
     if first_packing.is_complete and not first_packing.bytes_below(tiers[0].level):
         return first_packing
-    others = [replace(rules, counts_members=True)] if forest.has_ties else []
+    others = [replace(rules, counts_members=True)] if forest.ties else []
     others += [replace(rules, stays_far_below=False)] if may_skip_ahead else []
     computing = [tier for tier in tiers if tier.level == tiers[0].level]
     if len(computing) > 1:
@@ -226,11 +221,9 @@ class _Rules:
     # Whether a block that is placed before its turn leaves room for the block whose turn it was, on
     # any tier, as Accelerate's does.
     stays_far_below: bool = True
-    # Whether blocks that come along with another are known not to be brought back, when room is
-    # kept.
+    # Whether what comes along with a block needs no room when room is kept.
     counts_members: bool = False
-    # Bytes kept free on the first tier; None keeps as many as the largest layer that has no place
-    # yet.
+    # Bytes kept free on the first tier; None: as many as the largest layer without a place.
     room_kept: float | None = None
 
 
@@ -348,17 +341,18 @@ class _BlockPacker:
         tier = self._tiers[self._current]
         if self._held[tier.device] or self._current == len(self._tiers) - 1:
             return False
-        members = self._find_later(number, lambda found: not self._is_lone_buffer(found[0]))
+        forest = self._forest
+        members = self._find_later(
+            number,
+            lambda found: bool(forest.children[found[0]] or forest.blocks[found[0]].is_layer),
+        )
         # A buffer alone is taken only where no layer could be, and nothing is split for it.
         members = members or self._find_later(number, lambda found: found[0] in self._waiting)
-        size = self._forest.size_of(members)
+        size = forest.size_of(members)
         for member in members:
             # Split what is around a block until the block itself is waiting.
             while member not in self._waiting:
-                outer = next(
-                    outer for outer in self._forest.around(member) if outer in self._waiting
-                )
-                self._split(outer)
+                self._split(next(n for n in forest.around(member) if n in self._waiting))
         if members:
             self._place(members, size)
         return bool(members)
@@ -377,6 +371,3 @@ class _BlockPacker:
             ),
             skipped=number,
         )
-
-    def _is_lone_buffer(self, number: int) -> bool:
-        return not (self._forest.children[number] or self._forest.blocks[number].is_layer)

@@ -4,9 +4,7 @@ A checkpoint is a safetensors file, a file of `torch.save`, a folder with one of
 (or an index) of several. Nothing in it is run: pickles are opened with ``weights_only=True``, and
 an index may name files of its own folder only.
 
-The system reads a mapped file's pages when they are used, keeps them once for all processes, and
-takes them back where memory is short. So a weight on the "disk" tier is never copied: it is
-mapped for the time of a forward pass.
+A weight on the "disk" tier is never copied: it is mapped for the time of a forward pass.
 """
 
 from __future__ import annotations
@@ -64,21 +62,8 @@ class CheckpointTensor:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointContent:
-    """The tensors of a checkpoint, by name."""
-
-    source: Path  # what the user named
-    tensors: Mapping[str, CheckpointTensor]  # all of them
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(stored.num_bytes for stored in self.tensors.values())
-
-
-def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
-    """Read the headers of a checkpoint."""
+def read_checkpoint(checkpoint: str | Path) -> dict[str, CheckpointTensor]:
+    """Read the headers of a checkpoint: its tensors by name."""
     source = Path(checkpoint)
     file_paths, weight_map = _locate_files(source)
     tensors_by_file: dict[str, dict[str, CheckpointTensor]] = {}
@@ -93,7 +78,7 @@ def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
     if problems:
         raise CheckpointDamaged(*problems)
     if weight_map is None:
-        return CheckpointContent(source=source, tensors=tensors_by_file[file_paths[0].name])
+        return tensors_by_file[file_paths[0].name]
     absent = [
         f"{name} in {file_name}"
         for name, file_name in weight_map.items()
@@ -105,8 +90,7 @@ def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
             f"names: {first_few(absent, 3)}. {_REMEDY}"
         )
     # Files may hold more than the index names, and a name twice; the index says which one counts.
-    tensors = {name: tensors_by_file[file_name][name] for name, file_name in weight_map.items()}
-    return CheckpointContent(source=source, tensors=tensors)
+    return {name: tensors_by_file[file_name][name] for name, file_name in weight_map.items()}
 
 
 # ------------------------------------------------------------------------------ which files
@@ -206,9 +190,11 @@ def _refuse_pointer(path: Path) -> None:
 def _read_safetensors(path: Path) -> list[CheckpointTensor]:
     try:
         # The library compares the header with itself and with the file's size.
-        with safe_open(path, "numpy") as file:
-            file_format = (file.metadata() or {}).get("format", "pt")
-        header, start = _safetensors_header(path)
+        with safe_open(path, "numpy") as weights:
+            file_format = (weights.metadata() or {}).get("format", "pt")
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+            header: dict[str, Any] = json.loads(file.read(header_bytes))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointDamaged(
             f"{path} is truncated, or no safetensors file ({error}). {_REMEDY}"
@@ -218,16 +204,9 @@ def _read_safetensors(path: Path) -> list[CheckpointTensor]:
             f"{path} was saved in the format {file_format!r}, whose layers lay weights out in "
             "another way than torch's. Convert it: from_pretrained(from_tf=True, from_flax=True)."
         )
-    return [_stored_entry(path, name, entry, start) for name, entry in header.items()]
-
-
-def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The table of tensors, and the byte from which their offsets count."""
-    with path.open("rb") as file:
-        num_bytes = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
-        header: dict[str, Any] = json.loads(file.read(num_bytes))
     header.pop("__metadata__", None)
-    return header, _HEADER_LENGTH_BYTES + num_bytes
+    start = _HEADER_LENGTH_BYTES + header_bytes  # from which offsets count
+    return [_stored_entry(path, name, entry, start) for name, entry in header.items()]
 
 
 def _stored_entry(path: Path, name: str, entry: Mapping[str, Any], start: int) -> CheckpointTensor:
@@ -259,10 +238,11 @@ def _read_torch(path: Path) -> list[CheckpointTensor]:
             f"{path} holds mappings inside of its state dict ({first_few(nested, 3)}): it is a "
             "checkpoint of a training, not of one model's weights. Save model.state_dict() alone."
         )
+    tensors = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
     problems = [
         f"{path} holds {name} as {form}. Save a dense tensor with values, or leave it out."
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and (form := _unusable_form(value))
+        for name, value in tensors.items()
+        if (form := _unusable_form(value))
     ]
     if problems:
         raise CheckpointDamaged(*problems)
@@ -275,8 +255,7 @@ def _read_torch(path: Path) -> list[CheckpointTensor]:
             opened=value.detach(),
             is_mapped=is_mapped,
         )
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
+        for name, value in tensors.items()
     ]
 
 
@@ -338,47 +317,35 @@ class WeightFiles:
         for stored in tensors:
             if stored.opened is not None or not stored.num_bytes or stored.path in problems:
                 continue
+            path = stored.path
             try:
-                path = stored.path
                 is_mapped = _HAS_MEMORY_FILES
                 num_bytes = self._arena_of(path).nbytes if is_mapped else path.stat().st_size
+                if num_bytes < stored.first_byte + stored.num_bytes:
+                    problems[path] = f"{path} has become shorter, and lacks {stored.name}"
             except OSError as error:
-                problems[stored.path] = (
-                    f"{stored.path} cannot be mapped ({error.strerror or error})"
-                )
-                continue
-            if num_bytes < stored.first_byte + stored.num_bytes:
-                problems[stored.path] = f"{stored.path} has become shorter, and lacks {stored.name}"
+                problems[path] = f"{path} cannot be mapped ({error.strerror or error})"
+        why = "another program may be writing it. Nothing has been changed. Load it when complete."
         if problems:
-            raise CheckpointDamaged(
-                *(
-                    f"{problem}: another program may be writing it. Nothing has been changed. "
-                    "Load it when it is complete."
-                    for problem in problems.values()
-                )
-            )
+            raise CheckpointDamaged(*(f"{problem}: {why}" for problem in problems.values()))
 
     def view(self, stored: CheckpointTensor) -> torch.Tensor:
-        """A tensor over the file's bytes, of the file's dtype.
+        """A tensor over the file's bytes; what is written to it stays in this process.
 
-        What is written to it stays in this process. Where the file cannot be viewed (its bytes
-        are not aligned, or the system has no such mappings), the tensor is a copy or is mapped by
-        torch.
+        A copy where the bytes are not aligned, mapped by torch where the system cannot otherwise.
         """
         if stored.opened is not None:
-            return self._own_view(stored.name, stored.opened)
+            # Memory that no other name's view has.
+            address = stored.opened.untyped_storage().data_ptr()
+            is_owner = not address or self._owners.setdefault(address, stored.name) == stored.name
+            is_usable = is_owner and stored.opened.is_contiguous()
+            return stored.opened if is_usable else stored.opened.contiguous().clone()
         if not stored.num_bytes:
             return torch.empty(stored.shape, dtype=stored.dtype)
         raw_bytes = self._raw_bytes(stored)
         if stored.first_byte % stored.dtype.itemsize:  # at an address that its dtype does not allow
             raw_bytes = raw_bytes.clone()
         return raw_bytes.view(stored.dtype).view(stored.shape)
-
-    def _own_view(self, name: str, opened: torch.Tensor) -> torch.Tensor:
-        """A tensor of a file of torch, with memory that no other name's view has."""
-        address = opened.untyped_storage().data_ptr()
-        is_owner = not address or self._owners.setdefault(address, name) == name
-        return opened if is_owner and opened.is_contiguous() else opened.contiguous().clone()
 
     def _raw_bytes(self, stored: CheckpointTensor) -> torch.Tensor:
         """The bytes of a tensor, of shape ``[num_bytes]`` and dtype uint8."""

@@ -10,7 +10,7 @@ go at once: memory holds the model and one portion. First the headers are compar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from torch import nn
 from nbaccel.base import mapped_files, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger, progress_bar
+from nbaccel.base.trees import names_by_tensor
 from nbaccel.base.units import first_few
 from nbaccel.bigmodel.checkpoint_files import (
-    CheckpointContent,
     CheckpointTensor,
     StoredWeights,
     WeightFiles,
@@ -104,14 +104,15 @@ def load_checkpoint_in_model(
             "version does not make. Load with from_pretrained(quantization_config=...) of "
             "transformers."
         )
-    has_shards = any(is_sharded(tensor) for _, tensor in arena.named_tensors(inner_model(model)))
-    if has_shards and not full_state_dict:
+    tensors = arena.named_tensors(inner_model(model))
+    sharded_name = next((name for name, tensor in tensors if is_sharded(tensor)), None)
+    if sharded_name is not None and not full_state_dict:
         raise ConfigError(
             f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
             "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
             "Accelerator.load_state."
         )
-    _refuse_map(device_map, model)
+    _refuse_map(device_map, sharded_name)
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
         raise ConfigError(
             f"device_map={_shorten_map(device_map)} leaves weights on disk, and no offload_folder "
@@ -124,42 +125,31 @@ def load_checkpoint_in_model(
     weights = fill_model(
         model,
         checkpoint,
+        needs_mapping=False,
         device_map=device_map,
         dtype=as_dtype(dtype),
-        keep_in_fp32_modules=keep_in_fp32_modules or (),
+        fp32_modules=keep_in_fp32_modules or (),
         offload_buffers=offload_buffers,
         strict=strict,
-        needs_mapping=False,
     )
     if offload_folder is not None and weights.stored:
         write_offload_index(offload_folder, weights)
 
 
 def fill_model(
-    model: nn.Module,
-    checkpoint: str | Path,
-    *,
-    device_map: Mapping[str, Any] | None,
-    dtype: torch.dtype | None,
-    keep_in_fp32_modules: Sequence[str] = (),
-    offload_buffers: bool = False,
-    strict: bool = False,
-    needs_mapping: bool = True,
+    model: nn.Module, checkpoint: str | Path, *, needs_mapping: bool = True, **how: Any
 ) -> StoredWeights:
-    """Fill a model, and return the weights on the ``disk`` tier, which stayed in the files."""
-    placements = plan_loading(
-        model,
-        read_checkpoint(checkpoint),
-        device_map=device_map,
-        dtype=dtype,
-        fp32_modules=keep_in_fp32_modules,
-        offload_buffers=offload_buffers,
-        strict=strict,
-    )
+    """Fill a model as :func:`plan_loading` says; returns the weights that stay in the files."""
+    placements = plan_loading(model, checkpoint, **how)
     on_disk = [placement for placement in placements if placement.tier == DISK]
     _check_tiers(placements)
-    if needs_mapping:
-        _refuse_unmapped(on_disk)
+    unmapped = sorted({str(p.stored.path) for p in on_disk if not p.stored.is_mapped})
+    if needs_mapping and unmapped:
+        raise ConfigError(
+            f"{', '.join(unmapped)} was written by torch before version 1.6, in a format that must "
+            "be read as a whole: weights of it cannot stay on disk. Load it with torch.load and "
+            "save it again, best with save_model of an Accelerator (safetensors)."
+        )
     empty_names = [p.names[0] for p in placements if p.tensor.is_meta and is_sharded(p.tensor)]
     if empty_names:
         raise ConfigError(
@@ -190,7 +180,7 @@ def load_state_dict(
     """
     files = WeightFiles()
     state = {}
-    for name, stored in read_checkpoint(checkpoint_file).tensors.items():
+    for name, stored in read_checkpoint(checkpoint_file).items():
         tier = HOST if device_map is None else tier_of(name, device_map)
         values = files.view(stored)
         state[name] = values if tier in ("", HOST, DISK) else values.to(tier)
@@ -211,7 +201,7 @@ class Placement:
 
 def plan_loading(
     model: nn.Module,
-    content: CheckpointContent,
+    source: str | Path,
     *,
     device_map: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
@@ -220,13 +210,14 @@ def plan_loading(
     strict: bool = False,
 ) -> list[Placement]:
     """Compare a checkpoint's headers with a model; what goes where, in the order of the files."""
+    content = read_checkpoint(source)
     model = inner_model(model)
     groups = _tensor_groups(model)
     buffer_names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     mistakes: list[str] = []
     placements: list[Placement] = []
     for names, tensor in groups:
-        stored = next((content.tensors[name] for name in names if name in content.tensors), None)
+        stored = next((content[name] for name in names if name in content), None)
         if stored is None:
             continue
         if stored.shape != full_shape(tensor):
@@ -253,14 +244,14 @@ def plan_loading(
                 dtype=_target_dtype(names[0], tensor, dtype, fp32_modules),
             )
         )
-    mistakes += _coverage_mistakes(groups, content, strict=strict)
+    mistakes += _coverage_mistakes(groups, source, content.keys(), strict=strict)
     if mistakes:
         shown = first_few(mistakes, _MOST_LISTED, separator="\n  ")
         raise ConfigError(
-            f"{content.source} does not fit {type(model).__name__}:\n  {shown}\nNothing has been "
+            f"{source} does not fit {type(model).__name__}:\n  {shown}\nNothing has been "
             "loaded. Build the model from the configuration that the checkpoint was saved with, or "
             "give the checkpoint of this "
-            f"model.{_prefix_hint(groups, content)}"
+            f"model.{_prefix_hint(groups, content.keys())}"
         )
     _warn_of_empty_buffers(model)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
@@ -285,16 +276,14 @@ def tier_of(tensor_name: str, device_map: Mapping[str, Any]) -> Any:
     return HOST if isinstance(tier, torch.device) and tier.type == "cpu" else tier
 
 
-def _tensor_groups(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    """Each tensor of the state dict once, with all its names."""
+_TensorGroup = tuple[tuple[str, ...], torch.Tensor]
+"""A tensor of the state dict, with all its names."""
+
+
+def _tensor_groups(model: nn.Module) -> list[_TensorGroup]:
     unsaved_names = get_non_persistent_buffers(model, recurse=True, fqns=True)
-    names_by_id: dict[int, list[str]] = {}
-    tensors_by_id: dict[int, torch.Tensor] = {}
-    for name, tensor in named_tensors(model):
-        if name not in unsaved_names:
-            names_by_id.setdefault(id(tensor), []).append(name)
-            tensors_by_id[id(tensor)] = tensor
-    return [(tuple(names), tensors_by_id[key]) for key, names in names_by_id.items()]
+    saved = {name: tensor for name, tensor in named_tensors(model) if name not in unsaved_names}
+    return [(tuple(names), saved[names[0]]) for names in names_by_tensor(saved.items()).values()]
 
 
 def _target_dtype(
@@ -312,15 +301,12 @@ def _target_dtype(
 
 
 def _coverage_mistakes(
-    groups: list[tuple[tuple[str, ...], torch.Tensor]],
-    content: CheckpointContent,
-    *,
-    strict: bool,
+    groups: list[_TensorGroup], source: str | Path, stored_names: KeysView[str], *, strict: bool
 ) -> Iterator[str]:
     """Weights without a value, and values without a weight."""
     all_names = {name for names, _ in groups for name in names}
-    unused_names = sorted(content.tensors.keys() - all_names)
-    if all_names and unused_names and len(unused_names) == len(content.tensors):
+    unused_names = sorted(stored_names - all_names)
+    if all_names and unused_names and len(unused_names) == len(stored_names):
         # The model would stay as it is, and a warning is soon scrolled away.
         yield (
             f"none of the {len(unused_names)} names in the file is in the model: "
@@ -328,8 +314,7 @@ def _coverage_mistakes(
             f"{first_few(sorted(all_names), _MOST_LISTED)}"
         )
         return
-    stored = content.tensors.keys()
-    missing = [(names[0], tensor) for names, tensor in groups if stored.isdisjoint(names)]
+    missing = [(names[0], tensor) for names, tensor in groups if stored_names.isdisjoint(names)]
     without_values = [name for name, tensor in missing if strict or tensor.is_meta]
     if without_values:
         how = " (strict=True)" if strict else ", and have no values in the model either"
@@ -338,14 +323,14 @@ def _coverage_mistakes(
     elif missing:
         listed = first_few([name for name, _ in missing], _MOST_LISTED)
         text = "%d weights of the model are not in %s and keep their values: %s"
-        _log.warning(text, len(missing), content.source, listed)
+        _log.warning(text, len(missing), source, listed)
     if unused_names:
         listed = first_few(unused_names, _MOST_LISTED)
         if strict:
             yield f"{len(unused_names)} tensors of it are not in the model (strict=True): {listed}"
         else:
             text = "%d tensors of %s are not in the model and are not used: %s"
-            _log.warning(text, len(unused_names), content.source, listed)
+            _log.warning(text, len(unused_names), source, listed)
 
 
 def _warn_of_empty_buffers(model: nn.Module) -> None:
@@ -368,12 +353,9 @@ _WRAPPER_PREFIXES = ("module.", torch_private.COMPILED_PREFIX, "model.")
 """What DistributedDataParallel, torch.compile and classes around a model put before names."""
 
 
-def _prefix_hint(
-    groups: list[tuple[tuple[str, ...], torch.Tensor]], content: CheckpointContent
-) -> str:
+def _prefix_hint(groups: list[_TensorGroup], file_names: KeysView[str]) -> str:
     """What would make names fit of which none does."""
     all_names = {name for names, _ in groups for name in names}
-    file_names = content.tensors.keys()
     for prefix in _WRAPPER_PREFIXES if all_names.isdisjoint(file_names) else ():
         if not all_names.isdisjoint(name.replace(prefix, "") for name in file_names):
             return f" Without {prefix!r} in the file's names they fit: rename them."
@@ -385,7 +367,7 @@ def _prefix_hint(
 # ------------------------------------------------------------------------------ refusals
 
 
-def _refuse_map(device_map: Any, model: nn.Module) -> None:
+def _refuse_map(device_map: Any, sharded_name: str | None) -> None:
     if device_map is None:
         return
     if not isinstance(device_map, Mapping):
@@ -394,13 +376,11 @@ def _refuse_map(device_map: Any, model: nn.Module) -> None:
             "mapping from modules' names to devices. Give infer_auto_device_map(model), or call "
             "load_checkpoint_and_dispatch, which also takes a name."
         )
-    cut_name = next(
-        (name for name, t in arena.named_tensors(inner_model(model)) if is_sharded(t)), None
-    )
-    if cut_name is not None:
+    if sharded_name is not None:
         raise ConfigError(
-            f"device_map={_shorten_map(device_map)} was given for a model whose {cut_name} is cut "
-            "into shards: its processes hold it where the strategy put it. Leave device_map out."
+            f"device_map={_shorten_map(device_map)} was given for a model whose {sharded_name} is "
+            "cut into shards: its processes hold it where the strategy put it. Leave device_map "
+            "out."
         )
 
 
@@ -422,16 +402,6 @@ def _check_tiers(placements: Sequence[Placement]) -> None:
             )
     if problems:
         raise ConfigError(*problems)
-
-
-def _refuse_unmapped(on_disk: Iterable[Placement]) -> None:
-    unmapped = sorted({str(p.stored.path) for p in on_disk if not p.stored.is_mapped})
-    if unmapped:
-        raise ConfigError(
-            f"{', '.join(unmapped)} was written by torch before version 1.6, in a format that must "
-            "be read as a whole: weights of it cannot stay on disk. Load it with torch.load and "
-            "save it again, best with save_model of an Accelerator (safetensors)."
-        )
 
 
 def _shorten_map(device_map: Mapping[str, Any]) -> str:
@@ -519,10 +489,8 @@ def _fill_one(
 
 
 def _copy_in_portions(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy, with cast; pages of a file are let go as they have been read.
-
-    A single tensor may be a tenth of a model: read as a whole it would be in memory twice.
-    """
+    """Copy, with cast; pages of a file are let go as they have been read."""
+    # A single tensor may be a tenth of a model: read as a whole it would be in memory twice.
     if not (target.is_contiguous() and values.is_contiguous()):
         target.copy_(values)
         return
@@ -577,7 +545,7 @@ def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: b
     if dist.get_rank() == 0:
         # An error of process 0 is raised on all, so that none waits for it.
         try:
-            placements = plan_loading(model, read_checkpoint(checkpoint), strict=strict)
+            placements = plan_loading(model, checkpoint, strict=strict)
             files.map_files(placement.stored for placement in placements)
             outcome = [None, [(p.names[0], p.stored.shape) for p in placements]]
         except ConfigError as error:

@@ -100,8 +100,13 @@ def get_max_memory(
     mistakes = [*_mistaken_devices(max_memory)]
     parsed_budgets: dict[DeviceKey, int] = {}
     for device in sorted(max_memory, key=_tier_order):
+        budget: Any = max_memory[device]
         try:
-            parsed_budgets[device] = _read_budget(max_memory[device])
+            # What is computed from a number of bytes is a float as often as not, be it infinite.
+            is_float = isinstance(budget, float) and budget >= 0
+            parsed_budgets[device] = (
+                int(min(budget, sys.maxsize)) if is_float else parse_bytes(budget)
+            )
         except ConfigError as error:
             mistakes.append(f"max_memory[{device!r}]: {error}")
     if mistakes:
@@ -123,13 +128,6 @@ def _mistaken_devices(max_memory: Iterable[Any]) -> Iterator[str]:
                 "there. Name accelerators by their numbers (0, 1, ...), and the others 'mps', "
                 "'cpu' and 'disk'."
             )
-
-
-def _read_budget(budget: float | str) -> int:
-    if isinstance(budget, float) and budget >= 0:
-        # What is computed from a number of bytes is a float as often as not, be it infinite.
-        return int(min(budget, sys.maxsize))
-    return parse_bytes(budget)  # type: ignore[arg-type]  # it refuses all but texts and whole numbers
 
 
 def _report_absent(budgets: Iterable[DeviceKey], machine: Inventory) -> None:
@@ -218,12 +216,9 @@ def get_balanced_memory(
             # The first of its class stands for all: the last share takes what is larger.
             block_bytes.setdefault(class_name, module_sizes[module_name])
     tensor_names = frozenset(get_module_leaves(module_sizes))
-    sizes_of_modules = {
-        name: size for name, size in module_sizes.items() if name not in tensor_names
-    }
-    layer_names = get_module_leaves(sizes_of_modules)
-    layer_bytes = sum(sizes_of_modules[name] for name in layer_names)
-    mean_bytes = int(layer_bytes / max(1, len(layer_names)))
+    sizes_of_modules = {n: size for n, size in module_sizes.items() if n not in tensor_names}
+    layer_bytes = [sizes_of_modules[name] for name in get_module_leaves(sizes_of_modules)]
+    mean_bytes = int(sum(layer_bytes) / max(1, len(layer_bytes)))
     extra_bytes = int(_ROOM_PER_BLOCK * max([mean_bytes, *block_bytes.values()]))
     share_bytes = int(module_sizes[""] // num_shares) + extra_bytes
     first_device, *other_devices = sharing
@@ -324,11 +319,9 @@ def infer_auto_device_map(
 
 
 def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
-    """Parameters, submodules and buffers, those that stand there twice under both names.
-
-    Accelerate leaves buffers out of all modules but the model itself, and second names of
-    submodules and parameters, too: its map has no device for them.
-    """
+    """Parameters, submodules and buffers, those that stand there twice under both names."""
+    # Accelerate leaves buffers out of all modules but the model itself, and second names of
+    # submodules and parameters, too: its map has no device for them.
     parameters, buffers, submodules = module_tables(module)
     prefix = f"{module_name}." if module_name else ""
     for part_table in (parameters, submodules, buffers):
@@ -345,20 +338,18 @@ def _list_blocks(
     stack: list[tuple[str, Any, str | None]] = [(*pair, None) for pair in reversed([*parts])]
     while stack:
         part_name, part, outer_name = stack.pop()
-        inner_parts = _divided(part_name, part, whole_classes)
+        # Tensors, layers and what must stay whole are not split.
+        is_split = (
+            isinstance(part, nn.Module)
+            and type(part).__name__ not in whole_classes
+            and next(part.children(), None) is not None
+        )
+        inner_parts = list(_direct_parts(part_name, part)) if is_split else []
         # Buffers that stand alone are not brought back and forth.
         is_layer = not inner_parts and isinstance(part, (nn.Module, nn.Parameter))
         blocks.append(Block(part_name, sizes.get(part_name, 0), outer_name, is_layer))
         stack += [(name, inner_part, part_name) for name, inner_part in reversed(inner_parts)]
     return blocks
-
-
-def _divided(part_name: str, part: Any, whole_classes: frozenset[str]) -> list[NamedPart]:
-    """What a part is split into; nothing where it is a tensor or a layer."""
-    if not isinstance(part, nn.Module) or type(part).__name__ in whole_classes:
-        return []
-    is_layer = next(part.children(), None) is None
-    return [] if is_layer else list(_direct_parts(part_name, part))
 
 
 def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[Tier]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
+from nbaccel.base.trees import names_by_tensor
 from nbaccel.config.enumerations import CustomDtype
 
 _BYTES = {CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
@@ -77,15 +78,12 @@ def get_non_persistent_buffers(
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """Names of parameters that are one tensor, together; sorted."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+    groups = names_by_tensor(model.named_parameters(remove_duplicate=False)).values()
+    return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
 WeightFormat = str | torch.dtype | CustomDtype
-NamedPart = tuple[str, Any]
-"""A module, a parameter or a buffer, with its name in front."""
+NamedPart = tuple[str, Any]  # a module, a parameter or a buffer, with its name in front
 
 _log = get_logger(__name__)
 
@@ -207,8 +205,7 @@ def get_max_layer_size(
         Its bytes, and the names of all layers of this size.
     """
     whole_classes = class_names(no_split_module_classes)
-    largest_bytes = 0
-    largest_names = list[str]()
+    layer_bytes: list[tuple[str, int]] = []
     waiting_parts = list(reversed(modules))
     while waiting_parts:
         part_name, part = waiting_parts.pop()
@@ -218,14 +215,10 @@ def get_max_layer_size(
                 (f"{part_name}.{child_name}" if part_name else child_name, child)
                 for child_name, child in reversed(children)
             ]
-            continue
-        layer_bytes = module_sizes.get(part_name, 0)
-        if layer_bytes > largest_bytes:
-            largest_bytes = layer_bytes
-            largest_names = []
-        if layer_bytes == largest_bytes:
-            largest_names.append(part_name)
-    return largest_bytes, largest_names
+        else:
+            layer_bytes.append((part_name, module_sizes.get(part_name, 0)))
+    largest_bytes = max((size for _, size in layer_bytes), default=0)
+    return largest_bytes, [name for name, size in layer_bytes if size == largest_bytes]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:

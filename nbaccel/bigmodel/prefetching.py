@@ -19,8 +19,7 @@ from nbaccel.bigmodel.tensor_placing import is_accelerator
 from nbaccel.plan import registry
 from nbaccel.plan.inspecting import free_host_bytes
 
-PREFETCH_WINDOW_BYTES = 256 * 1024**2
-"""How many bytes of weights are asked for ahead of time."""
+PREFETCH_WINDOW_BYTES = 256 * 1024**2  # of weights that are asked for ahead of time
 
 _FREE_PARTS = 8
 
@@ -48,18 +47,8 @@ def tell_weights(weights_map: Any, wish: str, names: Sequence[str]) -> None:
 # ------------------------------------------------------------------------------ which is next
 
 
-class OffloadedBlock(Protocol):
-    """A module whose weights are elsewhere while it does not run."""
-
-    weight_bytes: int  # how large they are
-    weights_map: Mapping[str, Any] | None  # where they are
-    offloaded_names: Sequence[str]  # their names there
-
-    def copy_ahead(self) -> None:
-        """Begin to copy the weights to where the block computes, if that can be done beside."""
-
-    def drop_copies(self) -> None:
-        """Forget copies that were begun."""
+OffloadedBlock = Any
+"""An `AlignDevicesHook`: of a module whose weights are elsewhere while it does not run."""
 
 
 class ExecutionOrder:
@@ -134,14 +123,11 @@ class ExecutionOrder:
             following.copy_ahead()
 
     def _following(self) -> OffloadedBlock | None:
-        """What is expected to begin next.
-
-        None at the end of a pass: whether there is another one is not known, and a copy would take
-        the device's memory until then.
-        """
+        """What is expected to begin next; None at the end of a pass."""
         if self._running is None:
             return None
         following = self._expected(self._previous, self._running)
+        # Whether there is another pass is not known, and a copy would take memory until then.
         return None if following is self._registered[0] else following
 
     def _expected(

@@ -143,7 +143,12 @@ def set_module_tensor_to_device(
         )
     owner, last_name = own_module(module, tensor_name)
     target = as_device(device)
-    current = _current_tensor(owner, last_name)
+    current: Any = getattr(owner, last_name)
+    if not isinstance(current, torch.Tensor):
+        raise ConfigError(
+            f"{last_name!r} of {type(owner).__name__} is {current}, so it has no shape that a "
+            "tensor could be placed for. Leave it out, or build the module with it."
+        )
     group = _tied_group(tied_params_map, current, value)
     placed = None if group is None else placed_on(group, target)
     if placed is None:
@@ -178,18 +183,6 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
             'converted to it. Name one such as "float16" or "bfloat16".'
         )
     return found
-
-
-def _current_tensor(owner: nn.Module, last_name: str) -> torch.Tensor:
-    parameters, buffers, _ = module_tables(owner)
-    current = parameters.get(last_name)
-    current = buffers.get(last_name) if current is None else current
-    if not isinstance(current, torch.Tensor):
-        raise ConfigError(
-            f"{last_name!r} of {type(owner).__name__} is {current}, so it has no shape that a "
-            "tensor could be placed for. Leave it out, or build the module with it."
-        )
-    return current
 
 
 def _tied_group(

@@ -6,7 +6,7 @@ Precisions of 8 bits share this, whichever library computes; all but their layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,7 +17,13 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import Fp8Config
-from nbaccel.plan.contracts.training import Piece, PrecisionSettings, Remembered, ShardReader
+from nbaccel.plan.contracts.training import (
+    Bundle,
+    Piece,
+    PrecisionSettings,
+    Remembered,
+    ShardReader,
+)
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.precision.fp8.linear import MULTIPLE, Fp8Linear
 from nbaccel.precision.fp8.scaled_adam import master_values
@@ -114,6 +120,21 @@ def require_layers(selections: Iterable[tuple[nn.Module, LayerSelection]]) -> No
     )
 
 
+def put_layers(
+    model: nn.Module, replacement_of: Callable[[str, nn.Module], nn.Module | None]
+) -> None:
+    """Put other layers, made from names and layers, in their place, with the same parameters."""
+    for parent_name, parent in list(model.named_modules()):
+        for name, layer in list(parent.named_children()):
+            replacement = replacement_of(f"{parent_name}.{name}" if parent_name else name, layer)
+            if replacement is not None:
+                for parameter_name, parameter in layer.named_parameters(recurse=False):
+                    # TransformerEngine's layers without a bias have an empty one.
+                    if getattr(replacement, parameter_name, None) is not None:
+                        setattr(replacement, parameter_name, parameter)
+                setattr(parent, name, replacement.train(layer.training))
+
+
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Make all converted layers `nn.Linear` again, with float32 weights; tied ones stay tied."""
     plain_weights: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -133,11 +154,7 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 
 class MasterReader(ShardReader):
-    """Reads weights of MS-AMP's level O3.
-
-    Every process has such a weight in E4M3, and one of them its FP16 master, which is what was
-    trained: it is what is copied back to the notebook.
-    """
+    """Reads weights of MS-AMP's level O3: what one process has in FP16 is what was trained."""
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, ScaledTensor) and tensor.owner is not None
@@ -162,6 +179,8 @@ class Fp8Precision(Bf16):
 
     name: ClassVar[str] = "fp8"
     converts_layers: ClassVar[bool] = True
+    skips_ends_by_default: ClassVar[bool] = False  # whether first and last layer stay as they are
+    needs_layers = True  # whether a model is refused of which no layer would compute in 8 bits
 
     def __init__(self, settings: PrecisionSettings) -> None:
         super().__init__(settings.device, settings.autocast, settings.scaler)
@@ -175,6 +194,30 @@ class Fp8Precision(Bf16):
     def build(cls, settings: PrecisionSettings) -> Fp8Precision:
         return cls(settings)
 
+    def convert(self, bundle: Bundle) -> Bundle:
+        selections = [(model, self.select(model)) for model in bundle.models]
+        if self.needs_layers:
+            require_layers(selections)
+        models = []
+        for model, selection in selections:
+            models.append(self.convert_model(model, selection))
+            self._tell(model, selection)
+        return replace(bundle, models=tuple(models))
+
+    def select(self, model: nn.Module) -> LayerSelection:
+        """The layers that are to compute in 8 bits."""
+        said = self.fp8.skip_first_and_last
+        skips = self.skips_ends_by_default if said is None else said
+        return select_layers(model, skip_first_and_last=skips)
+
+    def convert_model(self, model: nn.Module, selection: LayerSelection) -> nn.Module:
+        """Let these layers compute in 8 bits."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """What computes, and how it scales."""
+        raise NotImplementedError
+
     def unwrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.unwrap_forward`; its layers are plain again, too."""
         super().unwrap_forward(model)
@@ -184,13 +227,9 @@ class Fp8Precision(Bf16):
         """Give a model the layers back that it had."""
         restore_layers(model)
 
-    def skips_ends(self, by_default: bool) -> bool:
-        """Whether first and last layer stay as they are."""
-        said = self.fp8.skip_first_and_last
-        return by_default if said is None else said
-
-    def tell(self, model: nn.Module, selection: LayerSelection, what: str) -> None:
+    def _tell(self, model: nn.Module, selection: LayerSelection) -> None:
         """Say on process 0, and in the plan, which layers compute in 8 bits."""
+        what = self.describe()
         described = selection.describe()
         self.choices += (Choice(f"fp8 layers of {type(model).__name__}", what, described),)
         # Layers that were asked for and stay out are worth a line; the rest is in the plan.

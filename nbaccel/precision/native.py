@@ -18,6 +18,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -34,10 +35,7 @@ if TYPE_CHECKING:
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` whose `update` may be called after every optimizer's step.
-
-    Takes the arguments of ``torch.amp.GradScaler``.
-    """
+    """A ``torch.amp.GradScaler`` whose `update` may be called after every optimizer's step."""
 
     def __init__(self, device: str, **settings: Any) -> None:
         super().__init__(device, **settings)
@@ -113,27 +111,21 @@ class LossScaler(torch.amp.GradScaler):
 _SHORT_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
+@dataclass(eq=False)
 class AutocastForward:
     """A model's forward that computes in a lower precision and returns float32."""
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        *,
-        device_type: str,
-        dtype: torch.dtype,
-        enabled: bool,
-        cache_enabled: bool | None,
-    ) -> None:
-        self.forward = forward
-        self.__wrapped__ = forward  # `inspect.signature` follows this to the model's own arguments
-        self.device_type = device_type
-        self.dtype = dtype
-        self.enabled = enabled
-        self.cache_enabled = cache_enabled
+    forward: Callable[..., Any]
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
+    cache_enabled: bool | None
+
+    def __post_init__(self) -> None:
+        # `inspect.signature` follows this to the model's own arguments.
+        self.__wrapped__ = self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; the same arguments, float32 in what it returns."""
         # A context of its own for each call: one that is shared is not reentrant.
         with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
             output = self.forward(*args, **kwargs)
@@ -165,10 +157,10 @@ class _AutocastPrecision(Precision):
         model.__dict__["_original_forward"] = forward
         model.__dict__["forward"] = AutocastForward(
             forward,
-            device_type=self._device_type,
-            dtype=self.dtype,
-            enabled=self._settings.enabled,
-            cache_enabled=self._settings.cache_enabled,
+            self._device_type,
+            self.dtype,
+            self._settings.enabled,
+            self._settings.cache_enabled,
         )
 
     def unwrap_forward(self, model: nn.Module) -> None:
@@ -180,10 +172,11 @@ class _AutocastPrecision(Precision):
             return
         del model.__dict__["forward"]
         model.__dict__.pop("_original_forward", None)
-        # A forward that the user had set on the instance is put back; one of the class needs no
-        # entry.
-        if not _is_own_method(model, wrapper.forward):
-            model.__dict__["forward"] = wrapper.forward
+        # One that the user had set on the instance is put back; that of the class needs no entry.
+        forward: Any = wrapper.forward
+        is_own = getattr(forward, "__self__", None) is model
+        if not is_own or getattr(forward, "__func__", None) is not type(model).forward:
+            model.__dict__["forward"] = forward
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         if self.dtype is None:
@@ -221,13 +214,6 @@ class Fp16(_AutocastPrecision):
     ) -> None:
         super().__init__(device, autocast, scaler)
         self.scaler = LossScaler(device.type, **scaler.to_dict())
-
-
-def _is_own_method(model: nn.Module, forward: Callable[..., Any]) -> bool:
-    return (
-        getattr(forward, "__self__", None) is model
-        and getattr(forward, "__func__", None) is type(model).forward
-    )
 
 
 def as_float32(tree: Any) -> Any:

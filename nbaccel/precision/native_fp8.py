@@ -26,24 +26,16 @@ from torch import nn
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, require
+from nbaccel.base.trees import names_by_tensor
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
 from nbaccel.precision.fp8.gradient_exchange import ScaledGradients
 from nbaccel.precision.fp8.linear import AmaxHistory, Fp8Linear, LayerRecipe, convert_layer
 from nbaccel.precision.fp8.scaled_adam import ScaledAdam, owners_of
-from nbaccel.precision.fp8.scaled_tensor import (
-    E4M3,
-    E5M2,
-    FP16,
-    NumberFormat,
-    ScaledTensor,
-    accumulation_format,
-)
+from nbaccel.precision.fp8.scaled_tensor import E4M3, E5M2, FP16, ScaledTensor, accumulation_format
 from nbaccel.precision.fp8_layers import (
     Fp8Precision,
     LayerSelection,
     follow_parameters,
-    require_layers,
-    select_layers,
     unshared_weights,
 )
 
@@ -57,13 +49,10 @@ class NativeFp8(Fp8Precision):
         super().__init__(settings)
         self._histories: WeakKeyDictionary[nn.Module, AmaxHistory] = WeakKeyDictionary()
         self._is_delayed = self.fp8.recipe == "delayed"
+        self._weight_gradients = accumulation_format(settings.accumulation_steps)
 
     def convert(self, bundle: Bundle) -> Bundle:
-        selections = [(model, self._select(model)) for model in bundle.models]
-        require_layers(selections)
-        for model, selection in selections:
-            self._convert_model(model, selection)
-            self.tell(model, selection, self._description())
+        bundle = super().convert(bundle)
         if self._is_delayed:
             for optimizer in bundle.optimizers:
                 self._follow_steps(optimizer)
@@ -86,19 +75,23 @@ class NativeFp8(Fp8Precision):
             if model in self._histories and str(number) in state:
                 self._histories[model].load_state_dict(state[str(number)])
 
-    def _select(self, model: nn.Module) -> LayerSelection:
-        return select_layers(model, skip_first_and_last=self.skips_ends(self.skips_ends_by_default))
-
-    def _description(self) -> str:
+    def describe(self) -> str:
         emulated = ", emulated" if self.settings.emulates_fp8 else ""
         return f"nbaccel's layers, {self.fp8.recipe} scaling{emulated}"
 
-    def _convert_model(self, model: nn.Module, selection: LayerSelection) -> None:
+    def convert_model(self, model: nn.Module, selection: LayerSelection) -> nn.Module:
         gradient_format = E5M2 if self.fp8.fp8_format == "HYBRID" else E4M3
         history = None
         if self._is_delayed and selection.chosen:
-            history = self._new_history(selection, gradient_format)
-            self._histories[model] = history
+            history = self._histories[model] = AmaxHistory(
+                [*selection.chosen],
+                (E4M3, E4M3, gradient_format),
+                length=self.fp8.amax_history_len,
+                margin=self.fp8.margin,
+                interval=self.fp8.interval,
+                takes_latest=self.fp8.amax_compute_algo == "most_recent",
+                device=next(iter(selection.chosen.values())).weight.device,
+            )
         for index, layer in enumerate(selection.chosen.values()):
             recipe = LayerRecipe(
                 emulate=self.settings.emulates_fp8,
@@ -106,26 +99,12 @@ class NativeFp8(Fp8Precision):
                 margin=self.fp8.margin,
                 exact_passes=self.fp8.override_linear_precision,
                 in_evaluation=self.fp8.use_autocast_during_eval,
-                weight_gradients=self._weight_gradients(),
+                weight_gradients=self._weight_gradients,
                 history=history,
                 layer_index=index,
             )
             convert_layer(layer, recipe)
-
-    def _weight_gradients(self) -> NumberFormat:
-        return accumulation_format(self.settings.accumulation_steps)
-
-    def _new_history(self, selection: LayerSelection, gradient_format: NumberFormat) -> AmaxHistory:
-        first_layer = next(iter(selection.chosen.values()))
-        return AmaxHistory(
-            [*selection.chosen],
-            (E4M3, E4M3, gradient_format),
-            length=self.fp8.amax_history_len,
-            margin=self.fp8.margin,
-            interval=self.fp8.interval,
-            takes_latest=self.fp8.amax_compute_algo == "most_recent",
-            device=first_layer.weight.device,
-        )
+        return model
 
     def _follow_steps(self, optimizer: Any) -> None:
         """Let scales follow from the magnitudes of a step, once for each step of an optimizer."""
@@ -140,7 +119,7 @@ class NativeFp8(Fp8Precision):
         followed = [
             history
             for model, history in self._histories.items()
-            if _steps_layers_of(model, parameters)
+            if any(isinstance(m, Fp8Linear) and id(m.weight) in parameters for m in model.modules())
         ] or list(self._histories.values())
 
         def before_step(*_: Any) -> None:
@@ -148,14 +127,6 @@ class NativeFp8(Fp8Precision):
                 history.update()
 
         optimizer.register_step_pre_hook(before_step)
-
-
-def _steps_layers_of(model: nn.Module, parameter_ids: set[int]) -> bool:
-    return any(
-        id(layer.weight) in parameter_ids
-        for layer in model.modules()
-        if isinstance(layer, Fp8Linear)
-    )
 
 
 class MsAmpFp8(NativeFp8):
@@ -182,23 +153,21 @@ class MsAmpFp8(NativeFp8):
         if model in self._averaging:
             self._averaging[model].detach()
         weights = [weight for _, weight in _scaled_weights(model) if weight.requires_grad]
-        self._averaging[model] = ScaledGradients(weights, self._weight_gradients(), is_synced)
+        self._averaging[model] = ScaledGradients(weights, self._weight_gradients, is_synced)
 
     def full_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`Precision.full_state`: at O3 the masters' values."""
-        names_by_id: dict[int, list[str]] = {}
-        for name, weight in model.named_parameters(remove_duplicate=False):
-            names_by_id.setdefault(id(weight), []).append(name)
+        names = names_by_tensor(model.named_parameters(remove_duplicate=False))
         for optimizer in self._optimizers:
             for parameter, values in optimizer.masters():
-                state |= dict.fromkeys(names_by_id.get(id(parameter), ()), values)
+                state |= dict.fromkeys(names.get(id(parameter), ()), values)
         return state
 
-    def _description(self) -> str:
-        return f"MS-AMP's {self.fp8.opt_level}, {super()._description()}"
+    def describe(self) -> str:
+        return f"MS-AMP's {self.fp8.opt_level}, {super().describe()}"
 
-    def _convert_model(self, model: nn.Module, selection: LayerSelection) -> None:
-        super()._convert_model(model, selection)
+    def convert_model(self, model: nn.Module, selection: LayerSelection) -> nn.Module:
+        super().convert_model(model, selection)
         weight_format = E4M3 if self.fp8.opt_level == "O3" else FP16
         short_weights = {id(weight): weight for weight in unshared_weights(model, selection)}
         for layer in selection.chosen.values():
@@ -208,6 +177,7 @@ class MsAmpFp8(NativeFp8):
             if weight not in self._became:
                 self._became[weight] = nn.Parameter(ScaledTensor.of(weight, weight_format))
             layer.weight = self._became[weight]
+        return model
 
     def _scaled_optimizer(self, optimizer: Any) -> Any:
         if not isinstance(optimizer, torch.optim.Optimizer):

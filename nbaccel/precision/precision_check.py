@@ -1,9 +1,7 @@
 """Is training done in the requested precision? Looked at once, at the first optimizer step.
 
-A request that no code reads silently ends in fp32. So the first optimizer step compares what
-was asked with what can be seen: Accelerate's own state where it is used, else the autocast dtype
-and the parameter dtypes under which the model's layers have run so far. After that one look the
-layers are no longer watched.
+A request that no code reads silently ends in fp32. So what was asked is compared with what can be
+seen: Accelerate's own state where it is used, else the dtypes under which layers have run so far.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +20,12 @@ from torch import nn
 
 from nbaccel.base.optional_packages import require
 from nbaccel.config.fp8 import AORecipeKwargs
-from nbaccel.plan.contracts.training import Bundle
+from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
 from nbaccel.precision.fp8_layers import (
     Fp8Precision,
     LayerSelection,
     follow_parameters,
-    require_layers,
-    select_layers,
+    put_layers,
 )
 
 if TYPE_CHECKING:
@@ -38,91 +37,77 @@ _RECIPES = {"current": "tensorwise", "rowwise": "rowwise"}
 class TorchaoFp8(Fp8Precision):
     """Linear layers of torchao."""
 
-    def convert(self, bundle: Bundle) -> Bundle:
-        float8 = load_torchao()
+    skips_ends_by_default = True
+
+    def __init__(self, settings: PrecisionSettings) -> None:
+        super().__init__(settings)
         # What was given with torchao's own objects.
-        given = (item for item in self.settings.handlers if isinstance(item, AORecipeKwargs))
-        handler = next(given, AORecipeKwargs())
-        configuration = handler.config or self._configuration(float8)
-        selections = [(model, self._select(model, handler)) for model in bundle.models]
-        if handler.module_filter_func is None:
-            require_layers(selections)
-        models = []
-        for model, selection in selections:
-            chosen = handler.module_filter_func or _among(selection)
-            parameters_before = dict(model.named_parameters())
-            with _quiet():
-                models.append(
-                    float8.convert_to_float8_training(
-                        model, module_filter_fn=chosen, config=configuration
-                    )
-                )
-            self._note_replaced(parameters_before, models[-1])
-            self.tell(model, selection, self._description())
-        for optimizer in bundle.optimizers:
-            list(follow_parameters(optimizer, self._became.get))
-        if configuration.enable_fsdp_float8_all_gather:
-            for optimizer in bundle.optimizers:
-                self._refresh_scales_after(optimizer, float8, models)
-        return replace(bundle, models=tuple(models))
-
-    def _note_replaced(
-        self, parameters_before: Mapping[str, nn.Parameter], model: nn.Module
-    ) -> None:
-        # torchao wraps a weight that is to be gathered in 8 bits.
-        for name, parameter in model.named_parameters():
-            if parameter is not parameters_before[name]:
-                self._became[parameters_before[name]] = parameter
-
-    def _restore(self, model: nn.Module) -> None:
-        restore_layers(model)
-
-    def _select(self, model: nn.Module, handler: AORecipeKwargs) -> LayerSelection:
-        if handler.module_filter_func is None:
-            return select_layers(model, skip_first_and_last=self.skips_ends(True))
-        linear_layers = {
-            name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
-        }
-        chosen = {
-            name: layer
-            for name, layer in linear_layers.items()
-            if handler.module_filter_func(layer, name)
-        }
-        left = {name: "module_filter_func" for name in linear_layers if name not in chosen}
-        return LayerSelection(chosen=chosen, left=left)
-
-    def _configuration(self, float8: Any) -> Any:
-        """The configuration of torchao for what was asked."""
-        configuration = float8.Float8LinearConfig.from_recipe_name(_RECIPES[self.fp8.recipe])
-        return replace(
-            configuration,
-            emulate=self.settings.emulates_fp8,
-            pad_inner_dim=self.fp8.pad_inner_dim,
-            enable_fsdp_float8_all_gather=self._gathers_in_fp8(),
-        )
-
-    def _gathers_in_fp8(self) -> bool:
+        given = (item for item in settings.handlers if isinstance(item, AORecipeKwargs))
+        self._handler = next(given, AORecipeKwargs())
+        self._filter = self._handler.module_filter_func
+        self.needs_layers = self._filter is None
         # torchao has it for one scale per tensor; without FSDP nothing is gathered.
-        return (
-            self.settings.is_sharded
+        self._gathers_in_fp8 = (
+            settings.is_sharded
             and self.fp8.enable_fsdp_float8_all_gather
             and self.fp8.recipe == "current"
         )
 
-    def _description(self) -> str:
-        emulated = ", emulated" if self.settings.emulates_fp8 else ""
-        gathered = ", weights gathered in fp8" if self._gathers_in_fp8() else ""
-        return f"torchao, {self.fp8.recipe} scaling{gathered}{emulated}"
+    @cached_property
+    def _configuration(self) -> Any:
+        return self._handler.config or replace(
+            load_torchao().Float8LinearConfig.from_recipe_name(_RECIPES[self.fp8.recipe]),
+            emulate=self.settings.emulates_fp8,
+            pad_inner_dim=self.fp8.pad_inner_dim,
+            enable_fsdp_float8_all_gather=self._gathers_in_fp8,
+        )
 
-    def _refresh_scales_after(self, optimizer: Any, float8: Any, models: list[nn.Module]) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            return
+    def convert(self, bundle: Bundle) -> Bundle:
+        float8 = load_torchao()
+        bundle = super().convert(bundle)
 
         def after_step(*_: Any) -> None:
-            for model in models:
+            for model in bundle.models:
                 float8.precompute_float8_dynamic_scale_for_fsdp(model)
 
-        optimizer.register_step_post_hook(after_step)
+        for optimizer in bundle.optimizers:
+            list(follow_parameters(optimizer, self._became.get))
+            if self._configuration.enable_fsdp_float8_all_gather and isinstance(
+                optimizer, torch.optim.Optimizer
+            ):
+                optimizer.register_step_post_hook(after_step)
+        return bundle
+
+    def convert_model(self, model: nn.Module, selection: LayerSelection) -> nn.Module:
+        ids = {id(layer) for layer in selection.chosen.values()}
+        parameters_before = dict(model.named_parameters())
+        with _quiet():
+            converted: nn.Module = load_torchao().convert_to_float8_training(
+                model,
+                module_filter_fn=self._filter or (lambda module, _: id(module) in ids),
+                config=self._configuration,
+            )
+        # torchao wraps a weight that is to be gathered in 8 bits.
+        for name, parameter in converted.named_parameters():
+            if parameter is not parameters_before[name]:
+                self._became[parameters_before[name]] = parameter
+        return converted
+
+    def select(self, model: nn.Module) -> LayerSelection:
+        if self._filter is None:
+            return super().select(model)
+        layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+        chosen = {name: layer for name, layer in layers.items() if self._filter(layer, name)}
+        left = {name: "module_filter_func" for name in layers if name not in chosen}
+        return LayerSelection(chosen=chosen, left=left)
+
+    def _restore(self, model: nn.Module) -> None:
+        restore_layers(model)
+
+    def describe(self) -> str:
+        emulated = ", emulated" if self.settings.emulates_fp8 else ""
+        gathered = ", weights gathered in fp8" if self._gathers_in_fp8 else ""
+        return f"torchao, {self.fp8.recipe} scaling{gathered}{emulated}"
 
 
 def load_torchao() -> Any:
@@ -147,11 +132,6 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _among(selection: LayerSelection) -> Callable[[nn.Module, str], bool]:
-    ids = {id(layer) for layer in selection.chosen.values()}
-    return lambda module, _: id(module) in ids
-
-
 def has_layers(model: nn.Module) -> bool:
     """Whether a model has layers of torchao."""
     layer_class = _layer_class()
@@ -161,10 +141,15 @@ def has_layers(model: nn.Module) -> bool:
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Put `nn.Linear` back in the place of torchao's layers, with the same parameters."""
     layer_class = _layer_class()
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if layer_class is not None and isinstance(layer, layer_class):
-                setattr(parent, name, _plain_layer(layer))
+
+    def plain_layer(_name: str, layer: Any) -> nn.Module | None:
+        is_theirs = layer_class is not None and isinstance(layer, layer_class)
+        if not is_theirs:
+            return None
+        with torch.device("meta"):
+            return nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+
+    put_layers(model, plain_layer)
     return []
 
 
@@ -172,11 +157,3 @@ def _layer_class() -> type[nn.Module] | None:
     # Not imported: without it in this process there are no layers of it.
     module: Any = sys.modules.get("torchao.float8.float8_linear")
     return None if module is None else module.Float8Linear
-
-
-def _plain_layer(layer: Any) -> nn.Linear:
-    with torch.device("meta"):
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    plain.weight = layer.weight
-    plain.bias = layer.bias
-    return plain.train(layer.training)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from nbaccel.base.errors import ConfigError, MissingBackend
 from nbaccel.base.log import write_notice
 from nbaccel.base.optional_packages import require
 from nbaccel.config import Fp8Config
-from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
-from nbaccel.precision.fp8_layers import Fp8Precision, require_layers, select_layers
+from nbaccel.plan.contracts.training import PrecisionSettings
+from nbaccel.precision.fp8_layers import Fp8Precision, LayerSelection, put_layers
 
 _RECIPE_CLASSES = {
     "delayed": "DelayedScaling",
@@ -52,18 +52,18 @@ class TransformerEngineFp8(Fp8Precision):
         recipes = importlib.import_module("transformer_engine.common.recipe")
         self._recipe, ignored = build_recipe(self.fp8, recipes)
         if ignored and settings.is_main:
-            write_notice(f"nbaccel: {_ignored_text(ignored)}\n")
+            told = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
+            write_notice(
+                f"nbaccel: the installed TransformerEngine does not read {told} with this recipe: "
+                "no effect.\n"
+            )
 
-    def convert(self, bundle: Bundle) -> Bundle:
-        selections = [
-            (model, select_layers(model, skip_first_and_last=self.skips_ends(False)))
-            for model in bundle.models
-        ]
-        require_layers(selections)
-        for model, selection in selections:
-            replace_layers(model, self._library, linear_names=frozenset(selection.chosen))
-            self.tell(model, selection, f"TransformerEngine, {type(self._recipe).__name__}")
-        return bundle
+    def convert_model(self, model: nn.Module, selection: LayerSelection) -> nn.Module:
+        replace_layers(model, self._library, linear_names=frozenset(selection.chosen))
+        return model
+
+    def describe(self) -> str:
+        return f"TransformerEngine, {type(self._recipe).__name__}"
 
     def wrap_forward(self, model: nn.Module) -> None:
         super().wrap_forward(model)
@@ -73,7 +73,7 @@ class TransformerEngineFp8(Fp8Precision):
             model.forward,
             self._library,
             self._recipe,
-            in_evaluation=self.fp8.use_autocast_during_eval,
+            self.fp8.use_autocast_during_eval,
         )
 
     def _restore(self, model: nn.Module) -> None:
@@ -87,45 +87,39 @@ class TransformerEngineFp8(Fp8Precision):
         super().take_off_autocast(model)
 
 
+@dataclass(eq=False)
 class TransformerEngineForward:
     """A forward under TransformerEngine's autocast."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        library: Any,
-        recipe: Any,
-        *,
-        in_evaluation: bool,
-    ) -> None:
-        self.forward = forward
-        self.__wrapped__ = forward  # `inspect.signature` follows this to the model's own arguments
-        self._model = model
-        self._library = library
-        self._recipe = recipe
-        self._in_evaluation = in_evaluation
-        self._was_on_instance = "forward" in model.__dict__
+    _model: nn.Module
+    forward: Callable[..., Any]
+    _library: Any
+    _recipe: Any
+    _in_evaluation: bool
+
+    def __post_init__(self) -> None:
+        # `inspect.signature` follows this to the model's own arguments.
+        self.__wrapped__ = self.forward
+        self._was_on_instance = "forward" in self._model.__dict__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward."""
-        enabled = self._in_evaluation or self._model.training
-        with _autocast(self._library, self._recipe, enabled=enabled):
+        with self._autocast(enabled=self._in_evaluation or self._model.training):
             return self.forward(*args, **kwargs)
+
+    def _autocast(self, *, enabled: bool) -> Any:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        # Before version 2.8 it has another name, and its arguments have.
+        if hasattr(self._library, "autocast"):
+            return self._library.autocast(
+                enabled=enabled, recipe=self._recipe, amax_reduction_group=group
+            )
+        return self._library.fp8_autocast(enabled=enabled, fp8_recipe=self._recipe, fp8_group=group)
 
     def take_off(self, model: nn.Module) -> None:
         """Give the model the forward back that it had."""
         del model.__dict__["forward"]
         if self._was_on_instance:
             model.__dict__["forward"] = self.forward
-
-
-def _autocast(library: Any, recipe: Any, *, enabled: bool) -> Any:
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    # Before version 2.8 it has another name, and its arguments have.
-    if hasattr(library, "autocast"):
-        return library.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
-    return library.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
 
 
 def load_transformer_engine() -> Any:
@@ -165,11 +159,6 @@ def build_recipe(fp8: Fp8Config, recipes: Any) -> tuple[Any, dict[str, Any]]:
     return recipe_class(**arguments), ignored
 
 
-def _ignored_text(ignored: dict[str, Any]) -> str:
-    told = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
-    return f"the installed TransformerEngine does not read {told} with this recipe: no effect."
-
-
 def replace_layers(
     model: nn.Module,
     library: Any,
@@ -178,35 +167,29 @@ def replace_layers(
     with_norms: bool = True,
 ) -> None:
     """Put TransformerEngine's layers in the place of linear layers and LayerNorms; in place."""
-    for parent_name, parent in list(model.named_modules()):
-        for name, layer in list(parent.named_children()):
-            full_name = f"{parent_name}.{name}" if parent_name else name
-            if type(layer) is nn.Linear and (linear_names is None or full_name in linear_names):
-                engine_layer = library.Linear(
-                    layer.in_features,
-                    layer.out_features,
-                    bias=layer.bias is not None,
-                    params_dtype=layer.weight.dtype,
-                    device="meta",
-                )
-            # Its LayerNorm has one dimension, and always weight and bias.
-            elif (
-                with_norms
-                and type(layer) is nn.LayerNorm
-                and len(layer.normalized_shape) == 1
-                and len(list(layer.parameters(recurse=False))) == 2
-            ):
-                engine_layer = library.LayerNorm(
-                    layer.normalized_shape[0],
-                    eps=layer.eps,
-                    dtype=layer.weight.dtype,
-                    device="meta",
-                )
-            else:
-                continue
-            for parameter_name, parameter in layer.named_parameters(recurse=False):
-                setattr(engine_layer, parameter_name, parameter)
-            setattr(parent, name, engine_layer.train(layer.training))
+
+    def engine_layer(name: str, layer: nn.Module) -> Any:
+        if type(layer) is nn.Linear and (linear_names is None or name in linear_names):
+            return library.Linear(
+                layer.in_features,
+                layer.out_features,
+                bias=layer.bias is not None,
+                params_dtype=layer.weight.dtype,
+                device="meta",
+            )
+        # Its LayerNorm has one dimension, and always weight and bias.
+        if (
+            with_norms
+            and type(layer) is nn.LayerNorm
+            and len(layer.normalized_shape) == 1
+            and len(list(layer.parameters(recurse=False))) == 2
+        ):
+            return library.LayerNorm(
+                layer.normalized_shape[0], eps=layer.eps, dtype=layer.weight.dtype, device="meta"
+            )
+        return None
+
+    put_layers(model, engine_layer)
 
 
 def has_layers(model: nn.Module) -> bool:
@@ -220,26 +203,17 @@ def _is_engine_layer(module: nn.Module) -> bool:
 
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Put torch's layers back in the place of TransformerEngine's, with the same parameters."""
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            plain = _plain_layer(layer) if _is_engine_layer(layer) else None
-            if plain is not None:
-                setattr(parent, name, plain)
+    put_layers(model, _plain_layer)
     return []
 
 
-def _plain_layer(layer: Any) -> nn.Module | None:
-    class_name = type(layer).__name__
-    parameters = dict(layer.named_parameters(recurse=False))
-    has_bias = parameters.get("bias") is not None and parameters["bias"].numel() > 0
+def _plain_layer(_name: str, layer: Any) -> nn.Module | None:
+    class_name = type(layer).__name__ if _is_engine_layer(layer) else ""
     with torch.device("meta"):
-        plain: nn.Module
         if class_name == "Linear":
-            plain = nn.Linear(layer.in_features, layer.out_features, bias=has_bias)
-        elif class_name == "LayerNorm":
-            plain = nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps)
-        else:
-            return None
-    for name in ("weight", *(("bias",) if has_bias else ())):
-        setattr(plain, name, parameters[name])
-    return plain.train(layer.training)
+            bias = dict(layer.named_parameters(recurse=False)).get("bias")
+            has_bias = bias is not None and bias.numel() > 0
+            return nn.Linear(layer.in_features, layer.out_features, bias=has_bias)
+        if class_name == "LayerNorm":
+            return nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps)
+    return None

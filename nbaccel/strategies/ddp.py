@@ -68,11 +68,7 @@ class DdpStrategy(Strategy):
         return cls(place, settings, precision)
 
     def wrap(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Strategy.wrap`; a collective.
-
-        A model that is wrapped already stays, and so does one without trainable parameters: it has
-        no gradients to average.
-        """
+        """See :meth:`Strategy.wrap`; a collective."""
         return dataclasses.replace(bundle, models=tuple(map(self._wrapped, bundle.models)))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -112,7 +108,10 @@ class DdpStrategy(Strategy):
         names = self._precision.own_gradients(model)
         # DDP raises for a model that has nothing for it to average.
         if not any(p.requires_grad and name not in names for name, p in model.named_parameters()):
-            return self._averaged_alone(model) if names else model
+            if names and model not in self._synced:
+                self._synced[model] = True
+                self._precision.average_gradients(model, lambda: self._synced[model])
+            return model
         if names:
             torch_private.exclude_from_ddp(model, names)
         settings = self._settings.to_kwargs()
@@ -129,13 +128,6 @@ class DdpStrategy(Strategy):
             )
         return wrapped
 
-    def _averaged_alone(self, model: nn.Module) -> nn.Module:
-        """A model all of whose gradients its precision averages."""
-        if model not in self._synced:
-            self._synced[model] = True
-            self._precision.average_gradients(model, lambda: self._synced[model])
-        return model
-
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; a collective where the precision keeps more digits."""
         inner_model = self.unwrap(model)
@@ -143,12 +135,10 @@ class DdpStrategy(Strategy):
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """See :meth:`Strategy.optimizer_state`; a collective where the state is divided."""
-        consolidate = getattr(optimizer, "consolidate_state_dict", None)
-        if consolidate is not None:
-            consolidate()
-            if not self.place.is_main:
-                return {}
-        return optimizer.state_dict()
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            return optimizer.state_dict()
+        optimizer.consolidate_state_dict()
+        return optimizer.state_dict() if self.place.is_main else {}
 
     def _compress(self, model: DistributedDataParallel) -> None:
         kind = _Kind(self._settings.comm_hook)

@@ -44,6 +44,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.base import mapped_files, torch_private
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.trees import names_by_tensor
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.plan.contracts.training import Bundle, Place, Precision, SaidBySettings, Strategy
 from nbaccel.strategies import optimizer_shards
@@ -71,11 +72,7 @@ _DTYPES_BY_NAME = {
 
 
 class FsdpStrategy(OwnPartCheckpoints, Strategy):
-    """Torch's ``fully_shard`` over all processes of the run.
-
-    Models stay the user's own objects and keep the names of their parameters; only the parameters
-    become sharded tensors (DTensor). Buffers stay whole in each process.
-    """
+    """Torch's ``fully_shard`` over all processes of the run; buffers stay whole in each."""
 
     name: ClassVar[str] = "fsdp"
     shards_parameters: ClassVar[bool] = True
@@ -84,14 +81,12 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         self, place: Place, settings: FullyShardedDataParallelPlugin, precision: Precision
     ) -> None:
         super().__init__(place)
-        _refuse_old_torch(place.device)
-        _refuse_shared_gpu(place)
+        _refuse_what_fails(place)
         self._settings = settings
         self._inner, self._root = _precision_policies(
             settings.mixed_precision_policy, precision.dtype
         )
-        # Not a WeakKeyDictionary: it compares keys with ==, which for tensors works element by
-        # element.
+        # Not a WeakKeyDictionary: it compares keys with ==, for tensors element by element.
         self._became = WeakTensorKeyDictionary()
         self._syncs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -242,16 +237,12 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)
-        # Gathering is a collective, so every process has called it; only process 0 keeps the
-        # result.
+        # Gathering is a collective, so all have called it; process 0 alone keeps the result.
         if not self.place.is_main:
             return {}
-        first_name_by_id: dict[int, str] = {}
-        for tensor_name, parameter in model.named_parameters(remove_duplicate=False):
-            # Tied tensors were gathered once per name; files keep them once if they are one object.
-            first_name = first_name_by_id.setdefault(id(parameter), tensor_name)
-            if tensor_name in state and first_name in state:
-                state[tensor_name] = state[first_name]
+        # Tied tensors were gathered once per name; files keep them once if they are one object.
+        for names in names_by_tensor(model.named_parameters(remove_duplicate=False)).values():
+            state |= {name: state[names[0]] for name in names if {name, names[0]} <= state.keys()}
         whole_by_id = {id(value): _whole(value) for value in state.values()}
         return {tensor_name: whole_by_id[id(value)] for tensor_name, value in state.items()}
 
@@ -321,16 +312,13 @@ def _policy_dtype(dtype: Any) -> Any:
     return _DTYPES_BY_NAME[name]
 
 
-def _refuse_old_torch(device: torch.device) -> None:
+def _refuse_what_fails(place: Place) -> None:
     # It needs events of CPU streams: https://github.com/pytorch/pytorch/pull/145935
-    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+    if place.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise PlatformUnsupported(
             f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, whose "
             "fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
         )
-
-
-def _refuse_shared_gpu(place: Place) -> None:
     # Functional collectives over gloo read a GPU's memory as the host's: SIGSEGV in torch 2.11.
     if place.device.type == "cuda" and place.backend == "gloo" and not place.is_alone:
         raise PlatformUnsupported(

@@ -25,13 +25,11 @@ def choose_modules(
     settings: FullyShardedDataParallelPlugin,
     ignored: frozenset[nn.Parameter] = frozenset(),
 ) -> list[nn.Module]:
-    """The submodules that get a group of their own, innermost first, without the model itself.
-
-    A submodule that shares a parameter with what lies outside of it is left to the model: sharding
-    it on its own would untie the two.
-    """
+    """The submodules that get a group of their own, innermost first, without the model itself."""
     chosen_ids = _choose(model, settings)
-    tied_names = _owners_of_tied(model)
+    groups: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups[id(parameter)].append(name)
     names = {id(module): name for name, module in model.named_modules()}
     return [
         module
@@ -39,7 +37,8 @@ def choose_modules(
         for module in reversed(list(model.modules()))
         if id(module) in chosen_ids
         and module is not model
-        and not _ties_outwards(names[id(module)], tied_names)
+        # Sharding it on its own would untie it from what lies outside.
+        and not _ties_outwards(names[id(module)], groups.values())
         and any(parameter not in ignored for parameter in module.parameters())
     ]
 
@@ -59,10 +58,11 @@ def ignored_parameters(
         pattern = re.compile(wanted)
         wanted = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
         if not wanted:
+            names = [repr(name) for name, _ in model.named_modules() if name]
             raise ConfigError(
                 f"ignored_modules={settings.ignored_modules!r} matches no module of "
                 f"{type(model).__name__}. All of it would be sharded. The expression must match "
-                f"whole names, such as {_examples(model)}."
+                f"whole names, such as {', '.join(names[:3]) or 'none'}."
             )
     return frozenset(p for module in wanted for p in module.parameters())
 
@@ -127,23 +127,11 @@ def _by_size(module: nn.Module, least_size: int, large_modules: set[int]) -> int
     return 0
 
 
-def _owners_of_tied(model: nn.Module) -> list[list[str]]:
-    """For each parameter with several names: these names."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return [owners for owners in names.values() if len(owners) > 1]
-
-
-def _ties_outwards(name: str, tied: Sequence[Sequence[str]]) -> bool:
+def _ties_outwards(name: str, tied: Iterable[Sequence[str]]) -> bool:
+    """Whether a parameter has a name inside of a module, and another one outside."""
     return any(
         0 < sum(owner.startswith(f"{name}.") for owner in owners) < len(owners) for owners in tied
     )
-
-
-def _examples(model: nn.Module) -> str:
-    names = [name for name, _ in model.named_modules() if name]
-    return ", ".join(repr(name) for name in names[:3]) or "none"
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -191,16 +179,10 @@ def can_checkpoint_gradients(model: Any) -> bool:
 
 def checkpoints_gradients(model: Any) -> bool:
     """Whether it is on already."""
-    flag_names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    flag_name = next(
-        (
-            flag_name
-            for flag_name in flag_names
-            if hasattr(type(model), flag_name) or flag_name in vars(model)
-        ),
-        "",
-    )
-    return bool(getattr(model, flag_name, False))
+    for flag_name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
+        if hasattr(type(model), flag_name) or flag_name in vars(model):
+            return bool(getattr(model, flag_name, False))
+    return False
 
 
 def enable_gradient_checkpointing(model: Any) -> None:

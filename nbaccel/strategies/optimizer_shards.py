@@ -8,7 +8,7 @@ steps an optimizer that has no state yet, which leaves Adam one step ahead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,45 +21,30 @@ from nbaccel.base.errors import ConfigError
 
 
 def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> None:
-    """Point an optimizer at the shards that its parameters have become.
-
-    State it already has is cut like its parameters; that is a collective, and the state of
-    process 0 counts.
-    """
+    """Point an optimizer at what its parameters have become; a collective where it has state."""
     for param_group in optimizer.param_groups:
         old_parameters = param_group["params"]
         param_group["params"] = [became.get(p, p) for p in old_parameters]  # type: ignore[no-untyped-call]
-        _disable_mixed_foreach(param_group)
+        # torch's foreach kernels take sharded tensors, or plain ones, never both in one list.
+        is_mixed = len({isinstance(p, DTensor) for p in param_group["params"]}) > 1
+        # None leaves the choice to torch; a choice of the user's is kept.
+        if is_mixed and param_group.get("foreach", False) is None:
+            param_group["foreach"] = False
     # A list, because the loop replaces keys of the dictionary.
-    for old_parameter in [
-        old_parameter for old_parameter in optimizer.state if old_parameter in became
-    ]:
+    for old_parameter in [parameter for parameter in optimizer.state if parameter in became]:
         new_parameter = became[old_parameter]
         parameter_state = optimizer.state.pop(old_parameter)
         optimizer.state[new_parameter] = {
-            state_name: _shard_state(state_name, state_value, old_parameter, new_parameter)
-            if isinstance(state_value, torch.Tensor)
-            else state_value
-            for state_name, state_value in parameter_state.items()
+            name: _shard_state(name, value, old_parameter, new_parameter)
+            for name, value in parameter_state.items()
         }
 
 
-def _disable_mixed_foreach(group: dict[str, Any]) -> None:
-    # torch's foreach kernels take sharded tensors, or plain ones, never both in one list.
-    is_sharded_values = {isinstance(parameter, DTensor) for parameter in group["params"]}
-    # None leaves the choice to torch; a choice of the user's is kept.
-    if len(is_sharded_values) > 1 and group.get("foreach", False) is None:
-        group["foreach"] = False
-
-
 def _shard_state(
-    name: str,
-    value: torch.Tensor,
-    old_parameter: torch.Tensor,
-    new_parameter: torch.Tensor,
-) -> torch.Tensor:
+    name: str, value: Any, old_parameter: torch.Tensor, new_parameter: torch.Tensor
+) -> Any:
     # Such as Adam's step: the same on every process.
-    if value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     if value.shape != old_parameter.shape:
         raise ConfigError(
@@ -104,32 +89,41 @@ def numbered_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def gather_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """The whole state dict of an optimizer with sharded state; a collective."""
-    optimizer_state = optimizer.state_dict()
-    whole_state = {
-        number: {
-            name: _whole_value(state_value, keep=keep)
-            for name, state_value in parameter_state.items()
-        }
+
+    def whole(number: Any, name: str, value: Any) -> Any:
+        # A collective, so also on processes that drop the result.
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if not keep or not isinstance(value, torch.Tensor):
+            return value if keep else None
+        # Always a copy: the next optimizer step would change a shared tensor.
+        return value.detach().to("cpu", copy=True)
+
+    whole_state = _map_state(optimizer.state_dict(), whole)
+    return whole_state if keep else {}
+
+
+def _map_state(
+    optimizer_state: Mapping[str, Any], change: Callable[[Any, str, Any], Any]
+) -> dict[str, Any]:
+    """The state dict with each value changed: by the parameter's number, its name and itself."""
+    changed = {
+        number: {name: change(number, name, value) for name, value in parameter_state.items()}
         for number, parameter_state in optimizer_state["state"].items()
     }
-    return {**optimizer_state, "state": whole_state} if keep else {}
-
-
-def _whole_value(value: Any, *, keep: bool) -> Any:
-    # A collective, so also on processes that drop the result.
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if not keep or not isinstance(value, torch.Tensor):
-        return value if keep else None
-    # Always a copy: the next optimizer step would change a shared tensor.
-    return value.detach().to("cpu", copy=True)
+    return {**optimizer_state, "state": changed}
 
 
 def scatter_optimizer_state(
     optimizer: Optimizer, optimizer_state: Mapping[str, Any], *, source: bool
 ) -> None:
     """Load the whole state dict that process 0 has into an optimizer; a collective."""
-    outline_box: list[Any] = [_outline_state(optimizer_state) if source else None]
+
+    def outlined(number: Any, name: str, value: Any) -> Any:
+        # A tensor on `meta` pickles as shape and dtype alone, which is all that the others need.
+        return value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value
+
+    outline_box: list[Any] = [_map_state(optimizer_state, outlined) if source else None]
     if dist.is_initialized():
         dist.broadcast_object_list(outline_box, 0)
     state_outline = outline_box[0]
@@ -149,21 +143,4 @@ def scatter_optimizer_state(
         whole = optimizer_state["state"][number][name] if source else empty
         return place_like(whole, parameters[number])
 
-    placed_state = {
-        number: {name: placed(number, name, value) for name, value in state.items()}
-        for number, state in state_outline["state"].items()
-    }
-    optimizer.load_state_dict({**state_outline, "state": placed_state})
-
-
-def _outline_state(optimizer_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with shape and dtype in place of each tensor worth sending on its own."""
-    # A tensor on `meta` pickles as shape and dtype alone, which is all that the others need.
-    outlined_state = {
-        number: {
-            name: value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value
-            for name, value in parameter_state.items()
-        }
-        for number, parameter_state in optimizer_state["state"].items()
-    }
-    return {**optimizer_state, "state": outlined_state}
+    optimizer.load_state_dict(_map_state(state_outline, placed))

@@ -27,13 +27,9 @@ if TYPE_CHECKING:
 
 
 class ReplicasStrategy(Strategy):
-    """Every process holds the whole model.
+    """Every process holds the whole model."""
 
-    Gradients that a backward pass has left are averaged by :meth:`backward` where the batch ends a
-    group of accumulated ones; after a ``loss.backward()`` of the user's own, when they are clipped,
-    or when an optimizer steps. Averaging again what is equal on all processes changes nothing, so
-    several backward passes before one step add up as they should.
-    """
+    # To average again what is equal everywhere changes nothing: several backward passes add up.
 
     name: ClassVar[str] = "replicas"
 

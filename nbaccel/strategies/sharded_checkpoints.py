@@ -24,7 +24,7 @@ from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -108,13 +108,11 @@ class _Note:
 
 
 class _NoteUnpickler(pickle.Unpickler):
-    """Reads the classes that describe a checkpoint as notes, and no other classes.
-
-    A pickle can change the classes that it names, so each unpickling has its own.
-    """
+    """Reads the classes that describe a checkpoint as notes, and no other classes."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
+        # Its own, because a pickle can change the classes that it names.
         self._note_classes: dict[str, type[_Note]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -163,12 +161,12 @@ class _NoteUnpickler(pickle.Unpickler):
             # The other properties are out of use in torch, and are not read.
             properties=TensorProperties(dtype=_exact(dtype, torch.dtype)),
             size=_size(fields["size"]),
-            chunks=[self._chunk(chunk_note) for chunk_note in _exact(fields["chunks"], list)],
+            chunks=[
+                ChunkStorageMetadata(offsets=_size(chunk["offsets"]), sizes=_size(chunk["sizes"]))
+                for note in _exact(fields["chunks"], list)
+                for chunk in [self._fields(note, "ChunkStorageMetadata")]
+            ],
         )
-
-    def _chunk(self, note: Any) -> ChunkStorageMetadata:
-        fields = self._fields(note, "ChunkStorageMetadata")
-        return ChunkStorageMetadata(offsets=_size(fields["offsets"]), sizes=_size(fields["sizes"]))
 
     def _index(self, note: Any) -> MetadataIndex:
         fields = self._fields(note, "MetadataIndex")
@@ -246,7 +244,6 @@ class _CheckedReader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See :class:`StorageReader`."""
         return self._metadata
 
 
@@ -258,7 +255,6 @@ class _PlainPlanner(DefaultLoadPlanner):
         self._folder = folder
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See :class:`LoadPlanner`."""
         plain_stream = io.BytesIO()
         try:
             torch.save(plain_object(value), plain_stream)
@@ -313,32 +309,24 @@ def _problems_of_file(
     path = folder / file_name
     if not path.is_file():
         yield "is missing"
-    else:
-        size = path.stat().st_size
-        last_byte = max(offset + length for _, offset, length, _ in entries)
-        if size < last_byte:
-            ends = f"its shards end at byte {last_byte:,}"
-            yield f"has {size:,} bytes, and {ends}: it is truncated"
-            return
-        with path.open("rb") as file:
-            for _, offset, length, entry_name in entries:
-                yield from _entry_problem(
-                    file, offset, length, entry_name if entry_name in plain_names else ""
-                )
-
-
-def _entry_problem(file: IO[bytes], offset: int, length: int, name: str) -> Iterator[str]:
-    entry_window = io.BufferedReader(Window(file, offset, length))
-    text = archive_problem(entry_window, length)
-    if text:
-        yield f"{text} (at byte {offset:,})"
-    elif name:
-        entry_window.seek(0)
-        # Only tried, so that all processes know it before anything is loaded.
-        try:
-            plain_object(entry_window)
-        except ValueError as error:
-            yield f"holds {error} as {name}"
+        return
+    size = path.stat().st_size
+    last_byte = max(offset + length for _, offset, length, _ in entries)
+    if size < last_byte:
+        yield f"has {size:,} bytes, and its shards end at byte {last_byte:,}: it is truncated"
+        return
+    with path.open("rb") as file:
+        for _, offset, length, entry_name in entries:
+            entry_window = io.BufferedReader(Window(file, offset, length))
+            if text := archive_problem(entry_window, length):
+                yield f"{text} (at byte {offset:,})"
+            elif entry_name in plain_names:
+                entry_window.seek(0)
+                # Only tried, so that all processes know it before anything is loaded.
+                try:
+                    plain_object(entry_window)
+                except ValueError as error:
+                    yield f"holds {error} as {entry_name}"
 
 
 _MODEL_PREFIX = "model."
@@ -377,7 +365,13 @@ class OwnPartCheckpoints:
         if not ranks_by_folder:
             write_shards(saved_content, checkpoint_id=folder)
             return
-        _refuse_old_groups()
+        # Up to 2.6, DCP works only in groups with process 0. The method is as old as the mending.
+        if not hasattr(torch.cpu.Stream, "record_event"):
+            raise PlatformUnsupported(
+                "save_state in shards on hosts that do not share a disk needs torch 2.7 or newer: "
+                f"this is {torch.__version__}. Update torch, give a folder that all hosts see, or "
+                "state_dict_type='FULL_STATE_DICT'."
+            )
         # Made by all processes in the same order, also by those that are not in them.
         all_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in ranks_by_folder]
         rank = dist.get_rank()
@@ -448,8 +442,7 @@ class OwnPartCheckpoints:
         metadata = read_metadata(folder)
         content: dict[str, Any] = {"model": _model_slots(model, left_out)}
         if optimizer is not None:
-            # DCP reads only into tensors that it is given, and an optimizer that has not stepped
-            # has none.
+            # DCP reads only into given tensors; an optimizer that has not stepped has none.
             content.update(_optimizer_slots(optimizer, folder, metadata))
         read_entries(content, folder, metadata)
         set_model_state_dict(
@@ -465,25 +458,11 @@ class OwnPartCheckpoints:
             )
 
 
-def _refuse_old_groups() -> None:
-    # Up to 2.6, DCP works only in groups with process 0. The method is as old as its correction.
-    if not hasattr(torch.cpu.Stream, "record_event"):
-        raise PlatformUnsupported(
-            "save_state in shards on hosts that do not share a disk needs torch 2.7 or newer: this "
-            f"is {torch.__version__}. Update torch, give a folder that all hosts see, or "
-            "state_dict_type='FULL_STATE_DICT'."
-        )
-
-
 class _PartPlanner(DefaultSavePlanner):
-    """Plans what the processes of one host write: its metadata has their shards only.
-
-    torch's own planner refuses tensors of which shards are missing.
-    """
+    """Plans what one host's processes write; torch's own refuses where shards are missing."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """See :class:`SavePlanner`; what several processes hold is written by the first."""
-        planned: set[Any] = set()
+        planned: set[Any] = set()  # what several processes hold is written by the first
         plans = []
         for process_plan in all_plans:
             new_items = [item for item in process_plan.items if item.index not in planned]

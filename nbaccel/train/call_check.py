@@ -108,21 +108,19 @@ class CollectiveCheck:
         self._rank = rank
         self._ranks = range(world_size)
         self._check = wanted_check()
-        self.is_in_fork = False
-        """Whether this process was forked from the one that is in the group."""
-        self.calls_begun = 0
-        """How many calls this process has begun."""
+        self.is_in_fork = False  # whether it was forked from the process that is in the group
+        self.calls_begun = 0  # by this process
         self._times_seen: Counter[Hashable] = Counter()
+        # Calls with their places that are compared no more: one look, as it is in each call.
         self._settled: set[Hashable] = set()
-        """Calls with their places that are compared no more: one look, as it is in each call."""
         self._group_store = torch_private.default_store()
         # A store outlives a process group, and the next one must not find this one's keys.
         group_number = self._group_store.add(f"nbaccel/groups/{rank}", 1)
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"nbaccel/{group_number}", self._group_store
         )
+        # Numbers of the last calls that this process told of, whose entries are in the store.
         self._told_calls: deque[int] = deque()
-        """Numbers of the last calls that this process told of, whose entries are in the store."""
 
     def compare(
         self, what: str, detail: Hashable = None, timeout_s: float = DEFAULT_TIMEOUT_S

@@ -1,10 +1,7 @@
-"""Collectives over trees of tensors; processes check that all make the same call.
+"""Collectives over trees of tensors; processes check that all make the same call (`call_check`).
 
 A collective that only some processes call hangs; one that they call with different shapes returns
-garbage (gloo) or kills the process. So before nbaccel's own collectives the processes compare their
-calls, the first ones or all (`call_check`).
-
-Everything works with one process too, where it changes nothing.
+garbage (gloo) or kills the process. With one process nothing is changed.
 """
 
 from __future__ import annotations
@@ -40,11 +37,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 class Collectives:
-    """What the processes of a run can do together.
-
-    Every method must be called by all processes. Where calls are compared first, one that does not
-    fit the others raises instead of hanging or returning garbage.
-    """
+    """What the processes of a run can do together; each method is called by all of them."""
 
     def __init__(self, place: Place, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.place = place
@@ -205,11 +198,9 @@ def _is_nested(leaf: Any) -> bool:
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as the group's backend takes it, or a copy: contiguous, maybe in host memory.
-
-    gloo takes tensors of CPUs and CUDA GPUs. Given one of torch_xla, it returns at once and changes
-    nothing (torch 2.9), so this must not be left to its errors.
-    """
+    """The tensor as the group's backend takes it, or a copy: contiguous, maybe in host memory."""
+    # gloo takes tensors of CPUs and CUDA GPUs. Given one of torch_xla, it returns at once and
+    # changes nothing (torch 2.9), so this must not be left to its errors.
     if tensor.is_conj() or tensor.is_neg():  # a view that has the bytes of what it is a view of
         tensor = tensor.resolve_conj().resolve_neg()
     plain = tensor.contiguous()

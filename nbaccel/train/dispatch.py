@@ -26,14 +26,7 @@ from nbaccel.base.trees import (
     slice_rows,
 )
 from nbaccel.train import distributed
-from nbaccel.train.gradient import GradientState
-from nbaccel.train.loader import (
-    DataLoaderShard,
-    PreparedLoader,
-    reading_class,
-    refuse_mesh,
-    settings_by_hand,
-)
+from nbaccel.train.loader import DataLoaderShard, PreparedLoader, reading_class, refuse_mesh
 
 SliceFn = Callable[..., Any]
 """``slice_fn(batch, rows: slice, *, process_index: int, num_processes: int) -> batch``."""
@@ -77,9 +70,8 @@ class DataLoaderDispatcher(PreparedLoader):
         **kwargs: Any,
     ) -> None:
         refuse_mesh(type(self), torch_device_mesh)
-        loader = reading_class(use_stateful_dataloader)(dataset, **kwargs)
-        loader_settings = settings_by_hand(
-            loader,
+        self.make_by_hand(
+            reading_class(use_stateful_dataloader)(dataset, **kwargs),
             is_shared=True,
             device=distributed.init_process().device,
             non_blocking=_non_blocking,
@@ -88,7 +80,6 @@ class DataLoaderDispatcher(PreparedLoader):
             skip_batches=skip_batches,
             stateful=use_stateful_dataloader,
         )
-        super().__init__(loader, GradientState(), loader_settings, drop=skip_batches)
         self.slice_fn = slice_fn
         self.iteration = iteration
 
@@ -252,6 +243,12 @@ def _check_divisible_leaves(batches: list[Any]) -> None:
             "be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
             "make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
         )
+
+
+def loader_class(*, dispatches: bool, stateful: bool) -> type[PreparedLoader]:
+    """The class of a prepared loader."""
+    plain_class = DataLoaderDispatcher if dispatches else DataLoaderShard
+    return stateful_class(plain_class) if stateful else plain_class
 
 
 @functools.cache

@@ -136,9 +136,23 @@ def name_device(*, cpu: bool = False) -> str:
     if wants_cpu(cpu):
         return row.name
     if variable := (env.read(DEVICE_VARIABLE, "") or "").strip():
-        return _check_device_name(variable)
+        driven = [row.name for row in DEVICES]
+        if variable not in driven:
+            raise ConfigError(
+                f"Environment variable {DEVICE_VARIABLE} must be one of {', '.join(driven)}: got "
+                f"{variable!r}. This process would not know what to compute on. Correct or unset "
+                "it."
+            )
+        return variable
     if (asked_device := _asked_device()) is not None:
-        return _row_of(asked_device)
+        names = [device.name for device in registry.devices() if device.kind == asked_device.type]
+        if not names:
+            raise ConfigError(
+                f"Environment variable {_TORCH_DEVICE_VARIABLE}={str(asked_device)!r} names a "
+                "device that nbaccel does not know: it could not be set up. Unset it, or install "
+                "the package that brings the device."
+            )
+        return names[0]
     # The first device is the host, which is what remains if none of the others is ready. A backend
     # that has never run must not be chosen by default, only by name.
     others = [device for device in registry.devices()[1:] if not device.row.never_run]
@@ -160,40 +174,14 @@ def _asked_device() -> torch.device | None:
         ) from error
 
 
-def _row_of(asked_device: torch.device) -> str:
-    names = [device.name for device in registry.devices() if device.kind == asked_device.type]
-    if not names:
-        raise ConfigError(
-            f"Environment variable {_TORCH_DEVICE_VARIABLE}={str(asked_device)!r} names a device "
-            "that nbaccel does not know: it could not be set up. Unset it, or install the package "
-            "that brings the device."
-        )
-    return names[0]
-
-
-def _check_device_name(name: str) -> str:
-    driven = [row.name for row in DEVICES]
-    if name not in driven:
-        raise ConfigError(
-            f"Environment variable {DEVICE_VARIABLE} must be one of {', '.join(driven)}: got "
-            f"{name!r}. This process would not know what to compute on. Correct or unset it."
-        )
-    return name
-
-
 def find_device(local_rank: int = 0, *, cpu: bool = False) -> torch.device:
     """The device that this process computes on: its GPU where there is one, else the CPU."""
     return registry.device(name_device(cpu=cpu)).torch_device(local_rank)
 
 
 def _process_numbers() -> dict[str, int]:
-    if dist.is_initialized():
-        group_numbers = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    else:
-        group_numbers = {
-            "rank": _environment_number("RANK", 0),
-            "world_size": _environment_number("WORLD_SIZE", 1),
-        }
+    group_numbers = {"rank": rank(), "world_size": world_size()}
+    if not dist.is_initialized():
         # Checked before torch: a rendezvous with wrong numbers would wait until its timeout.
         if not 0 <= group_numbers["rank"] < group_numbers["world_size"]:
             raise ConfigError(

@@ -15,7 +15,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,17 +26,8 @@ from nbaccel.loops import metrics_reporter
 from nbaccel.plan.contracts.device import CompileCounts, DeviceRuntime
 from nbaccel.train.resuming import Resuming
 
-
-class IteratedLoader(Protocol):
-    """What a gradient state needs of a loader."""
-
-    end_of_dataloader: bool
-    """Whether the current batch is the last."""
-
-    @property
-    def remainder(self) -> int:
-        """Samples of the last total batch that are no duplicates; -1 where that is not known."""
-
+IteratedLoader = Any
+"""A `PreparedLoader`; what is needed of it is `end_of_dataloader` and `remainder`."""
 
 # Of all accelerators of this process, the innermost last. A forked worker iterates over none.
 _ITERATED_LOADERS: list[IteratedLoader] = []
@@ -96,7 +87,8 @@ class GradientState:
 
     def compile_watch(self, device: DeviceRuntime) -> CompileWatch | None:
         """What watches the programs that steps compile; None for a device that compiles none."""
-        self._watch = self._watch or CompileWatch.of(device)
+        if self._watch is None and (counts := device.compile_counts()) is not None:
+            self._watch = CompileWatch(device, counts)
         return self._watch
 
     @property
@@ -106,10 +98,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> IteratedLoader | None:
-        """The innermost loader that is being iterated over, if any.
-
-        Of this accelerator's; where it has none, of another one's in this process.
-        """
+        """The innermost loader that is iterated over, of this accelerator or else of another."""
         loaders = self._loader_stack or _ITERATED_LOADERS
         return loaders[-1] if loaders else None
 
@@ -192,12 +181,6 @@ class CompileWatch:
         self.phase = ""
         # The causes that have been named: ``shapes``, ``numbers``.
         self.named_causes: set[str] = set()
-
-    @classmethod
-    def of(cls, device: DeviceRuntime) -> CompileWatch | None:
-        """One for a device that compiles; None for any other."""
-        counts = device.compile_counts()
-        return None if counts is None else cls(device, counts)
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:

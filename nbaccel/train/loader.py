@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -34,15 +34,12 @@ from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed, rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.sampling import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SeedableRandomSampler,
-)
+from nbaccel.train.sampling import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_Kind = TypeVar("_Kind")
 _HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn on the host, also for GPUs
 
 
@@ -81,8 +78,7 @@ class LoaderPosition:
 
     def move_to(self, epoch: int) -> None:
         """Move to another epoch, and forget the position in the present one."""
-        # `set_epoch` with the current number, as at the start of each epoch, must keep a restored
-        # position.
+        # `set_epoch` with the current number, as each epoch begins, must keep a position.
         if epoch != self.epoch:
             self.epoch = epoch
             self.leave_epoch()
@@ -102,10 +98,7 @@ class LoaderPosition:
         return state
 
     def state_dict(self, *, is_through: bool = False) -> dict[str, Any]:
-        """The position: epoch, batches seen, and the states that the order was drawn from.
-
-        In plain containers; with torchdata's loader, also all that its own state has.
-        """
+        """The position: epoch, batches seen, and the states that the order was drawn from."""
         if self.restored_state is not None:
             # Saved again before the next iteration, which will start from what was loaded.
             return dict(self.restored_state)
@@ -254,6 +247,25 @@ class PreparedLoader(DataLoader[Any]):
         self._prepared_among = distributed.world_size()
         self._base_state: dict[str, Any] | None = None
 
+    def make_by_hand(
+        self, base: DataLoader[Any], *, skip_batches: int, is_shared: bool = False, **settings: Any
+    ) -> None:
+        """Be a loader that is made without `prepare`: for this process among the others."""
+        place = distributed.init_process()
+        sampler = base.batch_sampler
+        # Behind a shard each process reads other batches, so a round has one per process.
+        shares = is_shared or isinstance(sampler, BatchSamplerShard)
+        loader_settings = LoaderSettings(
+            place=place,
+            collectives=Collectives(place, distributed.timeout_s(None)),
+            # A loader with a batch sampler has no batch size itself, and not every sampler has one.
+            base_batch_size=base.batch_size or getattr(sampler, "batch_size", None),
+            num_sharing=place.world_size if shares else 1,
+            skip_batches=skip_batches,
+            **settings,
+        )
+        PreparedLoader.__init__(self, base, GradientState(), loader_settings, drop=skip_batches)
+
     def __getattr__(self, name: str) -> Any:
         if name == "base" or name.startswith("__"):  # while being unpickled, the base comes later
             raise AttributeError(f"{type(self).__name__} has no {name} yet")
@@ -312,15 +324,15 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def even_batches(self) -> bool:
         """Whether the last round is completed from the beginning; may be changed for a while."""
-        return all(shard.even_batches for shard in self._batch_shards())
+        return all(shard.even_batches for shard in self._samplers(BatchSamplerShard))
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        for shard in self._batch_shards():
+        for shard in self._samplers(BatchSamplerShard):
             shard.even_batches = even
 
-    def _batch_shards(self) -> list[BatchSamplerShard]:
-        return [s for s in chain_of_samplers(self.base) if isinstance(s, BatchSamplerShard)]
+    def _samplers(self, kind: type[_Kind]) -> list[_Kind]:
+        return [sampler for sampler in chain_of_samplers(self.base) if isinstance(sampler, kind)]
 
     def __len__(self) -> int:
         return max(0, len(self.base) - self.batches_to_drop)
@@ -404,8 +416,7 @@ class PreparedLoader(DataLoader[Any]):
                 if settings.stateful:
                     self._base_state = self._base_snapshot()
                 position.ahead = torch.get_rng_state()
-                # One batch is read ahead, because only its absence shows that the current one is
-                # the last.
+                # Read ahead, because only its absence shows that the current one is the last.
                 next_batch = next(batch_source, _END_OF_EPOCH)
             if next_batch is _END_OF_EPOCH:
                 self.end_of_dataloader = True
@@ -452,11 +463,9 @@ class PreparedLoader(DataLoader[Any]):
             skipped_batches = (
                 restored_state["batches_seen"] if continues_epoch else settings.skip_batches
             )
-            # After the generators are synchronised: the kept states are those the order is drawn
-            # from.
+            # After they are synchronised: the order is drawn from the states that are kept.
             position.begin_epoch(skipped_batches)
-            # torchdata applies a loaded state when its next iterator is made, so it comes before
-            # that.
+            # Before its next iterator is made, when torchdata applies a loaded state.
             if continues_epoch and restored_state["base"] is not None:
                 self.base.load_state_dict(restored_state["base"])  # type: ignore[attr-defined]
             batch_source = self._open_source(draws_now=is_resumed)
@@ -469,10 +478,8 @@ class PreparedLoader(DataLoader[Any]):
             return batch_source, next(batch_source, _END_OF_EPOCH)
 
     def _match_workers(self) -> None:
-        """Let persistent workers wait exactly if they would in the unbroken run.
-
-        Torch draws a seed for new ones, from what the order is drawn from.
-        """
+        """Let persistent workers wait exactly if they would in the unbroken run."""
+        # Torch draws a seed for new ones, from what the order is drawn from.
         # Other workers are started in every epoch, also in the unbroken run.
         if not self.base.persistent_workers:
             return
@@ -521,7 +528,7 @@ class PreparedLoader(DataLoader[Any]):
             if rows is None or not full_rows or isinstance(self.dataset, IterableDataset):
                 return -1
             return rows % full_rows
-        counters: list[Any] = list(self._batch_shards())
+        counters: list[Any] = list(self._samplers(BatchSamplerShard))
         # Worker processes read copies of the dataset, whose counts stay there.
         if isinstance(self.dataset, IterableDatasetShard) and not self.num_workers:
             counters += [self.dataset] if self.batch_size else []
@@ -538,7 +545,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         is_stateful = self.settings.stateful
         state = self.position.state_dict(is_through=is_stateful and self.end_of_dataloader)
-        state["seeds"] = [sampler.initial_seed for sampler in self._seedable_samplers()]
+        state["seeds"] = [one.initial_seed for one in self._samplers(SeedableRandomSampler)]
         state["base"] = self._base_state if state["start"] is not None else None
         return {**(state["base"] or {}), **state}
 
@@ -568,11 +575,9 @@ class PreparedLoader(DataLoader[Any]):
             return
         self.position.load_state_dict(state)
         self._base_state = state.get("base")
-        for sampler, seed in zip(self._seedable_samplers(), state.get("seeds", ()), strict=False):
+        samplers = self._samplers(SeedableRandomSampler)
+        for sampler, seed in zip(samplers, state.get("seeds", ()), strict=False):
             sampler.initial_seed = seed
-
-    def _seedable_samplers(self) -> list[SeedableRandomSampler]:
-        return [s for s in chain_of_samplers(self.base) if isinstance(s, SeedableRandomSampler)]
 
 
 class DataLoaderShard(PreparedLoader):
@@ -598,9 +603,8 @@ class DataLoaderShard(PreparedLoader):
         **kwargs: Any,
     ) -> None:
         refuse_mesh(type(self), torch_device_mesh)
-        loader = reading_class(use_stateful_dataloader)(dataset, **kwargs)
-        loader_settings = settings_by_hand(
-            loader,
+        self.make_by_hand(
+            reading_class(use_stateful_dataloader)(dataset, **kwargs),
             device=None if device is None else torch.device(device),
             non_blocking=_non_blocking,
             rng_types=tuple(str(rng_type) for rng_type in rng_types or ()),
@@ -609,7 +613,6 @@ class DataLoaderShard(PreparedLoader):
             skip_batches=skip_batches,
             stateful=use_stateful_dataloader,
         )
-        super().__init__(loader, GradientState(), loader_settings, drop=skip_batches)
         self.iteration = iteration
 
 
@@ -624,10 +627,7 @@ class SkipDataLoader(PreparedLoader):
         **kwargs: Any,
     ) -> None:
         loader = reading_class(use_stateful_dataloader)(dataset, **kwargs)
-        loader_settings = settings_by_hand(
-            loader, skip_batches=skip_batches, stateful=use_stateful_dataloader
-        )
-        super().__init__(loader, GradientState(), loader_settings, drop=skip_batches)
+        self.make_by_hand(loader, skip_batches=skip_batches, stateful=use_stateful_dataloader)
 
 
 def refuse_mesh(called_object: Any, device_mesh: Any) -> None:
@@ -648,24 +648,6 @@ def reading_class(is_stateful: bool) -> Any:
         "torchdata.stateful_dataloader", extra="stateful", why="use_stateful_dataloader=True"
     )
     return module.StatefulDataLoader
-
-
-def settings_by_hand(
-    loader: DataLoader[Any], *, is_shared: bool | None = None, **settings: Any
-) -> LoaderSettings:
-    """Settings of a loader that was made without `prepare`: this process among the others."""
-    place = distributed.init_process()
-    sampler = loader.batch_sampler
-    # Behind a shard each process reads other batches, so a round has one per process.
-    shares = isinstance(sampler, BatchSamplerShard) if is_shared is None else is_shared
-    return LoaderSettings(
-        place=place,
-        collectives=Collectives(place, distributed.timeout_s(None)),
-        # A loader with a batch sampler has no batch size itself, and not every sampler has one.
-        base_batch_size=loader.batch_size or getattr(sampler, "batch_size", None),
-        num_sharing=place.world_size if shares else 1,
-        **settings,
-    )
 
 
 def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,29 +31,25 @@ _BAR_COUNTER = itertools.count()
 _NO_BATCH = object()
 
 
+@dataclass(eq=False)
 class Progress(Generic[_LoaderBatch]):
     """An iterable over a loader, with a bar."""
 
-    def __init__(
-        self,
-        loader: Iterable[_LoaderBatch],
-        place: Place,
-        description: str = "",
-        epochs: int | None = None,
-    ) -> None:
-        self._loader = loader
-        self._place = place
+    _loader: Iterable[_LoaderBatch]
+    _place: Place
+    _description: str = ""
+    _epochs: int | None = None
+
+    def __post_init__(self) -> None:
         self._bar_number = next(_BAR_COUNTER)
         self._last_loss: torch.Tensor | None = None
         # Not the monotonic clock: other processes compare this time with theirs.
         self._start_time = time.time()
         self._last_post_s = 0.0
         self._had_phase = False
-        self._description = description
-        self._epochs = epochs
         self.samples = 0  # rows that this process has had
         try:
-            self._num_batches: int | None = len(loader)  # type: ignore[arg-type]
+            self._num_batches: int | None = len(self._loader)  # type: ignore[arg-type]
         except TypeError:  # an iterable dataset has no length
             self._num_batches = None
         reporter = metrics_reporter.current()
@@ -60,8 +57,8 @@ class Progress(Generic[_LoaderBatch]):
         # processes' last losses, and samples per second of all together.
         self.bar = progress_bar(
             total=self._num_batches,
-            desc=description or None,
-            disable=not place.is_main or bool(reporter and reporter.shows_bars),
+            desc=self._description or None,
+            disable=not self._place.is_main or bool(reporter and reporter.shows_bars),
             unit="batch",
             file=notice_stream(),
         )

@@ -29,11 +29,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(eq=False)
 class Resuming:
-    """What an accelerator keeps of a launch that is stopped, and how the next one goes on.
-
-    Attributes:
-        is_skipping: Whether what the function does now was done before it was stopped.
-    """
+    """What an accelerator keeps of a launch that is stopped, and how the next one goes on."""
 
     _folder: Path  # where it is kept
     _place: Place  # this process among the others
@@ -45,20 +41,15 @@ class Resuming:
     rest_of: Callable[[Any], Iterable[Any]]
 
     def __post_init__(self) -> None:
-        self.is_skipping = False
+        self.is_skipping = False  # what the function does now was done before it was stopped
         self._has_begun = False
-        self._epoch_loops = 0
-        """Loops over epochs that have ended, where that is known."""
-        self._round: int | None = None
-        """Which round of a loop over epochs is under way, if one is."""
+        self._epoch_loops = 0  # over epochs that have ended, where that is known
+        self._round: int | None = None  # of a loop over epochs, if one is under way
+        # Number of a loader → loops over it that have ended in this round, and outside of all.
         self._ended_in_round: Counter[int] = Counter()
-        """Number of a loader → loops over it that have ended in this round."""
         self._ended_outside: Counter[int] = Counter()
-        """The same outside of all rounds."""
-        self._running: list[int] = []
-        """Numbers of the loaders that are iterated over, the innermost last."""
-        self._stopped_at = (0, 0)
-        """Which loop over epochs, and which of its rounds, was stopped."""
+        self._running: list[int] = []  # numbers of loaders that are iterated over, innermost last
+        self._stopped_at = (0, 0)  # which loop over epochs, and which of its rounds
         self._to_skip_in_round: Counter[int] = Counter()
         self._to_skip_outside: Counter[int] = Counter()
         self._generators: dict[str, Any] | None = None

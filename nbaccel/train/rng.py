@@ -41,7 +41,6 @@ _HOST_GENERATORS: dict[str, tuple[str, Callable[[], Any], Callable[[Any], Any]]]
 
 
 def _device_state_key(device_runtime: DeviceRuntime) -> str:
-    """Such as ``torch_cuda_manual_seed``."""
     return f"torch_{device_runtime.kind}_manual_seed"
 
 
@@ -57,19 +56,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Raises:
         ConfigError: The seed is no whole number, or out of range.
     """
-    seed = _check_seed(seed)
-    if device_specific:
-        # numpy refuses 2**32 and above, so the largest seeds wrap around.
-        seed = (seed + distributed.rank()) % _NUM_SEEDS
-    random.seed(seed)
-    # The legacy global generator, because `np.random.*` calls in user code draw from it.
-    np.random.seed(seed)
-    torch.manual_seed(seed)  # seeds an accelerator when, and only if, it is initialised
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-
-
-def _check_seed(seed: Any) -> int:
     try:
         # `index` accepts numpy's whole numbers, and refuses floats and text.
         number = operator.index(seed)
@@ -81,7 +67,14 @@ def _check_seed(seed: Any) -> int:
             "accepts no other seed, and the other generators would be seeded without it. Give such "
             "a number."
         )
-    return number
+    # numpy refuses 2**32 and above, so the largest seeds wrap around.
+    seed = (number + distributed.rank()) % _NUM_SEEDS if device_specific else number
+    random.seed(seed)
+    # The legacy global generator, because `np.random.*` calls in user code draw from it.
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # seeds an accelerator when, and only if, it is initialised
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
 
 
 # ------------------------------------------------------------------------- keep and give back

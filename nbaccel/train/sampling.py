@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -76,6 +77,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
+@dataclass(eq=False, repr=False)
 class BatchSamplerShard(BatchSampler):
     """One process's share of the batches of another batch sampler.
 
@@ -95,27 +97,21 @@ class BatchSamplerShard(BatchSampler):
         ConfigError: The batches cannot be split into equal slices.
     """
 
-    def __init__(
-        self,
-        batch_sampler: Any,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        # No super().__init__(), which demands a sampler and a batch size.
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
+    batch_sampler: Any
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+
+    def __post_init__(self) -> None:
         self.batch_size: int | None = getattr(  # type: ignore[assignment]
-            batch_sampler, "batch_size", None
+            self.batch_sampler, "batch_size", None
         )
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.drop_last = bool(getattr(self.batch_sampler, "drop_last", False))
         self.remainder = -1
-        if split_batches:
-            check_divisible(self.batch_size, num_processes, type(batch_sampler).__name__)
+        if self.split_batches:
+            name = type(self.batch_sampler).__name__
+            check_divisible(self.batch_size, self.num_processes, name)
 
     @property
     def sampler(self) -> Any:
@@ -231,6 +227,7 @@ class SkipBatchSampler(BatchSampler):
         return itertools.islice(iter(self.batch_sampler), self.skip_batches, None)
 
 
+@dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """One process's share of a dataset that can only be read from its beginning.
 
@@ -254,23 +251,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         ConfigError: The batches cannot be split into equal slices.
     """
 
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        batch_size: int | None = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-    ) -> None:
-        if split_batches:
-            check_divisible(batch_size, num_processes, type(dataset).__name__)
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
+    dataset: Iterable[Any]
+    batch_size: int | None = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+
+    def __post_init__(self) -> None:
+        if self.split_batches:
+            check_divisible(self.batch_size, self.num_processes, type(self.dataset).__name__)
         self.epoch = 0
         self.remainder = -1
 

@@ -26,7 +26,6 @@ from nbaccel.bigmodel.device_map import (
     get_max_memory as get_max_memory,
     infer_auto_device_map as infer_auto_device_map,
 )
-from nbaccel.bigmodel.module_hooks import each_hook
 from nbaccel.bigmodel.module_sizes import (
     calculate_maximum_sizes as calculate_maximum_sizes,
     check_tied_parameters_in_config as check_tied_parameters_in_config,
@@ -48,6 +47,7 @@ from nbaccel.bigmodel.tensor_placing import (
     retie_parameters as retie_parameters,
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
+from nbaccel.hooks import each_hook
 from nbaccel.state import PartialState
 from nbaccel.utils.environment import parse_choice_from_env
 

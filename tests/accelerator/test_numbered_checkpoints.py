@@ -41,7 +41,7 @@ def test_the_oldest_by_number_go_beyond_the_limit_when_the_new_one_is_there(tmp_
     for _ in range(4):
         run.save()
     assert numbers(tmp_path) == [10, 11]
-    run.checkpoints.register_save_state_pre_hook(lambda *_: {}["no"])
+    run.checkpoints.save_hooks[0] = lambda *_: {}["no"]
     with pytest.raises(RuntimeError, match=r"KeyError"):
         run.save()
     assert numbers(tmp_path) == [10, 11]

@@ -47,7 +47,7 @@ def every_kind() -> dict[str, torch.Tensor]:
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     files = WeightFiles()
-    return {name: files.view(stored) for name, stored in read_checkpoint(path).tensors.items()}
+    return {name: files.view(stored) for name, stored in read_checkpoint(path).items()}
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -61,13 +61,13 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def refused(path: Path) -> str:
-    """What is said of a checkpoint that cannot be used; anything but a named error fails."""
+def refused(path: Path, *said: str) -> None:
+    """Read a checkpoint that cannot be used; anything but a named error that says this fails."""
     with pytest.raises(ConfigError) as caught:
         read_checkpoint(path)
     text = str(caught.value)
     assert len(text) > 60, "it says what is wrong and what to do"
-    return text
+    assert all(part in text for part in said), text
 
 
 @contextmanager
@@ -111,8 +111,8 @@ def test_every_format_and_shape_is_read_bit_by_bit(tmp_path, name, is_old):
     for checkpoint in (tmp_path, tmp_path / name, str(tmp_path)):
         assert_equal(read_all(checkpoint), tensors)
     content = read_checkpoint(tmp_path)
-    assert content.num_bytes == sum(t.nbytes for t in tensors.values())
-    assert {s.is_mapped for s in content.tensors.values()} == {not (is_old and "bin" in name)}
+    assert {n: s.num_bytes for n, s in content.items()} == {n: t.nbytes for n, t in tensors.items()}
+    assert {s.is_mapped for s in content.values()} == {not (is_old and "bin" in name)}
 
 
 @pytest.mark.parametrize("extension", ["safetensors", "bin"])
@@ -172,23 +172,21 @@ def test_torch_files_with_names_that_share_memory_or_no_tensors_are_read(tmp_pat
     assert all(t.is_contiguous() for t in found.values())
     state = OrderedDict(weight=torch.ones(2), _extra_state=None, epoch=3, note="text")
     torch.save(state, tmp_path / "pytorch_model.bin")
-    assert list(read_checkpoint(tmp_path).tensors) == ["weight"]
+    assert list(read_checkpoint(tmp_path)) == ["weight"]
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "pytorch_model.bin")
-    assert list(read_checkpoint(tmp_path).tensors) == ["weight", "bias"]
+    assert list(read_checkpoint(tmp_path)) == ["weight", "bias"]
 
 
 def test_of_several_kinds_the_first_is_accelerates_and_of_indexes_the_user_chooses(tmp_path):
     save_file({"safe": torch.ones(1)}, tmp_path / "model.safetensors")
     write_index(tmp_path, {"x": "nowhere"})
-    assert list(read_checkpoint(tmp_path).tensors) == ["safe"]
+    assert list(read_checkpoint(tmp_path)) == ["safe"]
     torch.save({"pickled": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    assert list(read_checkpoint(tmp_path).tensors) == ["pickled"]
+    assert list(read_checkpoint(tmp_path)) == ["pickled"]
     (tmp_path / "indexes").mkdir()
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         write_index(tmp_path / "indexes", {"w": "a.safetensors"}, name)
-    text = refused(tmp_path / "indexes")
-    assert "2 indexes" in text
-    assert "pytorch_model.bin.index.json" in text
+    refused(tmp_path / "indexes", "2 indexes", "pytorch_model.bin.index.json")
 
 
 def test_a_file_without_the_memory_files_of_linux_is_mapped_by_torch(tmp_path, monkeypatch):
@@ -224,10 +222,10 @@ def test_a_file_cut_off_at_any_byte_is_refused(tmp_path, name):
     whole = small_file(path)
     for num_bytes in range(0, len(whole), 1 if len(whole) < 700 else 3):
         path.write_bytes(whole[:num_bytes])
-        assert str(path) in refused(path)
+        refused(path, str(path))
     if path.suffix == ".safetensors":
         path.write_bytes(whole + b"\0")
-        assert str(path) in refused(path)
+        refused(path, str(path))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -267,7 +265,7 @@ def test_a_file_with_any_byte_changed_is_refused_or_read(tmp_path, name):
 )
 def test_a_crafted_header_is_refused(tmp_path, header, data):
     path = write_safetensors(tmp_path / "model.safetensors", header, data)
-    assert str(path) in refused(path)
+    refused(path, str(path))
 
 
 def test_a_name_that_comes_twice_or_a_damaged_file_is_named(tmp_path):
@@ -275,7 +273,7 @@ def test_a_name_that_comes_twice_or_a_damaged_file_is_named(tmp_path):
     path = write_safetensors(
         tmp_path / "model.safetensors", f'{{"w":{one},"w":{two}}}'.encode(), b"\0" * 16
     )
-    assert str(path) in refused(path)
+    refused(path, str(path))
     weight_map = {}
     for number in range(3):
         save_file({f"w{number}": torch.ones(40)}, tmp_path / f"{number}.safetensors")
@@ -311,7 +309,7 @@ def test_an_archive_whose_records_are_short_or_compressed_is_refused(tmp_path, c
         return content[:100] if is_cut else content
 
     archive_with(path, change, compression)
-    assert str(path) in refused(path)
+    refused(path, str(path))
 
 
 class Runs:
@@ -324,12 +322,9 @@ def test_code_in_a_pickle_is_named_and_not_run(tmp_path, monkeypatch, is_new):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "pytorch_model.bin"
     torch.save({"w": Runs()}, path, _use_new_zipfile_serialization=is_new)
-    text = refused(path)
-    assert "can run any code" in text
-    assert "system" in text
-    assert str(path) in text
+    refused(path, "can run any code", "system", str(path))
     path.write_bytes(pickle.dumps({"w": Runs()}))
-    assert str(path) in refused(path)
+    refused(path, str(path))
     make_evil(path)
     refused(path)
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
@@ -350,9 +345,7 @@ def test_code_in_a_pickle_is_named_and_not_run(tmp_path, monkeypatch, is_new):
 def test_a_torch_file_of_something_else_is_refused(tmp_path, saved, said):
     path = tmp_path / "pytorch_model.bin"
     torch.save(saved, path)
-    text = refused(path)
-    assert said in text
-    assert str(path) in text
+    refused(path, said, str(path))
 
 
 # ------------------------------------------------------------------------------ folders, indexes
@@ -369,9 +362,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
 def test_a_pointer_an_empty_file_and_a_folder_are_refused(tmp_path, name, make, said):
     make(tmp_path / name)
     for path in (tmp_path, tmp_path / name):
-        text = refused(path)
-        assert name in text
-        assert said in text
+        refused(path, name, said)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "x" * 300, "a\0b", "", "user/model-7b"])
@@ -401,8 +392,7 @@ def test_an_index_may_not_name_what_is_elsewhere_or_nowhere(tmp_path, weight_map
     save_file({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "ckpt" / "a.safetensors")
     save_file({"u": torch.ones(1)}, tmp_path / "ckpt" / "b.safetensors")
     write_index(tmp_path / "ckpt", weight_map)
-    text = refused(tmp_path / "ckpt")
-    assert all(part in text for part in said), text
+    refused(tmp_path / "ckpt", *said)
 
 
 NO_INDEX = [
@@ -415,5 +405,5 @@ NO_INDEX = [
 def test_an_index_of_something_else_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(content, encoding="latin-1")
-    assert path.name in refused(tmp_path)
-    assert path.name in refused(path)
+    refused(tmp_path, path.name)
+    refused(path, path.name)

@@ -194,7 +194,7 @@ def test_a_model_with_weights_elsewhere_is_not_moved_not_trained_and_saved_whole
 
 
 def test_a_read_that_fails_is_an_error_where_the_weight_is_needed(checkpoint, monkeypatch):
-    files, stored = WeightFiles(), read_checkpoint(checkpoint).tensors
+    files, stored = WeightFiles(), read_checkpoint(checkpoint)
     weights = StoredWeights(files, stored)
 
     def fail(*_: Any) -> None:

@@ -97,7 +97,7 @@ def test_a_load_into_a_real_model_needs_one_tensor_beside_it(saved_tower):
 
 @isolated(timeout_s=120)
 def test_weights_by_name_stay_in_the_file_between_uses(saved_tower):
-    stored = read_checkpoint(saved_tower).tensors
+    stored = read_checkpoint(saved_tower)
     weights = StoredWeights(WeightFiles(), stored, {"held": torch.ones(3)})
     assert len(weights) == LAYERS + 1
     assert set(weights) == {*stored, "held"}

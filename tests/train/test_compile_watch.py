@@ -31,14 +31,14 @@ def step(watch: CompileWatch, device: CompilingDevice, rows: int, programs: int 
 
 def test_what_compiles_is_said_and_numbers_that_change_are_suspected(capsys):
     device = CompilingDevice()
-    watch = CompileWatch.of(device)
+    watch = CompileWatch(device, device.compile_counts())
     phases = [step(watch, device, 8, programs) for programs in (7, 7, 0, 0)]
     assert phases == ["compiling, step 1 of about 3", "compiling, step 2 of about 3", "", ""]
     assert watch.counts == CompileCounts(programs=14, seconds=21.0)
     assert watch.phase == ""
     assert watch.named_causes == set()
     device = CompilingDevice()
-    watch = CompileWatch.of(device)
+    watch = CompileWatch(device, device.compile_counts())
     for programs in (7, 7, 0, 1, 1):
         step(watch, device, 8, programs)
     assert capsys.readouterr().err == ""
@@ -51,7 +51,7 @@ def test_what_compiles_is_said_and_numbers_that_change_are_suspected(capsys):
 
 def test_a_batch_of_another_size_is_named_and_the_dashboard_says_what_compiles(capsys):
     device = CompilingDevice()
-    watch = CompileWatch.of(device)
+    watch = CompileWatch(device, device.compile_counts())
     for rows, programs in ((8, 7), (8, 7), (8, 0), (5, 4), (3, 4)):
         step(watch, device, rows, programs)
     (line,) = capsys.readouterr().err.splitlines()

@@ -19,6 +19,7 @@ weights alone, and :class:`ScaledGradients` averages them, in buckets that exist
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ from nbaccel.precision.fp8.scaled_tensor import (
     quantize,
 )
 
-BLOCK = 256
-"""Values under one scale."""
+BLOCK = 256  # values under one scale
 
 _SCALE_BYTES = 4
 
@@ -53,7 +53,9 @@ def two_shot_mean(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     mean = unpacked_blocks(received.to(values.device)).mean(dim=0, keepdim=True)
     part = _sendable(packed_blocks(mean), group)
     all_parts = torch.empty_like(sent)
-    _gather_into(all_parts, part, group)
+    # torch 2.13 renames it, and warns of the name before.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(all_parts, part, group=group)
     return unpacked_blocks(all_parts.to(values.device)).view(-1)[:num_values]
 
 
@@ -75,12 +77,6 @@ def unpacked_blocks(packed: torch.Tensor) -> torch.Tensor:
     payload = packed[:, : num_blocks * BLOCK].reshape(num_rows, num_blocks, BLOCK)
     scale = packed[:, num_blocks * BLOCK :].contiguous().view(torch.float32)
     return dequantize(payload.view(E4M3.dtype), scale.unsqueeze(2)).view(num_rows, -1)
-
-
-def _gather_into(all_parts: torch.Tensor, own_part: torch.Tensor, group: Any) -> None:
-    # torch 2.13 renames it, and warns of the name before.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(all_parts, own_part, group=group)
 
 
 def _sendable(message: torch.Tensor, group: Any) -> torch.Tensor:
@@ -105,24 +101,21 @@ fp8_compress_hook.__annotations__.clear()
 _BUCKET_VALUES = 25 * 2**20 // 4  # DDP's 25 MiB of float32
 
 
+@dataclass(eq=False)
 class ScaledGradients:
     """Averages gradients that are stored in 8 bits after each backward pass."""
 
-    def __init__(
-        self,
-        weights: Sequence[ScaledTensor],
-        number_format: NumberFormat,
-        is_synced: Callable[[], bool],
-    ) -> None:
-        self._weights = weights
-        self._format = number_format
-        self._is_synced = is_synced
+    _weights: Sequence[ScaledTensor]
+    _format: NumberFormat
+    _is_synced: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._is_waiting = False
         self._handles = [
             weight.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for weight in weights
+            for weight in self._weights
         ]
-        for weight in weights:
+        for weight in self._weights:
             # As bytes: gloo has no 8-bit floats.
             dist.broadcast(weight.payload.view(torch.uint8), 0)
             dist.broadcast(weight.inverse_scale, 0)

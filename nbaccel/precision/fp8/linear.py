@@ -23,8 +23,8 @@ hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -48,51 +48,41 @@ WEIGHT = 1
 GRADIENT = 2
 
 
+@dataclass(eq=False)
 class AmaxHistory:
     """Magnitudes and scales of all layers of a model; see [Note: delayed scaling]."""
 
-    def __init__(
-        self,
-        layer_names: Sequence[str],
-        formats: tuple[NumberFormat, NumberFormat, NumberFormat],
-        *,
-        length: int,
-        margin: int,
-        interval: int,
-        takes_latest: bool,
-        device: torch.device,
-    ) -> None:
-        self._names = list(layer_names)
-        self._formats = formats
-        self._margin = margin
-        self._interval = interval
-        self._takes_latest = takes_latest
+    _names: list[str]  # of the layers
+    _formats: tuple[NumberFormat, NumberFormat, NumberFormat]  # of inputs, weights and gradients
+    _: KW_ONLY
+    length: int  # steps that are remembered
+    margin: int  # headroom of scales, in powers of two
+    interval: int  # steps between two computations of scales
+    takes_latest: bool  # whether the last magnitude decides, not the largest that is remembered
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self._step = 0
-        self._history = torch.zeros(length, 3, len(self._names), device=device)
+        self._history = torch.zeros(self.length, 3, len(self._names), device=self.device)
         # Magnitudes of the step at hand; a scale is 0 where there is no history.
-        self.amaxes = torch.zeros(3, len(self._names), device=device)
-        self.scales = torch.zeros(3, len(self._names), device=device)
+        self.amaxes = torch.zeros(3, len(self._names), device=self.device)
+        self.scales = torch.zeros(3, len(self._names), device=self.device)
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the magnitudes of the step into account; a collective in a process group."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self.amaxes, dist.ReduceOp.MAX)
-        self._history[self._step % self._history.shape[0]] = torch.where(
-            torch.isfinite(self.amaxes), self.amaxes, 0.0
-        )
+        row = torch.where(torch.isfinite(self.amaxes), self.amaxes, 0.0)
+        self._history[self._step % self.length] = row
         self._step += 1
-        if self._step % self._interval == 0:
-            self._compute_scales()
+        if self._step % self.interval == 0:
+            deciding = row if self.takes_latest else self._history.amax(dim=0)
+            for kind, number_format in enumerate(self._formats):
+                new_scales = power_of_two_scale(deciding[kind], number_format, self.margin)
+                # A layer that did not take part keeps its scale.
+                self.scales[kind] = torch.where(deciding[kind] > 0, new_scales, self.scales[kind])
         self.amaxes.zero_()
-
-    def _compute_scales(self) -> None:
-        row = self._history[(self._step - 1) % self._history.shape[0]]
-        deciding = row if self._takes_latest else self._history.amax(dim=0)
-        for kind, number_format in enumerate(self._formats):
-            new_scales = power_of_two_scale(deciding[kind], number_format, self._margin)
-            # A layer that did not take part keeps its scale.
-            self.scales[kind] = torch.where(deciding[kind] > 0, new_scales, self.scales[kind])
 
     def state_dict(self) -> dict[str, Any]:
         """History and scales, to continue with the same."""
@@ -118,8 +108,7 @@ class AmaxHistory:
         self.amaxes.zero_()
 
 
-MULTIPLE = 16
-"""What inner sizes must be divisible by, on GPUs."""
+MULTIPLE = 16  # what inner sizes must be divisible by, on GPUs
 
 
 def scaled_product(
@@ -136,7 +125,12 @@ def scaled_product(
     if emulate:
         product = left.to(dtype) @ right.to(dtype).t()
         return product * (left_inverse * right_inverse).to(dtype)  # exact: powers of two
-    left, right, num_columns = _padded(left, right)
+    missing_inner = -left.shape[1] % MULTIPLE
+    num_columns = right.shape[0]
+    if missing_inner:
+        left = nn.functional.pad(left, (0, missing_inner))
+    if missing_inner or num_columns % MULTIPLE:
+        right = nn.functional.pad(right, (0, missing_inner, 0, -num_columns % MULTIPLE))
     product = torch_private.multiply_scaled(
         left.contiguous(),
         right.contiguous().t(),
@@ -146,18 +140,6 @@ def scaled_product(
         fast_accumulation=fast_accumulation,
     )
     return product if product.shape[1] == num_columns else product[:, :num_columns].contiguous()
-
-
-def _padded(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Both with zeros where a size is not divisible by 16, and the columns of the true result."""
-    missing_inner = -left.shape[1] % MULTIPLE
-    missing_columns = -right.shape[0] % MULTIPLE
-    num_columns = right.shape[0]
-    if missing_inner:
-        left = nn.functional.pad(left, (0, missing_inner))
-    if missing_inner or missing_columns:
-        right = nn.functional.pad(right, (0, missing_inner, 0, missing_columns))
-    return left, right, num_columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +175,10 @@ class LayerRecipe:
         return quantize(values, scale, number_format), scale.reciprocal()
 
 
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    return weight.dequantize() if isinstance(weight, ScaledTensor) else weight
+
+
 class _Product(torch.autograd.Function):
     """``values @ weight.T`` in 8 bits, forward and backward."""
 
@@ -205,7 +191,7 @@ class _Product(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         exact_output, exact_input_gradient, exact_weight_gradient = recipe.exact_passes
-        plain_weight = weight.dequantize() if isinstance(weight, ScaledTensor) else weight
+        plain_weight = _plain(weight)
         input_payload, input_inverse = recipe.stored(values, INPUT)
         weight_payload, weight_inverse = recipe.stored(plain_weight, WEIGHT)
         if exact_output:
@@ -241,8 +227,7 @@ class _Product(torch.autograd.Function):
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             if exact_input_gradient:
-                plain_weight = weight.dequantize() if ctx.is_scaled else weight
-                input_gradient = gradient.to(ctx.dtype) @ plain_weight.to(ctx.dtype)
+                input_gradient = gradient.to(ctx.dtype) @ _plain(weight).to(ctx.dtype)
             else:
                 input_gradient = scaled_product(
                     payload,
@@ -279,10 +264,7 @@ class Fp8Linear(nn.Linear):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in autocast's dtype if it is on."""
         if not (self.training or self.fp8_recipe.in_evaluation):
-            weight: torch.Tensor = self.weight
-            if isinstance(weight, ScaledTensor):
-                weight = weight.dequantize()
-            return nn.functional.linear(values, weight, self.bias)
+            return nn.functional.linear(values, _plain(self.weight), self.bias)
         device_type = values.device.type
         dtype = (
             torch.get_autocast_dtype(device_type)
@@ -299,10 +281,8 @@ class Fp8Linear(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = destination[f"{prefix}weight"]
-        # Files and other models want plain numbers.
-        if isinstance(weight, ScaledTensor) and not keep_vars:
-            destination[f"{prefix}weight"] = weight.dequantize()
+        if not keep_vars:  # files and other models want plain numbers
+            destination[f"{prefix}weight"] = _plain(destination[f"{prefix}weight"])
 
     def extra_repr(self) -> str:
         """What `repr` shows of the layer."""

@@ -19,6 +19,7 @@ a tensor has one scale. After a step the owners send their new weights.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -164,15 +165,15 @@ class ScaledAdam(Optimizer):
         """Bring divided state together for the next :meth:`state_dict`; a collective."""
         if not self._owners:
             return
-        own_state = _packed(super().state_dict()["state"], as_bytes=True)
+        own_state = io.BytesIO()
+        # Python's pickle, by which processes send objects, has no 8-bit floats.
+        torch.save(_packed(super().state_dict()["state"]), own_state)
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(own_state, parts if dist.get_rank() == to else None, dst=to)
-        self._consolidated = {
-            number: {name: _from_bytes(name, value) for name, value in state.items()}
-            for part in parts
-            if part
-            for number, state in part.items()
-        }
+        is_receiver = dist.get_rank() == to
+        dist.gather_object(own_state.getvalue(), parts if is_receiver else None, dst=to)
+        self._consolidated = {}
+        for part in filter(None, parts):
+            self._consolidated |= torch.load(io.BytesIO(part), map_location="cpu")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or the state of an Adam of torch's."""
@@ -215,10 +216,7 @@ class ScaledAdam(Optimizer):
 
 
 def master_values(weight: ScaledTensor) -> torch.Tensor:
-    """The values of a weight with all digits that are kept: float32, of its shape.
-
-    A collective where another process may have the master.
-    """
+    """A weight's values with all digits that are kept; a collective where states are divided."""
     values = (weight if weight.master is None else weight.master).dequantize()
     if weight.owner is not None and dist.is_available() and dist.is_initialized():
         dist.broadcast(values, weight.owner)
@@ -226,10 +224,7 @@ def master_values(weight: ScaledTensor) -> torch.Tensor:
 
 
 def owners_of(parameters: Sequence[torch.Tensor], world_size: int) -> dict[int, int]:
-    """Assign whole tensors to processes, largest first to the one that holds least.
-
-    FP8-LM (arXiv 2310.18313), algorithm 1.
-    """
+    """Assign whole tensors, largest first to the process that holds least (FP8-LM, algorithm 1)."""
     held = [0] * world_size
     owners: dict[int, int] = {}
     # `sorted` is stable, so processes agree on tensors of equal size.
@@ -248,28 +243,17 @@ def _plain(values: Any) -> torch.Tensor:
     return plain_values
 
 
-def _packed(state: Mapping[Any, Mapping[str, Any]], *, as_bytes: bool = False) -> dict[Any, Any]:
+def _packed(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
     """State with stored tensors as payload and inverse scale, which any torch can read."""
     return {
-        number: {name: _packed_value(value, as_bytes=as_bytes) for name, value in entry.items()}
+        number: {
+            name: {"payload": value.payload, "inverse_scale": value.inverse_scale}
+            if isinstance(value, ScaledTensor)
+            else value
+            for name, value in entry.items()
+        }
         for number, entry in state.items()
     }
-
-
-def _packed_value(value: Any, *, as_bytes: bool) -> Any:
-    if not isinstance(value, ScaledTensor):
-        return value.cpu() if as_bytes and isinstance(value, torch.Tensor) else value
-    if not as_bytes:
-        return {"payload": value.payload, "inverse_scale": value.inverse_scale}
-    # Python's pickle, by which processes send objects, has no 8-bit floats.
-    payload = value.payload.cpu().view(torch.uint8)
-    return {"payload": payload, "inverse_scale": value.inverse_scale.cpu()}
-
-
-def _from_bytes(name: str, value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {**value, "payload": value["payload"].view(_STORED_AS[name].dtype)}
 
 
 def _check(given: Optimizer) -> None:

@@ -7,8 +7,7 @@ subnormal). The scale of Micikevicius et al., "FP8 Formats for Deep Learning" (a
 section 4, is ``maximum / amax``; a power of two costs at most one bit of the range.
 
 Weights, gradients and moments of MS-AMP's levels are `ScaledTensor`s (FP8-LM, arXiv 2310.18313,
-section 2). To torch each is a float32 tensor of its shape, so parameters, optimizers, clipping and
-state dicts work with it. What is stored is a payload and one scale for the whole tensor.
+section 2). To torch each is a float32 tensor of its shape:
 
     read       any operation gets the values as float32
     write      an operation that writes is done in float32; the result is stored under a new scale
@@ -21,6 +20,7 @@ element becomes NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,15 +41,17 @@ _LARGEST_EXPONENT = 126.0
 _MOST_FP8_ADDITIONS = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class NumberFormat:
     """A number format of 8 or 16 bits."""
 
     name: str  # as in papers
     dtype: torch.dtype  # torch's name of it
-    maximum: float  # the largest finite value
-    smallest_exponent: int  # of normal numbers, as a power of two
-    mantissa_bits: int  # stored bits of the mantissa
+
+    @property
+    def maximum(self) -> float:
+        """The largest finite value."""
+        return torch.finfo(self.dtype).max
 
     def cast(self, values: torch.Tensor) -> torch.Tensor:
         """Round values that are in range."""
@@ -61,40 +63,18 @@ class NumberFormat:
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """What a cast to this format and back gives, by arithmetic alone."""
         values = values.float()
+        facts = torch.finfo(self.dtype)
+        smallest_exponent = int(math.log2(facts.smallest_normal))
         # frexp gives a mantissa in [0.5, 1), so its exponent is one more than that of the format.
-        exponents = (torch.frexp(values).exponent - 1).clamp(min=self.smallest_exponent)
-        spacing = torch.ldexp(torch.ones_like(values), exponents - self.mantissa_bits)
+        exponents = (torch.frexp(values).exponent - 1).clamp(min=smallest_exponent)
+        spacing = torch.ldexp(torch.full_like(values, facts.eps), exponents)
         return torch.round(values / spacing) * spacing  # halves to even, as the cast does
 
 
-E4M3 = NumberFormat(
-    name="E4M3",
-    dtype=torch.float8_e4m3fn,
-    maximum=448.0,
-    smallest_exponent=-6,
-    mantissa_bits=3,
-)
-E5M2 = NumberFormat(
-    name="E5M2",
-    dtype=torch.float8_e5m2,
-    maximum=57344.0,
-    smallest_exponent=-14,
-    mantissa_bits=2,
-)
-FP16 = NumberFormat(
-    name="FP16",
-    dtype=torch.float16,
-    maximum=65504.0,
-    smallest_exponent=-14,
-    mantissa_bits=10,
-)
-BF16 = NumberFormat(
-    name="BF16",
-    dtype=torch.bfloat16,
-    maximum=torch.finfo(torch.bfloat16).max,
-    smallest_exponent=-126,
-    mantissa_bits=7,
-)
+E4M3 = NumberFormat("E4M3", torch.float8_e4m3fn)
+E5M2 = NumberFormat("E5M2", torch.float8_e5m2)
+FP16 = NumberFormat("FP16", torch.float16)
+BF16 = NumberFormat("BF16", torch.bfloat16)
 
 
 def accumulation_format(accumulation_steps: int) -> NumberFormat:

@@ -3,42 +3,29 @@
 A reader finds the old file or the new one, never a partial file. The names are Accelerate's, so
 that either can read what the other wrote; ``sampler.bin``, which its documentation promises, is
 written here, too.
-
-    model.safetensors, model_1.safetensors, …     weights (pytorch_model.bin, … without safetensors)
-    pytorch_model_fsdp_0/, …                      in shards, with the model's first optimizer
-    pytorch_model/, pytorch_model_1/, …           the same of DeepSpeed, beside its own `latest`
-    optimizer_1/, …                               in shards, the model's further optimizers
-    optimizer.bin, scheduler.bin, …               by number, from 0
-    sampler.bin, sampler_rank1.bin, …             where a loader is in its data, by rank
-    dl_state_dict.bin, dl_state_dict_rank1.bin, … the same of torchdata's loaders
-    scaler.pt                                     of fp16
-    fp8_scales.bin                                scales and histories of fp8's delayed scaling
-    random_states_0.pkl, …                        generators by rank, and the accumulation step
-    gradients_0.bin, …                            by rank, of a save within a group of batches
-    custom_checkpoint_0.pkl, …                    registered objects
-    nbaccel_left_out.json                         names of frozen parameters that were not saved
-    nbaccel_manifest.json                         sizes and checksums of all these, when saved
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 import torch
 from huggingface_hub import get_torch_storage_id, save_torch_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes, save_file
 from torch import nn
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.trees import names_by_tensor
 from nbaccel.base.weight_files import OLD_TORCH_FORMAT, publishing
 from nbaccel.config.given_values import shown
 from nbaccel.transfer.sharded_tensors import shard_readers
@@ -72,11 +59,8 @@ def read_torch_outline(path: Path, **options: Any) -> Any:
 
 
 def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Weights by name, those too that were not written because they are tied to others.
-
-    For the device ``meta`` no values are read.
-    """
-    is_outline = device.type == "meta"
+    """Weights by name, those too that were not written because they are tied to others."""
+    is_outline = device.type == "meta"  # no values are read
     if path.suffix != ".safetensors":
         state = (
             read_torch_outline(path) if is_outline else read_torch_file(path, map_location=device)
@@ -101,19 +85,14 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
                 f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
                 "checkpoint."
             ) from error
-    for names in (*_tied_names(model), *stored_names.items()):
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    for names in (*names_by_tensor(named).values(), *stored_names.items()):
         stored = [name for name in names if name in weights]
         weights |= {name: weights[stored[0]] for name in names if stored and name not in weights}
     return weights
-
-
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    """For each tensor of a model all its names."""
-    names_by_tensor: dict[int, list[str]] = {}
-    for list_named in (model.named_parameters, model.named_buffers):
-        for name, tensor in list_named(remove_duplicate=False):
-            names_by_tensor.setdefault(id(tensor), []).append(name)
-    return list(names_by_tensor.values())
 
 
 def why_unreadable(path: Path, error: Exception) -> str:
@@ -167,7 +146,11 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
         _check_only_tensors(obj, "safe_serialization=False")
         obj = _with_addresses(obj)
     if not isinstance(path, (str, os.PathLike)):
-        _save_to_stream(obj, path, safe_serialization)
+        if safe_serialization:
+            # safetensors refuses tensors that are not contiguous.
+            path.write(to_bytes({name: tensor.contiguous() for name, tensor in obj.items()}))
+        else:
+            torch.save(obj, path)
         return
     path = Path(path).resolve()  # a link stays one, as with torch.save
     with atomic.partial_folder(path.parent, path.name) as folder:
@@ -184,15 +167,13 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
             try:
                 torch.save(obj, written_file)
             except RuntimeError:
-                # torch's C++ writer drops the reason. Writing through Python is slower and keeps
-                # it.
-                with written_file.open("wb") as file:
-                    noting_file = _ErrorNotingFile(file)
+                # torch's C++ writer drops the reason. Python's is slower and keeps it.
+                with _ErrorNotingFile(written_file.open("wb", buffering=0)) as file:
                     try:
-                        torch.save(obj, cast("IO[bytes]", noting_file))
+                        torch.save(obj, file)
                     except RuntimeError as error:
-                        if noting_file.error is not None:
-                            raise noting_file.error from error
+                        if file.error is not None:
+                            raise file.error from error
                         raise
         # Before the rename, which could otherwise reach the disk sooner than the file's contents.
         atomic.sync_path(written_file)
@@ -200,32 +181,17 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
         written_file.replace(path)
 
 
-class _ErrorNotingFile:
+class _ErrorNotingFile(io.BufferedWriter):
     """Keeps the OSError of a failed write, which torch replaces by a RuntimeError without cause."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._wrapped_file = file
-        self.error: OSError | None = None
+    error: OSError | None = None
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         try:
-            return self._wrapped_file.write(data)
+            return super().write(data)
         except OSError as error:
             self.error = error
             raise
-
-    def flush(self) -> None:
-        self._wrapped_file.flush()
-
-
-def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> None:
-    if not safe_serialization:
-        torch.save(obj, stream)
-        return
-    from safetensors.torch import save as to_bytes
-
-    # safetensors refuses tensors that are not contiguous.
-    stream.write(to_bytes({name: tensor.contiguous() for name, tensor in obj.items()}))
 
 
 def save_model(
@@ -255,11 +221,8 @@ def save_model(
 
 
 def _with_addresses(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors; in host memory those whose device gives no address, such as torch_xla's.
-
-    safetensors' writers tell tied tensors by their addresses. Tied ones of such a device are
-    written twice.
-    """
+    """The same tensors; in host memory those whose device gives no address, such as torch_xla's."""
+    # safetensors' writers tell tied tensors by it: tied ones of such a device are written twice.
     return {
         name: tensor if _has_address(tensor) else tensor.detach().cpu()
         for name, tensor in state_dict.items()
@@ -301,20 +264,21 @@ def _check_only_tensors(state_dict: Any, remedy: str) -> None:
 
 # ------------------------------------------------------------------------- names
 
+# A second model's is ``model_1.safetensors``, and so on; a second process's ``sampler_rank1.bin``.
 SAFE_WEIGHTS = "model.safetensors"
 PICKLED_WEIGHTS = "pytorch_model.bin"
 OPTIMIZER_FILE = "optimizer.bin"
 SCHEDULER_FILE = "scheduler.bin"
-SCALER_FILE = "scaler.pt"
-PRECISION_FILE = "fp8_scales.bin"
-SAMPLER_FILE = "sampler.bin"
-STATEFUL_LOADER_FILE = "dl_state_dict.bin"
-CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"
-RANDOM_STATES_FILE = "random_states_{}.pkl"  # by rank
-GRADIENTS_FILE = "gradients_{}.bin"  # by rank
-MANIFEST_FILE = "nbaccel_manifest.json"
-LEFT_OUT_FILE = "nbaccel_left_out.json"
-OPTIMIZER_SHARDS = "optimizer_{}"
+SCALER_FILE = "scaler.pt"  # of fp16
+PRECISION_FILE = "fp8_scales.bin"  # scales and histories of fp8's delayed scaling
+SAMPLER_FILE = "sampler.bin"  # where a loader is in its data
+STATEFUL_LOADER_FILE = "dl_state_dict.bin"  # the same of torchdata's loaders
+CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"  # registered objects
+RANDOM_STATES_FILE = "random_states_{}.pkl"  # generators by rank, and the accumulation step
+GRADIENTS_FILE = "gradients_{}.bin"  # by rank, of a save within a group of batches
+MANIFEST_FILE = "nbaccel_manifest.json"  # sizes and checksums of all these, when saved
+LEFT_OUT_FILE = "nbaccel_left_out.json"  # names of frozen parameters that were not saved
+OPTIMIZER_SHARDS = "optimizer_{}"  # a model's further ones; its first lies with the model's shards
 # A kind's parts have their number in the last group, where it is not 0. Anything that matches none
 # of them is the user's: a save moves it into the new folder.
 _PARTS = {
@@ -352,12 +316,11 @@ def numbered_name(file_name: str, number: int) -> str:
     return file_name if number == 0 else f"{file_stem}_{number}{separator}{file_ending}"
 
 
-def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
+def loader_file(number: int, loader: Any, rank: int = 0) -> str:
     """The file with the position of a loader, for one process."""
-    file_stem, _, file_ending = numbered_name(
-        STATEFUL_LOADER_FILE if stateful else SAMPLER_FILE, number
-    ).partition(".")
-    return f"{file_stem}_rank{rank}.{file_ending}" if rank else f"{file_stem}.{file_ending}"
+    is_stateful = getattr(loader, "use_stateful_dataloader", False)
+    name = numbered_name(STATEFUL_LOADER_FILE if is_stateful else SAMPLER_FILE, number)
+    return name.replace(".bin", f"_rank{rank}.bin") if rank else name
 
 
 def numbers_by_kind(folder: Path) -> dict[str, frozenset[int]]:
@@ -369,14 +332,15 @@ def numbers_by_kind(folder: Path) -> dict[str, frozenset[int]]:
 # ------------------------------------------------------------------------- what was left out
 
 
-def left_out_text(names_by_model: Mapping[int, Collection[str]]) -> str:
-    """What the checkpoint's file says."""
+def write_left_out(folder: Path, names_by_model: Mapping[int, Collection[str]]) -> None:
+    """Note names of what a checkpoint has left out, by number of the model."""
     content = {str(number): sorted(names) for number, names in names_by_model.items()}
-    return json.dumps({"frozen_parameters_left_out": content}, indent=1) + "\n"
+    text = json.dumps({"frozen_parameters_left_out": content}, indent=1)
+    atomic.write_text(folder / LEFT_OUT_FILE, f"{text}\n")
 
 
 def read_left_out(folder: Path) -> dict[int, frozenset[str]]:
-    """Names of what a checkpoint has left out, by number of the model; mostly none."""
+    """Read what :func:`write_left_out` noted; mostly nothing."""
     path = folder / LEFT_OUT_FILE
     if not path.exists():
         return {}

@@ -19,10 +19,8 @@ Between the two renames there is no ``ckpt``, but ``.ckpt.old`` is whole: :func:
 finds it, and the next save puts it back. A user's own files in ``ckpt`` move over into the new one.
 
 Where nodes do not share a file system, process 0 of each node does on its disk what process 0
-does, and writes there all that its node needs; whether they share one is seen by looking for the
-partial folder. What is whole (weights in one file, schedulers) is written into each folder. Shards
-are not sent to other nodes: they are the part that is too large for one. Such a folder is a part of
-a checkpoint, which its manifest says, and which fits only the ranks that wrote it.
+does, and writes there all that its node needs. Shards are not sent to other nodes: such a folder is
+a part of a checkpoint, which its manifest says, and which fits only the ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -62,7 +60,9 @@ from nbaccel.train.collectives import Collectives
 
 def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) -> None:
     """Note every file of a checkpoint; all processes have written theirs."""
-    paths = sorted(_checkpoint_files(folder))
+    own_paths = [path for path in folder.iterdir() if files.is_checkpoint_part(path.name)]
+    inner_paths = [path for own_path in own_paths for path in own_path.rglob("*")]
+    paths = sorted(path for path in (*own_paths, *inner_paths) if path.is_file())
     entries = {path.relative_to(folder).as_posix(): _manifest_entry(path) for path in paths}
     manifest_path = folder / files.MANIFEST_FILE
     manifest: dict[str, Any] = {"version": 1, "files": entries}
@@ -91,12 +91,6 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
         "delete this file to load without them.",
     )
     return recorded
-
-
-def _checkpoint_files(folder: Path) -> Iterator[Path]:
-    for top_path in folder.iterdir():
-        if files.is_checkpoint_part(top_path.name):
-            yield from (path for path in (top_path, *top_path.rglob("*")) if path.is_file())
 
 
 def _manifest_entry(path: Path) -> dict[str, int | str]:
@@ -164,10 +158,7 @@ def _make_partial_folder(
     series: bool,
     claims: contextlib.ExitStack,
 ) -> bool:
-    """Make the partial folder, once per file system; returns whether this process did.
-
-    Its claim on the folder is given to `claims`.
-    """
+    """Make and claim the partial folder, once per file system; returns whether this process did."""
     text = f"save_state({str(target)!r})"
     makes_folder = place.is_main
     with all_succeed(collectives, text):
@@ -282,10 +273,7 @@ def find_checkpoint(folder: Path) -> Path:
 def all_succeed(
     collectives: Collectives, text: str, *, written_to: Path | None = None
 ) -> Iterator[None]:
-    """A block that every process runs; if it fails on one process, it raises on all.
-
-    `written_to` is the folder in which a new checkpoint was being written.
-    """
+    """A block that every process runs, writing to a folder or not; one's failure raises on all."""
     error = None
     try:
         yield

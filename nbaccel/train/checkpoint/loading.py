@@ -95,12 +95,12 @@ def load_state(
         with all_succeed(collectives, text):
             damaged, unfit = load.check(with_models=not hooks)
         _judge_together(collectives, text, damaged, unfit)
-        # Around `all_succeed`, which raises here if another process failed: this one undoes its
-        # part, too.
-        with load.undone_on_failure():
+        # Around `all_succeed`: if another process failed, this one undoes its part, too.
+        with contextlib.ExitStack() as undoing:
             with all_succeed(collectives, text):
                 load.run_hooks(hooks)
-                load.load_small_states()
+                load.load_small_states(undoing)
+            undoing.pop_all()
         with all_succeed(collectives, text):
             load.load_large_parts()
         return load.step
@@ -133,10 +133,7 @@ def _read_device(map_location: str | None, place: Place) -> torch.device:
 
 
 def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = True) -> None:
-    """Refuse a folder that does not fit, before anything is loaded from it.
-
-    Kinds of which nothing was prepared may be there: a script that evaluates needs no optimizer.
-    """
+    """Refuse a folder that does not fit, before anything is loaded from it."""
     there = files.numbers_by_kind(folder)
     text = f"The checkpoint {str(folder)!r}"
     own_kind = parts.sharder.shard_kind if parts.sharder is not None else ""
@@ -154,6 +151,7 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
         if not own_shards:
             expected.append(("optimizer", len(parts.optimizers), there["optimizer"]))
     expected.append(("scheduler", len(parts.schedulers), there["scheduler"]))
+    # Kinds of which nothing was prepared may be there: a script that evaluates has no optimizer.
     expected = [row for row in expected if row[1]]
     expected.append(("registered object", len(parts.custom), there["registered object"]))
     if parts.scaler is not None:
@@ -228,6 +226,12 @@ def _small_state(
     return _SavedPart(path=path, check=check, load=load, is_common=is_common)
 
 
+def _put_back(target: Any, state_before: Any) -> None:
+    # An object that refuses its own earlier state cannot be restored; others still can.
+    with contextlib.suppress(Exception):
+        target.load_state_dict(state_before)
+
+
 def _refuse(path: Path, problem: str) -> None:
     if problem:
         raise ConfigError(
@@ -275,7 +279,6 @@ class _CheckpointLoad:
         read_options = self._read_options
         self._read: Callable[[Path], Any] = partial(read_torch_file, **read_options)
         self._read_outline: Callable[[Path], Any] = partial(read_torch_outline, **read_options)
-        self._undo_steps: list[Callable[[], Any]] = []
         self._damaged: list[str] = []
         self._recorded = {}
         try:
@@ -327,7 +330,12 @@ class _CheckpointLoad:
 
         def load() -> None:
             inner = strategy.unwrap(model)
-            weights = _named_as_in(inner, read_weights(path, inner, self._device))
+            # One of the two models may be compiled, or have been, unlike the other.
+            names = {uncompiled_name(name): name for name in inner.state_dict(keep_vars=True)}
+            weights = {
+                names.get(uncompiled_name(name), name): value
+                for name, value in read_weights(path, inner, self._device).items()
+            }
             # Names have been compared: what is missing is frozen and stays as it is.
             missing = {"strict": False} if left_out else {}
             strategy.load_model_state(model, weights, **{**self._options, **missing})
@@ -404,9 +412,8 @@ class _CheckpointLoad:
 
     def _find_loaders(self) -> Iterator[tuple[int, _SavedPart]]:
         for number, loader in self._parts.stateful_loaders():
-            is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
-            name = files.loader_file(number, stateful=is_stateful, rank=self._place.rank)
-            path = self._existing_file(name, files.loader_file(number, stateful=is_stateful))
+            name = files.loader_file(number, loader, self._place.rank)
+            path = self._existing_file(name, files.loader_file(number, loader))
             if path is not None:
                 part = _small_state(path, loader, self._read, _loader_problem, is_common=False)
                 yield number, part
@@ -521,25 +528,12 @@ class _CheckpointLoad:
                 saved.check()
         self._models = remaining
 
-    @contextlib.contextmanager
-    def undone_on_failure(self) -> Iterator[None]:
-        """Restore small states if the block fails, here or on another process."""
-        try:
-            yield
-        except BaseException:  # an interrupt, too
-            for put_back in reversed(self._undo_steps):
-                # An object that refuses its own earlier state cannot be restored; others still can.
-                with contextlib.suppress(Exception):
-                    put_back()
-            raise
-
-    def load_small_states(self) -> None:
+    def load_small_states(self, undoing: contextlib.ExitStack) -> None:
         """Schedulers, scaler, registered objects and loaders: any may refuse its state."""
         for target, part in self._small:
             # One whose state cannot be copied cannot be undone.
             with contextlib.suppress(Exception):
-                state_before = copy.deepcopy(target.state_dict())
-                self._undo_steps.append(partial(target.load_state_dict, state_before))
+                undoing.callback(_put_back, target, copy.deepcopy(target.state_dict()))
             part.load()
         # Last, and not undone: one that refuses its state has not changed.
         for number, _ in self._parts.stateful_loaders():
@@ -627,12 +621,6 @@ def _model_problem(
     if not problems:
         return ""
     return f"is of another model than the {type(model).__name__}: it has {'; '.join(problems)}"
-
-
-def _named_as_in(model: nn.Module, saved_weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved weights under the names of a model that is compiled, or was, unlike the saved one."""
-    names = {uncompiled_name(name): name for name in model.state_dict(keep_vars=True)}
-    return {names.get(uncompiled_name(name), name): it for name, it in saved_weights.items()}
 
 
 def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...] | None]:

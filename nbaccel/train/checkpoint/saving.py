@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel.base import atomic, torch_private
+from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.contracts.training import Place, Precision, ShardedCheckpoints, Strategy
 from nbaccel.train import rng
@@ -143,12 +143,13 @@ def save_state(
         target,
         disks,
     ):
-        _StateWriter(partial_folder, parts, disks, collectives).write_all(
+        _StateWriter(partial_folder, parts, disks, collectives, sharder).write_all(
             list(hooks), place, step, safe_serialization
         )
     return target
 
 
+@dataclass(eq=False)
 class _StateWriter:
     """One process's share of a save.
 
@@ -156,35 +157,26 @@ class _StateWriter:
     of them: it writes no more, and raises its first error when the others are done, too.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        parts: CheckpointParts,
-        disks: FolderDisks,
-        collectives: Collectives,
-    ) -> None:
-        self._folder = folder
-        self._parts = parts
-        self._sharder = parts.sharder if parts.in_shards else None
+    _folder: Path
+    _parts: CheckpointParts
+    _disks: FolderDisks
+    _collectives: Collectives
+    _sharder: ShardedCheckpoints | None  # where every process writes its shards
+
+    def __post_init__(self) -> None:
         # Where a node has a disk of its own, its processes find all that they need there.
-        self._writes_shared = disks.made_folder
-        self._ranks_by_folder = disks.ranks_by_folder
-        self._collectives = collectives
+        self._writes_shared = self._disks.made_folder
         self._met_errors: list[Exception] = []
         self._left_out: dict[int, frozenset[str]] = {}
 
     def write_all(self, hooks: list[SaveHook], place: Place, step: int, safetensors: bool) -> None:
         self._write_models(hooks, safetensors)
         if self._writes_shared and any(self._left_out.values()):
-            left_out_path = self._folder / files.LEFT_OUT_FILE
-            self._attempt_step(
-                lambda: atomic.write_text(left_out_path, files.left_out_text(self._left_out))
-            )
+            self._attempt_step(partial(files.write_left_out, self._folder, self._left_out))
         self._write_optimizers()
         for number, loader in self._parts.stateful_loaders():
-            is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
             # Each process has workers, random numbers and a part of the data of its own.
-            name = files.loader_file(number, stateful=is_stateful, rank=place.rank)
+            name = files.loader_file(number, loader, place.rank)
             self._write(name, loader.state_dict, is_own=True)
         self._write_small_states()
         # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
@@ -202,16 +194,16 @@ class _StateWriter:
         states: list[dict[str, Any]] = []
         left_out_by_state: dict[int, frozenset[str]] = {}
         for number, model in enumerate(parts.models):
+            left_out = self._names_left_out(model)
             if self._sharder is not None:
+                self._left_out[number] = left_out
                 shard_folder = self._sharder.shard_folder(number)
-                self._left_out[number] = self._names_left_out(model)
                 self._write_shards(model, parts.optimizer_of(model), shard_folder)
                 continue
-            left_out = self._names_left_out(model)
-            states.append(
-                without_names(self._on_writers(parts.strategy.model_state(model)), left_out)
-            )
-            left_out_by_state[id(states[-1])] = left_out
+            whole_state = self._on_writers(parts.strategy.model_state(model))
+            kept = {n: it for n, it in whole_state.items() if uncompiled_name(n) not in left_out}
+            states.append(kept)
+            left_out_by_state[id(kept)] = left_out
         # A copy, because hooks may remove models; the weights of all are gathered before they run.
         remaining_models = list(parts.models)
         for save_hook in hooks:
@@ -231,18 +223,19 @@ class _StateWriter:
             optimizer,
             self._folder / folder_name,
             left_out=self._names_left_out(model),
-            ranks_by_folder=self._ranks_by_folder,
+            ranks_by_folder=self._disks.ranks_by_folder,
         )
 
     def _on_writers(self, whole_state: Any) -> Any:
         """A state that was gathered on process 0, on all processes that write it."""
-        makers = [ranks[0] for ranks in self._ranks_by_folder]
+        makers = [ranks[0] for ranks in self._disks.ranks_by_folder]
         return send_to_writers(whole_state, makers, self._collectives, what="save_state: weights")
 
     def _names_left_out(self, model: nn.Module) -> frozenset[str]:
         if not self._parts.leaves_out_frozen:
             return frozenset()
-        return frozen_names(self._parts.strategy.unwrap(model))
+        is_trained = trained_by_name(self._parts.strategy.unwrap(model))
+        return frozenset(name for name, trained in is_trained.items() if not trained)
 
     def _write_optimizers(self) -> None:
         for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
@@ -301,17 +294,7 @@ def uncompiled_name(tensor_name: str) -> str:
     return tensor_name.replace(torch_private.COMPILED_PREFIX, "")
 
 
-def frozen_names(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that are not trained, those of tied ones all."""
-    return frozenset(name for name, trained in trained_by_name(model).items() if not trained)
-
-
 def trained_by_name(model: nn.Module) -> dict[str, bool]:
     """Which parameters are trained, those of tied ones under all their names."""
     named = model.named_parameters(remove_duplicate=False)
     return {uncompiled_name(name): parameter.requires_grad for name, parameter in named}
-
-
-def without_names(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A state dict without these tensors."""
-    return {name: it for name, it in state.items() if uncompiled_name(name) not in names}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nbaccel import debug_launcher
-from nbaccel.accelerator.training_checkpoints import Checkpoints
+from nbaccel.accelerator.training_checkpoints import Checkpoints, add_hook
 from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.train import rng
@@ -166,8 +166,8 @@ def test_hooks_see_models_weights_and_folder_and_can_take_over(tmp_path):
     def put_back(models, folder):
         models.pop().load_state_dict(torch.load(Path(folder) / "own.pt"))
 
-    saving.register_save_state_pre_hook(write)
-    loading.register_load_state_pre_hook(put_back)
+    add_hook(saving.save_hooks, write)
+    add_hook(loading.load_hooks, put_back)
     folder = saving.save(tmp_path / "ckpt", first.parts, step=0)
     assert (folder / "own.pt").exists()
     assert not (folder / "model.safetensors").exists()
@@ -178,9 +178,9 @@ def test_hooks_see_models_weights_and_folder_and_can_take_over(tmp_path):
 def test_a_model_that_no_hook_took_is_missed(tmp_path):
     training = Training()
     saving = hooked(training, tmp_path)
-    handle = saving.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+    handle = add_hook(saving.save_hooks, lambda models, weights, folder: weights.clear())
     folder = saving.save(tmp_path / "ckpt", training.parts, step=0)
-    saving.register_load_state_pre_hook(lambda models, folder: None)
+    add_hook(saving.load_hooks, lambda models, folder: None)
     with pytest.raises(ConfigError, match=r"no weights of model 0,.* no load hook took it"):
         saving.load(folder, training.parts)
     handle.remove()
