@@ -74,8 +74,7 @@ KEEP_WORKERS = ShutdownPolicy(
 )
 AFTER_LOSS: ShutdownSteps = ((ShutdownStep.ASK, limits.ASK_LAST_S), _KILL)
 """For the workers of a pool when one was lost: none can go on without it."""
-OVERDUE: ShutdownSteps = (_TERMINATE, _KILL)
-"""For workers of a launch that have been let go and do not exit."""
+OVERDUE: ShutdownSteps = (_TERMINATE, _KILL)  # for a launch's workers that were let go and stay
 
 
 @dataclass
@@ -92,8 +91,7 @@ class _Course:
     def advance(self) -> None:
         """Take the steps that are due."""
         while time.monotonic() >= self.due_at:
-            # One that is still being forked hears no signal: an interrupt might even wake what
-            # hangs in it.
+            # One still being forked hears no signal: an interrupt might wake what hangs in it.
             is_unborn = self.member.state is HandleState.FORKED
             while self.left and is_unborn and self.left[0][0] in _MAKES_UNWIND:
                 self.left.popleft()

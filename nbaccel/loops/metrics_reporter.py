@@ -4,19 +4,14 @@
     loops that are only seen (`loop_watch`) ┴► Reporter ── Metrics ──► notebook: panel
 
 Without a launch there is no reporter, and each call costs one comparison. With one, a message goes
-out at most twice a second, and never waits: a busy notebook delays no worker. What has not
-been sent when the function returns is sent then, so that the last value is never lost.
+out at most twice a second, and never waits. What has not been sent when the function returns is
+sent then, so that the last value is never lost.
 
 A loop within which another one begins (`for epoch in accelerator.progress(range(14))`) is over
 epochs, and its rounds are no batches. One that is told `epochs=14` begins anew for each epoch.
 
-Progress bars of tqdm are told to the panel by tqdm's own methods instead of drawn:
-
-    tqdm(...)       writes nowhere, where it would write to this process's own streams
-    bar.display()   how far it is, at tqdm's own pace
-    bar.close()     it makes room for the next one
-
-A widget (`tqdm.notebook`) is drawn as ever; its numbers tell how much is left.
+Progress bars of tqdm tell the panel how far they are, at tqdm's own pace, instead of being drawn. A
+widget (`tqdm.notebook`) is drawn as ever; its numbers tell how much is left.
 """
 
 from __future__ import annotations
@@ -43,8 +38,7 @@ from nbaccel.base.training_metrics import MetricHistory, Metrics, OuterLoop, Pro
 from nbaccel.plan.contracts.device import Device
 
 REPORT_INTERVAL_S = 0.5
-_MAX_METRICS = 16
-"""Metrics that are shown; a loop that logs a thousand has a tracker for them."""
+_MAX_METRICS = 16  # metrics that are shown; a loop that logs a thousand has a tracker for them
 _MAX_COUNTED = 10_000  # further ones: else endless new names would fill the memory
 _MAX_NAMED = 8
 _NAME_CHARS = 60
@@ -64,7 +58,7 @@ class MetricsChannel(Protocol):
     def try_send(self, message: Any) -> bool:
         """Send unless that would mean to wait; returns whether it is sent."""
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any) -> object:
         """Send, even if that means to wait."""
 
 
@@ -129,8 +123,7 @@ class Reporter:
         for name, value in values.items():
             # It is what the curves are drawn over.
             if str(name).lower() != "epoch":
-                # The function logs this by itself: what was seen of the same is not drawn beside
-                # it.
+                # The function logs it by itself: what was seen of the same is not drawn, too.
                 for seen, words in _SEEN_WORDS.items():
                     if seen in self._logged or not words.search(str(name).lower()):
                         continue
@@ -145,11 +138,7 @@ class Reporter:
         self._tell()
 
     def loop_begins(
-        self,
-        name: str,
-        total_batches: int | None,
-        epochs: int | None,
-        source: str | None = None,
+        self, name: str, total_batches: int | None, epochs: int | None, source: str | None = None
     ) -> RunningLoop:
         """A loop over batches begins: a step is a batch, unless it was only seen."""
         spent_time.begin_account()
@@ -366,15 +355,11 @@ def flush() -> None:
         _process_reporter.flush()
 
 
-# ------------------------------------------------------------------------- loops
-
-_MOST_LOOPS = 2
-"""Other loops that an epoch may have beside its first one."""
+_MOST_LOOPS = 2  # other loops that an epoch may have beside its first one
 _DIGITS = re.compile(r"\d+")
 
 
-_LoopKey = tuple[int, str, "int | None", "str | None"]
-"""Depth, name without numbers, length, and of one that was only seen what it reads from."""
+_LoopKey = tuple[int, str, "int | None", "str | None"]  # depth, name without numbers, length
 
 
 class EpochCount:
@@ -568,8 +553,6 @@ class TrainingLoops:
             return None  # no loop is like another one: none tells when an epoch is over
         return self._around.progress(current_time, steps)
 
-
-# ------------------------------------------------------------------------- bars of tqdm
 
 _MOST_KEPT = 16  # a function may leave any number of bars without closing them
 

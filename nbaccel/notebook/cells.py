@@ -29,8 +29,7 @@ class Cells:
         self._shell = shell
         self._serial = itertools.count(1)
         self._raw = ""
-        self._stack: list[tuple[str, int]] | None = None
-        """The user's lines in the present call stack, where they are known already."""
+        self._stack: list[tuple[str, int]] | None = None  # the user's lines, where known already
 
     def load(self) -> Callable[[], None]:
         """Register for events and transform cells; returns what undoes that."""

@@ -31,16 +31,12 @@ class Matches(NamedTuple):
     """Completions at the cursor."""
 
     words: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-    """The kind of each, for the front end: variable, function, ..."""
-    part: str = ""
-    """The text before the cursor that a word replaces."""
-    are_all: bool = False
-    """Whether nothing else makes sense there."""
+    kinds: tuple[str, ...] = ()  # the kind of each, for the front end: variable, function, …
+    part: str = ""  # the text before the cursor that a word replaces
+    are_all: bool = False  # whether nothing else makes sense there
 
 
-Ask = Callable[[str, int, int], Matches]
-"""Called with the cell's text, the cursor's line (from 0) and its column."""
+Ask = Callable[[str, int, int], Matches]  # given the cell's text, the cursor's line and column
 
 
 def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:

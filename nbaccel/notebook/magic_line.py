@@ -36,19 +36,14 @@ _FLAG_ALIASES = {
 class MagicOption:
     """One option of a magic line."""
 
-    name: str
-    """The setting of ``RunConfig``, or a name of its own."""
+    name: str  # the setting of ``RunConfig``, or a name of its own
     flags: tuple[str, ...]
-    value: str
-    """A placeholder for its value, for help: ``N``; empty where it takes none."""
+    value: str  # a placeholder for its value, for help: ``N``; empty where it takes none
     meaning: str
     choices: tuple[str, ...] = ()
-    negative: str = ""
-    """The flag that says the opposite: ``--no-share-back``."""
-    none: bool = False
-    """Whether the word ``none`` leaves the choice to the plan."""
-    is_json: bool = False
-    """Then its braces are its own."""
+    negative: str = ""  # the flag that says the opposite: ``--no-share-back``
+    none: bool = False  # whether the word ``none`` leaves the choice to the plan
+    is_json: bool = False  # then its braces are its own
 
     @property
     def flag(self) -> str:
@@ -67,8 +62,7 @@ class Subcommand(NamedTuple):
 
     name: str
     meaning: str
-    options: tuple[str, ...] = ()
-    """`*` for all settings, and names of further ones."""
+    options: tuple[str, ...] = ()  # `*` for all settings, and names of further ones
     names: bool = False
 
 
@@ -95,8 +89,7 @@ OWN_OPTIONS: tuple[MagicOption, ...] = (
 )
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
-        "status",
-        "The workers: state, memory, process group, names; also without a subcommand.",
+        "status", "The workers: state, memory, process group, names; also without a subcommand."
     ),
     Subcommand(
         "restart",
@@ -200,9 +193,6 @@ def words_of(annotation: Any) -> tuple[Any, ...]:
     return tuple(word for words in lists for word in words)
 
 
-# ------------------------------------------------------------------------------ a line, read
-
-
 def flag_of(config: RunConfig, field_name: str) -> str:
     """A setting as an option of a magic's line or of a command."""
     value = getattr(config, field_name)
@@ -234,14 +224,10 @@ _MEANT = {"--on": "--ranks"}
 class MagicLine:
     """What a line means."""
 
-    wanted: RunConfig
-    """The settings it started from with those of the line over them."""
-    given: tuple[str, ...] = ()
-    """Names of the settings that the line gives, itself or by its ``--config``."""
-    names: tuple[str, ...] = ()
-    """Words that are no options: names of variables."""
-    ranks: tuple[int, ...] | None = None
-    """None for all."""
+    wanted: RunConfig  # the settings it started from with those of the line over them
+    given: tuple[str, ...] = ()  # settings that the line gives, itself or by its ``--config``
+    names: tuple[str, ...] = ()  # words that are no options: names of variables
+    ranks: tuple[int, ...] | None = None  # none for all
     out: tuple[str, ...] = ()
     dist: bool = False
     help: bool = False
@@ -553,8 +539,6 @@ def json_or_text(text: str) -> Any:
     except (json.JSONDecodeError, RecursionError):
         return text
 
-
-# ------------------------------------------------------------------------------ help
 
 _MANUAL_CHARS = 92
 _COLUMN_CHARS = 30

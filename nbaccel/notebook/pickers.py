@@ -1,8 +1,5 @@
 """Pickers: a run's settings chosen by looking, and ``configure``, which shows all of them.
 
-A picker is its `RunConfig`, as a trait that can be observed and set; widgets show it where there
-are some, and a table of text does everywhere else.
-
     cell's outputs   [ widgets, live             ]   hide the other as long as they are there
                      [ the same table, and text  ]   what GitHub, nbconvert and a reader see
 
@@ -204,9 +201,18 @@ class Picker(HasTraits):
             self.show()
 
     def _show_widgets(self) -> None:
-        self._show_form()
-        # Waits until the form has been sent: the thread that sends it would get little of the
-        # processor while this one computes.
+        from IPython.display import display
+
+        with self._model.lock:
+            self._model.postpone_memory()
+            live_view = self._live_view()
+            # `display(widget)` would add the widget's repr as text; what is below has all of it.
+            bundle = publish.widget_bundle(live_view.root)
+            display(bundle, raw=True)  # type: ignore[no-untyped-call]
+            # The same id in all cells that show this picker, so that an update reaches each.
+            kept = self._kept_output()
+            display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+        # Waits until the form is sent: its thread gets little of the processor meanwhile.
         sys.stdout.flush()
         # What takes seconds for a large model comes after the form, while the user reads it.
         model = self._model
@@ -226,19 +232,6 @@ class Picker(HasTraits):
             if value is self and not name.startswith("_") and self._view and self._view.actions:
                 self._view.actions.tell_variable(name)
                 return
-
-    def _show_form(self) -> None:
-        from IPython.display import display
-
-        with self._model.lock:
-            self._model.postpone_memory()
-            live_view = self._live_view()
-            # `display(widget)` would add the widget's repr as text; what is below has all of it.
-            bundle = publish.widget_bundle(live_view.root)
-            display(bundle, raw=True)  # type: ignore[no-untyped-call]
-            # The same id in all cells that show this picker, so that an update reaches each.
-            kept = self._kept_output()
-            display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
 
     def _live_view(self) -> PickerView:
         if self._view is None:

@@ -33,10 +33,7 @@ _NEEDED_MODULES = ("nbaccel.calls.pool", "numpy.random")
 
 
 def import_with_torch(shell: InteractiveShell) -> Callable[[], None]:
-    """Import what starts workers, as soon as the notebook itself has imported torch.
-
-    Before that it would take seconds, which a notebook that never starts workers need not spend.
-    """
+    """Import what starts workers, as soon as the notebook itself has imported torch."""
 
     def end() -> None:
         if poll in shell.events.callbacks["post_run_cell"]:
@@ -63,14 +60,11 @@ class Session:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.shell = shell
-        self.pool: Pool | None = None
-        """The workers, once a cell has started some."""
+        self.pool: Pool | None = None  # the workers, once a cell has started some
         self._config = RunConfig()
         self._picker: Picker | None = None
-        self.dist = False
-        """Whether the next workers join their process group at once."""
-        self.on_poll: Callable[[], None] | None = None
-        """Called about once a second while workers run a cell."""
+        self.dist = False  # whether the next workers join their process group at once
+        self.on_poll: Callable[[], None] | None = None  # called each second while a cell runs
 
     @property
     def config(self) -> RunConfig:

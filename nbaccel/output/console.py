@@ -1,6 +1,8 @@
 """What workers print, as the notebook shows it: by rank, folded, at most ten times a second.
 
-How much is shown, and how fast, is bounded, so that neither server nor browser is overloaded.
+    rank 0 pipe ──► lines ─┐                          [0-1] loading
+                           ├─► fold equal heads ─►    [0] saved
+    rank 1 pipe ──► lines ─┘   at a bounded pace      [0-1] epoch 1
 
     up to WHOLE_CHARS   all of it, at most _WHOLE.chars_per_s a second: a rank that is faster waits
                         in its `print`
@@ -11,29 +13,9 @@ How much is shown, and how fast, is bounded, so that neither server nor browser 
 Jupyter's server drops whatever exceeds a megabyte a second (`iopub_data_rate_limit`, over three
 seconds), updates of displays as well as text; a browser keeps all text of a cell in its memory.
 
-    rank 0 pipe ──► lines ─┐                          [0-1] loading
-                           ├─► fold equal heads ─►    [0] saved
-    rank 1 pipe ──► lines ─┘   at a bounded pace      [0-1] epoch 1
-
-Lines are made of chunks; each character is copied a bounded number of times, however long its line
-is. A line that all ranks print is shown once. To recognise it, a line waits up to `HOLD_S` for its
-twins; lines of one rank never overtake each other. Most lines in a storm have no twin: each rank's
-lines are counted by their text, so that to know this is a look-up. A line that is being rewritten
-with carriage returns is drawn in place for the lowest rank that has one; where the call has a
-panel, that shows those of all ranks.
-
-Rich output waits in the same queues: a picture comes after the lines that its rank printed before.
-What cannot be shown twice (output that is updated later, the cell being cleared) is taken from the
-lowest rank that has it, as a bar is.
-
-With `log_dir`, files get what each rank prints: complete, unfolded, without prefix, as it comes.
-
-    DIR/20261125_101530_4711/rank_0.stdout.log
-                             rank_0.stderr.log
-                             rank_1.stdout.log ...
-
-One folder per start of workers, named for its time and the process that started them, so that two
-runs never share a file.
+A line that all ranks print is shown once: it waits up to `HOLD_S` for its twins; lines of one rank
+never overtake each other. Rich output waits in the same queues. A line that is rewritten with
+carriage returns, and output that cannot be shown twice, is that of the lowest rank which has one.
 """
 
 from __future__ import annotations
@@ -75,8 +57,7 @@ class LineAssembler:
         self._begin_line()
 
     def _begin_line(self) -> None:
-        self._moves = False
-        """Whether the line has been written from its start again."""
+        self._moves = False  # whether the line has been written from its start again
         self._under = ""  # what stands there when its last carriage return comes
         self._empty_line()
 
@@ -249,10 +230,7 @@ class LineMerger:
         self._count(worker_rank, item, 1)
 
     def shorten(self, worker_rank: int, output_lines: float, num_chars: float) -> int:
-        """Drop a rank's oldest lines and displays until so few are left; returns how many.
-
-        The last one stays, however long it is.
-        """
+        """Drop a rank's oldest lines and displays until so few are left, or one: how many."""
         dropped_lines = 0
         kept_items: list[OutputItem] = []
         rank_queue = self._queues[worker_rank]
@@ -348,17 +326,12 @@ class LineMerger:
 
 
 WHOLE_CHARS = 10_000_000
-AT_THE_END_CHARS = 200_000
-"""What is waiting when all workers have finished is shown at once, unless it is more."""
-MAX_LINE_CHARS = 1_000_000
-"""Of a longer line head and tail are shown."""
+AT_THE_END_CHARS = 200_000  # at the end so much is shown at once
+MAX_LINE_CHARS = 1_000_000  # of a longer line head and tail are shown
 
 
 class _Stage(NamedTuple):
-    """How much is shown at a time, and how much of one rank may wait.
-
-    With more waiting it waits itself, or only its newest lines are kept.
-    """
+    """How much is shown at a time, and how much of one rank may wait."""
 
     chars_per_s: float
     chars_at_once: float
@@ -371,8 +344,7 @@ _WHOLE = _Stage(900_000, 90_000, 200_000, 1_200_000)
 _SLOW = _Stage(100_000, 100_000, 100, 50_000)
 _ENDING = _Stage(math.inf, math.inf, 200, 200_000)
 _UNPACED = _Stage(math.inf, math.inf, math.inf, math.inf)
-_MOST_FULL = 3
-"""So many times that is dropped at once, because a pipe is read to its end when a worker ends."""
+_MOST_FULL = 3  # times that: a pipe is read to its end when a worker ends
 _NOTE_PAUSE_S = 1.0
 
 
@@ -427,11 +399,9 @@ _TOO_MUCH = (
     "Write to a file what you want to keep."
 )
 
-_FIRST_TICK_S = 0.05
-"""A call in a cell that is over by then leaves no place for a panel behind."""
+_FIRST_TICK_S = 0.05  # a call in a cell that is over by then leaves no place for a panel behind
 
-_ShownEntry = tuple[list[int], OutputItem]
-"""Something to be shown, and the ranks that have it."""
+_ShownEntry = tuple[list[int], OutputItem]  # something to be shown, and the ranks that have it
 
 
 class Console:
@@ -462,8 +432,7 @@ class Console:
         self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
         self._tails = {rank: deque[str](maxlen=_LAST_LINES) for rank in ranks}
         self._dropped: Counter[int] = Counter()
-        self._owners: dict[str, int] = {}
-        """Rank whose output is shown, by the handle of one that can be shown once only."""
+        self._owners: dict[str, int] = {}  # handle of what is shown once → its rank
         self._drawn = ""
         # A notebook paints stderr as an error, which a bar or a notice is not.
         self._own_stream = "stdout" if publish.has_cells() else "stderr"
@@ -560,10 +529,7 @@ class Console:
         return self._pace.waits and amount > AT_THE_END_CHARS
 
     def end_is_near(self) -> None:
-        """Stop was pressed, or a rank has failed: what is waiting is shown at once, or dropped.
-
-        The last lines of each rank are kept, with a notice of how many are not shown.
-        """
+        """Stop was pressed, or a rank has failed: only the last that waits is shown, at once."""
         if self._pace.stage is not _UNPACED:
             self._pace.stage = _ENDING
 

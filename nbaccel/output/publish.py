@@ -29,7 +29,8 @@ def show_message(output_message: Any) -> None:
     from nbaccel.workers import messaging
 
     if isinstance(output_message, messaging.ClearOutput):
-        clear(wait_for_new=output_message.wait)
+        if (shell := frames.running_shell()) is not None:
+            shell.display_pub.clear_output(wait=output_message.wait)
     elif isinstance(output_message, messaging.Display):
         publish_display(output_message.content)
 
@@ -49,18 +50,8 @@ def widget_bundle(widget: Any) -> dict[str, Any]:
     return {"text/plain": "", "application/vnd.jupyter.widget-view+json": view}
 
 
-def clear(*, wait_for_new: bool) -> None:
-    """Clear the cell's output, where there is a cell."""
-    shell = frames.running_shell()
-    if shell is not None:
-        shell.display_pub.clear_output(wait=wait_for_new)
-
-
 def show_by_its_text(error_class: type[BaseException]) -> None:
-    """Let IPython use `_render_traceback_` of the next exception of this class.
-
-    It does so for all exceptions but groups, of which it prints every frame.
-    """
+    """Let IPython use `_render_traceback_` of the next exception of this class, also of a group."""
     shell = frames.running_shell()
     # IPython has one handler at a time: one of the user's must not be replaced.
     if shell is None or any(
@@ -69,11 +60,7 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
         return
 
     def show_traceback(
-        shell: Any,
-        error_class: type,
-        error: Any,
-        error_traceback: Any,
-        tb_offset: Any = None,
+        shell: Any, error_class: type, error: Any, error_traceback: Any, tb_offset: Any = None
     ) -> Any:
         # For one exception only: the user's later ones are shown as ever.
         shell.set_custom_exc((), None)
@@ -90,18 +77,10 @@ def has_cells() -> bool:
 
 
 def request_header(name: str) -> str:
-    """Of the message that the kernel works on; empty where there is none.
-
-    `msg_id` is another one for each run of a cell, `session` for each page, also a reloaded one.
-    """
+    """Of the message that the kernel works on: `msg_id` of a cell's run, `session` of a page."""
     kernel: Any = getattr(frames.running_shell(), "kernel", None)
     parent = kernel.get_parent() if hasattr(kernel, "get_parent") else None
     return str((parent or {}).get("header", {}).get(name, ""))
-
-
-def is_watched() -> bool:
-    """Whether output goes to a notebook or a terminal, not to a file or another program."""
-    return frames.running_shell() is not None or sys.stderr.isatty()
 
 
 def show_results(rank_results: Mapping[int, Mapping[str, Any] | None]) -> None:
@@ -162,8 +141,7 @@ class CellPlace:
     """
 
     def __init__(self) -> None:
-        self.is_there = has_cells()
-        """Whether there is a cell whose output can be replaced."""
+        self.is_there = has_cells()  # whether there is a cell whose output can be replaced
         self.has_panel = self.is_there and env.flag("NBACCEL_DASHBOARD") is not False
         # A widget shows HTML only.
         self.is_widget = self.is_there and ipython_private.is_in_output_widget(
@@ -212,8 +190,7 @@ class CellPlace:
         self._stands = True
 
 
-SHOWN_AFTER_S = 0.5
-"""A start that takes less leaves no trace."""
+SHOWN_AFTER_S = 0.5  # a start that takes less leaves no trace
 _CLEAR_TO_END = "\r\x1b[K"  # ECMA-48: erase in line
 
 

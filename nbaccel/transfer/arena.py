@@ -35,8 +35,7 @@ from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import first_few
 from nbaccel.transfer import memfd
 
-PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-"""Types with memory of their own: a DTensor, for one, has no address."""
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)  # a DTensor, for one, has no memory of its own
 
 
 class Arena(memfd.Mapping):
@@ -48,8 +47,7 @@ class Arena(memfd.Mapping):
     """
 
     def __init__(self, fd: int, num_bytes: int, *, is_checkpoint: bool = False) -> None:
-        self.key = f"arena{next(_ARENA_NUMBERS)}"
-        """Names no other arena of this process."""
+        self.key = f"arena{next(_ARENA_NUMBERS)}"  # names no other arena of this process
         self.is_checkpoint = is_checkpoint
         # The descriptor stays open, because workers are sent copies of it.
         super().__init__(fd, num_bytes, is_private=is_checkpoint, owns_file=True)
@@ -146,17 +144,14 @@ def empty_tensors(layouts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> lis
 class Slot(NamedTuple):
     """Where one parameter or buffer lives. Hundreds travel: a dataclass would take four times."""
 
-    name: str
-    """Dotted name in the module, as `named_parameters` gives it."""
+    name: str  # dotted name in the module, as `named_parameters` gives it
     arena: str
-    start: int
-    """First byte of its storage in the arena."""
+    start: int  # first byte of its storage in the arena
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
-    """Elements from the start of the storage to the tensor's first one."""
+    offset: int  # elements from the start of the storage to the tensor's first one
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, arena: Arena, start: int) -> Slot:
@@ -203,8 +198,7 @@ def is_in_arena(tensor: torch.Tensor, slot: Slot, mapping: memfd.Mapping) -> boo
 class SharedModule(NamedTuple):
     """A module of the notebook that workers get without a copy, and where its weights belong."""
 
-    path: str
-    """How the user would write it: `args[0]`, `args[1]['teacher']`."""
+    path: str  # how the user would write it: `args[0]`, `args[1]['teacher']`
     slots: tuple[Slot, ...]
     module: nn.Module
 
@@ -214,8 +208,7 @@ class Sharing:
     """All modules of one launch, and where the host copies of device-resident storages lie."""
 
     modules: tuple[SharedModule, ...] = ()
-    arenas: dict[str, Arena] = field(default_factory=dict)
-    """Every arena that holds a tensor of these modules, by key."""
+    arenas: dict[str, Arena] = field(default_factory=dict)  # all that hold a tensor of these
     stand_ins: dict[int, tuple[Arena, int]] = field(default_factory=dict)
     """Device address of a storage → arena and first byte of its host copy."""
 
@@ -471,10 +464,7 @@ def _point_tensors(arena: Arena, span: _Span) -> None:
 
 
 def _record_module(
-    path: str,
-    module: nn.Module,
-    stand_ins: dict[int, tuple[Arena, int]],
-    arenas: dict[str, Arena],
+    path: str, module: nn.Module, stand_ins: dict[int, tuple[Arena, int]], arenas: dict[str, Arena]
 ) -> SharedModule:
     """Note where a module's tensors lie, and add the arenas to those of the others."""
     slots = []

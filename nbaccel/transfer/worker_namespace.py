@@ -31,13 +31,10 @@ class NamespaceUpdate:
 
     arenas: tuple[tuple[str, int], ...]
     payload: PackedObject
-    sources: Mapping[str, list[str]]
-    """Source lines of the cells that the functions in it come from."""
-    forget: tuple[str, ...] = ()
-    """Modules whose original is gone: their weights have no destination any more."""
+    sources: Mapping[str, list[str]]  # source lines of the cells that the functions in it come from
+    forget: tuple[str, ...] = ()  # modules whose original is gone
     forget_arenas: tuple[str, ...] = ()
-    reads_arenas: bool = True
-    """Whether workers will read what the notebook has written to arenas that they have."""
+    reads_arenas: bool = True  # will workers read what was written to arenas they have?
 
 
 class Namespace:
@@ -128,8 +125,7 @@ class Namespace:
 class _SenderToNotebook(pickling.Sender):
     """Replaces what means nothing in the notebook: devices, process groups, wrappers."""
 
-    pieces = 0
-    """Of how many sharded tensors only the part of this rank has been sent."""
+    pieces = 0  # of how many sharded tensors only the part of this rank has been sent
 
     def reduce(self, value: Any) -> Any:
         if isinstance(value, nn.Module):

@@ -28,9 +28,6 @@ _WIDGET_BAR = (
 """What tqdm's widget bar overrides of the text bar that it inherits from."""
 
 
-# ------------------------------------------------------------------------- displays
-
-
 def forward_displays(send_message: SendMessage) -> None:
     """Send rich output to the notebook from now on, if IPython is loaded in this process."""
     text_bars()

@@ -1,9 +1,7 @@
 """Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
 
-Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`,
-each with its description, and those of strategies from their forms. This module adds their order,
-their labels and the units of numbers; it reads a choice from a `RunConfig` and writes it into a new
-one with what must change with it.
+Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`, and
+those of strategies from their forms. This module adds their order, labels and units.
 """
 
 from __future__ import annotations
@@ -15,13 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.capabilities import (
-    DEVICES,
-    FP8_BACKENDS,
-    PRECISIONS,
-    START_METHODS,
-    STRATEGIES,
-)
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS, STRATEGIES
 from nbaccel.memory.settings_form import ChoiceOption, Edit, Setting, SettingsForm, settings_forms
 from nbaccel.notebook.magic_line import kinds_of, words_of
 
@@ -77,9 +69,7 @@ _FIELD_LABELS = {
     "fp8.override_linear_precision": "Passes in higher precision",
 }
 # The field's own description says how to write the value; a form shows the values instead.
-_FIELD_MEANINGS = {
-    "mixed_precision": "Number format of the forward and backward pass.",
-}
+_FIELD_MEANINGS = {"mixed_precision": "Number format of the forward and backward pass."}
 # Of numbers that count something else than what their meaning begins with.
 _UNIT_OF = {
     "gradient_accumulation_steps": "batches",
@@ -104,8 +94,7 @@ _DOCS_LINKS = {
     "rdzv_backend": "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
     "rdzv_endpoint": "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
 }
-FP8 = "fp8."
-"""What names of its settings begin with."""
+FP8 = "fp8."  # what names of its settings begin with
 PANELS = ("precision", "zero", "launch")
 
 

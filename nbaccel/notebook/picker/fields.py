@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
     from nbaccel.notebook.picker.model import PickerModel
 
-CarryOut = Callable[..., tuple[str, ...]]
-"""Does what the user asks for, and returns what was wrong; `field`: where that is told."""
+CarryOut = Callable[..., tuple[str, ...]]  # returns what was wrong; `field`: where that is told
 FieldLook = Literal["whole", "usable", "brief"]
 """How much of a field is shown: ``usable`` hides it while it cannot be set; ``brief`` also hides
 options that cannot be chosen, and says only what an open value comes to."""
@@ -41,10 +40,7 @@ _OPEN_LABEL = "default"
 
 
 class Form:
-    """What the parts of a form share; makes widgets with few messages to the page.
-
-    They share layouts and styles, and have their classes and values from the beginning.
-    """
+    """What the parts of a form share; makes widgets with few messages to the page."""
 
     def __init__(self, model: PickerModel, carry_out: CarryOut) -> None:
         self.model = model
@@ -239,10 +235,7 @@ class SettingField:
         reasons: Sequence[str] = (),
         shows_outcome: bool = False,
     ) -> str:
-        """The note: what an open value comes to, what it means, where to read about it.
-
-        With `shows_outcome` the field itself shows the value, so that only its reason is told.
-        """
+        """The note: what an open value comes to, unless the field shows it, and what it means."""
         outcome = outcome_of(self._model, self.setting)
         if self._look == "brief":
             return note_html("", outcome=outcome.reason, reasons=reasons)

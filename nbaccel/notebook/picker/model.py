@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import count_noun, format_bytes
@@ -41,7 +42,7 @@ from nbaccel.memory.settings_form import (
 )
 from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
 from nbaccel.notebook.picker import choices
-from nbaccel.notebook.picker.config_text import faces_of, read_settings_source, save_face
+from nbaccel.notebook.picker.config_text import faces_of, read_settings_source
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.plan.training_plan import HISTORY_SETTINGS, recipe_of
@@ -88,8 +89,7 @@ class PickerModel:
         # picker, whose observer takes it again.
         self.lock = threading.RLock()
         self.inventory = inventory or inspect_machine()
-        self.remarks: tuple[str, ...] = ()
-        """What the last change changed besides, and warnings of the plan."""
+        self.remarks: tuple[str, ...] = ()  # what the last change changed besides
         self.config = RunConfig() if config is None else run_config_of(config)
         self.module = model
         self._memory_model = None
@@ -99,8 +99,7 @@ class PickerModel:
                 model=model, sample_batch=sample_batch, inventory=self.inventory
             )
             self._finder = CandidateFinder(self._memory_model)
-        self.is_memory_postponed = False
-        """Whether the memory is still to be estimated."""
+        self.is_memory_postponed = False  # whether the memory is still to be estimated
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
@@ -109,21 +108,6 @@ class PickerModel:
         self._take_over(self.config, ())
 
     # ------------------------------------------------------------------- the state
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan for this machine; None where this machine cannot run it."""
-        return self._planned[0]
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why this machine cannot run the chosen settings; empty where it can."""
-        return self._planned[1]
-
-    @property
-    @_kept
-    def _planned(self) -> tuple[Plan | None, tuple[str, ...]]:
-        return _plan_or_problems(self.config, self.inventory)
 
     def setting(self, name: str) -> Setting:
         """A choice by its name."""
@@ -328,7 +312,19 @@ class PickerModel:
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
         """Write one of the faces to a file, whole or not at all."""
-        save_face(self.faces(), path, face)
+        faces = self.faces()
+        if face not in faces:
+            raise ConfigError(
+                f"There is no {face!r} to save: at present there are {', '.join(faces)}. "
+                "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
+            )
+        try:
+            atomic.write_text(Path(path).expanduser(), faces[face].rstrip("\n") + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
+                "the notebook. Give another path."
+            ) from error
 
     def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
@@ -342,6 +338,8 @@ class PickerModel:
 
     def _take_over(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
         self.config = new_config
+        # The plan for this machine; or None, and why this machine cannot run what is chosen.
+        self.plan, self.problems = _plan_or_problems(new_config, self.inventory)
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
         self._call_observers()
@@ -353,10 +351,7 @@ class PickerModel:
     # ------------------------------------------------------------------- memory
 
     def postpone_memory(self) -> None:
-        """Estimate no memory until `estimate_memory`, unless that has been done.
-
-        A large model takes seconds, for which what is shown first need not wait.
-        """
+        """Estimate no memory until `estimate_memory`, unless that has been done."""
         if self._memory_model is not None and ("_measured",) not in self._known:
             self.is_memory_postponed = True
 
@@ -370,10 +365,7 @@ class PickerModel:
 
     @property
     def need(self) -> MemoryNeed | None:
-        """The memory of the run.
-
-        None without a model, as long as it is postponed, or where this machine cannot run it.
-        """
+        """The memory of the run; None without a model, while postponed, or without a plan."""
         return self._measured()[0]
 
     @_kept
@@ -546,7 +538,6 @@ def _first_clause(text: str, name: str) -> str:
     return other_words if first_word.startswith(names) else first_sentence
 
 
-# ------------------------------------------------------------------------------ model and machine
 _MAX_SINGLE_UNITS = 4  # more equal ones are described together
 _COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
 

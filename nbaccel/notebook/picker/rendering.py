@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.memory.estimate import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
-from nbaccel.notebook.picker.choices import (
-    PANELS,
-    form_of,
-    settings,
-    title_of,
-)
+from nbaccel.notebook.picker.choices import PANELS, form_of, settings, title_of
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
@@ -34,7 +29,6 @@ if TYPE_CHECKING:
     from nbaccel.notebook.picker.config_text import TextMistake
     from nbaccel.notebook.picker.model import PickerModel
 
-# ------------------------------------------------------------------------------ what settings are
 _OPEN_VALUES = (None, "auto", "")
 # Units that are not the plural with its `s` removed.
 _SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
@@ -118,7 +112,6 @@ _SMALL_SHARE = 0.05
 _MOST_CAPACITIES = 1.7  # a bar may be so many times what there is; longer ones are cut
 
 
-# ---------------------------------------------------------------------- the questions
 def question_html(number: int, title: str, remark: str = "") -> str:
     """The heading of a question."""
     remark_html = f' <span class="nbaccel-pale">{remark}</span>' if remark else ""
@@ -178,7 +171,6 @@ def place_text(candidates: Iterable[Candidate]) -> str:
     return f"memory of each {device_row(kind).noun}" if separator else "host memory"
 
 
-# ---------------------------------------------------------------------- the table of bars
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarRow:
     """A way to train, or a place with memory."""
@@ -230,11 +222,7 @@ def verdict_text(candidate: Candidate) -> str:
 
 
 class BarScale:
-    """How memory is drawn: all rows have one scale.
-
-    Where no row needs a twentieth of what there is, what others use is left out, and the bars are
-    as wide as the largest need: a model of a few pixels could not be looked at.
-    """
+    """How memory is drawn: all rows have one scale, of the largest need where all are small."""
 
     def __init__(self, bars: Iterable[MemoryBar | None]) -> None:
         self._bars = [bar for bar in bars if bar is not None]
@@ -310,7 +298,6 @@ def _row_html(row: BarRow, scale: BarScale) -> str:
     )
 
 
-# ---------------------------------------------------------------------- what was taken
 def taken_html(model: PickerModel) -> str:
     """What is chosen now, what it does, whether it fits, and its bar for narrow windows."""
     candidate = next((one for one in model.candidates() if one.is_taken), None)
@@ -407,10 +394,7 @@ _MAX_LINE_CHARS = 60
 
 
 def front_html(hidden_class: str) -> str:
-    """The picker's style, and the script that gives its widgets names, roles and arrow keys.
-
-    The script runs when the style is loaded: scripts in the HTML of a widget are not run.
-    """
+    """The style, whose `onload` runs the script: scripts in the HTML of a widget are not run."""
     style = _part("bars.css") + _part("picker.css")
     return (
         f'<style onload="{escape(_part("picker.js"))}">{style}</style>'
@@ -440,7 +424,6 @@ def css_name(setting_name: object) -> str:
     return re.sub(r"[^\w-]", "-", str(setting_name).lower())
 
 
-# ---------------------------------------------------------------------- beside a field
 def heading_html(text: str) -> str:
     """A panel's name."""
     return f'<div class="nbaccel-heading" role="heading" aria-level="3">{escape(text)}</div>'
@@ -517,7 +500,6 @@ def remarks_html(remarks: Iterable[str]) -> str:
     return f'<div role="status">{parts}</div>' if parts else ""
 
 
-# ---------------------------------------------------------------------- the configuration
 def face_html(name: str, text: str) -> str:
     """The configuration in one language, with a button that copies it."""
     return (
@@ -548,8 +530,7 @@ def resolved_html(plan_choices: Sequence[Choice]) -> str:
     )
 
 
-TABLE_CHARS = 78
-"""Two less than a terminal has: what is below a heading is indented."""
+TABLE_CHARS = 78  # two less than a terminal has: what is below a heading is indented
 _INDENT = "  "
 
 
@@ -628,7 +609,6 @@ def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, st
             yield setting.label, shown_value(model, setting.name), meaning
 
 
-# ---------------------------------------------------------------------- the table of ways
 def ways_lines(candidates: Sequence[Candidate], *, knows_free: bool = True) -> list[str]:
     """The table for a terminal; what fits is told where it is known what is free."""
     rows = []

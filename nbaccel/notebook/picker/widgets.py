@@ -1,16 +1,11 @@
 """A picker in a notebook: three questions, what was taken, all settings, actions.
 
     user ── widgets ──► PickerView ── choose ──► PickerModel ── observe ──► PickerView.sync
+    text ── a moment without a key ──► PickerModel.read ──► mistakes, each with its line, or Apply
 
 Widgets are made once, those of a section when it is first opened, because each costs messages to
 the page; a change sends values only. A front end may handle the user's actions in another thread
 while a cell runs, so every action takes one lock.
-
-The configuration as text is checked while one types:
-
-    typed or pasted text ── a moment without a key ──► PickerModel.read
-          │                                              │ mistakes, each with its line
-          └── Apply, once there is no mistake            └──► listed beside the text
 """
 
 from __future__ import annotations
@@ -178,8 +173,7 @@ class ConfigEditor:
             return
         files = uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files
         self._open(bytes(next(iter(files))["content"]).decode)
-        # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
-        # read-only, and a dict.
+        # So that the same file can be chosen again; a read-only dict in ipywidgets 7.
         self._upload.set_trait("value", type(uploaded_files)())
 
     def _open(self, read_text: Callable[[], str]) -> None:
@@ -200,8 +194,7 @@ class ConfigEditor:
         target_path = self._target.value.strip()
         name = str(self._faces.value)
         mistakes = self._form.carry_out(
-            lambda: self._model.save(target_path, name),
-            done=f"Saved to {target_path} as {name}.",
+            lambda: self._model.save(target_path, name), done=f"Saved to {target_path} as {name}."
         )
         self._errors.value = rendering.error_html(mistakes)
 
@@ -343,8 +336,7 @@ class AllSettings:
         self._found = self._form.new_box([], "nbaccel-found")
         panels = [
             self._form.new_box(
-                self.sections_of(name, settings(name)),
-                *("nbaccel-panel", f"nbaccel-panel-{name}"),
+                self.sections_of(name, settings(name)), *("nbaccel-panel", f"nbaccel-panel-{name}")
             )
             for name in self._panels
         ]
@@ -360,9 +352,7 @@ class AllSettings:
         titles = {"": f"{title}: common", title: f"{title}: more"}
         sections = [
             FoldedSection(
-                titles.get(name, name),
-                *(self._form, partial(self._boxes_of, group)),
-                listed=group,
+                titles.get(name, name), *(self._form, partial(self._boxes_of, group)), listed=group
             )
             for name, group in groups.items()
         ]
@@ -475,8 +465,7 @@ class PickerView:
         widget = self._form.new_html(rendering.front_html(hidden_class), "nbaccel-front")
         self._messages = self._form.new_html()
         self.actions: ActionsRow | None = None
-        self._syncs: list[Callable[[], None]] = []
-        """Each shows a part of the model's present state."""
+        self._syncs: list[Callable[[], None]] = []  # each shows a part of the model's present state
         is_whole = tuple(panel_names) == PANELS
         inside = self._whole(panel_names) if is_whole else self._panels(panel_names)
         self.root = self._form.new_box([widget, *inside], "nbaccel-picker")
@@ -494,11 +483,7 @@ class PickerView:
 
     # ---------------------------------------------------------------- in
     def carry_out(
-        self,
-        action: Callable[[], Any],
-        *,
-        field: SettingField | None = None,
-        done: str = "",
+        self, action: Callable[[], Any], *, field: SettingField | None = None, done: str = ""
     ) -> tuple[str, ...]:
         """Do what the user asks for, and show what goes wrong."""
         with self._model.lock:

@@ -7,12 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from nbaccel.base.units import (
-    count_noun,
-    format_bytes,
-    format_number,
-    format_seconds,
-)
+from nbaccel.base.units import count_noun, format_bytes, format_number, format_seconds
 from nbaccel.output.panel.curves import ACCENT_COLOUR, is_logarithmic, metric_chart
 from nbaccel.output.panel.facts import RankFacts, RunBoard
 from nbaccel.output.panel.rank_times import TIME_KINDS, RankTimes, percent_of
@@ -33,8 +28,7 @@ from nbaccel.output.panel.words import (
 
 PANEL_STYLE = "font-size:0.9em;line-height:1.5"
 QUIET_STYLE = "opacity:0.65"
-ADVICE_COLOUR = "#d9730d"
-"""Beside the text, which has its own colour: it is seen on light and on dark."""
+ADVICE_COLOUR = "#d9730d"  # beside the text: seen on light and on dark
 # The display is that of browsers, which Notebook 6 takes the triangle from.
 SUMMARY_STYLE = "cursor:pointer;display:list-item"
 _CELL_STYLE = (
@@ -227,9 +221,6 @@ def _charts(board: RunBoard) -> str:
     return content
 
 
-# ------------------------------------------------------------------------- the table
-
-
 def ranks_html(board: RunBoard) -> str:
     """The ranks, a row each."""
     shown, others = _shown_ranks(board)
@@ -270,9 +261,6 @@ def _rest_words(ranks: Sequence[RankFacts]) -> str:
         parts.append(f"step {most:,}" if least == most else f"steps {least:,} to {most:,}")
     parts.append(memory_range([facts.memory.rss for facts in ranks]))
     return " · ".join(parts)
-
-
-# ------------------------------------------------------------------------- columns
 
 
 def _state_cell(facts: RankFacts, board: RunBoard) -> str:
