@@ -29,8 +29,7 @@ def show_message(output_message: Any) -> None:
     from nbaccel.workers import messaging
 
     if isinstance(output_message, messaging.ClearOutput):
-        if (shell := frames.running_shell()) is not None:
-            shell.display_pub.clear_output(wait=output_message.wait)
+        clear(wait_for_new=output_message.wait)
     elif isinstance(output_message, messaging.Display):
         publish_display(output_message.content)
 
@@ -48,6 +47,13 @@ def widget_bundle(widget: Any) -> dict[str, Any]:
     """A widget as rich output, without its repr as text."""
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return {"text/plain": "", "application/vnd.jupyter.widget-view+json": view}
+
+
+def clear(*, wait_for_new: bool) -> None:
+    """Clear the cell's output, where there is a cell."""
+    shell = frames.running_shell()
+    if shell is not None:
+        shell.display_pub.clear_output(wait=wait_for_new)
 
 
 def show_by_its_text(error_class: type[BaseException]) -> None:

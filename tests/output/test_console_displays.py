@@ -95,7 +95,7 @@ def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(screen, handles)
 
 def test_the_cell_is_cleared_once_for_all_and_by_the_lowest_rank(screen, monkeypatch):
     waits: list[bool] = []
-    monkeypatch.setattr(publish, "show_message", lambda message: waits.append(message.wait))
+    monkeypatch.setattr(publish, "clear", lambda wait_for_new: waits.append(bool(wait_for_new)))
     for ranks, times in (((0, 1), 1), ((1,), 1), ((0,), 2)):
         for rank in ranks:
             screen.console.feed_display(rank, ClearOutput(wait=True))
