@@ -188,8 +188,6 @@ class Group:
         ends = [(member, self._starter.end_of(member.pid)) for member in self._living()]
         return [(member, ended) for member, ended in ends if ended is not None]
 
-    # ---- ending
-
     def let_exit(self) -> None:
         """Let idle workers do what libraries do at the end of a process, before they are ended."""
         for member in self._living():
@@ -219,8 +217,6 @@ class Group:
             messaging.wait([member.sentinel for member in living], left_s)
             for member, _ in self.collect():
                 member.end()
-
-    # ---- tasks
 
     def run_tasks(
         self,
@@ -282,8 +278,6 @@ class Group:
     def everyone(self, body: Any, fds: Sequence[int] = ()) -> CallResult:
         """Give all workers the same task."""
         return self.run_tasks({member.rank: (body, fds) for member in self.members})
-
-    # ---- between tasks
 
     def rank_rows(self) -> list[RankStatus]:
         """How each worker stands, by what it has told last; none is asked."""

@@ -635,7 +635,6 @@ class Pool:
 
 
 def _source_of(text: str) -> CellSource:
-    """Code that comes from no cell."""
     if not isinstance(text, str):
         raise errors.WrongArguments(
             f"Pool.run takes a cell's code as text: got {shown(text)}. There is nothing to "
@@ -649,7 +648,6 @@ def _source_of(text: str) -> CellSource:
 
 
 def _error_after_cell(group: Group, result: CallResult, words: str) -> BaseException:
-    """The error of a task that followed a cell."""
     if result.lost:
         because = [result.lost_because] if result.lost_because else []
         words = "\n".join([words, *because, outcome.WORKERS_LOST])

@@ -126,8 +126,6 @@ class ShutdownLadder:
             member.rank: _Course(member, deque(steps), self.began) for member in members
         }
 
-    # ---- events
-
     def answered(self, member: WorkerHandle) -> None:
         """This worker has said where it is. Once all have, waiting for answers ends."""
         asked = {c.member.rank: c for c in self._courses.values() if c.step is ShutdownStep.ASK}
@@ -169,8 +167,6 @@ class ShutdownLadder:
                 course.left.popleft()
             if course.left:
                 course.due_at = 0.0  # the monotonic clock is always beyond it
-
-    # ---- time
 
     @property
     def is_over(self) -> bool:

@@ -199,7 +199,6 @@ class Supervisor:
         return result
 
     def _ending(self) -> str:
-        """How the call has ended, if not well."""
         if self.result.interrupted:
             return "stopped"
         if self.result.timed_out:
@@ -265,7 +264,6 @@ class Supervisor:
         return not (self.open or (self._ladder is not None and self._joining))
 
     def _give_up(self, *, failed: bool = False, first: shutdown.ShutdownSteps = ()) -> None:
-        """Let all workers give up the call."""
         steps = (*first, *(self._policy.on_failure if failed else self._policy.on_stop))
         if failed and engine_row(self._group.plan.engine).runs_on_hosts:
             records = [member.record for member in self.members if member.record is not None]
@@ -315,7 +313,6 @@ class Supervisor:
             self._end_leftover()
 
     def _end_leftover(self) -> None:
-        """End workers that have handed over all they had."""
         living = [member for member in self.members if not member.has_ended]
         self._start_ladder(shutdown.ShutdownLadder(living, shutdown.OVERDUE))
 
@@ -406,7 +403,6 @@ class Supervisor:
                 self._on_message(member, message, fds)
 
     def _on_message(self, member: WorkerHandle, message: Any, fds: list[int]) -> None:
-        """A worker has said how far it is."""
         match message:
             case messaging.Word.ALIVE:
                 member.state = HandleState.ALIVE
@@ -463,7 +459,6 @@ class Supervisor:
                 self._selector.register(pipe, selectors.EVENT_READ, member)
 
     def _forget(self, pipe: int) -> None:
-        """Stop reading this pipe."""
         if self._paused.pop(pipe, None) is None:
             self._selector.unregister(pipe)
 
@@ -475,7 +470,6 @@ class Supervisor:
     # ---- messages
 
     def _on_failure(self, member: WorkerHandle, message: messaging.Failed, fds: list[int]) -> None:
-        """A worker's function has raised."""
         if member.rank not in self.open:
             # Outside the task, such as in a join.
             memfd.close_all(fds)
@@ -534,7 +528,6 @@ class Supervisor:
     # ---- interrupts and exits
 
     def _on_interrupt(self) -> None:
-        """The user has pressed Stop."""
         if self._ladder is not None:
             # Stop was pressed twice, or while a failure is handled, which is still reported.
             if self._ladder.is_over:
@@ -570,7 +563,6 @@ class Supervisor:
         return max(waits, default=0.0)
 
     def _on_sentinel(self) -> None:
-        """Workers may have ended."""
         for member, ended in self._group.collect():
             # Before the end is noted: its last messages say whether it had returned.
             self._drain(member)
@@ -720,8 +712,6 @@ class RankWatch:
     def _busy(self) -> list[WorkerHandle]:
         return [member for member in self._members if member.is_busy]
 
-    # ---- exits
-
     def _waiting(self) -> list[WorkerHandle]:
         """Workers that have handed over what they had, and may not exit yet."""
         return [
@@ -738,8 +728,6 @@ class RankWatch:
             self._overdue_at = now + time_limits.EXIT_S + time_limits.UNWIND_S
             self._released.add(member.rank)
             member.let_exit()
-
-    # ---- collectives
 
     def _find_idle(self, running: Iterable[WorkerHandle], seconds: float) -> frozenset[int]:
         cpu_before = self._cpu_s

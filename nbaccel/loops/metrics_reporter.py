@@ -457,7 +457,6 @@ class TrainingLoops:
         return loop
 
     def _note_within(self, current_time: float, steps: int) -> None:
-        """Another loop begins within the innermost one."""
         if not self._open:
             return
         parent = self._open[-1]

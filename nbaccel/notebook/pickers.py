@@ -169,7 +169,6 @@ class Picker(HasTraits):
             running_shell.events.register("post_run_cell", self._tell_variable)
             self._show_widgets()
 
-    # ---------------------------------------------------------------- model and trait
     @observe("config")
     def _on_config(self, change: Mapping[str, Any]) -> None:
         """Set from Python: the model takes it over."""
@@ -179,10 +178,8 @@ class Picker(HasTraits):
                 self._model.replace(change["new"])
 
     def _follow(self) -> None:
-        """The model has changed: so has the trait."""
         self.config = self._model.config
 
-    # ---------------------------------------------------------------- how it looks
     def __repr__(self) -> str:
         return f"{type(self).__name__}(config={self.config!r})"
 
@@ -244,7 +241,6 @@ class Picker(HasTraits):
         return self._view
 
     def _kept_output(self) -> dict[str, str]:
-        """What a saved notebook keeps."""
         model = self._model
         text = rendering.picker_text(model, self._panels)
         parts = []

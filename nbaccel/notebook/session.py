@@ -192,7 +192,6 @@ class Session:
         return f"No workers yet. {first_cell} {left_out}".rstrip()
 
     def _ready(self, line: MagicLine) -> Pool:
-        """The pool that serves a cell with this line."""
         if (living_pool := self.living_pool) is not None:
             self._refuse_other(living_pool, line)
             return living_pool
@@ -282,6 +281,5 @@ class Session:
 
 
 def _effective_value(plan: Plan, name: str) -> Any:
-    """The value of a setting in a plan."""
     values = {choice.name: choice.value for choice in plan.choices}
     return values.get(name, getattr(plan.config, name))

@@ -206,8 +206,6 @@ class LineMerger:
         """How many lines of this rank are waiting, and how many characters."""
         return self._lines[worker_rank], self._chars[worker_rank]
 
-    # ---- in
-
     def add_lines(
         self, worker_rank: int, arrival_time: float, stream_name: str, line_texts: Iterable[str]
     ) -> None:
@@ -246,8 +244,6 @@ class LineMerger:
         rank_queue.extendleft(reversed(kept_items))
         return dropped_lines
 
-    # ---- out
-
     def ready(self, current_time: float, *, hold_s: float) -> Iterator[dict[int, OutputItem]]:
         """Take out what is due: each line or display, by the ranks that it is shown for."""
         while heads := [(queue[0].time, rank) for rank, queue in self._queues.items() if queue]:
@@ -281,8 +277,6 @@ class LineMerger:
         if num_chars := item.num_chars:
             self._lines[rank] += sign
             self._chars[rank] += sign * num_chars
-
-    # ---- twins
 
     def _folds(self, item: OutputItem) -> bool:
         """Whether it may be shown once for several ranks, and is worth waiting for them."""
@@ -577,7 +571,6 @@ class Console:
         self.tick(is_final=True)
 
     def _due(self, current_time: float, is_final: bool) -> list[_ShownEntry]:
-        """What is to be shown now, within what the pace leaves room for."""
         items = self._entries(current_time, -math.inf if is_final else HOLD_S)
         if self._pace.stage is _ENDING:
             for worker_rank in self._ranks:

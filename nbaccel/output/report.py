@@ -206,7 +206,6 @@ def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFi
 
 
 def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[str]:
-    """What was measured how, and what was not."""
     if times:
         yield (
             "Times begin with a rank's first loop over batches. Waiting for data is known of "
@@ -279,7 +278,6 @@ def finished_line(facts: RunFacts) -> str:
 
 
 def _finished_parts(facts: RunFacts, *, with_curve: bool = False) -> list[str]:
-    """How it ended, and the most important figures."""
     ending = f"{facts.ending} after " if facts.ending else ""
     parts = [f"{ending}{format_seconds(facts.seconds)}"]
     if leading := next((figures for figures in facts.ranks if figures.steps is not None), None):
@@ -408,7 +406,6 @@ def _figure_rows(facts: RunFacts) -> list[list[str]]:
 
 
 def _warning_lines(facts: RunFacts) -> list[str]:
-    """Each warning with how often and where it was seen."""
     has_ranks = len(facts.ranks) > 1
     return [
         f"{seen.text} ({count_noun(seen.count, 'time')}"

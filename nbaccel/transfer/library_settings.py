@@ -249,7 +249,6 @@ _STREAMS = ("stderr", "stdout")
 
 
 def _logging_settings() -> bytes:
-    """How logging is configured in this process."""
     carried: dict[str | None, _LoggerSettings] = {None: _describe(logging.root)}
     # A copy, because another thread may make a logger meanwhile.
     for name, logger in list(logging.root.manager.loggerDict.items()):
@@ -318,7 +317,6 @@ def _append_only(handler: Any) -> None:
 
 
 def _handler_from(target: str, encoding: str | None, level: int, parts: bytes) -> logging.Handler:
-    """The same handler in this process."""
     handler: logging.Handler
     if target in _STREAMS:
         handler = logging.StreamHandler(getattr(sys, target))

@@ -151,8 +151,6 @@ class NamespaceSnapshot:
         self._has_added_all = False
         self._path = ""
 
-    # ------------------------------------------------------------------- values
-
     def fingerprint(self, name: str, value: Any) -> Fingerprint:
         """What identifies the value that has this name."""
         self._path = name
@@ -180,8 +178,6 @@ class NamespaceSnapshot:
             for address, host_place in record.stand_ins.items()
         }
         return pickling.Sender(stand_ins, self._namespace, find_place)
-
-    # ------------------------------------------------------------------- modules
 
     def _place(self, module_part: Any) -> ModulePlace | None:
         """Where in a module with a key this is. Modules get one when they are first met."""
@@ -307,7 +303,6 @@ def _plain_token(value: Any) -> Hashable | None:
 
 
 def _of_pickle(value: Any, sender: pickling.Sender) -> Fingerprint:
-    """The fingerprint of anything that pickles."""
     prepared = pickling.prepare(value, sender)
     digest = xxhash.xxh3_128(prepared.stream.getbuffer())
     for block in prepared.blocks:

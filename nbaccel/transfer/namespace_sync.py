@@ -263,7 +263,6 @@ class _UpdatePacking:
             self._records[key].share()
 
     def _add_part(self, ranks: tuple[int, ...], state: _RankState) -> None:
-        """Pack what ranks in this state lack."""
         names = [
             name
             for name, fingerprint in self._found.items()

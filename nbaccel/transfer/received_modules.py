@@ -113,8 +113,6 @@ class ReceivedModules:
             if received.arena_keys() <= self._arenas.keys()
         }
 
-    # ------------------------------------------------------------------- from the notebook
-
     def apply(self, change: ModuleChange) -> None:
         """Apply what the notebook changed. Parts that do not exist here are passed over."""
         module = self.module(change.key)
@@ -152,8 +150,6 @@ class ReceivedModules:
                     sharded_tensors.fill_local_part(tensor, slot.view(mapping))
         # Adopting raises the version counters; without this it would look like training.
         received.notebook_state = self._departed_state(received)
-
-    # ------------------------------------------------------------------- to the notebook
 
     def dirty(self) -> tuple[str, ...]:
         """Keys of the modules whose weights the notebook may not have got yet."""

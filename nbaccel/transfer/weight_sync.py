@@ -106,8 +106,6 @@ class LocalArena:
         arena = memfd.Mapping(self.fd, self.mapping.nbytes, is_private=True)
         return memfd.equal_runs(self.mapping.bytes(), arena.bytes(), spans)
 
-    # ------------------------------------------------------------------- training in a file
-
     def train_in_file(self, staging_file: int | None, optimizer: torch.optim.Optimizer) -> None:
         """Let the mapping show this file, or one of its own, if most of it is trained."""
         spans = [
@@ -555,7 +553,6 @@ def _read(
 
 
 def _differing_models(path: str, ranks: Sequence[int], *, rank_0_trained: bool) -> str:
-    """The line about ranks that trained another model than rank 0."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     if not rank_0_trained:
         return (

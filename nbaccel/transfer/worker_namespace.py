@@ -78,8 +78,6 @@ class Namespace:
         self.modules.forget(update.forget, update.forget_arenas)
         self._user_ns.update(names)
 
-    # ------------------------------------------------------------------- around a cell
-
     def begin(self) -> None:
         """A cell starts: remember what is bound."""
         self._before = self._snapshot()
@@ -93,8 +91,6 @@ class Namespace:
     def _snapshot(self) -> dict[str, int]:
         """Ids, not values: the snapshot must not keep alive what a cell deletes."""
         return {name: id(value) for name, value in self._user_ns.items() if is_users(name)}
-
-    # ------------------------------------------------------------------- to the notebook
 
     def pack(self, names: Sequence[str]) -> tuple[PackedObject, int]:
         """Pack the values of these names for the notebook, as a dict, with tensors on the CPU."""

@@ -478,7 +478,6 @@ def _tell_stack(stack: Sequence[Frame]) -> list[str]:
 
 
 def _tell_frame(frame: Frame | None, *, num_around: int = 0) -> list[str]:
-    """A frame, with its source lines."""
     if frame is None:
         return []
     return [f"  {place(frame)}, in {frame.function}", *source(frame, num_around=num_around)]

@@ -300,8 +300,6 @@ class Template:
             for package, why in sorted(self.left_out.items())
         )
 
-    # ---- following the notebook
-
     def _follow(self) -> None:
         """Read what those in the making have said, and begin one with what they lack."""
         for process in tuple(self._processes):
@@ -324,7 +322,6 @@ class Template:
         first.end_unless_used()
 
     def _make_again(self, process: TemplateProcess) -> None:
-        """Start another one in place of one that is not ready."""
         process.end()
         place = self._processes.index(process)
         self._processes[place] = TemplateProcess.start(self._device, self.left_out)

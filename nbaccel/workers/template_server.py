@@ -128,7 +128,6 @@ def _import_packages(request: dict[str, Any], channel_fd: int) -> dict[str, str]
 
 
 def _first_error(modules: Sequence[str]) -> BaseException | None:
-    """Import modules; returns the first error, if there was one."""
     first_error: BaseException | None = None
     for name in modules:
         try:

@@ -254,7 +254,6 @@ class PickerModel:
         return fp8_name not in HISTORY_SETTINGS or recipe_of(fp8, row) == "delayed"
 
     def _usual_backend(self) -> Fp8Row | None:
-        """The first backend of FP8 that fits; None where none does."""
         units = registry.usable_units(self.inventory)
         name = self.config.device
         if name == "auto":
@@ -370,7 +369,6 @@ class PickerModel:
 
     @_kept
     def _measured(self) -> tuple[MemoryNeed | None, str]:
-        """The need, or why it cannot be estimated."""
         if self._memory_model is None or self.plan is None or self.is_memory_postponed:
             return None, ""
         filled = ((form, one.config) for form, one in self._filled() if one.config is not None)
@@ -506,7 +504,6 @@ class PickerModel:
         return tuple(partial(self._measure_later, model, change) for change in changes)
 
     def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
-        """Measure the activations of a run, so that a later choice need not."""
         with contextlib.suppress(ConfigError):  # reported when it is chosen
             config = self.config.changed(**changes)
             sizes = (form.batch_size(form.document(config) or {}) for form in settings_forms())
@@ -521,7 +518,6 @@ _MULTI_NODE_FIELDS = (
 def _plan_or_problems(
     config: RunConfig, inventory: Inventory
 ) -> tuple[Plan | None, tuple[str, ...]]:
-    """The plan for a machine, or why that cannot serve the configuration."""
     try:
         return resolve(config, inventory), ()
     except ConfigError as error:

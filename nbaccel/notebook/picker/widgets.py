@@ -434,7 +434,6 @@ class ActionsRow:
             self._suggest.disabled = bool(self._model.suggest_refusal)
 
     def _show_proposals(self) -> None:
-        """Each with a button that takes it."""
         cards = []
         for proposal in self._model.proposals():
             take = partial(self._form.carry_out, partial(self._model.take_proposal, proposal))
@@ -471,7 +470,6 @@ class PickerView:
         self.root = self._form.new_box([widget, *inside], "nbaccel-picker")
         self.sync()
 
-    # ---------------------------------------------------------------- out
     def sync(self) -> None:
         """Show the present state of the model."""
         with self._model.lock:
@@ -481,7 +479,6 @@ class PickerView:
                 sync_part()
             self._tell()
 
-    # ---------------------------------------------------------------- in
     def carry_out(
         self, action: Callable[[], Any], *, field: SettingField | None = None, done: str = ""
     ) -> tuple[str, ...]:
@@ -574,7 +571,6 @@ class PickerView:
         ]
 
     def _places(self) -> list[w.Widget]:
-        """The memory of each device, the host and the disk."""
         bars = self._model.bars
         return [
             self._live_html(
@@ -583,7 +579,6 @@ class PickerView:
         ]
 
     def _live_html(self, css_class: str, make_html: Callable[[], str]) -> w.HTML:
-        """HTML that follows the state of the model."""
         part = self._form.new_html(make_html(), css_class)
 
         def sync() -> None:

@@ -366,7 +366,6 @@ def _whole_left_s(
 
 
 def _first_epoch_s(facts: RankFacts, around: OuterLoop, loop_s: float, now: float) -> float:
-    """What the first epoch will have taken."""
     pace = facts.batch_pace.recent(now)
     if facts.told.total_batches and pace and around.round_steps <= facts.told.batches:
         # Its first loop: at the pace of now, which a slow start does not count in.
@@ -378,7 +377,6 @@ def _first_epoch_s(facts: RankFacts, around: OuterLoop, loop_s: float, now: floa
 
 
 def _loop_left_s(facts: RankFacts, now: float) -> float | None:
-    """What is left of the innermost loop."""
     if facts.told.total_batches is not None:
         batch_rate = facts.batch_pace.recent(now)
         left_batches = facts.told.total_batches - facts.told.batches
