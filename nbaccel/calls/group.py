@@ -87,7 +87,12 @@ class Group:
         """Start the workers of a plan, set up while this returns; `clean_up` ends them."""
         if session is None:
             place = _meeting_place(plan)
-            starter = _local_starter(plan, waiting_line, forked_call)
+            if plan.start_method == "fork":
+                is_asked = forked_call is None or plan.config.start_method == "fork"
+                starter: Starter = ForkStarter(forked_call, is_asked=is_asked)
+            else:
+                threads = plan.threads_per_process
+                starter = TemplateStarter(plan.device, threads=threads, say=waiting_line.say)
         else:
             plan = session.plan
             place = session.bind_store(plan.port)
@@ -118,9 +123,7 @@ class Group:
             group = cls.started(undo_start, plan, session, waiting_line, stays=True)
             result = group.run_tasks({}, ranks=[member.rank for member in group.members])
             if result.interrupted:
-                raise LaunchInterrupted(
-                    f"all {len(group.members)} workers have been ended at their start"
-                )
+                raise LaunchInterrupted(f"all {len(group.members)} workers were ended at the start")
             if not result.is_complete:
                 raise outcome.call_error(result, plan)
             # The start has succeeded: the group is the caller's to end.
@@ -306,12 +309,3 @@ def _meeting_place(plan: Plan) -> MeetingPlace:
         node_rank=config.node_rank,
         num_nodes=config.num_nodes,
     )
-
-
-def _local_starter(
-    plan: Plan, waiting_line: WaitingLine, forked_call: worker.WorkerCall | None
-) -> Starter:
-    if plan.start_method == "fork":
-        is_asked = forked_call is None or plan.config.start_method == "fork"
-        return ForkStarter(forked_call, is_asked=is_asked)
-    return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)

@@ -151,9 +151,8 @@ class BoardChannel:
 
     def __init__(self, plan: Plan, title: str) -> None:
         self._place = CellPlace()
-        self.has_panel = (
-            self._place.has_panel and threading.current_thread() is threading.main_thread()
-        )
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        self.has_panel = self._place.has_panel and is_main_thread
         self.dashboard = Dashboard(
             [0], plan=plan, title=title, place=self._place, is_wanted=self.has_panel
         )

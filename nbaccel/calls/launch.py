@@ -59,8 +59,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
         # Tried first, so that the user learns why the second launch does not begin.
         if not _ONE_AT_A_TIME.acquire(blocking=False):
             write_notice(
-                "nbaccel: another thread of this notebook has begun a launch; this one waits until "
-                "that is over.\n"
+                "nbaccel: another thread of this notebook has begun a launch; this one waits.\n"
             )
             _ONE_AT_A_TIME.acquire()
         clean_up.callback(_ONE_AT_A_TIME.release)
@@ -517,9 +516,7 @@ def conclude_call(
     level = frames.caller_level() if lines else 0
     for line in lines:
         warnings.warn(line, stacklevel=level)
-    state_dicts = {
-        path: state_dict for report in reports for path, state_dict in report.state_dicts.items()
-    }
+    state_dicts = {path: state for report in reports for path, state in report.state_dicts.items()}
     stopped = None
     if result.interrupted:
         ranks = result.observed.ranks.values() if result.observed is not None else ()

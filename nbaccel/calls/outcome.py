@@ -129,9 +129,8 @@ def _of_several_ranks(
             "branch on the rank or for ranks with different numbers of batches."
         )
     messages = [record.raised.message for record in records if record.raised is not None]
-    lines = itertools.chain(
-        *result.console.tails().values(), result.console.library_messages.lines()
-    )
+    console = result.console
+    lines = itertools.chain(*console.tails().values(), console.library_messages.lines())
     if any(map(failure.tells_of_unlike_collectives, (*messages, *lines))):
         return "", (
             "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
@@ -216,10 +215,7 @@ def task_error(
 
 def _what_is_left(result: CallResult) -> str:
     if result.lost:
-        return (
-            f"{WORKERS_LOST} The notebook's own variables and models are as they were before this "
-            "cell."
-        )
+        return f"{WORKERS_LOST} The notebook's own variables and models are as before this cell."
     was_regrouped = result.out_of_step and True in result.in_groups
     return f"{_STILL_ALIVE} {_REGROUPED}" if was_regrouped else _STILL_ALIVE
 

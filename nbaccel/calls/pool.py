@@ -642,9 +642,8 @@ def _source_of(text: str) -> CellSource:
         )
     # Equal code gets an equal name, so that linecache does not grow with each call.
     name = f"<pool code {abs(hash(text)):x}>"
-    return CellSource(
-        text=text, filename=name, cell=tuple(f"{line}\n" for line in text.splitlines())
-    )
+    lines = tuple(f"{line}\n" for line in text.splitlines())
+    return CellSource(text=text, filename=name, cell=lines)
 
 
 def _error_after_cell(group: Group, result: CallResult, words: str) -> BaseException:
@@ -668,6 +667,5 @@ def _unchanged_words(paths: Sequence[str]) -> str:
     verb = "are" if first else "is"
     return (
         f"This was after the cell, while the weights that it trained in {names} were written "
-        f"back: in the notebook {names} {verb} as before the cell, all of the weights old and none "
-        "new."
+        f"back: in the notebook {names} {verb} as before the cell, all of the weights old."
     )

@@ -122,9 +122,7 @@ class ShutdownLadder:
     def __init__(self, members: Iterable[WorkerHandle], steps: ShutdownSteps) -> None:
         self.began = time.monotonic()
         self.has_cut = False  # if so, the process groups are unusable
-        self._courses = {
-            member.rank: _Course(member, deque(steps), self.began) for member in members
-        }
+        self._courses = {one.rank: _Course(one, deque(steps), self.began) for one in members}
 
     def answered(self, member: WorkerHandle) -> None:
         """This worker has said where it is. Once all have, waiting for answers ends."""

@@ -295,9 +295,8 @@ class Supervisor:
     def _check_clocks(self) -> None:
         now = time.monotonic()
         # First: a worker that hangs in its fork would otherwise be reported as a timeout.
-        self.result.stuck = [
-            m for m in self._unborn() if now >= m.forked_at + time_limits.FIRST_MESSAGE_S
-        ]
+        latest = now - time_limits.FIRST_MESSAGE_S
+        self.result.stuck = [m for m in self._unborn() if m.forked_at <= latest]
         if self.result.stuck:
             self._give_up()
         elif self._deadline is not None and now >= self._deadline:
@@ -366,15 +365,6 @@ class Supervisor:
         self._resume()
         if self._show is not None:
             self._show.poll(self)
-
-    def _drain(self, member: WorkerHandle) -> None:
-        """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
-        while not member.hung_up and messaging.wait([member.channel.fileno()]):
-            self._receive_message(member)
-        self._hang_up(member)
-        self.drain_output(member)
-        for pipe in member.pipes:
-            self._forget(pipe)
 
     def drain_output(self, member: WorkerHandle) -> None:
         """Read all that the worker has printed so far."""
@@ -565,7 +555,13 @@ class Supervisor:
     def _on_sentinel(self) -> None:
         for member, ended in self._group.collect():
             # Before the end is noted: its last messages say whether it had returned.
-            self._drain(member)
+            while not member.hung_up and messaging.wait([member.channel.fileno()]):
+                self._receive_message(member)
+            self._hang_up(member)
+            # Not to their end: a grandchild may hold the pipes open for ever.
+            self.drain_output(member)
+            for pipe in member.pipes:
+                self._forget(pipe)
             self._selector.unregister(member.sentinel)
             self.console.close(member.rank)
             if self._ladder is not None:

@@ -540,7 +540,7 @@ def _telling_of_ends(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     def close(self: Any) -> None:
         plain(self)
         if (reporter := metrics_reporter.current()) is not None:
-            reporter.close_bar(self)
+            reporter.bars.close(self)
 
     return close
 

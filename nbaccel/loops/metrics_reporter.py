@@ -86,7 +86,7 @@ class Reporter:
         self._replaced: set[str] = set()
         self._left_out: dict[str, None] = {}
         self._loops = TrainingLoops()
-        self._bars = ProgressBars()
+        self.bars = ProgressBars()
         self._bar_is_whole = False
         self._samples = 0
         self._batches = 0
@@ -178,13 +178,9 @@ class Reporter:
     def note_bar(self, tqdm_bar: Any, *, is_elsewhere: bool = False) -> None:
         """A bar of tqdm would draw itself now, or is drawn elsewhere."""
         now = time.monotonic()
-        if self._bars.note(tqdm_bar, now, self.steps or 0, is_elsewhere=is_elsewhere):
+        if self.bars.note(tqdm_bar, now, self.steps or 0, is_elsewhere=is_elsewhere):
             self._next = 0.0
         self._tell()
-
-    def close_bar(self, tqdm_bar: Any) -> None:
-        """A bar of tqdm is through."""
-        self._bars.close(tqdm_bar)
 
     def note_phase(self, phase: str) -> None:
         """What the step that begins will do beside training; empty for nothing."""
@@ -312,8 +308,8 @@ class Reporter:
             batches_in_all=self._batches,
             samples=self._samples,
             outer=self._loops.around(now, self.steps or 0)
-            or self._bars.around(loop, now, self.steps or 0),
-            bars=self._bars.shown(),
+            or self.bars.around(loop, now, self.steps or 0),
+            bars=self.bars.shown(),
             bar_is_whole=self._bar_is_whole,
             num_left_out=len(self._left_out),
             left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),

@@ -250,8 +250,7 @@ def _show_config(session: Session, line: MagicLine) -> None:
     if line.names:
         raise ConfigError(
             f"%accelerate config got {', '.join(line.names)} together with options: names "
-            "are for the memory that its form shows, and with options it shows none. Leave one of "
-            "them out."
+            "are for the memory that its form shows, and with options it shows none. Leave one out."
         )
     session.configure(line)
     print(session.config_text())

@@ -198,50 +198,50 @@ class LineMerger:
         """Whether anything is waiting."""
         return any(self._queues.values())
 
-    def close(self, worker_rank: int) -> None:
+    def close(self, rank: int) -> None:
         """Stop waiting for what this rank may still write."""
-        self._open.discard(worker_rank)
+        self._open.discard(rank)
 
-    def size(self, worker_rank: int) -> tuple[int, int]:
+    def size(self, rank: int) -> tuple[int, int]:
         """How many lines of this rank are waiting, and how many characters."""
-        return self._lines[worker_rank], self._chars[worker_rank]
+        return self._lines[rank], self._chars[rank]
 
     def add_lines(
-        self, worker_rank: int, arrival_time: float, stream_name: str, line_texts: Iterable[str]
+        self, rank: int, arrival_time: float, stream_name: str, line_texts: Iterable[str]
     ) -> None:
         """Lines that a rank has written to a stream."""
         # Local names, because the loop below runs for each of many thousands of lines.
-        rank_queue = self._queues[worker_rank]
-        texts = self._texts[worker_rank]
+        queue = self._queues[rank]
+        texts = self._texts[rank]
         num_chars = line_number = 0
         for line_number, line_text in enumerate(line_texts, 1):  # noqa: B007  (needed behind the loop)
             key = stream_name, line_text
-            rank_queue.append(OutputItem(arrival_time, key, stream_name, line_text))
+            queue.append(OutputItem(arrival_time, key, stream_name, line_text))
             num_chars += len(line_text) + 1
             texts[key] += 1
-        self._chars[worker_rank] += num_chars
-        self._lines[worker_rank] += line_number
+        self._chars[rank] += num_chars
+        self._lines[rank] += line_number
 
-    def add_rich(self, worker_rank: int, item: OutputItem) -> None:
+    def add_rich(self, rank: int, item: OutputItem) -> None:
         """Something a rank has displayed."""
-        self._queues[worker_rank].append(item)
-        self._count(worker_rank, item, 1)
+        self._queues[rank].append(item)
+        self._count(rank, item, 1)
 
-    def shorten(self, worker_rank: int, output_lines: float, num_chars: float) -> int:
+    def shorten(self, rank: int, output_lines: float, num_chars: float) -> int:
         """Drop a rank's oldest lines and displays until so few are left, or one: how many."""
         dropped_lines = 0
         kept_items: list[OutputItem] = []
-        rank_queue = self._queues[worker_rank]
-        while self._lines[worker_rank] > 1 and (
-            self._lines[worker_rank] > output_lines or self._chars[worker_rank] > num_chars
+        queue = self._queues[rank]
+        while self._lines[rank] > 1 and (
+            self._lines[rank] > output_lines or self._chars[rank] > num_chars
         ):
-            queued_item = self._take(worker_rank, 0)
-            if queued_item.handle is not None:
-                kept_items.append(queued_item)
+            item = self._take(rank, 0)
+            if item.handle is not None:
+                kept_items.append(item)
             else:
                 dropped_lines += 1
         # Others depend on them: an update needs its output, so these may not be dropped.
-        rank_queue.extendleft(reversed(kept_items))
+        queue.extendleft(reversed(kept_items))
         return dropped_lines
 
     def ready(self, current_time: float, *, hold_s: float) -> Iterator[dict[int, OutputItem]]:
@@ -250,21 +250,21 @@ class LineMerger:
             first_rank = min(heads)[1]
             item = self._queues[first_rank][0]
             others = self._others(first_rank)
-            twin_items = self._twins(first_rank, others)
+            twins = self._twins(first_rank, others)
             # Lines of a rank never overtake each other, so nothing behind it may come out.
             if (
                 item.time > current_time - hold_s
                 and self._folds(item)
-                and self._open.difference(twin_items)
+                and self._open.difference(twins)
             ):
                 return
-            taken = self._before(twin_items, item, others)
+            taken = self._before(twins, item, others)
             yield {rank: self._take(rank, position) for rank, position in sorted(taken.items())}
 
     def _take(self, rank: int, position: int) -> OutputItem:
-        rank_queue = self._queues[rank]
-        item = rank_queue[position]
-        del rank_queue[position]
+        queue = self._queues[rank]
+        item = queue[position]
+        del queue[position]
         self._count(rank, item, -1)
         if item.message is None:
             texts = self._texts[rank]
@@ -299,24 +299,24 @@ class LineMerger:
         places = {first_rank: 0} | {rank: self._reach(rank, item) for rank in others}
         return {rank: position for rank, position in places.items() if position is not None}
 
-    def _reach(self, rank: int, queued_item: OutputItem) -> int | None:
+    def _reach(self, rank: int, item: OutputItem) -> int | None:
         """Lines of the other stream do not block it: the order between two pipes is not known."""
-        for position, other_item in enumerate(itertools.islice(self._queues[rank], _LOOK_AHEAD)):
-            if queued_item.key == other_item.key:
+        for position, other in enumerate(itertools.islice(self._queues[rank], _LOOK_AHEAD)):
+            if item.key == other.key:
                 return position
-            if other_item.stream in (None, queued_item.stream) or queued_item.stream is None:
+            if other.stream in (None, item.stream) or item.stream is None:
                 return None
         return None
 
     def _before(
-        self, twin_items: dict[int, int], queued_item: OutputItem, others: Iterable[int]
+        self, twins: dict[int, int], item: OutputItem, others: Iterable[int]
     ) -> dict[int, int]:
         """Whose heads have to come out first, if a missing twin is only held up behind one."""
         for rank in others:
             deeper_items = itertools.islice(self._queues[rank], 1, _LOOK_AHEAD)
-            if rank not in twin_items and any(queued_item.key == one.key for one in deeper_items):
+            if rank not in twins and any(item.key == one.key for one in deeper_items):
                 return self._twins(rank, self._others(rank))
-        return twin_items
+        return twins
 
 
 WHOLE_CHARS = 10_000_000
@@ -436,35 +436,31 @@ class Console:
         self.library_messages = LibraryMessages(has_panel=self._place is not None)
         self.warnings = SeenWarnings()
 
-    def feed(self, worker_rank: int, stream: str, output_bytes: bytes) -> None:
+    def feed(self, rank: int, stream: str, output_bytes: bytes) -> None:
         """Take in what a worker wrote."""
-        if self._rank_logs and (
-            problem := self._rank_logs.write(worker_rank, stream, output_bytes)
-        ):
+        if self._rank_logs and (problem := self._rank_logs.write(rank, stream, output_bytes)):
             self.notice(problem)
-        source = self._sources[worker_rank, stream]
+        source = self._sources[rank, stream]
         at_most = math.inf if self._pace.waits else self._pace.stage.waiting_lines
         output_lines, dropped_lines = source.feed(output_bytes, at_most=at_most)
-        self._queue(worker_rank, stream, output_lines)
-        self._dropped += Counter({worker_rank: dropped_lines})
-        if self._fullness(worker_rank) > _MOST_FULL:
-            self._shorten(worker_rank)
+        self._queue(rank, stream, output_lines)
+        self._dropped += Counter({rank: dropped_lines})
+        if self._fullness(rank) > _MOST_FULL:
+            self._shorten(rank)
 
-    def feed_display(
-        self, worker_rank: int, message: messaging.Display | messaging.ClearOutput
-    ) -> None:
+    def feed_display(self, rank: int, message: messaging.Display | messaging.ClearOutput) -> None:
         """Take in rich output. What the rank has printed before it must have been fed before."""
         for stream in ("stdout", "stderr"):
-            if not self._sources[worker_rank, stream].rewritten:
+            if not self._sources[rank, stream].rewritten:
                 # An unfinished line (`print("...", end="")`) comes before the picture.
-                self._finish(worker_rank, stream)
-        self._waiting.add_rich(worker_rank, rich_item(time.monotonic(), message))
+                self._finish(rank, stream)
+        self._waiting.add_rich(rank, rich_item(time.monotonic(), message))
 
-    def close(self, worker_rank: int) -> None:
+    def close(self, rank: int) -> None:
         """Note that this rank writes nothing further."""
         for stream in ("stdout", "stderr"):
-            self._finish(worker_rank, stream)
-        self._waiting.close(worker_rank)
+            self._finish(rank, stream)
+        self._waiting.close(rank)
 
     def _finish(self, rank: int, stream: str) -> None:
         source = self._sources.get((rank, stream))
@@ -507,9 +503,9 @@ class Console:
 
     # ---- too much of it
 
-    def is_full(self, worker_rank: int) -> bool:
+    def is_full(self, rank: int) -> bool:
         """Whether so much of this rank is waiting that reading should stop."""
-        return self._pace.waits and self._fullness(worker_rank) > 1
+        return self._pace.waits and self._fullness(rank) > 1
 
     def _fullness(self, rank: int) -> float:
         num_lines, num_chars = self._waiting.size(rank)
@@ -573,8 +569,8 @@ class Console:
     def _due(self, current_time: float, is_final: bool) -> list[_ShownEntry]:
         items = self._entries(current_time, -math.inf if is_final else HOLD_S)
         if self._pace.stage is _ENDING:
-            for worker_rank in self._ranks:
-                self._shorten(worker_rank)
+            for rank in self._ranks:
+                self._shorten(rank)
         room = math.inf
         if not is_final:
             room = self._pace.room(current_time, has_gaps=bool(self._dropped))
@@ -589,14 +585,14 @@ class Console:
         return entries
 
     def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
-        for popped_items in self._waiting.ready(current_time, hold_s=hold_s):
+        for items in self._waiting.ready(current_time, hold_s=hold_s):
             # The lowest, as elsewhere: twins of outputs that are updated later differ.
-            rank = min(popped_items)
-            for queued_item in popped_items.values():
-                if queued_item.handle is not None:
-                    owner = self._owners.get(queued_item.handle, rank)
-                    self._owners[queued_item.handle] = min(rank, owner)
-            yield [*popped_items], popped_items[rank]
+            rank = min(items)
+            for item in items.values():
+                if item.handle is not None:
+                    owner = self._owners.get(item.handle, rank)
+                    self._owners[item.handle] = min(rank, owner)
+            yield [*items], items[rank]
 
     def notice(self, text: str) -> None:
         """Show a line of the launcher, after what has been printed so far."""
@@ -628,16 +624,14 @@ class Console:
     def _show(self, entries: list[_ShownEntry]) -> None:
         """One write per run of lines of the same stream: each write is a message to the browser."""
         # Of updates of the same output only the last needs to be shown.
-        newest_updates = {
-            (min(ranks), item.handle): item for ranks, item in entries if item.updates
-        }
+        newest = {(min(ranks), item.handle): item for ranks, item in entries if item.updates}
         for stream, entry_run in itertools.groupby(entries, key=lambda entry: entry[1].stream):
             if stream is not None:
                 lines = [f"{self._prefix(ranks)}{item.text}\n" for ranks, item in entry_run]
                 self._write(stream, "".join(lines))
                 continue
             for ranks, item in entry_run:
-                if not item.updates or newest_updates.get((min(ranks), item.handle)) is item:
+                if not item.updates or newest.get((min(ranks), item.handle)) is item:
                     self._publish(ranks, item)
 
     def _publish(self, ranks: list[int], item: OutputItem) -> None:

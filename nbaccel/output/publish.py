@@ -23,15 +23,15 @@ from nbaccel.base.units import count_noun, number_ranges
 _RENDER_METHOD = "_render_traceback_"
 
 
-def show_message(output_message: Any) -> None:
+def show_message(message: Any) -> None:
     """Show or clear output as a worker requested."""
     # Here because it imports numpy, which whoever made the message has loaded anyway.
     from nbaccel.workers import messaging
 
-    if isinstance(output_message, messaging.ClearOutput):
-        clear(wait_for_new=output_message.wait)
-    elif isinstance(output_message, messaging.Display):
-        publish_display(output_message.content)
+    if isinstance(message, messaging.ClearOutput):
+        clear(wait_for_new=message.wait)
+    elif isinstance(message, messaging.Display):
+        publish_display(message.content)
 
 
 def publish_display(content: Mapping[str, Any]) -> None:
@@ -70,9 +70,9 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
     ) -> Any:
         # For one exception only: the user's later ones are shown as ever.
         shell.set_custom_exc((), None)
-        text_lines = error._render_traceback_()
-        ipython_private.show_traceback_lines(shell, error_class, error, text_lines)
-        return text_lines
+        lines = error._render_traceback_()
+        ipython_private.show_traceback_lines(shell, error_class, error, lines)
+        return lines
 
     shell.set_custom_exc((error_class,), show_traceback)
 
@@ -89,23 +89,23 @@ def request_header(name: str) -> str:
     return str((parent or {}).get("header", {}).get(name, ""))
 
 
-def show_results(rank_results: Mapping[int, Mapping[str, Any] | None]) -> None:
+def show_results(results: Mapping[int, Mapping[str, Any] | None]) -> None:
     """Show what the ranks' cells ended with: `{"data": ..., "metadata": ...}` each."""
-    text_lines: list[str] = []
-    for group_ranks, mime_bundle in _equal_groups(rank_results):
-        if len(group_ranks) == len(rank_results):
-            publish_display(mime_bundle)
+    lines: list[str] = []
+    for ranks, bundle in _equal_groups(results):
+        if len(ranks) == len(results):
+            publish_display(bundle)
             return
-        rank_label = f"[{number_ranges(group_ranks)}]"
-        data = mime_bundle["data"]
+        label = f"[{number_ranges(ranks)}]"
+        data = bundle["data"]
         if set(data) == {"text/plain"} and "\n" not in data["text/plain"]:
-            text_lines.append(f"{rank_label} {data['text/plain']}")
+            lines.append(f"{label} {data['text/plain']}")
             continue
-        _show_lines([*text_lines, rank_label])
-        publish_display(mime_bundle)
-        text_lines = []
-    if text_lines:
-        _show_lines(text_lines)
+        _show_lines([*lines, label])
+        publish_display(bundle)
+        lines = []
+    if lines:
+        _show_lines(lines)
 
 
 def _equal_groups(

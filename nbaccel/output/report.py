@@ -637,9 +637,7 @@ class RunComparison:
         }
 
     def _rows(self) -> list[list[str]]:
-        cells = {
-            label: [text_of(facts) for facts in self.facts] for label, text_of in _ROWS.items()
-        }
+        cells = {label: [tell(facts) for facts in self.facts] for label, tell in _ROWS.items()}
         cells |= {name: [from_to(points) for points in runs] for name, runs in self._curves.items()}
         rows = [["", *(f"{number}" for number, _ in enumerate(self.facts, 1))]]
         for label, texts in cells.items():

@@ -321,10 +321,7 @@ def _refusals_of(path: str, module: nn.Module) -> Iterator[str]:
 
 def _why_not(tensor: torch.Tensor) -> str | None:
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-        return (
-            "a lazy parameter without a shape yet. Run one batch through the model first, "
-            "so that it gets one."
-        )
+        return "a lazy parameter without a shape yet. Run one batch through the model first."
     if tensor.device.type == "meta":
         return (
             f"is on the meta device: it has shape {tuple(tensor.shape)} but no values. Fill it "
@@ -419,8 +416,7 @@ def _stale_views_message(modules: Sequence[tuple[str, nn.Module]], viewed: Colle
     return (
         f"nbaccel: {first_few(names, 2)} moved to shared memory, and something else has a "
         "view of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
-        "the values of now and does not follow the model. Take it again, or .clone() what is to "
-        "stay.\n"
+        "the values of now and does not follow the model. Take it again, or .clone() it.\n"
     )
 
 
@@ -430,7 +426,12 @@ def _storage_spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
         storage = tensor.untyped_storage()
         if tensor.numel() == 0 or arena_of(storage):
             continue
-        low, high = _byte_extent(tensor)
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        elements = 1 + sum((size - 1) * step for size, step in steps)
+        low = int(tensor.storage_offset()) * tensor.element_size()
+        high = low + elements * tensor.element_size()
+        # So that tensors of another dtype in the same storage keep whole offsets.
+        low = low // memfd.ALIGNMENT * memfd.ALIGNMENT
         if storage.device.type != "cpu":
             # Its host copy is found by the address of the whole storage.
             low = 0
@@ -440,17 +441,6 @@ def _storage_spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
         span.high = max(span.high, high)
         span.tensors.append(tensor)
     return list(spans.values())
-
-
-def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and one-past-last byte of the storage that the tensor reaches."""
-    elements = sum(
-        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    low = int(tensor.storage_offset()) * tensor.element_size()
-    high = low + (elements + 1) * tensor.element_size()
-    # Rounded down so that tensors of another dtype in the same storage keep whole offsets.
-    return low // memfd.ALIGNMENT * memfd.ALIGNMENT, high
 
 
 def _point_tensors(arena: Arena, span: _Span) -> None:

@@ -174,9 +174,8 @@ def unpack(
         pickled = mapping.view(*packed.pickle)
         blocks = [mapping.view(*span) for span in packed.blocks]
     # A context variable, because functions that a pickle calls can be given nothing but its data.
-    token = _CURRENT_RECEIVER.set(
-        Receiver(arenas, device, {} if namespace is None else namespace, find_module)
-    )
+    names = {} if namespace is None else namespace
+    token = _CURRENT_RECEIVER.set(Receiver(arenas, device, names, find_module))
     try:
         return pickle.loads(pickled, buffers=blocks)
     finally:

@@ -154,9 +154,7 @@ class ReceivedModules:
     def dirty(self) -> tuple[str, ...]:
         """Keys of the modules whose weights the notebook may not have got yet."""
         written = self._written()
-        return tuple(
-            key for key, received in self._modules.items() if self._has_news(received, written)
-        )
+        return tuple(key for key, one in self._modules.items() if self._has_news(one, written))
 
     def _has_news(self, received: ReceivedModule, written: _Written) -> bool:
         """Whether the notebook is to get something of a module from this rank, or to be told."""

@@ -372,11 +372,6 @@ def trained_digest(
     return _digest(trained if own_only else compared)
 
 
-def digest_of(module: nn.Module) -> str:
-    """The digest of a module as it is here, whether or not it was trained."""
-    return _digest(tensor for _, tensor in named_tensors(module) if _is_compared(tensor))
-
-
 def _is_compared(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and not sharded_tensors.is_sharded(tensor)
 
@@ -527,7 +522,8 @@ class WeightReceiver:
             if set(trained.values()) <= {digest_of_0}:
                 continue
             # Nor has one whose weights equal the notebook's.
-            known = {digest_of_0, digest_of(module)}
+            own = _digest(tensor for _, tensor in named_tensors(module) if _is_compared(tensor))
+            known = {digest_of_0, own}
             ranks = sorted(rank for rank, digest in trained.items() if digest not in known)
             if ranks:
                 messages[path] = _differing_models(path, ranks, rank_0_trained=bool(digest_of_0))
@@ -557,8 +553,7 @@ def _differing_models(path: str, ranks: Sequence[int], *, rank_0_trained: bool) 
     if not rank_0_trained:
         return (
             f"{names} trained {path} and rank 0 did not. The notebook gets rank 0's weights, so "
-            "what was trained is lost. Train on rank 0, or return the state_dict from the other "
-            "ranks."
+            "what was trained is lost. Train on rank 0, or return the state_dict from the others."
         )
     return (
         f"The ranks trained different models: {names} ended with other weights of {path} than "

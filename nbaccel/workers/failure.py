@@ -167,9 +167,13 @@ def describe_error(error: BaseException, seen: set[int] | None = None) -> Raised
         kind, text, inner_frames, where = original
         frames += inner_frames
         notes.append(f"It was raised {where}.")
+    # Head and tail of the first line, which headlines show, and of the rest.
+    first_line, *rest = text.strip().split("\n", 1)
+    lines = [shorten_text(first_line, _HEADLINE_CHARS)]
+    lines += [shorten_text(more, _MESSAGE_CHARS) for more in rest]
     return RaisedError(
         type_name=kind_name(kind),
-        message=_shortened_message(text),
+        message="\n".join(lines),
         frames=frames,
         missing_name=(error.name or "") if isinstance(error, NameError) else "",
         cause=described_cause,
@@ -185,13 +189,6 @@ def _whole_traceback(error: BaseException) -> str:
         entry = entry and entry.tb_next
     text = "".join(traceback.format_exception(type(error), error, entry))
     return shorten_text(text, _MESSAGE_CHARS)
-
-
-def _shortened_message(text: str) -> str:
-    """Head and tail of the first line, which headlines show, and of the rest."""
-    first_line, *rest = text.strip().split("\n", 1)
-    lines = [shorten_text(first_line, _HEADLINE_CHARS)]
-    return "\n".join(lines + [shorten_text(more, _MESSAGE_CHARS) for more in rest])
 
 
 def kind_name(kind: type) -> str:

@@ -47,8 +47,7 @@ def hazards() -> dict[str, bool]:
     for path in pools_that_stay():
         found[
             f"threads of {os.path.basename(path)}, an OpenMP runtime that cannot give them up: a "
-            "forked worker hangs in its first parallel operation; a newer torch brings a runtime "
-            "that can"
+            "forked worker hangs in its first parallel operation; a newer torch brings one that can"
         ] = True
     names = [thread.name for thread in threading.enumerate() if _is_foreign(thread)]
     if names:

@@ -72,9 +72,7 @@ class Channel:
     def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> bool:
         """Send what `pack_message` made of a message; False where this end would have to wait."""
         if len(descriptors) > _MAX_FDS + 1:
-            raise ValueError(
-                f"{len(descriptors)} descriptors in one message; {_MAX_FDS} is the most"
-            )
+            raise ValueError(f"{len(descriptors)} descriptors in one message; at most {_MAX_FDS}")
         try:
             socket.send_fds(self._socket, [packet], list(descriptors))
         except BlockingIOError:

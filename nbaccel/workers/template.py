@@ -506,9 +506,7 @@ def _is_installed(folder: str) -> bool:
         return False
     # pip install --target: the folder of packages has their metadata beside them.
     entries = {os.path.normpath(entry) for entry in sys.path if entry}
-    return any(
-        folder.startswith(entry) and any(Path(entry).glob("*.dist-info")) for entry in entries
-    )
+    return any(folder.startswith(path) and any(Path(path).glob("*.dist-info")) for path in entries)
 
 
 @functools.lru_cache(maxsize=1)

@@ -43,11 +43,11 @@ def faces_of(config: RunConfig, documents: Mapping[str, Mapping[str, Any]]) -> d
 
 
 def _python_code(config: RunConfig) -> str:
-    imported_names = "Fp8Config, RunConfig" if config.fp8 is not None else "RunConfig"
+    names = "Fp8Config, RunConfig" if config.fp8 is not None else "RunConfig"
     lines = [f"    {field_name}={value!r},\n" for field_name, value in config.__repr_args__()]
     call = f"RunConfig(\n{''.join(lines)})" if lines else "RunConfig()"
     return (
-        f"from nbaccel import {imported_names}, notebook_launcher\n\nconfig = {call}\n"
+        f"from nbaccel import {names}, notebook_launcher\n\nconfig = {call}\n"
         "notebook_launcher(train, (model,), config=config)\n"
     )
 
@@ -168,8 +168,8 @@ def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
     cause = error.__cause__
     if isinstance(cause, json.JSONDecodeError):
         return min(cause.lineno, num_lines), f"{cause.msg} (column {cause.colno})."
-    if cause is not None and (line_match := _LINE_IN_MESSAGE.search(str(cause))):
-        return int(line_match[1]), error.mistakes[0]
+    if cause is not None and (found := _LINE_IN_MESSAGE.search(str(cause))):
+        return int(found[1]), error.mistakes[0]
     return None
 
 

@@ -320,10 +320,10 @@ class ListField(SettingField):
             # A file may hold a value that cannot be chosen on this machine.
             options.append((as_text(shown_value) or _OPEN_LABEL, shown_value))
         self._values = [value for _, value in options]
-        option_labels = tuple(option_label for option_label, _ in options)
+        labels = tuple(label for label, _ in options)
         # Setting `options` resets the selection, so it is done only where they differ.
-        if option_labels != self._list.options:
-            self._list.options = option_labels
+        if labels != self._list.options:
+            self._list.options = labels
         self._list.index = self._values.index(shown_value)
         self._list.disabled = bool(refusal)
         self._note.value = self._explain(refusal, reasons=lines, shows_outcome=is_truth)
@@ -409,14 +409,14 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-def as_value(typed_text: str, setting_kind: str) -> Any:
+def as_value(typed_text: str, kind: str) -> Any:
     """The value that typed text stands for; other text is returned, and read or refused later."""
     text = typed_text.strip()
     if not text:
         return None
-    if setting_kind == "words" and text != "auto":
+    if kind == "words" and text != "auto":
         return [word.strip() for word in text.split(",") if word.strip()]
-    if setting_kind == "table" and text != "auto":
+    if kind == "table" and text != "auto":
         try:
             return json.loads(text)
         except ValueError:  # the validator that refuses it says what it must be

@@ -111,13 +111,13 @@ class PickerModel:
 
     def setting(self, name: str) -> Setting:
         """A choice by its name."""
-        known_setting = choices.by_name().get(name)
-        if known_setting is None:
+        found = choices.by_name().get(name)
+        if found is None:
             raise ConfigError(
                 f"There is no choice {name!r}: nothing would change."
                 f"{closest(name, choices.by_name()) or ' The form, configure(), lists them.'}"
             )
-        return known_setting
+        return found
 
     def value(self, name: str) -> Any:
         """What is chosen; None where it is left to the plan or to DeepSpeed."""
@@ -303,7 +303,7 @@ class PickerModel:
 
     def editable_text(self) -> str:
         """The configuration as JSON that `load` takes: a strategy's own, or the `RunConfig`."""
-        documents = (settings_form.document(self.config) for settings_form in settings_forms())
+        documents = (form.document(self.config) for form in settings_forms())
         settings = next(filter(None, documents), None)
         if settings is None:
             settings = json.loads(self.config.model_dump_json(exclude_defaults=True))
@@ -325,20 +325,20 @@ class PickerModel:
                 "the notebook. Give another path."
             ) from error
 
-    def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
+    def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
-        if new_config != self.config:
-            for settings_form in settings_forms():
-                if settings_form.is_chosen(self.config):
-                    self._before[settings_form] = self.config
+        if config != self.config:
+            for form in settings_forms():
+                if form.is_chosen(self.config):
+                    self._before[form] = self.config
             # A new list of at most `_MAX_UNDO` entries, the present state included.
             self._past = [*self._past[1 - _MAX_UNDO :], self.config]
-        self._take_over(new_config, remarks)
+        self._take_over(config, remarks)
 
-    def _take_over(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
-        self.config = new_config
+    def _take_over(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
+        self.config = config
         # The plan for this machine; or None, and why this machine cannot run what is chosen.
-        self.plan, self.problems = _plan_or_problems(new_config, self.inventory)
+        self.plan, self.problems = _plan_or_problems(config, self.inventory)
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
         self._call_observers()
@@ -581,16 +581,16 @@ def _repeated_layers(module: Any) -> str:
     return f"{most[1]} {most[0]}" if most[0] else ""
 
 
-def _shapes_of(batch_part: Any, part_name: str) -> Iterator[str]:
-    if hasattr(batch_part, "shape"):
-        text = str(tuple(int(size) for size in batch_part.shape))
-        yield f"{part_name} {text}".strip()
-    elif isinstance(batch_part, Mapping):
-        for key, inner_part in batch_part.items():
-            yield from _shapes_of(inner_part, str(key))
-    elif isinstance(batch_part, Sequence) and not isinstance(batch_part, (str, bytes)):
-        for inner_part in batch_part:
-            yield from _shapes_of(inner_part, part_name)
+def _shapes_of(part: Any, name: str) -> Iterator[str]:
+    if hasattr(part, "shape"):
+        text = str(tuple(int(size) for size in part.shape))
+        yield f"{name} {text}".strip()
+    elif isinstance(part, Mapping):
+        for key, inner in part.items():
+            yield from _shapes_of(inner, str(key))
+    elif isinstance(part, Sequence) and not isinstance(part, (str, bytes)):
+        for inner in part:
+            yield from _shapes_of(inner, name)
 
 
 def _short_count(number: int) -> str:

@@ -150,9 +150,7 @@ def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
     if model.is_memory_postponed:
         remark = "Memory is being estimated …"
     elif not model.trained:
-        remark = (
-            "With a model, a bar for each way to train is here, against the memory that there is."
-        )
+        remark = "With a model, a bar for each way to train is here, against the memory there is."
     else:
         candidates = model.candidates()
         clauses = (place_text(candidates), "click to take one" if is_live else "")
@@ -460,11 +458,11 @@ def _clause_html(kind: str, clause: str) -> str:
     return f'<span class="nbaccel-{kind}">{escape(sentence)}</span>' if clause else ""
 
 
-def error_html(error_messages: Iterable[str]) -> str:
+def error_html(messages: Iterable[str]) -> str:
     """Mistakes, with a word and a sign besides the colour."""
     return "".join(
-        f'<div class="nbaccel-error" role="alert">⚠ <b>Not taken:</b> {escape(error_message)}</div>'
-        for error_message in error_messages
+        f'<div class="nbaccel-error" role="alert">⚠ <b>Not taken:</b> {escape(message)}</div>'
+        for message in messages
     )
 
 
@@ -510,15 +508,15 @@ def face_html(name: str, text: str) -> str:
     )
 
 
-def resolved_html(plan_choices: Sequence[Choice]) -> str:
+def resolved_html(choices: Sequence[Choice]) -> str:
     """The open settings and what they are resolved to, with the reasons."""
-    if not plan_choices:
+    if not choices:
         return '<p class="nbaccel-note">Nothing is left open.</p>'
     table_rows = "".join(
-        f'<tr><th scope="row">{escape(plan_choice.name)}</th>'
-        f"<td>{escape(str(plan_choice.value))}</td>"
-        f"<td>{escape(plan_choice.reason)}</td></tr>"
-        for plan_choice in plan_choices
+        f'<tr><th scope="row">{escape(choice.name)}</th>'
+        f"<td>{escape(str(choice.value))}</td>"
+        f"<td>{escape(choice.reason)}</td></tr>"
+        for choice in choices
     )
     table_head = (
         '<tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">why</th></tr>'
@@ -534,14 +532,14 @@ TABLE_CHARS = 78  # two less than a terminal has: what is below a heading is ind
 _INDENT = "  "
 
 
-def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
+def picker_text(model: PickerModel, panels: Sequence[str] = PANELS) -> str:
     """The picker for a terminal: the choices, their memory, and the plan."""
-    return "\n\n".join(picker_sections(model, panel_names))
+    return "\n\n".join(picker_sections(model, panels))
 
 
-def picker_sections(model: PickerModel, panel_names: Sequence[str] = PANELS) -> Iterator[str]:
+def picker_sections(model: PickerModel, panels: Sequence[str] = PANELS) -> Iterator[str]:
     """The same, one section after the other: the first ones need no measurement."""
-    if tuple(panel_names) == PANELS:
+    if tuple(panels) == PANELS:
         batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
         nothing = ["nothing yet: configure(model, batch) shows what fits"]
         trained = [model.trained, batch] if model.trained else nothing
@@ -559,9 +557,9 @@ def picker_sections(model: PickerModel, panel_names: Sequence[str] = PANELS) -> 
             if not any(candidate.is_taken for candidate in model.candidates()):
                 lines.append("What is chosen is none of these ways; its memory is below.")
             yield _section("3. What fits", lines)
-    for panel_name in panel_names:
-        if rows := list(_setting_rows(model, panel_name)):
-            yield _section(title_of(panel_name), _aligned(rows))
+    for panel in panels:
+        if rows := list(_setting_rows(model, panel)):
+            yield _section(title_of(panel), _aligned(rows))
     verdict = model.verdict
     lines = [*(bar.text() for bar in model.bars()), f"{verdict.text} {verdict.remedy}".strip()]
     yield _section("Memory", _folded(lines))
@@ -598,9 +596,9 @@ def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     return _folded(lines, indent)
 
 
-def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, str, str]]:
+def _setting_rows(model: PickerModel, panel: str) -> Iterator[tuple[str, str, str]]:
     """The common choices of a panel, and those of the others that are set."""
-    for setting in settings(panel_name):
+    for setting in settings(panel):
         value = model.value(setting.name)
         is_common = not setting.section and not model.refusal(setting.name)
         if model.is_shown(setting.name) and (is_common or value not in (None, setting.default)):

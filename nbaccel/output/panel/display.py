@@ -149,7 +149,8 @@ class Dashboard:
         if self._place.is_there:
             summary = {"text/plain": line, "text/html": summary_html(self.board, facts)}
             self._place.show(summary)
-            note_end(self._place.display_id, summary)
+            if run := _RUNS.get(self._place.display_id):
+                run.summary = summary
             folded_html = summary_html(self.board, facts, folds_chart=True)
             _fold_earlier(self._place, {"text/plain": line, "text/html": folded_html})
         elif self.was_shown:
@@ -360,12 +361,6 @@ def note_run(place_id: str) -> None:
     _RUNS[place_id] = _ShownRun(_running_cell(), publish.request_header("session"))
     for oldest in list(_RUNS)[:-_MAX_KEPT]:
         del _RUNS[oldest]
-
-
-def note_end(place_id: str, summary: dict[str, Any]) -> None:
-    """A run has left its summary."""
-    if run := _RUNS.get(place_id):
-        run.summary = summary
 
 
 def followed_html(panel_html: str, place_id: str) -> str:

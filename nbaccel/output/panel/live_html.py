@@ -178,9 +178,8 @@ _STATES_WORST_FIRST = ("failed", "gone", "ended", "stopping", "starting", "runni
 
 def live_html(board: RunBoard, *, is_stoppable: bool) -> str:
     """The run while it goes on."""
-    headline = f"<b>{count_noun(len(board.ranks), 'rank')}</b> · " + html.escape(
-        " · ".join(live_parts(board))
-    )
+    words = html.escape(" · ".join(live_parts(board)))
+    headline = f"<b>{count_noun(len(board.ranks), 'rank')}</b> · {words}"
     stop = _STOP_HTML if is_stoppable else ""
     # Side by side where there is room, below each other where there is not.
     figures = f"{ranks_html(board)}{mean_time_html(board.times.by_rank())}"
@@ -225,9 +224,7 @@ def ranks_html(board: RunBoard) -> str:
     """The ranks, a row each."""
     shown, others = _shown_ranks(board)
     columns = {"rank": [str(facts.rank) for facts in shown]}
-    columns |= {
-        name: [cell_of(facts, board) for facts in shown] for name, cell_of in _COLUMNS.items()
-    }
+    columns |= {name: [cell(one, board) for one in shown] for name, cell in _COLUMNS.items()}
     rows = filled_columns(columns, "rank")
     names = {_LOSS_COLUMN: html.escape(_common_loss_name(board)) or _LOSS_COLUMN}
     if board.host_total_bytes:  # all ranks share it
@@ -314,9 +311,8 @@ def _device_cell(facts: RankFacts, board: RunBoard) -> str:
     memory = facts.memory
     if memory.device is None:
         return ""
-    of_total = (
-        f"<br>{quiet(f'of {format_bytes(memory.device_total)}')}" if memory.device_total else ""
-    )
+    total = memory.device_total
+    of_total = f"<br>{quiet(f'of {format_bytes(total)}')}" if total else ""
     return f"{format_bytes(memory.device)}{of_total}"
 
 
