@@ -4,12 +4,9 @@
                                ├─► tables, lists
                                └─► objects ───► their tables         (CONFIG_MAPPING of AutoConfig)
 
-Looked for are functions and classes of the notebook, or of the user's own modules. Each place is
-remembered with what was there: before a later launch only modules that have changed are looked
-into, so that hundreds of thousands of attributes take milliseconds.
-
-What cannot be told from a package's own doing is not found: plain values (`package.FLAG = True`),
-and one package's functions in another one.
+Looked for are functions and classes of the notebook, or of the user's own modules; plain values
+(`package.FLAG = True`) cannot be told from a package's own doing. Before a later launch only
+modules that have changed are looked into: there are hundreds of thousands of attributes.
 
 Workers import a local module from its file, so that they get the edited version, while the notebook
 goes on with the one that it imported (jupyter/notebook#2395, joblib/joblib#1085).
@@ -53,8 +50,7 @@ _TENSOR_TYPE = type(torch.FloatTensor)  # of 50 classes with the same hundreds o
 _LONGEST_TABLE = 4096
 
 
-_Identity = tuple[object, ...]
-"""What tells a change from others in this process."""
+_Identity = tuple[object, ...]  # what tells a change from others in this process
 
 
 class _ScannedPlace(NamedTuple):
@@ -62,10 +58,8 @@ class _ScannedPlace(NamedTuple):
 
     path: str
     kind: ChangeKind
-    owner: Any
-    """The thing itself."""
-    has_tables: bool = False
-    """Whether its tables and lists are looked into: not in private modules, where caches are."""
+    owner: Any  # the thing itself
+    has_tables: bool = False  # are its tables looked into? not in private modules with caches
 
     def values(self) -> Iterable[Any]:
         """A view of all that it holds, which follows changes and runs no Python code."""
@@ -103,8 +97,7 @@ class _PackageScan:
     """Modules of installed packages, and what was found in them."""
 
     def __init__(self) -> None:
-        self._users: frozenset[str] = frozenset()
-        """Names of the user's own modules, whose functions and classes are looked for."""
+        self._users: frozenset[str] = frozenset()  # names of the user's own modules
         self._packages: Mapping[str, str] = {}
         self._modules: dict[str, _ScannedModule] = {}
 
@@ -264,18 +257,12 @@ _WRAPPERS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
 
 
 _scan = _PackageScan()
-_CHECKED: dict[_Identity, str] = {}
-"""Changes that are there → why they cannot be sent; empty for those that can."""
-_of_this_cell: tuple[PackageChange | LateChange, ...] | None = None
-"""None where no cell has looked for them yet; a program that is no notebook is one cell."""
+_CHECKED: dict[_Identity, str] = {}  # change that is there → why it cannot be sent; empty if it can
+_of_this_cell: tuple[PackageChange | LateChange, ...] | None = None  # None: not looked for yet
 
 
 def sendable_changes(*, looks_anew: bool = True) -> tuple[PackageChange | LateChange, ...]:
-    """The changes that workers can be given; what cannot be is told, once each.
-
-    Looking for them takes milliseconds, and a cell may call live workers a thousand times. Those
-    may be given what was found when the cell first called workers, or a module was imported.
-    """
+    """The changes that workers can be given, found now or at the cell's first call of live ones."""
     global _of_this_cell  # noqa: PLW0603 - a fact of the process, like the modules themselves
     if not (looks_anew or _of_this_cell is None or _scan.is_behind()):
         return _of_this_cell
@@ -320,8 +307,7 @@ def _after_cell(_result: object = None) -> None:
 
 
 _shell = frames.running_shell()
-FOLLOWS_CELLS = _shell is not None
-"""Whether changes are looked for in each cell anew; elsewhere nothing says where one ends."""
+FOLLOWS_CELLS = _shell is not None  # elsewhere than in cells nothing says where one ends
 if _shell is not None:
     _shell.events.register("post_run_cell", _after_cell)
 
@@ -337,8 +323,6 @@ def _why_not(change: PackageChange) -> str:
     return ""
 
 
-# ---- source files
-
 # Weak, so that it keeps no module alive. The spec is another one after a reload.
 _KNOWN_VERSIONS: weakref.WeakKeyDictionary[types.ModuleType, tuple[ModuleSpec, int, int]] = (
     weakref.WeakKeyDictionary()
@@ -347,10 +331,7 @@ _KNOWN_VERSIONS: weakref.WeakKeyDictionary[types.ModuleType, tuple[ModuleSpec, i
 
 
 def tell_of_edits() -> bool:
-    """Write a line for each local module whose file is newer than what this process has imported.
-
-    Each edit is reported once.
-    """
+    """Tell, once for each edit, of each local module whose file is newer than its import."""
     has_edits = False
     for name in sorted(local_modules()):
         module = sys.modules.get(name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +17,6 @@ from nbaccel.base import processes
 from nbaccel.base.errors import LaunchInterrupted
 from nbaccel.base.log import write_notice
 from nbaccel.calls import outcome
-from nbaccel.calls.outcome import why_lost
 from nbaccel.calls.status_table import rank_status
 from nbaccel.calls.supervisor import CallResult, RankTasks, Supervisor
 from nbaccel.config.capabilities import engine_row
@@ -56,24 +56,19 @@ def open_hosts(
 
 
 class Group:
-    """Workers that are started together, watched while they do what they are given, and ended.
-
-    They take one task after the other if the group stays, as a pool's does, or make a single call.
-    """
+    """Workers that are started together, given one call or, where it stays, task after task."""
 
     def __init__(self, plan: Plan, starter: Starter, *, stays: bool) -> None:
         self.plan = plan
         self.stays = stays
         self.members: list[WorkerHandle] = []
         self.oom_kills = processes.oom_kills()
-        self.why_lost = ""
-        """Why a pool's workers were all ended in a task; empty while they are there."""
+        self.why_lost = ""  # why a pool's workers were all ended; empty while they are there
         self._starter = starter
         self._on_end = contextlib.ExitStack()
         # Before all others, so that it runs after them: workers are reaped through the starter.
         self._on_end.callback(starter.close)
-        self._numbers = itertools.count()
-        """Of tasks. A worker's first `Idle` has the number 0: that of its start."""
+        self._numbers = itertools.count()  # of tasks; a worker's first `Idle` has number 0
         self._rank_logs: RankLogs | None = None
         self._task: Supervisor | None = None
 
@@ -89,14 +84,15 @@ class Group:
         variables: Mapping[str, str] | None = None,
         stays: bool = False,
     ) -> Group:
-        """Start the workers of a plan, which are set up while this returns.
-
-        They are ended by `clean_up`, also if the start fails. Workers that are forked from this
-        process for one call have `forked_call`; the `variables` are further ones of theirs.
-        """
+        """Start the workers of a plan, set up while this returns; `clean_up` ends them."""
         if session is None:
             place = _meeting_place(plan)
-            starter = _local_starter(plan, waiting_line, forked_call)
+            if plan.start_method == "fork":
+                is_asked = forked_call is None or plan.config.start_method == "fork"
+                starter: Starter = ForkStarter(forked_call, is_asked=is_asked)
+            else:
+                threads = plan.threads_per_process
+                starter = TemplateStarter(plan.device, threads=threads, say=waiting_line.say)
         else:
             plan = session.plan
             place = session.bind_store(plan.port)
@@ -127,9 +123,7 @@ class Group:
             group = cls.started(undo_start, plan, session, waiting_line, stays=True)
             result = group.run_tasks({}, ranks=[member.rank for member in group.members])
             if result.interrupted:
-                raise LaunchInterrupted(
-                    f"all {len(group.members)} workers have been ended at their start"
-                )
+                raise LaunchInterrupted(f"all {len(group.members)} workers were ended at the start")
             if not result.is_complete:
                 raise outcome.call_error(result, plan)
             # The start has succeeded: the group is the caller's to end.
@@ -197,8 +191,6 @@ class Group:
         ends = [(member, self._starter.end_of(member.pid)) for member in self._living()]
         return [(member, ended) for member, ended in ends if ended is not None]
 
-    # ---- ending
-
     def let_exit(self) -> None:
         """Let idle workers do what libraries do at the end of a process, before they are ended."""
         for member in self._living():
@@ -229,8 +221,6 @@ class Group:
             for member, _ in self.collect():
                 member.end()
 
-    # ---- tasks
-
     def run_tasks(
         self,
         tasks: RankTasks,
@@ -238,9 +228,21 @@ class Group:
         ranks: Collection[int] | None = None,
         timeout_s: float | None = None,
         place: CellPlace | None = None,
-        make_show: Callable[[], DashboardUpdater] | None = None,
+        title: str = "",
+        waiting_line: WaitingLine | None = None,
+        on_poll: Callable[[], None] | None = None,
     ) -> CallResult:
-        """Give some workers a task each, and watch until all of them, or `ranks`, have finished."""
+        """Give workers a task each, and watch until all of them, or `ranks`, have finished."""
+        make_show = functools.partial(
+            DashboardUpdater,
+            list(tasks),
+            plan=self.plan,
+            place=place,
+            title=title,
+            of_pool=self.stays,
+            waiting_line=waiting_line,
+            on_poll=on_poll,
+        )
         ranks = ranks or tasks
         member_ranks = [member.rank for member in self.members]
         prefix = self.plan.config.log_line_prefix_template
@@ -266,21 +268,19 @@ class Group:
             task_number=next(self._numbers),
             console=console,
             timeout_s=timeout_s,
-            make_show=make_show,
+            make_show=make_show if place is not None else None,
         )
         try:
             result = self._task.run()
         finally:
             self._task = None
         if result.lost:
-            self.why_lost = why_lost(result)
+            self.why_lost = outcome.why_lost(result)
         return result
 
     def everyone(self, body: Any, fds: Sequence[int] = ()) -> CallResult:
         """Give all workers the same task."""
         return self.run_tasks({member.rank: (body, fds) for member in self.members})
-
-    # ---- between tasks
 
     def rank_rows(self) -> list[RankStatus]:
         """How each worker stands, by what it has told last; none is asked."""
@@ -309,12 +309,3 @@ def _meeting_place(plan: Plan) -> MeetingPlace:
         node_rank=config.node_rank,
         num_nodes=config.num_nodes,
     )
-
-
-def _local_starter(
-    plan: Plan, waiting_line: WaitingLine, forked_call: worker.WorkerCall | None
-) -> Starter:
-    if plan.start_method == "fork":
-        is_asked = forked_call is None or plan.config.start_method == "fork"
-        return ForkStarter(forked_call, is_asked=is_asked)
-    return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)

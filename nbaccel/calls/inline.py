@@ -35,8 +35,7 @@ from nbaccel.workers.fork_safety import has_process_group
 if TYPE_CHECKING:
     from torch import nn
 
-_SHORT_S = 0.05
-"""A function without a bar that is over by then leaves no place for a panel behind."""
+_SHORT_S = 0.05  # a function without a bar that is over by then leaves no place for a panel behind
 
 
 def run_observed(
@@ -73,8 +72,7 @@ def _call_here(
     address = processes.loopback(plan.config.master_addr)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe, _tidy_process():
-        # A port that is bound but not listened on is reserved, and the store can still listen there
-        # with this option.
+        # Bound, not listened on: the port is reserved, and the store can listen there with this.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((address, plan.port or 0))
         topology = Topology(master_addr=address, master_port=int(probe.getsockname()[1]))
@@ -90,11 +88,7 @@ def _call_here(
 
 @contextlib.contextmanager
 def _modules_given_back(args: tuple[Any, ...]) -> Iterator[None]:
-    """Undo what the call has made of modules: layers for 8 bits, shards of a library.
-
-    Not what the notebook itself had made of them before. Nothing is imported for a function that
-    does not use it: torch alone takes a second.
-    """
+    """Undo what the call itself has made of modules: layers for 8 bits, shards of a library."""
     modules: list[nn.Module] = []
     if "torch" in sys.modules:
         from nbaccel.transfer.object_walk import find_modules
@@ -152,21 +146,13 @@ def _tidy_process() -> Iterator[None]:
             training_libraries.forget_accelerate()
 
 
-# ---- what is seen of it
-
-
 class BoardChannel:
-    """Takes the place of a worker's channel to the notebook: messages go to the board at once.
-
-    With the first of them the panel has its place in the cell. It is drawn whenever something is
-    reported, since nothing else runs meanwhile.
-    """
+    """Takes the place of a worker's channel to the notebook: messages go to the board at once."""
 
     def __init__(self, plan: Plan, title: str) -> None:
         self._place = CellPlace()
-        self.has_panel = (
-            self._place.has_panel and threading.current_thread() is threading.main_thread()
-        )
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        self.has_panel = self._place.has_panel and is_main_thread
         self.dashboard = Dashboard(
             [0], plan=plan, title=title, place=self._place, is_wanted=self.has_panel
         )
@@ -182,9 +168,7 @@ class BoardChannel:
             dashboard.update([self._own_row("running")])
         return True
 
-    def send(self, message: Any) -> None:
-        """Take in what the function reports."""
-        self.try_send(message)
+    send = try_send
 
     def end(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave the summary of a function that has returned, or raised what is of this kind."""

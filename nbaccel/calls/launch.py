@@ -4,10 +4,6 @@
 
 Whatever happens, everything opened here is closed here, and the notebook's process is left as it
 was found.
-
-A call is pickled for workers of the template, or inherited by a fork. Where `auto` is asked for, it
-is decided here: the template, unless a fork is safe and the template is not ready, or something
-cannot be pickled or would cost too much to copy.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ from nbaccel.calls.supervisor import CallResult
 from nbaccel.config.call_arguments import call_title
 from nbaccel.config.capabilities import ENGINES, device_row
 from nbaccel.hosts.host_session import HostSession
-from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.publish import WaitingLine
 from nbaccel.plan import Choice, Plan, registry
@@ -51,11 +46,9 @@ from nbaccel.workers.worker_processes import WorkerHandle, check_requirements, d
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
 
-_COPY_LIMIT_BYTES = 256 * 2**20
-"""A pickle longer than this costs seconds per launch; a fork would cost nothing."""
+_COPY_LIMIT_BYTES = 256 * 2**20  # a longer pickle costs seconds per launch; a fork, nothing
 
-_SEARCH_LIMIT_BYTES = 8 * 2**20
-"""A longer pickle is not searched for names."""
+_SEARCH_LIMIT_BYTES = 8 * 2**20  # a longer pickle is not searched for names
 
 
 def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
@@ -66,8 +59,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
         # Tried first, so that the user learns why the second launch does not begin.
         if not _ONE_AT_A_TIME.acquire(blocking=False):
             write_notice(
-                "nbaccel: another thread of this notebook has begun a launch; this one waits until "
-                "that is over.\n"
+                "nbaccel: another thread of this notebook has begun a launch; this one waits.\n"
             )
             _ONE_AT_A_TIME.acquire()
         clean_up.callback(_ONE_AT_A_TIME.release)
@@ -185,13 +177,8 @@ def _run_attempt(
             dict.fromkeys(ranks, packed.task(receiver)),
             timeout_s=config.timeout,
             place=waiting_line.place,
-            make_show=lambda: DashboardUpdater(
-                ranks,
-                plan=group.plan,
-                place=waiting_line.place,
-                waiting_line=waiting_line,
-                title=call_title(packed.call.function, packed.call.args),
-            ),
+            waiting_line=waiting_line,
+            title=call_title(packed.call.function, packed.call.args),
         )
         was_stopped = "; the model is as it was" if packed.arenas else ""
         return conclude_call(
@@ -232,12 +219,10 @@ class PackedCall:
     """A call that is ready to be sent, or to be inherited."""
 
     call: worker.WorkerCall
-    sharing: arena.Sharing
-    """The modules that are copied back: those in the arguments and those the function reaches."""
+    sharing: arena.Sharing  # the modules of the arguments, and those that the function reaches
     arenas: dict[str, arena.Arena]
     job: messaging.Job
-    payload_fds: tuple[int, ...] = ()
-    """The payload's memory file, which the owner of this record closes; none where inherited."""
+    payload_fds: tuple[int, ...] = ()  # the payload's memory file, which the owner closes; or none
 
     @property
     def is_inherited(self) -> bool:
@@ -259,10 +244,7 @@ class PackedCall:
         return self.job, [*fds, *staging_fds, *self.payload_fds]
 
     def mentions(self, package: str) -> bool:
-        """Whether the call may use a package: its name is in the pickle.
-
-        Functions of the notebook travel with their code, so names that they import are there, too.
-        """
+        """Whether the call may use a package: the pickle, which has code, too, has its name."""
         if self.job.payload is None:
             return False
         first_byte, end_byte = self.job.payload.pickle
@@ -309,7 +291,8 @@ def pack_call(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[PackedCall, Plan]:
     """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
-    sharing = _shared(object_walk.find_modules(args) if args else ())
+    modules = object_walk.find_modules(args) if args else ()
+    sharing = arena.share_modules(modules) if modules else arena.Sharing()
     if plan.start_method == "fork":
         fork_safety.judge_fork()
         return _inherited_call(function, args, sharing), plan
@@ -340,7 +323,7 @@ def pack_call(
 
 def pack_for_running_workers(function: Callable[..., Any], args: tuple[Any, ...]) -> PackedCall:
     """Make the call ready for workers that exist already: whatever it needs has to travel."""
-    sharing = _shared(object_walk.find_modules(args))
+    sharing = arena.share_modules(object_walk.find_modules(args))
     try:
         packed = _pickled_call(function, args, sharing, None, looks_anew=False)
         for used in packed.arenas.values():
@@ -418,10 +401,6 @@ def _packed(
     return PackedCall(call=call, sharing=sharing, arenas=arenas, job=job, payload_fds=payload_fds)
 
 
-def _shared(modules: Sequence[tuple[str, nn.Module]]) -> arena.Sharing:
-    return arena.share_modules(modules) if modules else arena.Sharing()
-
-
 def _strays(modules: Sequence[nn.Module], sharing: arena.Sharing) -> Sequence[nn.Module]:
     """Those of these modules that are not shared yet."""
     return modules and object_walk.outermost_modules(
@@ -492,14 +471,10 @@ class CallOutcome:
 
     values: list[Any]
     plan: Plan
-    state_dicts: dict[str, dict[str, Any]]
-    """Weights of modules whose structure changed, so that they could not be copied in place."""
-    observed: RunBoard | None = None
-    """What was seen of it."""
-    stopped: errors.LaunchInterrupted | None = None
-    """What is to be raised where the user has stopped it and its weights are kept."""
-    has_ended: bool = True
-    """Whether the functions came to their ends."""
+    state_dicts: dict[str, dict[str, Any]]  # of modules that could not be copied in place
+    observed: RunBoard | None = None  # what was seen of it
+    stopped: errors.LaunchInterrupted | None = None  # what a Stop that keeps the weights raises
+    has_ended: bool = True  # whether the functions came to their ends
 
 
 def conclude_call(
@@ -541,9 +516,7 @@ def conclude_call(
     level = frames.caller_level() if lines else 0
     for line in lines:
         warnings.warn(line, stacklevel=level)
-    state_dicts = {
-        path: state_dict for report in reports for path, state_dict in report.state_dicts.items()
-    }
+    state_dicts = {path: state for report in reports for path, state in report.state_dicts.items()}
     stopped = None
     if result.interrupted:
         ranks = result.observed.ranks.values() if result.observed is not None else ()

@@ -1,14 +1,8 @@
 """Where a launch that is stopped keeps its function's state; and scripts as launched functions.
 
-The next launch of the same function goes on with that. A script is a function, too: it runs as
-``python script.py`` would, in a process that is already warm.
-
-    nbaccel launch script.py --lr 0.1   ─► Script ─► run_script(Script) in each worker
-                                             │
-              sys.argv, sys.path[0] and __main__ are the script's while it runs
-
-`__main__` is replaced and not only its names filled in, so that classes of the script are pickled
-(`torch.save`, DataLoader workers) by the name under which they are found again.
+A script runs as ``python script.py`` would, in a process that is already warm. `__main__` is
+replaced and not only its names filled in, so that classes of the script are pickled (`torch.save`,
+DataLoader workers) by the name under which they are found again.
 """
 
 from __future__ import annotations
@@ -33,8 +27,7 @@ from nbaccel.config.given_values import RESUME_HERE
 from nbaccel.plan import Plan
 from nbaccel.workers.failure import FailureRecord
 
-_FOLDERS: dict[str, str] = {}
-"""Module and name of a function → its folder, which goes with this process."""
+_FOLDERS: dict[str, str] = {}  # module and name of a function → its folder, until this process ends
 
 
 def resume_folder(plan: Plan, function: Callable[..., Any]) -> Path | None:
@@ -80,9 +73,6 @@ def _remove(process_id: int, folder: str) -> None:
     # A process that was forked from this one has the function, too.
     if os.getpid() == process_id:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# ------------------------------------------------------------------------- scripts
 
 
 def run_script(script: Script) -> None:

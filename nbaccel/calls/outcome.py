@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from torch import nn
 
 from nbaccel.base import errors, frames
-from nbaccel.base.units import count_noun, first_few, format_seconds
+from nbaccel.base.units import first_few, format_seconds
 from nbaccel.calls.supervisor import CallResult
 from nbaccel.config.given_values import closest
 from nbaccel.output import publish
@@ -22,12 +22,8 @@ from nbaccel.workers import failure
 from nbaccel.workers.failure import PortableException
 from nbaccel.workers.worker_processes import WorkerHandle
 
-_LATEST_FAILURE: list[failure.FailureRecord] = []
-
-
-def latest_failure() -> tuple[failure.FailureRecord, ...]:
-    """What is known of each rank of the last launch or cell that failed, the cause first."""
-    return tuple(_LATEST_FAILURE)
+LATEST_FAILURE: list[failure.FailureRecord] = []
+"""What is known of each rank of the last launch or cell that failed, the cause first."""
 
 
 class RemoteTraceback(Exception):
@@ -54,7 +50,7 @@ def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> errors
     records = [m.record or m.record_of_stop() for m in members if m.returned is None]
     # None where all ranks returned while they were being stopped, their calls cut short.
     cause = failure.first_cause(records) if records else None
-    _LATEST_FAILURE[:] = sorted(records, key=lambda record: (record is not cause, record.rank))
+    LATEST_FAILURE[:] = sorted(records, key=lambda record: (record is not cause, record.rank))
     if cause is None or result.timed_out:
         timeout = format_seconds(plan.config.timeout or 0.0)
         lines = [
@@ -133,9 +129,8 @@ def _of_several_ranks(
             "branch on the rank or for ranks with different numbers of batches."
         )
     messages = [record.raised.message for record in records if record.raised is not None]
-    lines = itertools.chain(
-        *result.console.tails().values(), result.console.library_messages.lines()
-    )
+    console = result.console
+    lines = itertools.chain(*console.tails().values(), console.library_messages.lines())
     if any(map(failure.tells_of_unlike_collectives, (*messages, *lines))):
         return "", (
             "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
@@ -194,8 +189,16 @@ WORKERS_LOST = (
 )
 
 
-def closing_lines(result: CallResult, unsendable: Mapping[str, str]) -> str:
-    """The closing lines of a failure report: what is left, and why a name was missing."""
+def task_error(
+    result: CallResult, plan: Plan, unsendable: Mapping[str, str]
+) -> errors.WorkerFailed | errors.LaunchInterrupted | None:
+    """What a task in live workers has to raise, with what is left; None if it ended well."""
+    if result.interrupted:
+        lines = ["the cell was stopped.", *where_ranks_were(result, "was through with it")]
+        message = "\n".join([*lines, _what_is_left(result)])
+        return with_report(errors.LaunchInterrupted(message), result)
+    if result.is_complete:
+        return None
     missing = {
         member.record.raised.missing_name
         for member in result.members
@@ -206,15 +209,13 @@ def closing_lines(result: CallResult, unsendable: Mapping[str, str]) -> str:
         for name, reason in unsendable.items()
         if name in missing
     ]
-    return "\n".join([*lines, _what_is_left(result)])
+    closing_lines = "\n".join([*lines, _what_is_left(result)])
+    return call_error(result, plan, closing_lines=closing_lines)
 
 
 def _what_is_left(result: CallResult) -> str:
     if result.lost:
-        return (
-            f"{WORKERS_LOST} The notebook's own variables and models are as they were before this "
-            "cell."
-        )
+        return f"{WORKERS_LOST} The notebook's own variables and models are as before this cell."
     was_regrouped = result.out_of_step and True in result.in_groups
     return f"{_STILL_ALIVE} {_REGROUPED}" if was_regrouped else _STILL_ALIVE
 
@@ -234,20 +235,6 @@ def why_lost(result: CallResult) -> str:
     if cause.exit_status is None:
         return f"rank {cause.rank} did not answer an interrupt and had to be ended"
     return f"rank {cause.rank} {failure.name_exit(cause.exit_status)}"
-
-
-def new_workers_line(num_processes: int, reason: str) -> str:
-    """The line that says that new workers are started."""
-    return (
-        f"nbaccel: {count_noun(num_processes, 'new worker')} started, because {reason}; what "
-        "the cells before had defined in them is gone.\n"
-    )
-
-
-def stopped_message(result: CallResult) -> str:
-    """What a Stop has ended with."""
-    lines = where_ranks_were(result, "was through with it")
-    return "\n".join(["the cell was stopped.", *lines, _what_is_left(result)])
 
 
 def after_call(result: CallResult) -> tuple[str, str]:

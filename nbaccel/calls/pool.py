@@ -2,9 +2,6 @@
 
     run ─► names the cell needs ─► bind_names ─► run_cell ─► weights back ─► results ─► out
            (namespace_sync)
-    weights back: write_weights ─► every rank writes its part into staging files
-        all ranks have: the notebook copies it into the arenas ─► share_equal_pages
-        a rank failed, died or was stopped: the files are dropped, and nothing has changed
 
 The pool decides what a task's end means: go on, leave the process groups, or start anew.
 """
@@ -24,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base import env, errors, frames
 from nbaccel.base.log import write_notice
 from nbaccel.base.processes import uninterrupted
+from nbaccel.base.units import count_noun
 from nbaccel.calls import outcome
 from nbaccel.calls.changed_packages import FOLLOWS_CELLS, sendable_changes, tell_of_edits
 from nbaccel.calls.group import Group
 from nbaccel.calls.launch import CallOutcome, conclude_call, pack_for_running_workers, staged
 from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
-from nbaccel.calls.status_table import CellDashboardUpdater, StatusTable, status_table
+from nbaccel.calls.status_table import StatusTable, status_table
 from nbaccel.calls.supervisor import CallResult, RankTasks
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import call_title, check_call
@@ -117,8 +115,7 @@ class Pool:
             )
         self.config = RunConfig(**settings) if config is None else run_config_of(config)
         self.plan = plan_pool(self.config)
-        self.reason = ""
-        """Why the pool is broken or stopped, if so."""
+        self.reason = ""  # why the pool is broken or stopped, if so
         if namespace is None:
             shell = frames.running_shell()
             # The notebook's; outside of one, that of the main module.
@@ -132,14 +129,12 @@ class Pool:
         self._observed: RunBoard | None = None
         self._activity = ""
         self._forget_workers()
-        self.on_poll: Callable[[], None] | None = None
-        """Called about once a second while a cell runs, from the thread that runs it."""
+        self.on_poll: Callable[[], None] | None = None  # called each second while a cell runs
 
     def _forget_workers(self) -> None:
         """Know of new workers that they have received nothing."""
         self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
-        self._generation = 0
-        """Of process groups: how often all ranks have left theirs."""
+        self._generation = 0  # of process groups: how often all ranks have left theirs
         self._told_of_weights: dict[tuple[str, str], str] = {}
         self._num_calls = 0
         self._has_sent_changes = False
@@ -393,28 +388,18 @@ class Pool:
             self._activity = ""
 
     def _show_tasks(self, group: Group, tasks: RankTasks, *, title: str) -> CallResult:
-        place = CellPlace()
-
-        def make_show() -> CellDashboardUpdater:
-            return CellDashboardUpdater(
-                list(tasks), plan=self.plan, place=place, on_poll=self.on_poll, title=title
-            )
-
         result = group.run_tasks(
-            tasks, timeout_s=self.config.timeout, place=place, make_show=make_show
+            tasks,
+            timeout_s=self.config.timeout,
+            place=CellPlace(),
+            on_poll=self.on_poll,
+            title=title,
         )
         self._observed = result.observed
         return result
 
     def _error_of(self, result: CallResult) -> BaseException | None:
-        """What a task has to raise, if it did not end well."""
-        if result.interrupted:
-            stop = errors.LaunchInterrupted(outcome.stopped_message(result))
-            return outcome.with_report(stop, result)
-        if result.is_complete:
-            return None
-        lines = outcome.closing_lines(result, self._namespace_sync.reasons)
-        return outcome.call_error(result, self.plan, closing_lines=lines)
+        return outcome.task_error(result, self.plan, self._namespace_sync.reasons)
 
     def _run_tasks(self, group: Group, tasks: RankTasks) -> CallResult:
         """Run tasks that are no cell; raise if they did not end well."""
@@ -500,11 +485,7 @@ class Pool:
         return closed
 
     def _after_cell(self, group: Group, result: CallResult) -> BaseException | None:
-        """Put the groups in order and copy the weights back, after a cell that lost no worker.
-
-        The caller holds interrupts back, because a model with half of the new weights is useless.
-        Returns what went wrong with that, if anything did.
-        """
+        """Put the groups in order and copy the weights back; returns what went wrong with that."""
         closed = self._keep_in_step(group, result)
         if closed is not None and not closed.went_well:
             words = "This was after the cell, while its process groups were ended."
@@ -628,7 +609,10 @@ class Pool:
 
     def _start_workers(self) -> Group:
         if self._state is PoolState.BROKEN:
-            write_notice(outcome.new_workers_line(self.num_processes, self.reason))
+            write_notice(
+                f"nbaccel: {count_noun(self.num_processes, 'new worker')} started, because "
+                f"{self.reason}; what the cells before had defined in them is gone.\n"
+            )
         self._state = PoolState.STARTING
         group, end = Group.ready(check_requirements(self.plan))
         self._workers = group
@@ -651,18 +635,18 @@ class Pool:
 
 
 def _source_of(text: str) -> CellSource:
-    """Code that comes from no cell."""
     if not isinstance(text, str):
         raise errors.WrongArguments(
             f"Pool.run takes a cell's code as text: got {shown(text)}. There is nothing to "
             "parse. Give text, or pool.call(function, ...) for a function."
         )
     # Equal code gets an equal name, so that linecache does not grow with each call.
-    return CellSource.of_text(text, filename=f"<pool code {abs(hash(text)):x}>")
+    name = f"<pool code {abs(hash(text)):x}>"
+    lines = tuple(f"{line}\n" for line in text.splitlines())
+    return CellSource(text=text, filename=name, cell=lines)
 
 
 def _error_after_cell(group: Group, result: CallResult, words: str) -> BaseException:
-    """The error of a task that followed a cell."""
     if result.lost:
         because = [result.lost_because] if result.lost_because else []
         words = "\n".join([words, *because, outcome.WORKERS_LOST])
@@ -683,6 +667,5 @@ def _unchanged_words(paths: Sequence[str]) -> str:
     verb = "are" if first else "is"
     return (
         f"This was after the cell, while the weights that it trained in {names} were written "
-        f"back: in the notebook {names} {verb} as before the cell, all of the weights old and none "
-        "new."
+        f"back: in the notebook {names} {verb} as before the cell, all of the weights old."
     )

@@ -1,10 +1,8 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
-    second thread   channel ─► tasks, for the main thread; answers ASK_WHEREABOUTS and BREAK at once
-    main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    a third one     interrupts again, a moment later, where an interrupt came at a block's end
-
-Both wait without polling, so an idle worker costs no CPU.
+second thread   channel ─► tasks, for the main thread; answers ASK_WHEREABOUTS and BREAK at once
+main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
+a third one     interrupts again, a moment later, where an interrupt came at a block's end
 """
 
 from __future__ import annotations
@@ -70,10 +68,7 @@ class CellWorker:
     """One worker; its public methods are what a `PoolTask` names."""
 
     def __init__(
-        self,
-        channel: messaging.Channel,
-        assignment: messaging.WorkerAssignment,
-        fds: list[int],
+        self, channel: messaging.Channel, assignment: messaging.WorkerAssignment, fds: list[int]
     ) -> None:
         signal.signal(signal.SIGINT, self._on_interrupt)
         self._channel = channel
@@ -83,8 +78,7 @@ class CellWorker:
         self._tasks: queue.SimpleQueue[tuple[messaging.Task, list[int]] | None] = (
             queue.SimpleQueue()
         )
-        self._stop = step_stop.AgreedStop(channel, listens=False)
-        """Of the latest call."""
+        self._stop = step_stop.AgreedStop(channel, listens=False)  # of the latest call
         self._context = worker.set_up_process(assignment, fds)
         memfd.close_all(fds)
         self._rank = self._context.place.rank

@@ -1,25 +1,14 @@
 """Process groups in a live worker: joined when first needed, cut when stuck, begun anew after that.
 
-DDP models go on in the new groups after the old ones were left.
+`dist.all_reduce(x)` in a cell needs no set-up: the first use of the default group joins it, and the
+notebook asks the workers that are idle to join as well.
 
-[Note: joined on request] `dist.all_reduce(x)` in a cell needs no set-up: the first use of the
-default group joins it, and the notebook asks the workers that are idle to join as well. (Those that
-run the same cell come by themselves.) `init_process_group()` in a cell that is run twice finds the
-group there and leaves it.
-
-[Note: cutting] A rank whose peers have failed waits in C++ for ever and handles no signals. Its
-second thread then shuts down the sockets that belong to its groups, and the wait ends with an
-error. NCCL has `abort` for that. Groups that were cut, or whose ranks have begun different numbers
-of collectives, are of no more use: all ranks leave them, and the next use makes new ones under a
-new prefix in the store. DDP models take these up in their next forward (`reattach_models`).
-
-    forward of a DDP model whose group was left
-      ─► the default group, joined by all ranks     the wrapper gets a new reducer in it
-      ─► weights and buffers of rank 0              as DDP's constructor sends them
-      ─► are the optimizers' states equal?          if not, rank 0's: a rank may be a step ahead
-
-What the constructor would do, without a new wrapper: the optimizer, its state and other code hold
-references to the old one.
+A rank whose peers have failed waits in C++ for ever and handles no signals. Its second thread then
+shuts down the sockets that belong to its groups, and the wait ends with an error; NCCL has `abort`
+for that. Groups that were cut, or whose ranks have begun different numbers of collectives, are of
+no more use: all ranks leave them, and the next use makes new ones. DDP models take these up in
+their next forward (`reattach_models`), which does what DDP's constructor would do, without a new
+wrapper: the optimizer, its state and other code hold references to the old one.
 """
 
 from __future__ import annotations

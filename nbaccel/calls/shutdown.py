@@ -74,8 +74,7 @@ KEEP_WORKERS = ShutdownPolicy(
 )
 AFTER_LOSS: ShutdownSteps = ((ShutdownStep.ASK, limits.ASK_LAST_S), _KILL)
 """For the workers of a pool when one was lost: none can go on without it."""
-OVERDUE: ShutdownSteps = (_TERMINATE, _KILL)
-"""For workers of a launch that have been let go and do not exit."""
+OVERDUE: ShutdownSteps = (_TERMINATE, _KILL)  # for a launch's workers that were let go and stay
 
 
 @dataclass
@@ -92,8 +91,7 @@ class _Course:
     def advance(self) -> None:
         """Take the steps that are due."""
         while time.monotonic() >= self.due_at:
-            # One that is still being forked hears no signal: an interrupt might even wake what
-            # hangs in it.
+            # One still being forked hears no signal: an interrupt might wake what hangs in it.
             is_unborn = self.member.state is HandleState.FORKED
             while self.left and is_unborn and self.left[0][0] in _MAKES_UNWIND:
                 self.left.popleft()
@@ -124,11 +122,7 @@ class ShutdownLadder:
     def __init__(self, members: Iterable[WorkerHandle], steps: ShutdownSteps) -> None:
         self.began = time.monotonic()
         self.has_cut = False  # if so, the process groups are unusable
-        self._courses = {
-            member.rank: _Course(member, deque(steps), self.began) for member in members
-        }
-
-    # ---- events
+        self._courses = {one.rank: _Course(one, deque(steps), self.began) for one in members}
 
     def answered(self, member: WorkerHandle) -> None:
         """This worker has said where it is. Once all have, waiting for answers ends."""
@@ -171,8 +165,6 @@ class ShutdownLadder:
                 course.left.popleft()
             if course.left:
                 course.due_at = 0.0  # the monotonic clock is always beyond it
-
-    # ---- time
 
     @property
     def is_over(self) -> bool:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from nbaccel.base.units import first_few, format_bytes, format_seconds, number_ranges
 from nbaccel.calls.pool_planning import PoolState
-from nbaccel.output.panel.display import DashboardUpdater, WatchedCall, resident, state_of
+from nbaccel.output.panel.display import resident
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.panel.live_html import html_table
-from nbaccel.output.publish import CellPlace
 from nbaccel.output.report import indented
 from nbaccel.plan import Plan
 from nbaccel.workers import messaging
@@ -21,38 +19,7 @@ from nbaccel.workers.template import template_for
 from nbaccel.workers.worker_processes import WorkerHandle
 
 
-class CellDashboardUpdater(DashboardUpdater):
-    """The dashboard of a cell, or of a call in live workers: it also shows where each rank is."""
-
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        *,
-        plan: Plan,
-        place: CellPlace,
-        on_poll: Callable[[], None] | None = None,
-        title: str = "",
-    ) -> None:
-        super().__init__(ranks, plan=plan, place=place, always_shown=True, title=title)
-        self._on_poll = on_poll
-
-    def row(self, call: WatchedCall, member: WorkerHandle) -> RankStatus:
-        """One rank, as it is now, with what it is doing."""
-        values = rank_status(member, is_open=member.rank in call.open)
-        # A rank that has finished is idle; how it finished is of more interest.
-        state = state_of(member) if values.state == "idle" else values.state
-        return replace(values, state=state, seconds=call.seconds)
-
-    def after_update(self, call: WatchedCall) -> None:
-        """Ask the ranks where they are, for the next time."""
-        if self._on_poll is not None:
-            self._on_poll()
-        for member in call.at_work():
-            if member.rank in call.open:
-                member.ask_where()
-
-
-def rank_status(member: WorkerHandle, *, is_open: bool, is_gone: bool = False) -> RankStatus:
+def rank_status(member: WorkerHandle, *, is_open: bool, is_gone: bool) -> RankStatus:
     """One row of the table."""
     if member.has_ended or is_gone:
         state = "gone"

@@ -5,19 +5,15 @@
     sentinels ─► exits
     wake pipe ─► an interrupt of the notebook, as Stop sends it
 
-A launch's workers make one call and leave: it is over when all have ended. A pool's stay: it is
-over when all that had the task are idle again, or when a worker is lost.
-
-Nothing is polled and no thread is started. How workers are made to give up is `shutdown`'s. Finding
-out when something is due and doing it are two steps: finding out changes nothing.
+Nothing is polled and no thread is started. Finding out when something is due and doing it are two
+steps: finding out changes nothing.
 
 [Note: exit barrier] A rank that exits closes its connections. If it does so too early, it breaks a
 peer that is still connecting to it (`init_process_group` returns on one rank before it does on the
 other). If it does so too late, a peer that waits for it in a collective waits for ever instead of
 learning that it is gone. So a launch's rank that has returned stays until all have; and if that
-takes long, until no other is seen setting up a group. Then it exits, and a peer that still depends
-on it fails at once, with its name. Where a launch is ended, it stays until no other is at work: a
-peer in a collective would report an error that this end has caused.
+takes long, until no other is seen setting up a group. Where a launch is ended, it stays until no
+other is at work: a peer in a collective would report an error that this end has caused.
 """
 
 from __future__ import annotations
@@ -48,8 +44,7 @@ from nbaccel.workers import messaging, template, time_limits
 from nbaccel.workers.failure import RankActivity
 from nbaccel.workers.worker_processes import HandleState, WorkerHandle
 
-RankTasks = Mapping[int, tuple[Any, Sequence[int]]]
-"""Rank → a task's body, and the descriptors to send along."""
+RankTasks = Mapping[int, tuple[Any, Sequence[int]]]  # rank → a task's body, and descriptors
 
 _READ_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle.connect`
@@ -59,23 +54,15 @@ _PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle.connect`
 class CallResult:
     """How a call ended; a `Supervisor` fills it in."""
 
-    members: tuple[WorkerHandle, ...] = ()
-    """The workers that had it, by rank, with what each has returned, raised or died of."""
-    console: Console = field(repr=False)
-    """What ranks have printed."""
-    interrupted: bool = False
-    """The user has stopped it."""
+    members: tuple[WorkerHandle, ...] = ()  # the workers that had it, by rank, with their answers
+    console: Console = field(repr=False)  # what ranks have printed
+    interrupted: bool = False  # the user has stopped it
     timed_out: bool = False
-    stuck: list[WorkerHandle] = field(default_factory=list)
-    """Workers that never sent a message."""
-    observed: RunBoard | None = field(default=None, repr=False)
-    """What was seen of it; None for one that is not shown."""
-    idle: dict[int, messaging.Idle] = field(default_factory=dict)
-    """The last message of each rank of a pool that has finished."""
-    lost: list[int] = field(default_factory=list)
-    """Ranks of a pool that have ended."""
-    lost_because: str = ""
-    """Why all were lost at once, if it was that."""
+    stuck: list[WorkerHandle] = field(default_factory=list)  # workers that never sent a message
+    observed: RunBoard | None = field(default=None, repr=False)  # None for one that is not shown
+    idle: dict[int, messaging.Idle] = field(default_factory=dict)  # the last message of each
+    lost: list[int] = field(default_factory=list)  # ranks of a pool that have ended
+    lost_because: str = ""  # why all were lost at once, if it was that
     out_of_step: bool = False
     """Whether process groups cannot be used any longer: a rank was cut off in a collective, or all
     have run it and begun different numbers of them, so that the next one would meet the wrong
@@ -154,16 +141,14 @@ class Supervisor:
         self._show: DashboardUpdater | None = None
         # Not epoll: a call is short, and each registering there is a system call.
         self._selector = selectors.PollSelector()
-        self._paused: dict[int, WorkerHandle] = {}
-        """Pipes that are not read just now: the worker waits in its `print`."""
+        self._paused: dict[int, WorkerHandle] = {}  # pipes not read now: the worker waits
         self._began = time.monotonic()
         self._deadline = None if timeout_s is None else self._began + timeout_s
         self._policy = shutdown.KEEP_WORKERS if group.stays else shutdown.END_WORKERS
         self._watch = RankWatch(self.participants(), lets_exit=not group.stays)
         self._ladder: shutdown.ShutdownLadder | None = None
         self._agreement: shutdown.StepAgreement | None = None
-        self._joining: set[int] = set()
-        """Ranks that have finished, or have no task, and join a process group for the others."""
+        self._joining: set[int] = set()  # ranks that join a process group for the others
         self._group_wanted: messaging.GroupWanted | None = None
         self.result = CallResult(console=console)
         for member in self.members:
@@ -214,7 +199,6 @@ class Supervisor:
         return result
 
     def _ending(self) -> str:
-        """How the call has ended, if not well."""
         if self.result.interrupted:
             return "stopped"
         if self.result.timed_out:
@@ -280,7 +264,6 @@ class Supervisor:
         return not (self.open or (self._ladder is not None and self._joining))
 
     def _give_up(self, *, failed: bool = False, first: shutdown.ShutdownSteps = ()) -> None:
-        """Let all workers give up the call."""
         steps = (*first, *(self._policy.on_failure if failed else self._policy.on_stop))
         if failed and engine_row(self._group.plan.engine).runs_on_hosts:
             records = [member.record for member in self.members if member.record is not None]
@@ -312,9 +295,8 @@ class Supervisor:
     def _check_clocks(self) -> None:
         now = time.monotonic()
         # First: a worker that hangs in its fork would otherwise be reported as a timeout.
-        self.result.stuck = [
-            m for m in self._unborn() if now >= m.forked_at + time_limits.FIRST_MESSAGE_S
-        ]
+        latest = now - time_limits.FIRST_MESSAGE_S
+        self.result.stuck = [m for m in self._unborn() if m.forked_at <= latest]
         if self.result.stuck:
             self._give_up()
         elif self._deadline is not None and now >= self._deadline:
@@ -330,7 +312,6 @@ class Supervisor:
             self._end_leftover()
 
     def _end_leftover(self) -> None:
-        """End workers that have handed over all they had."""
         living = [member for member in self.members if not member.has_ended]
         self._start_ladder(shutdown.ShutdownLadder(living, shutdown.OVERDUE))
 
@@ -385,15 +366,6 @@ class Supervisor:
         if self._show is not None:
             self._show.poll(self)
 
-    def _drain(self, member: WorkerHandle) -> None:
-        """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
-        while not member.hung_up and messaging.wait([member.channel.fileno()]):
-            self._receive_message(member)
-        self._hang_up(member)
-        self.drain_output(member)
-        for pipe in member.pipes:
-            self._forget(pipe)
-
     def drain_output(self, member: WorkerHandle) -> None:
         """Read all that the worker has printed so far."""
         for pipe in tuple(member.pipes):
@@ -421,7 +393,6 @@ class Supervisor:
                 self._on_message(member, message, fds)
 
     def _on_message(self, member: WorkerHandle, message: Any, fds: list[int]) -> None:
-        """A worker has said how far it is."""
         match message:
             case messaging.Word.ALIVE:
                 member.state = HandleState.ALIVE
@@ -478,7 +449,6 @@ class Supervisor:
                 self._selector.register(pipe, selectors.EVENT_READ, member)
 
     def _forget(self, pipe: int) -> None:
-        """Stop reading this pipe."""
         if self._paused.pop(pipe, None) is None:
             self._selector.unregister(pipe)
 
@@ -490,7 +460,6 @@ class Supervisor:
     # ---- messages
 
     def _on_failure(self, member: WorkerHandle, message: messaging.Failed, fds: list[int]) -> None:
-        """A worker's function has raised."""
         if member.rank not in self.open:
             # Outside the task, such as in a join.
             memfd.close_all(fds)
@@ -549,7 +518,6 @@ class Supervisor:
     # ---- interrupts and exits
 
     def _on_interrupt(self) -> None:
-        """The user has pressed Stop."""
         if self._ladder is not None:
             # Stop was pressed twice, or while a failure is handled, which is still reported.
             if self._ladder.is_over:
@@ -585,10 +553,15 @@ class Supervisor:
         return max(waits, default=0.0)
 
     def _on_sentinel(self) -> None:
-        """Workers may have ended."""
         for member, ended in self._group.collect():
             # Before the end is noted: its last messages say whether it had returned.
-            self._drain(member)
+            while not member.hung_up and messaging.wait([member.channel.fileno()]):
+                self._receive_message(member)
+            self._hang_up(member)
+            # Not to their end: a grandchild may hold the pipes open for ever.
+            self.drain_output(member)
+            for pipe in member.pipes:
+                self._forget(pipe)
             self._selector.unregister(member.sentinel)
             self.console.close(member.rank)
             if self._ladder is not None:
@@ -650,8 +623,6 @@ def _waking_pipe() -> Iterator[int]:
         os.close(waking)
 
 
-# ------------------------------------------------------------------------- where the ranks are
-
 LOOK_S = 5.0
 _LOOKS = 2  # for so many a rank waits before it is told of
 _IDLE_SHARE = 0.03  # of the time: the threads of libraries use a little even while a rank waits
@@ -671,16 +642,12 @@ class RankWatch:
         self._lets_exit = lets_exit
         self._looked_at = time.monotonic()
         self._look_at = self._looked_at + LOOK_S
-        self._answers_at: float | None = None
-        """When all that were asked have had time to answer; None if none was asked."""
-        self._overdue_at: float | None = None
-        """When those that may exit must have."""
+        self._answers_at: float | None = None  # when those that were asked must have answered
+        self._overdue_at: float | None = None  # when those that may exit must have
         self._released: set[int] = set()
         self._cpu_s: dict[int, float] = {}
-        self._idle_ranks: frozenset[int] = frozenset()
-        """Those that had done next to nothing at the last look."""
-        self._doing: dict[int, tuple[RankActivity, float]] = {}
-        """Idle rank → what it was doing when it was asked last, and since which answer."""
+        self._idle_ranks: frozenset[int] = frozenset()  # they had done next to nothing lately
+        self._doing: dict[int, tuple[RankActivity, float]] = {}  # of idle ranks; since which answer
         self._told_waits: set[tuple[int, RankActivity]] = set()
 
     def note_return(self) -> None:
@@ -699,11 +666,7 @@ class RankWatch:
         return self._look_at if self._answers_at is None else self._answers_at
 
     def is_overdue(self) -> bool:
-        """Whether workers that may exit and have not must be ended.
-
-        They have handed over all they had. One that does not exit (stopped by a signal, or stuck in
-        a library's clean-up), or whose end is not reported, must not keep the notebook waiting.
-        """
+        """Whether workers that have handed over all they had, and do not exit, must be ended."""
         is_late = self._overdue_at is not None and time.monotonic() >= self._overdue_at
         return is_late and not self._busy() and not self._waiting()
 
@@ -745,8 +708,6 @@ class RankWatch:
     def _busy(self) -> list[WorkerHandle]:
         return [member for member in self._members if member.is_busy]
 
-    # ---- exits
-
     def _waiting(self) -> list[WorkerHandle]:
         """Workers that have handed over what they had, and may not exit yet."""
         return [
@@ -763,8 +724,6 @@ class RankWatch:
             self._overdue_at = now + time_limits.EXIT_S + time_limits.UNWIND_S
             self._released.add(member.rank)
             member.let_exit()
-
-    # ---- collectives
 
     def _find_idle(self, running: Iterable[WorkerHandle], seconds: float) -> frozenset[int]:
         cpu_before = self._cpu_s

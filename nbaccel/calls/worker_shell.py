@@ -3,11 +3,8 @@
     cell ──► transform (%, !, ?) ──► parse ──► compile ──► run ──► display hook ──► bundle
                      └── lines keep their numbers: frames name the line that the user sees
 
-There is no history file, no thread, no profile folder and no keyboard. An error is not printed here
-but raised, so that the notebook reports it once for all ranks.
-
-The imports include what a shell imports when it is made: a process that has imported this file
-forks workers that make theirs at once.
+An error is not printed here but raised, so that the notebook reports it once for all ranks. The
+imports include what a shell imports when it is made: workers forked from here make theirs at once.
 """
 
 from __future__ import annotations
@@ -136,8 +133,7 @@ class _BundleHook(DisplayHook):
 
     shell: Any
     bundle: dict[str, Any] | None = None
-    text: str = ""
-    """The cell's code."""
+    text: str = ""  # the cell's code
 
     def take(self) -> dict[str, Any] | None:
         """The value, once."""
@@ -399,10 +395,7 @@ def _no_debugger(name: str, rank: int) -> Callable[..., NoReturn]:
 
 
 def make_shell(send: Callable[[Any], None], *, rank: int) -> WorkerShell:
-    """Make the shell of this process, whose `__main__` module is the namespace of cells.
-
-    That of a forked kernel is dropped.
-    """
+    """Make the shell of this process, not a forked kernel's, for cells in `__main__`."""
     worker_output.text_bars()
     worker_output.forget_shells(InteractiveShell)
     worker_output.mute_comms()

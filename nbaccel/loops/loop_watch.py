@@ -8,8 +8,7 @@
     Trainer, Lightning, Fabric, Accelerate   what they log
 
 Most run in every step, so they do little (`benchmarks/report_cost.py`); `NBACCEL_WATCH_LOOPS=0`
-leaves them out. A loop that reports by itself is not seen a second time: whoever reports does it in
-a block of `telling`.
+leaves them out. Whoever reports by itself does so in a block of `telling`, and is not seen twice.
 """
 
 from __future__ import annotations
@@ -44,19 +43,13 @@ from nbaccel.plan.contracts.device import Device
 
 SWITCH = "NBACCEL_WATCH_LOOPS"
 _MEASURED_FIRST = 10  # passes of a DDP model that torch measures in any case
-_MOST_WITHOUT_FIRST = 20
-"""Steps of another optimizer after which the first one is of an earlier phase of the training."""
+_MOST_WITHOUT_FIRST = 20  # then the first optimizer is of an earlier phase of the training
 _MAX_DEPTH = 4  # of containers in which a batch's tensors are looked for
-_awaited: set[str] = set()
-"""Libraries that are looked for when they are imported."""
+_awaited: set[str] = set()  # libraries that are looked for when they are imported
 
 
 class StepBoundaries:
-    """Finds where the steps of a function end: all that belongs to one is done there.
-
-    A boundary lies before a batch is read, if an optimizer has stepped since the last boundary. In
-    a function without a DataLoader it lies right before the first optimizer's next step.
-    """
+    """Finds where steps end: before a batch is read, or the first optimizer's next step."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         # Whether the function is to be stopped; called at each boundary, in its thread.
@@ -186,8 +179,7 @@ class _Watch:
             boundaries.about_to_step(id(optimizer))
 
     def _is_part_of_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        # DeepSpeed calls its optimizer once for each part of the parameters: a step has a backward
-        # pass of its own at least.
+        # DeepSpeed steps once for each part of the parameters, all after one backward pass.
         return self._backwards_at_step.get(id(optimizer)) == self.num_backwards
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -362,9 +354,6 @@ class SeenLoop:
         self._reporter.loop_ends(self._loop)
 
 
-# ------------------------------------------------------------------------- torch
-
-
 def _noting_backward(plain: Callable[..., None]) -> Callable[..., None]:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if _watch.is_on and grad_tensors is None:
@@ -449,9 +438,6 @@ def _num_rows(batch: Any, depth: int = 0) -> int:
         if rows := _num_rows(part, depth + 1):
             return rows
     return 0
-
-
-# ------------------------------------------------------------------------- libraries
 
 
 def _logging(
@@ -554,7 +540,7 @@ def _telling_of_ends(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     def close(self: Any) -> None:
         plain(self)
         if (reporter := metrics_reporter.current()) is not None:
-            reporter.close_bar(self)
+            reporter.bars.close(self)
 
     return close
 

@@ -4,19 +4,14 @@
     loops that are only seen (`loop_watch`) ┴► Reporter ── Metrics ──► notebook: panel
 
 Without a launch there is no reporter, and each call costs one comparison. With one, a message goes
-out at most twice a second, and never waits: a busy notebook delays no worker. What has not
-been sent when the function returns is sent then, so that the last value is never lost.
+out at most twice a second, and never waits. What has not been sent when the function returns is
+sent then, so that the last value is never lost.
 
 A loop within which another one begins (`for epoch in accelerator.progress(range(14))`) is over
 epochs, and its rounds are no batches. One that is told `epochs=14` begins anew for each epoch.
 
-Progress bars of tqdm are told to the panel by tqdm's own methods instead of drawn:
-
-    tqdm(...)       writes nowhere, where it would write to this process's own streams
-    bar.display()   how far it is, at tqdm's own pace
-    bar.close()     it makes room for the next one
-
-A widget (`tqdm.notebook`) is drawn as ever; its numbers tell how much is left.
+Progress bars of tqdm tell the panel how far they are, at tqdm's own pace, instead of being drawn. A
+widget (`tqdm.notebook`) is drawn as ever; its numbers tell how much is left.
 """
 
 from __future__ import annotations
@@ -43,8 +38,7 @@ from nbaccel.base.training_metrics import MetricHistory, Metrics, OuterLoop, Pro
 from nbaccel.plan.contracts.device import Device
 
 REPORT_INTERVAL_S = 0.5
-_MAX_METRICS = 16
-"""Metrics that are shown; a loop that logs a thousand has a tracker for them."""
+_MAX_METRICS = 16  # metrics that are shown; a loop that logs a thousand has a tracker for them
 _MAX_COUNTED = 10_000  # further ones: else endless new names would fill the memory
 _MAX_NAMED = 8
 _NAME_CHARS = 60
@@ -64,7 +58,7 @@ class MetricsChannel(Protocol):
     def try_send(self, message: Any) -> bool:
         """Send unless that would mean to wait; returns whether it is sent."""
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any) -> object:
         """Send, even if that means to wait."""
 
 
@@ -92,7 +86,7 @@ class Reporter:
         self._replaced: set[str] = set()
         self._left_out: dict[str, None] = {}
         self._loops = TrainingLoops()
-        self._bars = ProgressBars()
+        self.bars = ProgressBars()
         self._bar_is_whole = False
         self._samples = 0
         self._batches = 0
@@ -129,8 +123,7 @@ class Reporter:
         for name, value in values.items():
             # It is what the curves are drawn over.
             if str(name).lower() != "epoch":
-                # The function logs this by itself: what was seen of the same is not drawn beside
-                # it.
+                # The function logs it by itself: what was seen of the same is not drawn, too.
                 for seen, words in _SEEN_WORDS.items():
                     if seen in self._logged or not words.search(str(name).lower()):
                         continue
@@ -145,11 +138,7 @@ class Reporter:
         self._tell()
 
     def loop_begins(
-        self,
-        name: str,
-        total_batches: int | None,
-        epochs: int | None,
-        source: str | None = None,
+        self, name: str, total_batches: int | None, epochs: int | None, source: str | None = None
     ) -> RunningLoop:
         """A loop over batches begins: a step is a batch, unless it was only seen."""
         spent_time.begin_account()
@@ -189,13 +178,9 @@ class Reporter:
     def note_bar(self, tqdm_bar: Any, *, is_elsewhere: bool = False) -> None:
         """A bar of tqdm would draw itself now, or is drawn elsewhere."""
         now = time.monotonic()
-        if self._bars.note(tqdm_bar, now, self.steps or 0, is_elsewhere=is_elsewhere):
+        if self.bars.note(tqdm_bar, now, self.steps or 0, is_elsewhere=is_elsewhere):
             self._next = 0.0
         self._tell()
-
-    def close_bar(self, tqdm_bar: Any) -> None:
-        """A bar of tqdm is through."""
-        self._bars.close(tqdm_bar)
 
     def note_phase(self, phase: str) -> None:
         """What the step that begins will do beside training; empty for nothing."""
@@ -323,8 +308,8 @@ class Reporter:
             batches_in_all=self._batches,
             samples=self._samples,
             outer=self._loops.around(now, self.steps or 0)
-            or self._bars.around(loop, now, self.steps or 0),
-            bars=self._bars.shown(),
+            or self.bars.around(loop, now, self.steps or 0),
+            bars=self.bars.shown(),
             bar_is_whole=self._bar_is_whole,
             num_left_out=len(self._left_out),
             left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),
@@ -366,15 +351,11 @@ def flush() -> None:
         _process_reporter.flush()
 
 
-# ------------------------------------------------------------------------- loops
-
-_MOST_LOOPS = 2
-"""Other loops that an epoch may have beside its first one."""
+_MOST_LOOPS = 2  # other loops that an epoch may have beside its first one
 _DIGITS = re.compile(r"\d+")
 
 
-_LoopKey = tuple[int, str, "int | None", "str | None"]
-"""Depth, name without numbers, length, and of one that was only seen what it reads from."""
+_LoopKey = tuple[int, str, "int | None", "str | None"]  # depth, name without numbers, length
 
 
 class EpochCount:
@@ -472,7 +453,6 @@ class TrainingLoops:
         return loop
 
     def _note_within(self, current_time: float, steps: int) -> None:
-        """Another loop begins within the innermost one."""
         if not self._open:
             return
         parent = self._open[-1]
@@ -568,8 +548,6 @@ class TrainingLoops:
             return None  # no loop is like another one: none tells when an epoch is over
         return self._around.progress(current_time, steps)
 
-
-# ------------------------------------------------------------------------- bars of tqdm
 
 _MOST_KEPT = 16  # a function may leave any number of bars without closing them
 

@@ -29,8 +29,7 @@ class Cells:
         self._shell = shell
         self._serial = itertools.count(1)
         self._raw = ""
-        self._stack: list[tuple[str, int]] | None = None
-        """The user's lines in the present call stack, where they are known already."""
+        self._stack: list[tuple[str, int]] | None = None  # the user's lines, where known already
 
     def load(self) -> Callable[[], None]:
         """Register for events and transform cells; returns what undoes that."""
@@ -50,19 +49,19 @@ class Cells:
     def source(self, arguments: str, text: str) -> CellSource:
         """The record of a cell for the workers; its lines are published in this process, too."""
         lines, lines_above = self._lines(arguments, text)
-        execution_count = self._count()
+        count = self._count()
         # A new name per execution, because a function keeps the lines it was made of.
-        file_name = f"<ipython-input-{execution_count}-accelerate-{next(self._serial)}>"
+        name = f"<ipython-input-{count}-accelerate-{next(self._serial)}>"
         source = CellSource(
             text=text,
-            filename=file_name,
+            filename=name,
             cell=tuple(f"{line}\n" for line in lines),
             first_line=lines_above + 1,
-            count=execution_count,
+            count=count,
         )
         source.publish()
         # How IPython says In[7]; before 8 it has the number from the name.
-        ipython_private.number_cell(self._shell.compile, file_name, execution_count)
+        ipython_private.number_cell(self._shell.compile, name, count)
         return source
 
     def _note(self, info: ExecutionInfo) -> None:
@@ -76,7 +75,7 @@ class Cells:
         user_lines = self._stack or _user_lines()
         self._stack = None
         cell_numbers = (cell_number(name) for name, _ in user_lines)
-        numbers = (cell_number_ for cell_number_ in cell_numbers if cell_number_ is not None)
+        numbers = (number for number in cell_numbers if number is not None)
         return next(numbers, int(self._shell.execution_count))
 
     def _lines(self, arguments: str, text: str) -> tuple[list[str], int]:
@@ -86,7 +85,7 @@ class Cells:
         lines_above = len(raw_lines) - len(code_lines)
         # IPython drops blank lines at the top, and `%%time` may stand above the magic. If the cell
         # that runs does not end in this code, the magic was called by code, without a cell.
-        if lines_above > 0 and [raw_line.strip() for raw_line in raw_lines[lines_above:]] == [
+        if lines_above > 0 and [line.strip() for line in raw_lines[lines_above:]] == [
             code_line.strip() for code_line in code_lines
         ]:
             return raw_lines, lines_above
@@ -104,7 +103,7 @@ class Cells:
             raw_lines = self._raw.strip("\n").splitlines()
             call = lines[line_number - 1]
             if "run_cell_magic(" in call and any(map(is_for_us, raw_lines)):
-                lines = [f"{raw_line}\n" for raw_line in raw_lines]
+                lines = [f"{line}\n" for line in raw_lines]
             elif "run_line_magic(" in call and len(lines) == len(raw_lines):
                 lines[line_number - 1] = f"{raw_lines[line_number - 1]}\n"
             # Without a time of change, or `linecache.checkcache` drops an entry that has no file.
@@ -113,22 +112,20 @@ class Cells:
             ipython_private.keep_cell_lines(name, entry)
 
 
-def below_comments(cell_lines: list[str]) -> list[str]:
+def below_comments(lines: list[str]) -> list[str]:
     """Lets `%%accelerate` stand below comments: IPython finds a magic on the first line only."""
     lines_above = 0
-    while lines_above < len(cell_lines) and cell_lines[lines_above].strip()[:1] in ("", "#"):
+    while lines_above < len(lines) and lines[lines_above].strip()[:1] in ("", "#"):
         lines_above += 1
-    if not lines_above or lines_above == len(cell_lines) or not is_for_us(cell_lines[lines_above]):
-        return cell_lines
-    return [cell_lines[lines_above], *cell_lines[:lines_above], *cell_lines[lines_above + 1 :]]
+    if not lines_above or lines_above == len(lines) or not is_for_us(lines[lines_above]):
+        return lines
+    return [lines[lines_above], *lines[:lines_above], *lines[lines_above + 1 :]]
 
 
-def with_a_body(cell_lines: list[str]) -> list[str]:
+def with_a_body(lines: list[str]) -> list[str]:
     """Gives `%%accelerate` without code a blank line: IPython calls no magic without one."""
-    filled_lines = [cell_line for cell_line in cell_lines if cell_line.strip()]
-    return (
-        [*cell_lines, "\n"] if len(filled_lines) == 1 and is_for_us(filled_lines[0]) else cell_lines
-    )
+    filled = [line for line in lines if line.strip()]
+    return [*lines, "\n"] if len(filled) == 1 and is_for_us(filled[0]) else lines
 
 
 def _user_lines() -> Iterator[tuple[str, int]]:

@@ -31,16 +31,12 @@ class Matches(NamedTuple):
     """Completions at the cursor."""
 
     words: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-    """The kind of each, for the front end: variable, function, ..."""
-    part: str = ""
-    """The text before the cursor that a word replaces."""
-    are_all: bool = False
-    """Whether nothing else makes sense there."""
+    kinds: tuple[str, ...] = ()  # the kind of each, for the front end: variable, function, …
+    part: str = ""  # the text before the cursor that a word replaces
+    are_all: bool = False  # whether nothing else makes sense there
 
 
-Ask = Callable[[str, int, int], Matches]
-"""Called with the cell's text, the cursor's line (from 0) and its column."""
+Ask = Callable[[str, int, int], Matches]  # given the cell's text, the cursor's line and column
 
 
 def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
@@ -48,14 +44,14 @@ def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
 
     @completer.context_matcher(identifier="nbaccel")  # type: ignore[untyped-decorator]
     def matcher(context: completer.CompletionContext) -> completer.SimpleMatcherResult:
-        our_matches = ask_matches(context.full_text, context.cursor_line, context.cursor_position)
+        ours = ask_matches(context.full_text, context.cursor_line, context.cursor_position)
         return completer.SimpleMatcherResult(
             completions=[
                 completer.SimpleCompletion(text=word, type=word_kind or None)
-                for word, word_kind in zip(our_matches.words, our_matches.kinds, strict=False)
+                for word, word_kind in zip(ours.words, ours.kinds, strict=False)
             ],
-            matched_fragment=our_matches.part,
-            suppress=our_matches.are_all,
+            matched_fragment=ours.part,
+            suppress=ours.are_all,
         )
 
     shell_completer.custom_matchers.append(matcher)
@@ -68,17 +64,17 @@ def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]
     def with_ours(earlier_complete: Callable[..., Any]) -> Callable[..., Any]:
         def complete(*, cursor_line: int, cursor_pos: int, **more: Any) -> tuple[Any, ...]:
             text = more.get("full_text")
-            our_matches = Matches()
+            ours = Matches()
             if text and cursor_pos is not None:
-                our_matches = ask_matches(text, cursor_line, cursor_pos)
-            words = list(our_matches.words)
+                ours = ask_matches(text, cursor_line, cursor_pos)
+            words = list(ours.words)
             # IPython and Jedi would add Python names, which mean nothing on a magic's line.
-            if our_matches.are_all:
-                return our_matches.part, words, ["nbaccel"] * len(words), ()
-            their_matches: tuple[Any, ...] = earlier_complete(
+            if ours.are_all:
+                return ours.part, words, ["nbaccel"] * len(words), ()
+            theirs: tuple[Any, ...] = earlier_complete(
                 cursor_line=cursor_line, cursor_pos=cursor_pos, **more
             )
-            return _joined(our_matches, *their_matches) if words else their_matches
+            return _joined(ours, *theirs) if words else theirs
 
         return complete
 
@@ -127,7 +123,11 @@ class Completion:
             is_option = row == 0 and typed_options[:1].isspace()
             return self._words(typed_options, "") if is_option else Matches()
         line_match = _LINE_MAGIC.match(cell_line)
-        if line_match is None or not _is_statement(line_match["before"]):
+        if line_match is None:
+            return Matches()
+        # It stands where a statement or an assignment's value does.
+        head = line_match["before"].rpartition("%accelerate")[0].strip()
+        if head and not re.fullmatch(r"[\w.,\s]+=", head):
             return Matches()
         typed_subcommand, blank_after, typed_options = line_match["rest"].partition(" ")
         names = [subcommand.name for subcommand in SUBCOMMANDS]
@@ -137,26 +137,23 @@ class Completion:
         return self._words(typed_options, typed_subcommand) if is_known else Matches()
 
     def _words(self, typed_options: str, subcommand: str) -> Matches:
-        """Completions at the end of a line's options."""
-        magic_options = options_of(subcommand)
+        options = options_of(subcommand)
         *words_before, last_word = re.split(r"\s+", typed_options.lstrip()) or [""]
         typed_flag, sign, typed_part = last_word.partition("=")
-        if sign and (magic_option := find_option(magic_options, typed_flag)) and magic_option.value:
+        if sign and (magic_option := find_option(options, typed_flag)) and magic_option.value:
             return self._values(magic_option, typed_part)
-        previous_option = find_option(magic_options, words_before[-1]) if words_before else None
-        if previous_option is not None and previous_option.value:
-            return self._values(previous_option, last_word)
+        previous = find_option(options, words_before[-1]) if words_before else None
+        if previous is not None and previous.value:
+            return self._values(previous, last_word)
         if subcommand in ("pull", "push") and not last_word.startswith("-"):
             # Names may be joined by commas; only the last one is being typed.
             typed_part = last_word.rpartition(",")[2]
-            variable_names = (
-                self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
-            )
-            return _beginning(variable_names, typed_part, "variable")
-        written = [find_option(magic_options, word) for word in words_before]
+            names = self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
+            return _beginning(names, typed_part, "variable")
+        written = [find_option(options, word) for word in words_before]
         open_flags = [
             flag
-            for option in magic_options
+            for option in options
             for flag in (*option.flags, option.negative)
             if option not in written and flag.startswith("--")
         ]
@@ -195,12 +192,6 @@ class Completion:
             return Matches()
         kinds = tuple(matches.types or [""] * len(matches.matches))
         return Matches(tuple(matches.matches), kinds, text[matches.start : cursor_offset])
-
-
-def _is_statement(text_before: str) -> bool:
-    """Whether the magic stands where a statement or an assignment's value does."""
-    head = text_before.rpartition("%accelerate")[0].strip()
-    return not head or bool(re.fullmatch(r"[\w.,\s]+=", head))
 
 
 def _beginning(words: Iterable[str], typed_part: str, kind: str = "text") -> Matches:

@@ -1,17 +1,10 @@
 """`%load_ext nbaccel`: `%%accelerate` and `%accelerate`, and what else is added to a notebook.
 
-The board of live workers that `%accelerate` shows is kept up to date:
-
-    while a cell runs   whenever its panel looks at the ranks, about once a second
-    after each cell     with the names that workers hold now
-    between cells       every two seconds: what has changed by itself, such as a worker that the
-                        system has killed; nothing is sent if nothing has changed
-
-[Note: who looks between cells] A timer of the kernel's own event loop, in the main thread: it runs
-only while no cell does. A thread could send a display while a cell prints; ipykernel would
-give it whichever cell is running as its parent, and a worker that is forked from the notebook would
-be without a thread that it has a record of. What a timer leaves behind in a forked worker is an
-entry of an event loop that never runs there.
+The board of live workers that `%accelerate` shows is kept up to date: while a cell runs, after each
+cell, and between cells by a timer of the kernel's own event loop. A thread could send a display
+while a cell prints, and ipykernel would give it that cell as its parent; a worker that is forked
+from the notebook would be without it. What a timer leaves behind in a forked worker is an entry of
+an event loop that never runs there.
 """
 
 from __future__ import annotations
@@ -57,11 +50,7 @@ _POLL_INTERVAL_S = 2.0
 
 
 class WorkerBoard:
-    """The newest board of a notebook.
-
-    Where outputs can be replaced it is; elsewhere it is text of the moment. It is no widget: what
-    stays in the saved notebook is a plain table.
-    """
+    """The newest board of a notebook: a plain table, which is replaced where outputs can be."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -236,8 +225,7 @@ def _run_cell(session: Session, line: MagicLine, source: CellSource) -> None:
     except WorkerFailed as error:
         if not isinstance(error, SyntaxError):
             raise
-        # IPython shows any SyntaxError with the notebook's frames that raised it, and would leave
-        # out the workers' text.
+        # IPython shows a SyntaxError with the notebook's frames, and without the workers' text.
         raise WorkerFailed(
             str(error), failure=error.failure, failures=error.failures
         ) from error.__cause__
@@ -262,8 +250,7 @@ def _show_config(session: Session, line: MagicLine) -> None:
     if line.names:
         raise ConfigError(
             f"%accelerate config got {', '.join(line.names)} together with options: names "
-            "are for the memory that its form shows, and with options it shows none. Leave one of "
-            "them out."
+            "are for the memory that its form shows, and with options it shows none. Leave one out."
         )
     session.configure(line)
     print(session.config_text())
@@ -291,11 +278,10 @@ def _earlier_runs() -> RunComparison | None:
 def _print_traceback() -> None:
     from nbaccel.calls import outcome  # imports torch, which a notebook may not need
 
-    records = outcome.latest_failure()
-    if not records:
+    if not outcome.LATEST_FAILURE:
         print("No launch and no cell of %%accelerate has failed in this notebook.")
         return
-    for record in records:
+    for record in outcome.LATEST_FAILURE:
         if record.raised is not None:
             print(record.full_traceback)
             continue
@@ -327,62 +313,43 @@ def _unknown_subcommand(word: str, options: str) -> ConfigError:
     return ConfigError(f"%accelerate has no subcommand {word!r}: nothing was done.{text}")
 
 
-class Extension:
-    """Everything that was added to one shell."""
-
-    def __init__(self, shell: InteractiveShell) -> None:
-        self.session = Session(shell)
-        self._added = ExitStack()
-        """Removes it, in the opposite order."""
-
-    def load(self) -> None:
-        """Add it."""
-        session = self.session
-        shell = session.shell
-        undo = self._added.callback
-        # A template that somebody else started must survive `%unload_ext`.
-        if not template.running():
-            # Now, so that its imports are done by the time the first cell is run.
-            template.template_for(registry.prepare_notebook()).start_ahead()
-            undo(template.stop)
-            undo(template.unfollow_cells)
-        template.follow_cells()
-        board = WorkerBoard(session)
-        undo(board.tell_end)
-        undo(session.stop)
-        cells = Cells(shell)
-        magics = {"cell": cell_magic(session, cells), "line": line_magic(session, cells, board)}
-        for magic_kind, magic in magics.items():
-            shell.magics_manager.register_function(magic, magic_kind, MAGIC_NAME)
-            undo(shell.magics_manager.magics[magic_kind].pop, MAGIC_NAME, None)
-        for load in (cells.load, Completion(session).load):
-            undo(load())
-        undo(inspect_workers(session))
-        undo(hint_after_cells(session))
-        undo(import_with_torch(shell))
-        atexit.register(session.stop)
-        undo(atexit.unregister, session.stop)
-
-    def unload(self) -> None:
-        """Remove it."""
-        self._added.close()
+_LOADED: dict[int, ExitStack] = {}
+"""Shell → what removes all that was added to it; only tests have several shells."""
 
 
-_LOADED: dict[int, Extension] = {}
-"""The extension of each shell of this process; only tests have several shells."""
-
-
-def load_extension(shell: InteractiveShell) -> Extension:
+def load_extension(shell: InteractiveShell) -> None:
     """Add the magics to a shell, unless it has them."""
-    extension = _LOADED.get(id(shell))
-    if extension is None:
-        extension = Extension(shell)
-        extension.load()
-        _LOADED[id(shell)] = extension
-    return extension
+    if id(shell) in _LOADED:
+        return
+    added = ExitStack()
+    undo = added.callback
+    session = Session(shell)
+    # A template that somebody else started must survive `%unload_ext`.
+    if not template.running():
+        # Now, so that its imports are done by the time the first cell is run.
+        template.template_for(registry.prepare_notebook()).start_ahead()
+        undo(template.stop)
+        undo(template.unfollow_cells)
+    template.follow_cells()
+    board = WorkerBoard(session)
+    undo(board.tell_end)
+    undo(session.stop)
+    cells = Cells(shell)
+    magics = {"cell": cell_magic(session, cells), "line": line_magic(session, cells, board)}
+    for magic_kind, magic in magics.items():
+        shell.magics_manager.register_function(magic, magic_kind, MAGIC_NAME)
+        undo(shell.magics_manager.magics[magic_kind].pop, MAGIC_NAME, None)
+    for load in (cells.load, Completion(session).load):
+        undo(load())
+    undo(inspect_workers(session))
+    undo(hint_after_cells(session))
+    undo(import_with_torch(shell))
+    atexit.register(session.stop)
+    undo(atexit.unregister, session.stop)
+    _LOADED[id(shell)] = added
 
 
 def unload_extension(shell: InteractiveShell) -> None:
     """Remove the magics from a shell, and end its workers."""
-    if extension := _LOADED.pop(id(shell), None):
-        extension.unload()
+    if added := _LOADED.pop(id(shell), None):
+        added.close()

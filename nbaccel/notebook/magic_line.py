@@ -36,19 +36,14 @@ _FLAG_ALIASES = {
 class MagicOption:
     """One option of a magic line."""
 
-    name: str
-    """The setting of ``RunConfig``, or a name of its own."""
+    name: str  # the setting of ``RunConfig``, or a name of its own
     flags: tuple[str, ...]
-    value: str
-    """A placeholder for its value, for help: ``N``; empty where it takes none."""
+    value: str  # a placeholder for its value, for help: ``N``; empty where it takes none
     meaning: str
     choices: tuple[str, ...] = ()
-    negative: str = ""
-    """The flag that says the opposite: ``--no-share-back``."""
-    none: bool = False
-    """Whether the word ``none`` leaves the choice to the plan."""
-    is_json: bool = False
-    """Then its braces are its own."""
+    negative: str = ""  # the flag that says the opposite: ``--no-share-back``
+    none: bool = False  # whether the word ``none`` leaves the choice to the plan
+    is_json: bool = False  # then its braces are its own
 
     @property
     def flag(self) -> str:
@@ -67,8 +62,7 @@ class Subcommand(NamedTuple):
 
     name: str
     meaning: str
-    options: tuple[str, ...] = ()
-    """`*` for all settings, and names of further ones."""
+    options: tuple[str, ...] = ()  # `*` for all settings, and names of further ones
     names: bool = False
 
 
@@ -95,8 +89,7 @@ OWN_OPTIONS: tuple[MagicOption, ...] = (
 )
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
-        "status",
-        "The workers: state, memory, process group, names; also without a subcommand.",
+        "status", "The workers: state, memory, process group, names; also without a subcommand."
     ),
     Subcommand(
         "restart",
@@ -154,11 +147,11 @@ def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
     return (*(setting_options() if "*" in names else ()), *own)
 
 
-def find_option(magic_options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:
+def find_option(options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:
     """The option that is written so; underscores stand for dashes, as in the setting's name."""
     # Only long options: a short one such as `-n` has no other spelling.
     flag = flag_name if not flag_name.startswith("--") else flag_name.replace("_", "-")
-    return next((one for one in magic_options if flag and flag in (*one.flags, one.negative)), None)
+    return next((one for one in options if flag and flag in (*one.flags, one.negative)), None)
 
 
 def _setting_option(field_name: str) -> MagicOption:
@@ -166,7 +159,7 @@ def _setting_option(field_name: str) -> MagicOption:
     kinds = kinds_of(model_field.annotation)
     words = tuple(map(str, words_of(model_field.annotation)))
     meaning = model_field.description or ""
-    kebab_name = field_name.replace("_", "-")
+    kebab = field_name.replace("_", "-")
     is_truth = kinds == (bool,)
     # A dict, or settings of its own.
     is_json = any(
@@ -177,11 +170,11 @@ def _setting_option(field_name: str) -> MagicOption:
     value = "JSON" if is_json else number if kinds[0] in (int, float) else "TEXT"
     return MagicOption(
         field_name,
-        (*_FLAG_ALIASES.get(field_name, ()), f"--{kebab_name}"),
+        (*_FLAG_ALIASES.get(field_name, ()), f"--{kebab}"),
         "" if is_truth else "|".join(words) or value,
         meaning,
         choices=words,
-        negative=f"--no-{kebab_name}" if is_truth else "",
+        negative=f"--no-{kebab}" if is_truth else "",
         none=type(None) in get_args(model_field.annotation),
         is_json=is_json,
     )
@@ -198,9 +191,6 @@ def words_of(annotation: Any) -> tuple[Any, ...]:
     """The values of a field that takes one of a list; nothing for others."""
     lists = [get_args(kind) for kind in kinds_of(annotation) if get_origin(kind) is Literal]
     return tuple(word for words in lists for word in words)
-
-
-# ------------------------------------------------------------------------------ a line, read
 
 
 def flag_of(config: RunConfig, field_name: str) -> str:
@@ -234,14 +224,10 @@ _MEANT = {"--on": "--ranks"}
 class MagicLine:
     """What a line means."""
 
-    wanted: RunConfig
-    """The settings it started from with those of the line over them."""
-    given: tuple[str, ...] = ()
-    """Names of the settings that the line gives, itself or by its ``--config``."""
-    names: tuple[str, ...] = ()
-    """Words that are no options: names of variables."""
-    ranks: tuple[int, ...] | None = None
-    """None for all."""
+    wanted: RunConfig  # the settings it started from with those of the line over them
+    given: tuple[str, ...] = ()  # settings that the line gives, itself or by its ``--config``
+    names: tuple[str, ...] = ()  # words that are no options: names of variables
+    ranks: tuple[int, ...] | None = None  # none for all
     out: tuple[str, ...] = ()
     dist: bool = False
     help: bool = False
@@ -251,12 +237,12 @@ def read_magic_line(
     line_text: str, *, base_config: RunConfig, namespace: Mapping[str, Any], subcommand: str = ""
 ) -> MagicLine:
     """Read a line."""
-    line_reader = _LineReader(options_of(subcommand), subcommand, namespace)
-    line_reader.read(_split_words(line_text))
+    reader = _LineReader(options_of(subcommand), subcommand, namespace)
+    reader.read(_split_words(line_text))
     # Before mistakes are raised: a line that asks for help may be wrong otherwise.
-    if "help" in line_reader.found:
+    if "help" in reader.found:
         return MagicLine(wanted=base_config, help=True)
-    return line_reader.line(base_config)
+    return reader.line(base_config)
 
 
 def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
@@ -273,12 +259,12 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
 
 def missing_names(wanted_names: Iterable[str], namespace: Mapping[str, Any]) -> None:
     """Refuse names that the notebook does not have."""
-    names = [variable_name for variable_name in namespace if not variable_name.startswith("_")]
+    names = [name for name in namespace if not name.startswith("_")]
     mistakes = [
-        f"The notebook has no variable {variable_name!r}: there is nothing to send."
-        + (closest(variable_name, names) or " Give the name of a variable of the notebook.")
-        for variable_name in wanted_names
-        if variable_name not in namespace
+        f"The notebook has no variable {name!r}: there is nothing to send."
+        + (closest(name, names) or " Give the name of a variable of the notebook.")
+        for name in wanted_names
+        if name not in namespace
     ]
     if mistakes:
         raise ConfigError(*mistakes)
@@ -300,14 +286,14 @@ class _LineReader:
     names: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
 
-    def read(self, line_words: deque[str]) -> None:
+    def read(self, words: deque[str]) -> None:
         """Take all words."""
-        while line_words:
-            line_word = line_words.popleft()
-            if _is_flag(line_word):
-                self._flag(line_word, line_words)
+        while words:
+            word = words.popleft()
+            if _is_flag(word):
+                self._flag(word, words)
             else:
-                self._name(self._expanded(line_word))
+                self._name(self._expanded(word))
 
     def line(self, base_config: RunConfig) -> MagicLine:
         """The settings that they give, if nothing is wrong."""
@@ -334,27 +320,27 @@ class _LineReader:
             dist=bool(self.found.get("dist")),
         )
 
-    def _flag(self, flag_word: str, line_words: deque[str]) -> None:
-        flag_name, sign, flag_value = flag_word.partition("=")
-        magic_option = find_option(self.options, flag_name)
-        if magic_option is None and not flag_word.startswith("--"):  # -n4
-            flag_name, sign, flag_value = flag_word[:2], "=", flag_word[2:].removeprefix("=")
-            magic_option = find_option(self.options, flag_name)
+    def _flag(self, flag_word: str, words: deque[str]) -> None:
+        flag_name, sign, value = flag_word.partition("=")
+        option = find_option(self.options, flag_name)
+        if option is None and not flag_word.startswith("--"):  # -n4
+            flag_name, sign, value = flag_word[:2], "=", flag_word[2:].removeprefix("=")
+            option = find_option(self.options, flag_name)
         # A word behind an option is its value, also of an unknown one: no mistake of its own.
-        has_next = bool(line_words) and not _is_flag(line_words[0])
-        if magic_option is None:
+        has_next = bool(words) and not _is_flag(words[0])
+        if option is None:
             self._unknown(flag_word.partition("=")[0])
             if has_next:
-                line_words.popleft()
-        elif not magic_option.value:
-            self._switch(magic_option, flag_name, flag_value if sign else None)
+                words.popleft()
+        elif not option.value:
+            self._switch(option, flag_name, value if sign else None)
         elif sign or has_next:
-            self._keep(magic_option, flag_value if sign else line_words.popleft())
+            self._keep(option, value if sign else words.popleft())
         else:
             self.mistakes.append(
                 f"{flag_name} needs a value: got "
-                f"{repr(line_words[0]) if line_words else 'nothing'} behind it. "
-                f"{magic_option.meaning} Write {flag_name} {magic_option.value}."
+                f"{repr(words[0]) if words else 'nothing'} behind it. "
+                f"{option.meaning} Write {flag_name} {option.value}."
             )
 
     def _switch(self, option: MagicOption, name: str, value: str | None) -> None:
@@ -368,16 +354,16 @@ class _LineReader:
 
     def _keep(self, option: MagicOption, text: str) -> None:
         # The braces of JSON would be taken for expressions to replace.
-        option_value: Any = json_or_text(text) if option.is_json else self._expanded(text)
-        if option.none and str(option_value).strip().lower() == "none":
-            option_value = None
-        earlier_value = self.found.get(option.name, option_value)
-        if earlier_value != option_value:
+        value: Any = json_or_text(text) if option.is_json else self._expanded(text)
+        if option.none and str(value).strip().lower() == "none":
+            value = None
+        earlier = self.found.get(option.name, value)
+        if earlier != value:
             self.mistakes.append(
-                f"{option.flag} was given twice: got {shown(earlier_value)} and "
-                f"{shown(option_value)}. One would silently override the other. Write it once."
+                f"{option.flag} was given twice: got {shown(earlier)} and "
+                f"{shown(value)}. One would silently override the other. Write it once."
             )
-        self.found[option.name] = option_value
+        self.found[option.name] = value
 
     @property
     def _magic_name(self) -> str:
@@ -404,7 +390,7 @@ class _LineReader:
 
     def _name(self, word: str) -> None:
         takes_names = self.subcommand in ("pull", "push", "config")
-        option_name, sign, option_value = word.partition("=")
+        option_name, sign, value = word.partition("=")
         if takes_names and all(part.isidentifier() for part in word.strip(",").split(",")):
             self.names += word.strip(",").split(",")
         elif takes_names:
@@ -413,10 +399,10 @@ class _LineReader:
                 "the value to a name first, then give that name."
             )
         # `num_processes=2` is how Python and RunConfig write it.
-        elif sign and (magic_option := find_option(options_of(), f"--{option_name}")):
+        elif sign and (option := find_option(options_of(), f"--{option_name}")):
             self.mistakes.append(
                 f"{word!r} is no option of the line: it would silently have no effect. "
-                f"Write {magic_option.flag} {option_value}."
+                f"Write {option.flag} {value}."
             )
         else:
             self.mistakes.append(
@@ -452,23 +438,18 @@ class _LineReader:
             )
         return names
 
-    def _config(self, variable_name: str | None) -> RunConfig | None:
-        if variable_name is None:
+    def _config(self, name: str | None) -> RunConfig | None:
+        if name is None:
             return None
-        value = self.namespace.get(variable_name)
+        value = self.namespace.get(name)
         if isinstance(config := getattr(value, "config", value), RunConfig):
             return config
         variables = config_names(self.namespace)
-        got_instead = (
-            f"a {type(value).__name__}" if variable_name in self.namespace else "no such variable"
-        )
-        text = (
-            closest(variable_name, variables)
-            or f" Make one: {variable_name} = nbaccel.RunConfig(...)."
-        )
+        got_instead = f"a {type(value).__name__}" if name in self.namespace else "no such variable"
+        text = closest(name, variables) or f" Make one: {name} = nbaccel.RunConfig(...)."
         self.mistakes.append(
             "--config must name a RunConfig of the notebook, or what has one as .config: "
-            f"{variable_name} is {got_instead}. All settings are taken from it.{text}"
+            f"{name} is {got_instead}. All settings are taken from it.{text}"
         )
         return None
 
@@ -514,9 +495,7 @@ class _LineReader:
 
 def config_names(namespace: Mapping[str, Any]) -> list[str]:
     """Variables that `--config` can name."""
-    return [
-        name for name, value in namespace.items() if not name.startswith("_") and _has_config(value)
-    ]
+    return [name for name, value in namespace.items() if name[:1] != "_" and _has_config(value)]
 
 
 def _has_config(value: Any) -> bool:
@@ -553,8 +532,6 @@ def json_or_text(text: str) -> Any:
     except (json.JSONDecodeError, RecursionError):
         return text
 
-
-# ------------------------------------------------------------------------------ help
 
 _MANUAL_CHARS = 92
 _COLUMN_CHARS = 30

@@ -1,8 +1,5 @@
 """Pickers: a run's settings chosen by looking, and ``configure``, which shows all of them.
 
-A picker is its `RunConfig`, as a trait that can be observed and set; widgets show it where there
-are some, and a table of text does everywhere else.
-
     cell's outputs   [ widgets, live             ]   hide the other as long as they are there
                      [ the same table, and text  ]   what GitHub, nbconvert and a reader see
 
@@ -42,14 +39,14 @@ _RENEWAL_PAUSE_S = 0.3
 _LOCK_PAUSE_S = 0.01
 
 
-def _running_cell(running_shell: Any) -> object:
+def _running_cell(shell: Any) -> object:
     """Which execution of which cell this is."""
-    return publish.request_header("msg_id") or running_shell.execution_count
+    return publish.request_header("msg_id") or shell.execution_count
 
 
-def _missing_widget_part(running_shell: Any) -> str:
+def _missing_widget_part(shell: Any) -> str:
     """Why there are no widgets, with what to do; empty where there are."""
-    if not hasattr(running_shell, "kernel"):
+    if not hasattr(shell, "kernel"):
         return "In a notebook this is a form. Here: picker.choose(name, value)."
     if not is_installed("ipywidgets"):
         return f"In a notebook with ipywidgets this is a form: {install_line('notebook')}"
@@ -158,21 +155,20 @@ class Picker(HasTraits):
 
     def show(self) -> None:
         """Show it here: as widgets, or as text where there are none."""
-        running_shell = frames.running_shell()
-        if running_shell is None:
+        shell = frames.running_shell()
+        if shell is None:
             return  # a script, which can print the picker
-        self._shown_in = _running_cell(running_shell)
-        missing_part = _missing_widget_part(running_shell)
-        if missing_part:
+        self._shown_in = _running_cell(shell)
+        missing = _missing_widget_part(shell)
+        if missing:
             # Each as soon as it is known: to measure a large model takes seconds.
             for section in rendering.picker_sections(self._model, self._panels):
                 print(f"{section}\n", flush=True)
-            print(missing_part)
+            print(missing)
         else:
-            running_shell.events.register("post_run_cell", self._tell_variable)
+            shell.events.register("post_run_cell", self._tell_variable)
             self._show_widgets()
 
-    # ---------------------------------------------------------------- model and trait
     @observe("config")
     def _on_config(self, change: Mapping[str, Any]) -> None:
         """Set from Python: the model takes it over."""
@@ -182,10 +178,8 @@ class Picker(HasTraits):
                 self._model.replace(change["new"])
 
     def _follow(self) -> None:
-        """The model has changed: so has the trait."""
         self.config = self._model.config
 
-    # ---------------------------------------------------------------- how it looks
     def __repr__(self) -> str:
         return f"{type(self).__name__}(config={self.config!r})"
 
@@ -199,14 +193,23 @@ class Picker(HasTraits):
 
     def _ipython_display_(self) -> None:
         """Show it, unless this cell has done so: `configure(model)` is often its last line."""
-        running_shell = frames.running_shell()
-        if running_shell is None or self._shown_in != _running_cell(running_shell):
+        shell = frames.running_shell()
+        if shell is None or self._shown_in != _running_cell(shell):
             self.show()
 
     def _show_widgets(self) -> None:
-        self._show_form()
-        # Waits until the form has been sent: the thread that sends it would get little of the
-        # processor while this one computes.
+        from IPython.display import display
+
+        with self._model.lock:
+            self._model.postpone_memory()
+            live_view = self._live_view()
+            # `display(widget)` would add the widget's repr as text; what is below has all of it.
+            bundle = publish.widget_bundle(live_view.root)
+            display(bundle, raw=True)  # type: ignore[no-untyped-call]
+            # The same id in all cells that show this picker, so that an update reaches each.
+            kept = self._kept_output()
+            display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+        # Waits until the form is sent: its thread gets little of the processor meanwhile.
         sys.stdout.flush()
         # What takes seconds for a large model comes after the form, while the user reads it.
         model = self._model
@@ -220,25 +223,12 @@ class Picker(HasTraits):
 
     def _tell_variable(self, _result: object = None) -> None:
         """Say how it is used by the name that the cell has given it: known when the cell ends."""
-        running_shell = frames.running_shell()
-        running_shell.events.unregister("post_run_cell", self._tell_variable)
-        for name, value in running_shell.user_ns.items():
+        shell = frames.running_shell()
+        shell.events.unregister("post_run_cell", self._tell_variable)
+        for name, value in shell.user_ns.items():
             if value is self and not name.startswith("_") and self._view and self._view.actions:
                 self._view.actions.tell_variable(name)
                 return
-
-    def _show_form(self) -> None:
-        from IPython.display import display
-
-        with self._model.lock:
-            self._model.postpone_memory()
-            live_view = self._live_view()
-            # `display(widget)` would add the widget's repr as text; what is below has all of it.
-            bundle = publish.widget_bundle(live_view.root)
-            display(bundle, raw=True)  # type: ignore[no-untyped-call]
-            # The same id in all cells that show this picker, so that an update reaches each.
-            kept = self._kept_output()
-            display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
 
     def _live_view(self) -> PickerView:
         if self._view is None:
@@ -251,7 +241,6 @@ class Picker(HasTraits):
         return self._view
 
     def _kept_output(self) -> dict[str, str]:
-        """What a saved notebook keeps."""
         model = self._model
         text = rendering.picker_text(model, self._panels)
         parts = []
@@ -268,12 +257,12 @@ class Picker(HasTraits):
 
     # ---------------------------------------------------------------- keeping them up to date
     def _changed(self) -> None:
-        running_shell = frames.running_shell()
-        if self._is_stale or running_shell is None:
+        shell = frames.running_shell()
+        if self._is_stale or shell is None:
             return
         self._is_stale = True
         # The timer below needs a running loop; after the notebook's last cell it may never fire.
-        running_shell.events.register("post_run_cell", self._renew)
+        shell.events.register("post_run_cell", self._renew)
         try:
             asyncio.get_running_loop().call_later(_RENEWAL_PAUSE_S, self._renew)
         except RuntimeError:  # no loop runs in this thread, so no timer can be set
@@ -287,9 +276,9 @@ class Picker(HasTraits):
             if not self._is_stale:
                 return
             self._is_stale = False
-            running_shell = frames.running_shell()
-            if running_shell is not None:
-                running_shell.events.unregister("post_run_cell", self._renew)
+            shell = frames.running_shell()
+            if shell is not None:
+                shell.events.unregister("post_run_cell", self._renew)
             kept = self._kept_output()
             update_display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
 

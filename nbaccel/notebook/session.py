@@ -33,10 +33,7 @@ _NEEDED_MODULES = ("nbaccel.calls.pool", "numpy.random")
 
 
 def import_with_torch(shell: InteractiveShell) -> Callable[[], None]:
-    """Import what starts workers, as soon as the notebook itself has imported torch.
-
-    Before that it would take seconds, which a notebook that never starts workers need not spend.
-    """
+    """Import what starts workers, as soon as the notebook itself has imported torch."""
 
     def end() -> None:
         if poll in shell.events.callbacks["post_run_cell"]:
@@ -63,14 +60,11 @@ class Session:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.shell = shell
-        self.pool: Pool | None = None
-        """The workers, once a cell has started some."""
+        self.pool: Pool | None = None  # the workers, once a cell has started some
         self._config = RunConfig()
         self._picker: Picker | None = None
-        self.dist = False
-        """Whether the next workers join their process group at once."""
-        self.on_poll: Callable[[], None] | None = None
-        """Called about once a second while workers run a cell."""
+        self.dist = False  # whether the next workers join their process group at once
+        self.on_poll: Callable[[], None] | None = None  # called each second while a cell runs
 
     @property
     def config(self) -> RunConfig:
@@ -117,54 +111,53 @@ class Session:
         self.pool = None
         return was_live
 
-    def pull(self, variable_names: Sequence[str], ranks: Sequence[int] | None) -> str:
+    def pull(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Bind names of the workers in the notebook."""
-        pool = self._living("pulled from", variable_names)
+        pool = self._living("pulled from", names)
         check_ranks(ranks, pool.num_processes)
-        self._bind(pool, pool.pull(*variable_names, ranks=ranks))
-        asked_ranks = tuple(range(pool.num_processes)) if ranks is None else ranks
+        self._bind(pool, pool.pull(*names, ranks=ranks))
+        asked = tuple(range(pool.num_processes)) if ranks is None else ranks
         is_value = ranks is not None and len(ranks) == 1
-        shape_text = (
-            "" if is_value else ", a list by rank" + (" each" if len(variable_names) > 1 else "")
-        )
-        return f"Pulled {', '.join(variable_names)} from {ranks_as_text(asked_ranks)}{shape_text}."
+        each = " each" if len(names) > 1 else ""
+        shape_text = "" if is_value else f", a list by rank{each}"
+        return f"Pulled {', '.join(names)} from {ranks_as_text(asked)}{shape_text}."
 
-    def push(self, variable_names: Sequence[str], ranks: Sequence[int] | None) -> str:
+    def push(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Send names of the notebook to the workers."""
-        pool = self._living("pushed to", variable_names)
+        pool = self._living("pushed to", names)
         check_ranks(ranks, pool.num_processes)
-        missing_names(variable_names, self.shell.user_ns)
-        copied_bytes = pool.push(*variable_names, ranks=ranks)
-        asked_ranks = tuple(range(pool.num_processes)) if ranks is None else ranks
-        sent_names = f"{', '.join(variable_names)} to {ranks_as_text(asked_ranks)}"
+        missing_names(names, self.shell.user_ns)
+        copied_bytes = pool.push(*names, ranks=ranks)
+        asked = tuple(range(pool.num_processes)) if ranks is None else ranks
+        sent_names = f"{', '.join(names)} to {ranks_as_text(asked)}"
         return f"Pushed {sent_names}: {format_bytes(copied_bytes)} copied."
 
-    def configure(self, magic_line: MagicLine) -> None:
+    def configure(self, line: MagicLine) -> None:
         """Set what the next start uses."""
-        plan_pool(magic_line.wanted)
-        self.config = magic_line.wanted
-        self.dist = self.dist or magic_line.dist
+        plan_pool(line.wanted)
+        self.config = line.wanted
+        self.dist = self.dist or line.dist
 
-    def open_picker(self, variable_names: Sequence[str]) -> Picker:
+    def open_picker(self, names: Sequence[str]) -> Picker:
         """A form for the settings of the next start."""
         from nbaccel.notebook.pickers import Picker
 
-        missing_names(variable_names, self.shell.user_ns)
-        if len(variable_names) > 2:
+        missing_names(names, self.shell.user_ns)
+        if len(names) > 2:
             raise ConfigError(
                 "%accelerate config takes a model and a batch at most: got "
-                f"{', '.join(variable_names)}. "
+                f"{', '.join(names)}. "
                 "It is unclear what the others are. Write %accelerate config model batch."
             )
-        values = (self.shell.user_ns[name] for name in variable_names)
+        values = (self.shell.user_ns[name] for name in names)
         given = dict(zip(("model", "sample_batch"), values, strict=False))
-        new_picker = Picker(self._config, **given)
+        picker = Picker(self._config, **given)
         if self._picker is not None:
             # An older form may still be on the page; only the newest sets the next start.
             self._picker.unobserve(self._picked, "config")
-        new_picker.observe(self._picked, "config")
-        self._picker = new_picker
-        return new_picker
+        picker.observe(self._picked, "config")
+        self._picker = picker
+        return picker
 
     def _picked(self, change: Mapping[str, Any]) -> None:
         # Not through `config`, whose setter would write to the picker again.
@@ -182,10 +175,9 @@ class Session:
         pool = self.living_pool
         if pool is None:
             return lines[0]
-        if differing_names := self._differing(pool, self.config, tuple(RunConfig.model_fields)):
+        if differing := self._differing(pool, self.config, tuple(RunConfig.model_fields)):
             values = ", ".join(
-                f"{setting_name}={_effective_value(pool.plan, setting_name)!r}"
-                for setting_name in differing_names
+                f"{name}={_effective_value(pool.plan, name)!r}" for name in differing
             )
             lines.append(f"The workers run with {values} until %accelerate restart.")
         return "\n".join(lines)
@@ -198,19 +190,18 @@ class Session:
         return f"No workers yet. {first_cell} {left_out}".rstrip()
 
     def _ready(self, line: MagicLine) -> Pool:
-        """The pool that serves a cell with this line."""
-        if (living_pool := self.living_pool) is not None:
-            self._refuse_other(living_pool, line)
-            return living_pool
+        if (pool := self.living_pool) is not None:
+            self._refuse_other(pool, line)
+            return pool
         if line.ranks:
             check_ranks(line.ranks, plan_pool(line.wanted).num_processes)
-        broken_pool = self.pool
-        if broken_pool is None or broken_pool.state is PoolState.STOPPED:
+        broken = self.pool
+        if broken is None or broken.state is PoolState.STOPPED:
             return self._start(line.wanted, joins_group=self.dist or line.dist)
-        if line.wanted != broken_pool.config:
-            broken_pool.restart(line.wanted)
+        if line.wanted != broken.config:
+            broken.restart(line.wanted)
             self.config = line.wanted
-        return broken_pool
+        return broken
 
     def _start(self, config: RunConfig, *, joins_group: bool) -> Pool:
         plan_pool(config)  # refuses before the import below, which may take seconds
@@ -226,25 +217,24 @@ class Session:
         self.dist = joins_group
         return new_pool
 
-    def _refuse_other(self, live_pool: Pool, line: MagicLine) -> None:
-        differing_names = self._differing(live_pool, line.wanted, line.given)
+    def _refuse_other(self, pool: Pool, line: MagicLine) -> None:
+        differing = self._differing(pool, line.wanted, line.given)
         mistakes = [
-            f"The workers run with {setting_name}="
-            f"{_effective_value(live_pool.plan, setting_name)!r}: got "
-            f"{getattr(line.wanted, setting_name)!r}. Workers keep their settings as long as "
+            f"The workers run with {name}="
+            f"{_effective_value(pool.plan, name)!r}: got "
+            f"{getattr(line.wanted, name)!r}. Workers keep their settings as long as "
             "they live."
-            for setting_name in differing_names
+            for name in differing
         ]
         if line.dist and not self.dist:
             mistakes.append(
-                "The workers run with dist=False: got --dist. They have not joined a process group "
-                "at their start."
+                "The workers run with dist=False: got --dist. They have joined no process group."
             )
         if mistakes:
             # One remedy for all mistakes, after the last of them.
             flags = " ".join(
                 [
-                    *(flag_of(line.wanted, setting_name) for setting_name in differing_names),
+                    *(flag_of(line.wanted, name) for name in differing),
                     *["--dist"] * line.dist,
                 ]
             )
@@ -255,20 +245,17 @@ class Session:
             raise ConfigError(*mistakes)
 
     @staticmethod
-    def _differing(live_pool: Pool, config: RunConfig, setting_names: Sequence[str]) -> list[str]:
+    def _differing(pool: Pool, config: RunConfig, setting_names: Sequence[str]) -> list[str]:
         """Settings that the workers do not have; where the plan chooses, by what it chose."""
         names = [
-            setting_name
-            for setting_name in setting_names
-            if getattr(config, setting_name) != getattr(live_pool.config, setting_name)
+            name for name in setting_names if getattr(config, name) != getattr(pool.config, name)
         ]
         # Planning inspects the machine, which a cell without changed settings need not wait for.
-        plan = plan_pool(config) if names else live_pool.plan
+        plan = plan_pool(config) if names else pool.plan
         return [
-            setting_name
-            for setting_name in names
-            if _effective_value(plan, setting_name)
-            != _effective_value(live_pool.plan, setting_name)
+            name
+            for name in names
+            if _effective_value(plan, name) != _effective_value(pool.plan, name)
         ]
 
     def _bind(self, pool: Pool, values: dict[str, Any]) -> None:
@@ -288,6 +275,5 @@ class Session:
 
 
 def _effective_value(plan: Plan, name: str) -> Any:
-    """The value of a setting in a plan."""
     values = {choice.name: choice.value for choice in plan.choices}
     return values.get(name, getattr(plan.config, name))

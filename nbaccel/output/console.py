@@ -1,6 +1,8 @@
 """What workers print, as the notebook shows it: by rank, folded, at most ten times a second.
 
-How much is shown, and how fast, is bounded, so that neither server nor browser is overloaded.
+    rank 0 pipe ──► lines ─┐                          [0-1] loading
+                           ├─► fold equal heads ─►    [0] saved
+    rank 1 pipe ──► lines ─┘   at a bounded pace      [0-1] epoch 1
 
     up to WHOLE_CHARS   all of it, at most _WHOLE.chars_per_s a second: a rank that is faster waits
                         in its `print`
@@ -11,29 +13,9 @@ How much is shown, and how fast, is bounded, so that neither server nor browser 
 Jupyter's server drops whatever exceeds a megabyte a second (`iopub_data_rate_limit`, over three
 seconds), updates of displays as well as text; a browser keeps all text of a cell in its memory.
 
-    rank 0 pipe ──► lines ─┐                          [0-1] loading
-                           ├─► fold equal heads ─►    [0] saved
-    rank 1 pipe ──► lines ─┘   at a bounded pace      [0-1] epoch 1
-
-Lines are made of chunks; each character is copied a bounded number of times, however long its line
-is. A line that all ranks print is shown once. To recognise it, a line waits up to `HOLD_S` for its
-twins; lines of one rank never overtake each other. Most lines in a storm have no twin: each rank's
-lines are counted by their text, so that to know this is a look-up. A line that is being rewritten
-with carriage returns is drawn in place for the lowest rank that has one; where the call has a
-panel, that shows those of all ranks.
-
-Rich output waits in the same queues: a picture comes after the lines that its rank printed before.
-What cannot be shown twice (output that is updated later, the cell being cleared) is taken from the
-lowest rank that has it, as a bar is.
-
-With `log_dir`, files get what each rank prints: complete, unfolded, without prefix, as it comes.
-
-    DIR/20261125_101530_4711/rank_0.stdout.log
-                             rank_0.stderr.log
-                             rank_1.stdout.log ...
-
-One folder per start of workers, named for its time and the process that started them, so that two
-runs never share a file.
+A line that all ranks print is shown once: it waits up to `HOLD_S` for its twins; lines of one rank
+never overtake each other. Rich output waits in the same queues. A line that is rewritten with
+carriage returns, and output that cannot be shown twice, is that of the lowest rank which has one.
 """
 
 from __future__ import annotations
@@ -75,8 +57,7 @@ class LineAssembler:
         self._begin_line()
 
     def _begin_line(self) -> None:
-        self._moves = False
-        """Whether the line has been written from its start again."""
+        self._moves = False  # whether the line has been written from its start again
         self._under = ""  # what stands there when its last carriage return comes
         self._empty_line()
 
@@ -217,58 +198,51 @@ class LineMerger:
         """Whether anything is waiting."""
         return any(self._queues.values())
 
-    def close(self, worker_rank: int) -> None:
+    def close(self, rank: int) -> None:
         """Stop waiting for what this rank may still write."""
-        self._open.discard(worker_rank)
+        self._open.discard(rank)
 
-    def size(self, worker_rank: int) -> tuple[int, int]:
+    def size(self, rank: int) -> tuple[int, int]:
         """How many lines of this rank are waiting, and how many characters."""
-        return self._lines[worker_rank], self._chars[worker_rank]
-
-    # ---- in
+        return self._lines[rank], self._chars[rank]
 
     def add_lines(
-        self, worker_rank: int, arrival_time: float, stream_name: str, line_texts: Iterable[str]
+        self, rank: int, arrival_time: float, stream_name: str, line_texts: Iterable[str]
     ) -> None:
         """Lines that a rank has written to a stream."""
         # Local names, because the loop below runs for each of many thousands of lines.
-        rank_queue = self._queues[worker_rank]
-        texts = self._texts[worker_rank]
+        queue = self._queues[rank]
+        texts = self._texts[rank]
         num_chars = line_number = 0
         for line_number, line_text in enumerate(line_texts, 1):  # noqa: B007  (needed behind the loop)
             key = stream_name, line_text
-            rank_queue.append(OutputItem(arrival_time, key, stream_name, line_text))
+            queue.append(OutputItem(arrival_time, key, stream_name, line_text))
             num_chars += len(line_text) + 1
             texts[key] += 1
-        self._chars[worker_rank] += num_chars
-        self._lines[worker_rank] += line_number
+        self._chars[rank] += num_chars
+        self._lines[rank] += line_number
 
-    def add_rich(self, worker_rank: int, item: OutputItem) -> None:
+    def add_rich(self, rank: int, item: OutputItem) -> None:
         """Something a rank has displayed."""
-        self._queues[worker_rank].append(item)
-        self._count(worker_rank, item, 1)
+        self._queues[rank].append(item)
+        self._count(rank, item, 1)
 
-    def shorten(self, worker_rank: int, output_lines: float, num_chars: float) -> int:
-        """Drop a rank's oldest lines and displays until so few are left; returns how many.
-
-        The last one stays, however long it is.
-        """
+    def shorten(self, rank: int, output_lines: float, num_chars: float) -> int:
+        """Drop a rank's oldest lines and displays until so few are left, or one: how many."""
         dropped_lines = 0
         kept_items: list[OutputItem] = []
-        rank_queue = self._queues[worker_rank]
-        while self._lines[worker_rank] > 1 and (
-            self._lines[worker_rank] > output_lines or self._chars[worker_rank] > num_chars
+        queue = self._queues[rank]
+        while self._lines[rank] > 1 and (
+            self._lines[rank] > output_lines or self._chars[rank] > num_chars
         ):
-            queued_item = self._take(worker_rank, 0)
-            if queued_item.handle is not None:
-                kept_items.append(queued_item)
+            item = self._take(rank, 0)
+            if item.handle is not None:
+                kept_items.append(item)
             else:
                 dropped_lines += 1
         # Others depend on them: an update needs its output, so these may not be dropped.
-        rank_queue.extendleft(reversed(kept_items))
+        queue.extendleft(reversed(kept_items))
         return dropped_lines
-
-    # ---- out
 
     def ready(self, current_time: float, *, hold_s: float) -> Iterator[dict[int, OutputItem]]:
         """Take out what is due: each line or display, by the ranks that it is shown for."""
@@ -276,21 +250,21 @@ class LineMerger:
             first_rank = min(heads)[1]
             item = self._queues[first_rank][0]
             others = self._others(first_rank)
-            twin_items = self._twins(first_rank, others)
+            twins = self._twins(first_rank, others)
             # Lines of a rank never overtake each other, so nothing behind it may come out.
             if (
                 item.time > current_time - hold_s
                 and self._folds(item)
-                and self._open.difference(twin_items)
+                and self._open.difference(twins)
             ):
                 return
-            taken = self._before(twin_items, item, others)
+            taken = self._before(twins, item, others)
             yield {rank: self._take(rank, position) for rank, position in sorted(taken.items())}
 
     def _take(self, rank: int, position: int) -> OutputItem:
-        rank_queue = self._queues[rank]
-        item = rank_queue[position]
-        del rank_queue[position]
+        queue = self._queues[rank]
+        item = queue[position]
+        del queue[position]
         self._count(rank, item, -1)
         if item.message is None:
             texts = self._texts[rank]
@@ -303,8 +277,6 @@ class LineMerger:
         if num_chars := item.num_chars:
             self._lines[rank] += sign
             self._chars[rank] += sign * num_chars
-
-    # ---- twins
 
     def _folds(self, item: OutputItem) -> bool:
         """Whether it may be shown once for several ranks, and is worth waiting for them."""
@@ -327,38 +299,33 @@ class LineMerger:
         places = {first_rank: 0} | {rank: self._reach(rank, item) for rank in others}
         return {rank: position for rank, position in places.items() if position is not None}
 
-    def _reach(self, rank: int, queued_item: OutputItem) -> int | None:
+    def _reach(self, rank: int, item: OutputItem) -> int | None:
         """Lines of the other stream do not block it: the order between two pipes is not known."""
-        for position, other_item in enumerate(itertools.islice(self._queues[rank], _LOOK_AHEAD)):
-            if queued_item.key == other_item.key:
+        for position, other in enumerate(itertools.islice(self._queues[rank], _LOOK_AHEAD)):
+            if item.key == other.key:
                 return position
-            if other_item.stream in (None, queued_item.stream) or queued_item.stream is None:
+            if other.stream in (None, item.stream) or item.stream is None:
                 return None
         return None
 
     def _before(
-        self, twin_items: dict[int, int], queued_item: OutputItem, others: Iterable[int]
+        self, twins: dict[int, int], item: OutputItem, others: Iterable[int]
     ) -> dict[int, int]:
         """Whose heads have to come out first, if a missing twin is only held up behind one."""
         for rank in others:
             deeper_items = itertools.islice(self._queues[rank], 1, _LOOK_AHEAD)
-            if rank not in twin_items and any(queued_item.key == one.key for one in deeper_items):
+            if rank not in twins and any(item.key == one.key for one in deeper_items):
                 return self._twins(rank, self._others(rank))
-        return twin_items
+        return twins
 
 
 WHOLE_CHARS = 10_000_000
-AT_THE_END_CHARS = 200_000
-"""What is waiting when all workers have finished is shown at once, unless it is more."""
-MAX_LINE_CHARS = 1_000_000
-"""Of a longer line head and tail are shown."""
+AT_THE_END_CHARS = 200_000  # at the end so much is shown at once
+MAX_LINE_CHARS = 1_000_000  # of a longer line head and tail are shown
 
 
 class _Stage(NamedTuple):
-    """How much is shown at a time, and how much of one rank may wait.
-
-    With more waiting it waits itself, or only its newest lines are kept.
-    """
+    """How much is shown at a time, and how much of one rank may wait."""
 
     chars_per_s: float
     chars_at_once: float
@@ -371,8 +338,7 @@ _WHOLE = _Stage(900_000, 90_000, 200_000, 1_200_000)
 _SLOW = _Stage(100_000, 100_000, 100, 50_000)
 _ENDING = _Stage(math.inf, math.inf, 200, 200_000)
 _UNPACED = _Stage(math.inf, math.inf, math.inf, math.inf)
-_MOST_FULL = 3
-"""So many times that is dropped at once, because a pipe is read to its end when a worker ends."""
+_MOST_FULL = 3  # times that: a pipe is read to its end when a worker ends
 _NOTE_PAUSE_S = 1.0
 
 
@@ -427,11 +393,9 @@ _TOO_MUCH = (
     "Write to a file what you want to keep."
 )
 
-_FIRST_TICK_S = 0.05
-"""A call in a cell that is over by then leaves no place for a panel behind."""
+_FIRST_TICK_S = 0.05  # a call in a cell that is over by then leaves no place for a panel behind
 
-_ShownEntry = tuple[list[int], OutputItem]
-"""Something to be shown, and the ranks that have it."""
+_ShownEntry = tuple[list[int], OutputItem]  # something to be shown, and the ranks that have it
 
 
 class Console:
@@ -462,8 +426,7 @@ class Console:
         self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
         self._tails = {rank: deque[str](maxlen=_LAST_LINES) for rank in ranks}
         self._dropped: Counter[int] = Counter()
-        self._owners: dict[str, int] = {}
-        """Rank whose output is shown, by the handle of one that can be shown once only."""
+        self._owners: dict[str, int] = {}  # handle of what is shown once → its rank
         self._drawn = ""
         # A notebook paints stderr as an error, which a bar or a notice is not.
         self._own_stream = "stdout" if publish.has_cells() else "stderr"
@@ -473,35 +436,31 @@ class Console:
         self.library_messages = LibraryMessages(has_panel=self._place is not None)
         self.warnings = SeenWarnings()
 
-    def feed(self, worker_rank: int, stream: str, output_bytes: bytes) -> None:
+    def feed(self, rank: int, stream: str, output_bytes: bytes) -> None:
         """Take in what a worker wrote."""
-        if self._rank_logs and (
-            problem := self._rank_logs.write(worker_rank, stream, output_bytes)
-        ):
+        if self._rank_logs and (problem := self._rank_logs.write(rank, stream, output_bytes)):
             self.notice(problem)
-        source = self._sources[worker_rank, stream]
+        source = self._sources[rank, stream]
         at_most = math.inf if self._pace.waits else self._pace.stage.waiting_lines
         output_lines, dropped_lines = source.feed(output_bytes, at_most=at_most)
-        self._queue(worker_rank, stream, output_lines)
-        self._dropped += Counter({worker_rank: dropped_lines})
-        if self._fullness(worker_rank) > _MOST_FULL:
-            self._shorten(worker_rank)
+        self._queue(rank, stream, output_lines)
+        self._dropped += Counter({rank: dropped_lines})
+        if self._fullness(rank) > _MOST_FULL:
+            self._shorten(rank)
 
-    def feed_display(
-        self, worker_rank: int, message: messaging.Display | messaging.ClearOutput
-    ) -> None:
+    def feed_display(self, rank: int, message: messaging.Display | messaging.ClearOutput) -> None:
         """Take in rich output. What the rank has printed before it must have been fed before."""
         for stream in ("stdout", "stderr"):
-            if not self._sources[worker_rank, stream].rewritten:
+            if not self._sources[rank, stream].rewritten:
                 # An unfinished line (`print("...", end="")`) comes before the picture.
-                self._finish(worker_rank, stream)
-        self._waiting.add_rich(worker_rank, rich_item(time.monotonic(), message))
+                self._finish(rank, stream)
+        self._waiting.add_rich(rank, rich_item(time.monotonic(), message))
 
-    def close(self, worker_rank: int) -> None:
+    def close(self, rank: int) -> None:
         """Note that this rank writes nothing further."""
         for stream in ("stdout", "stderr"):
-            self._finish(worker_rank, stream)
-        self._waiting.close(worker_rank)
+            self._finish(rank, stream)
+        self._waiting.close(rank)
 
     def _finish(self, rank: int, stream: str) -> None:
         source = self._sources.get((rank, stream))
@@ -544,9 +503,9 @@ class Console:
 
     # ---- too much of it
 
-    def is_full(self, worker_rank: int) -> bool:
+    def is_full(self, rank: int) -> bool:
         """Whether so much of this rank is waiting that reading should stop."""
-        return self._pace.waits and self._fullness(worker_rank) > 1
+        return self._pace.waits and self._fullness(rank) > 1
 
     def _fullness(self, rank: int) -> float:
         num_lines, num_chars = self._waiting.size(rank)
@@ -560,10 +519,7 @@ class Console:
         return self._pace.waits and amount > AT_THE_END_CHARS
 
     def end_is_near(self) -> None:
-        """Stop was pressed, or a rank has failed: what is waiting is shown at once, or dropped.
-
-        The last lines of each rank are kept, with a notice of how many are not shown.
-        """
+        """Stop was pressed, or a rank has failed: only the last that waits is shown, at once."""
         if self._pace.stage is not _UNPACED:
             self._pace.stage = _ENDING
 
@@ -611,11 +567,10 @@ class Console:
         self.tick(is_final=True)
 
     def _due(self, current_time: float, is_final: bool) -> list[_ShownEntry]:
-        """What is to be shown now, within what the pace leaves room for."""
         items = self._entries(current_time, -math.inf if is_final else HOLD_S)
         if self._pace.stage is _ENDING:
-            for worker_rank in self._ranks:
-                self._shorten(worker_rank)
+            for rank in self._ranks:
+                self._shorten(rank)
         room = math.inf
         if not is_final:
             room = self._pace.room(current_time, has_gaps=bool(self._dropped))
@@ -630,14 +585,14 @@ class Console:
         return entries
 
     def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
-        for popped_items in self._waiting.ready(current_time, hold_s=hold_s):
+        for items in self._waiting.ready(current_time, hold_s=hold_s):
             # The lowest, as elsewhere: twins of outputs that are updated later differ.
-            rank = min(popped_items)
-            for queued_item in popped_items.values():
-                if queued_item.handle is not None:
-                    owner = self._owners.get(queued_item.handle, rank)
-                    self._owners[queued_item.handle] = min(rank, owner)
-            yield [*popped_items], popped_items[rank]
+            rank = min(items)
+            for item in items.values():
+                if item.handle is not None:
+                    owner = self._owners.get(item.handle, rank)
+                    self._owners[item.handle] = min(rank, owner)
+            yield [*items], items[rank]
 
     def notice(self, text: str) -> None:
         """Show a line of the launcher, after what has been printed so far."""
@@ -669,16 +624,14 @@ class Console:
     def _show(self, entries: list[_ShownEntry]) -> None:
         """One write per run of lines of the same stream: each write is a message to the browser."""
         # Of updates of the same output only the last needs to be shown.
-        newest_updates = {
-            (min(ranks), item.handle): item for ranks, item in entries if item.updates
-        }
+        newest = {(min(ranks), item.handle): item for ranks, item in entries if item.updates}
         for stream, entry_run in itertools.groupby(entries, key=lambda entry: entry[1].stream):
             if stream is not None:
                 lines = [f"{self._prefix(ranks)}{item.text}\n" for ranks, item in entry_run]
                 self._write(stream, "".join(lines))
                 continue
             for ranks, item in entry_run:
-                if not item.updates or newest_updates.get((min(ranks), item.handle)) is item:
+                if not item.updates or newest.get((min(ranks), item.handle)) is item:
                     self._publish(ranks, item)
 
     def _publish(self, ranks: list[int], item: OutputItem) -> None:

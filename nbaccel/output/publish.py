@@ -23,15 +23,15 @@ from nbaccel.base.units import count_noun, number_ranges
 _RENDER_METHOD = "_render_traceback_"
 
 
-def show_message(output_message: Any) -> None:
+def show_message(message: Any) -> None:
     """Show or clear output as a worker requested."""
     # Here because it imports numpy, which whoever made the message has loaded anyway.
     from nbaccel.workers import messaging
 
-    if isinstance(output_message, messaging.ClearOutput):
-        clear(wait_for_new=output_message.wait)
-    elif isinstance(output_message, messaging.Display):
-        publish_display(output_message.content)
+    if isinstance(message, messaging.ClearOutput):
+        clear(wait_for_new=message.wait)
+    elif isinstance(message, messaging.Display):
+        publish_display(message.content)
 
 
 def publish_display(content: Mapping[str, Any]) -> None:
@@ -57,10 +57,7 @@ def clear(*, wait_for_new: bool) -> None:
 
 
 def show_by_its_text(error_class: type[BaseException]) -> None:
-    """Let IPython use `_render_traceback_` of the next exception of this class.
-
-    It does so for all exceptions but groups, of which it prints every frame.
-    """
+    """Let IPython use `_render_traceback_` of the next exception of this class, also of a group."""
     shell = frames.running_shell()
     # IPython has one handler at a time: one of the user's must not be replaced.
     if shell is None or any(
@@ -69,17 +66,13 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
         return
 
     def show_traceback(
-        shell: Any,
-        error_class: type,
-        error: Any,
-        error_traceback: Any,
-        tb_offset: Any = None,
+        shell: Any, error_class: type, error: Any, error_traceback: Any, tb_offset: Any = None
     ) -> Any:
         # For one exception only: the user's later ones are shown as ever.
         shell.set_custom_exc((), None)
-        text_lines = error._render_traceback_()
-        ipython_private.show_traceback_lines(shell, error_class, error, text_lines)
-        return text_lines
+        lines = error._render_traceback_()
+        ipython_private.show_traceback_lines(shell, error_class, error, lines)
+        return lines
 
     shell.set_custom_exc((error_class,), show_traceback)
 
@@ -90,37 +83,29 @@ def has_cells() -> bool:
 
 
 def request_header(name: str) -> str:
-    """Of the message that the kernel works on; empty where there is none.
-
-    `msg_id` is another one for each run of a cell, `session` for each page, also a reloaded one.
-    """
+    """Of the message that the kernel works on: `msg_id` of a cell's run, `session` of a page."""
     kernel: Any = getattr(frames.running_shell(), "kernel", None)
     parent = kernel.get_parent() if hasattr(kernel, "get_parent") else None
     return str((parent or {}).get("header", {}).get(name, ""))
 
 
-def is_watched() -> bool:
-    """Whether output goes to a notebook or a terminal, not to a file or another program."""
-    return frames.running_shell() is not None or sys.stderr.isatty()
-
-
-def show_results(rank_results: Mapping[int, Mapping[str, Any] | None]) -> None:
+def show_results(results: Mapping[int, Mapping[str, Any] | None]) -> None:
     """Show what the ranks' cells ended with: `{"data": ..., "metadata": ...}` each."""
-    text_lines: list[str] = []
-    for group_ranks, mime_bundle in _equal_groups(rank_results):
-        if len(group_ranks) == len(rank_results):
-            publish_display(mime_bundle)
+    lines: list[str] = []
+    for ranks, bundle in _equal_groups(results):
+        if len(ranks) == len(results):
+            publish_display(bundle)
             return
-        rank_label = f"[{number_ranges(group_ranks)}]"
-        data = mime_bundle["data"]
+        label = f"[{number_ranges(ranks)}]"
+        data = bundle["data"]
         if set(data) == {"text/plain"} and "\n" not in data["text/plain"]:
-            text_lines.append(f"{rank_label} {data['text/plain']}")
+            lines.append(f"{label} {data['text/plain']}")
             continue
-        _show_lines([*text_lines, rank_label])
-        publish_display(mime_bundle)
-        text_lines = []
-    if text_lines:
-        _show_lines(text_lines)
+        _show_lines([*lines, label])
+        publish_display(bundle)
+        lines = []
+    if lines:
+        _show_lines(lines)
 
 
 def _equal_groups(
@@ -162,8 +147,7 @@ class CellPlace:
     """
 
     def __init__(self) -> None:
-        self.is_there = has_cells()
-        """Whether there is a cell whose output can be replaced."""
+        self.is_there = has_cells()  # whether there is a cell whose output can be replaced
         self.has_panel = self.is_there and env.flag("NBACCEL_DASHBOARD") is not False
         # A widget shows HTML only.
         self.is_widget = self.is_there and ipython_private.is_in_output_widget(
@@ -212,8 +196,7 @@ class CellPlace:
         self._stands = True
 
 
-SHOWN_AFTER_S = 0.5
-"""A start that takes less leaves no trace."""
+SHOWN_AFTER_S = 0.5  # a start that takes less leaves no trace
 _CLEAR_TO_END = "\r\x1b[K"  # ECMA-48: erase in line
 
 

@@ -1,10 +1,5 @@
 """``RunReport``: what a finished run can tell of itself; and several runs side by side.
 
-A finished run is told as one line, as the summary that stays in its cell, and as a report: a list
-of sections, each of which is drawn in two forms, as lines for a terminal and as HTML for a notebook
-or a file of its own. The HTML has inline styles only and no script; the file adds a style sheet for
-its page.
-
 [Note: the JSON form] `format` is `"nbaccel.report"` and `version` is 1; a later version may add
 keys, and gets another number where a key changes its meaning or goes. Times are in seconds, sizes
 in bytes, what is not known is null. JSON has no numbers beside finite ones: a metric that was none
@@ -118,15 +113,13 @@ class RankFigures:
     state: str = ""
     progress: str = ""
     steps: int | None = None
-    steps_in_all: int | None = None
-    """How many it would have taken in the end."""
+    steps_in_all: int | None = None  # how many it would have taken in the end
     steps_per_s: float | None = None
     samples: int | None = None
     samples_per_s: float | None = None
     peak_host_bytes: int | None = None
     peak_device_bytes: int | None = None
-    compiled: str = ""
-    """What its device's compiler has done, in words."""
+    compiled: str = ""  # what its device's compiler has done, in words
     times: RankTimes | None = None
 
 
@@ -164,9 +157,6 @@ class RunFacts:
     def metric_names(self) -> list[str]:
         """In the order in which they were logged, the one that is shown first in front."""
         return loss_first(self.curves)
-
-
-# ------------------------------------------------------------------------- of a board
 
 
 def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
@@ -216,7 +206,6 @@ def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFi
 
 
 def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[str]:
-    """What was measured how, and what was not."""
     if times:
         yield (
             "Times begin with a rank's first loop over batches. Waiting for data is known of "
@@ -254,55 +243,6 @@ def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[s
         yield f"{board.warnings.num_left_out:,} more warnings with other texts were not kept."
 
 
-# ------------------------------------------------------------------------- as JSON
-
-
-def facts_as_json(facts: RunFacts) -> dict[str, Any]:
-    """The facts in plain containers; see [Note: the JSON form]."""
-    document: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION}
-    document |= dataclasses.asdict(facts)
-    document["marks"] = [{"step": step, "text": text} for step, text in facts.marks]
-    document["curves"] = [
-        {
-            "name": name,
-            "rank": rank,
-            "steps": [step for step, _ in points],
-            "values": [value for _, value in points],
-        }
-        for name, curves in facts.curves.items()
-        for rank, points in curves.items()
-    ]
-    plain: dict[str, Any] = _as_plain(document)
-    return plain
-
-
-def facts_from_json(document: Mapping[str, Any]) -> RunFacts:
-    """What `facts_as_json` has made."""
-    kind = (document.get("format"), document.get("version"))
-    if kind != (FORMAT_NAME, FORMAT_VERSION):
-        raise ConfigError(
-            f"This is no report that can be read: format and version are {kind[0]!r} and "
-            f"{kind[1]!r}, and {FORMAT_NAME!r} and {FORMAT_VERSION} are known. Give what "
-            "RunReport.to_dict returned."
-        )
-    try:
-        plain = json.loads(json.dumps({**document}))
-        plain["marks"] = [(mark["step"], mark["text"]) for mark in plain["marks"]]
-        curves: dict[str, dict[int, list[Any]]] = {}
-        for curve in plain["curves"]:
-            values = [float(y) if y in ("nan", "inf", "-inf") else y for y in curve["values"]]
-            points = list(zip(curve["steps"], values, strict=True))
-            curves.setdefault(curve["name"], {})[curve["rank"]] = points
-        plain["curves"] = curves
-        # As JSON, for which strict types take lists as tuples and whole numbers as others.
-        return TypeAdapter(RunFacts).validate_json(json.dumps(plain), strict=True)
-    except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"This report cannot be read: {error}. It was changed, or is not whole: what it says "
-            "would be shown as a page. Give what RunReport.to_dict returned."
-        ) from error
-
-
 def _as_plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -331,9 +271,6 @@ h1 { font-size: 20px; font-weight: 600; margin: 0 0 0.3em; }
 """
 
 
-# ------------------------------------------------------------------------- one line
-
-
 def finished_line(facts: RunFacts) -> str:
     """`2 ranks · 12.0 s · step 840 (70/s) · loss 0.41 ▇▅▂ · up to 1 GiB each`."""
     parts = _finished_parts(facts, with_curve=True)
@@ -341,7 +278,6 @@ def finished_line(facts: RunFacts) -> str:
 
 
 def _finished_parts(facts: RunFacts, *, with_curve: bool = False) -> list[str]:
-    """How it ended, and the most important figures."""
     ending = f"{facts.ending} after " if facts.ending else ""
     parts = [f"{ending}{format_seconds(facts.seconds)}"]
     if leading := next((figures for figures in facts.ranks if figures.steps is not None), None):
@@ -373,9 +309,6 @@ def title_of(facts: RunFacts) -> str:
     """What was run."""
     name = plain_text(facts.title, LABEL_CHARS) or "Run"
     return f"{name} on {count_noun(facts.plan.num_processes, 'worker')}"
-
-
-# ------------------------------------------------------------------------- sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +406,6 @@ def _figure_rows(facts: RunFacts) -> list[list[str]]:
 
 
 def _warning_lines(facts: RunFacts) -> list[str]:
-    """Each warning with how often and where it was seen."""
     has_ranks = len(facts.ranks) > 1
     return [
         f"{seen.text} ({count_noun(seen.count, 'time')}"
@@ -482,26 +414,10 @@ def _warning_lines(facts: RunFacts) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------- as text
-
-
-def report_lines(facts: RunFacts) -> list[str]:
-    """The report for a terminal."""
-    lines = [f"{title_of(facts)} · {' · '.join(_finished_parts(facts))}"]
-    lines += [f"! {sentence}" for sentence in facts.advice]
-    for section in _sections(facts, (), as_image=False):
-        if section.lines:
-            lines += ["", section.heading, *section.lines]
-    return lines
-
-
 def indented(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table whose columns are as wide as their widest cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
-
-
-# ------------------------------------------------------------------------- as HTML
 
 
 def _part_html(facts: RunFacts, above: str, names: Sequence[str], *, as_image: bool = True) -> str:
@@ -578,12 +494,48 @@ class RunReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain containers, which `json.dumps` takes."""
-        return facts_as_json(self.facts)
+        document: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION}
+        document |= dataclasses.asdict(self.facts)
+        document["marks"] = [{"step": step, "text": text} for step, text in self.facts.marks]
+        document["curves"] = [
+            {
+                "name": name,
+                "rank": rank,
+                "steps": [step for step, _ in points],
+                "values": [value for _, value in points],
+            }
+            for name, curves in self.facts.curves.items()
+            for rank, points in curves.items()
+        ]
+        plain: dict[str, Any] = _as_plain(document)
+        return plain
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Self:
         """The report of what `to_dict` gave, as from a saved file."""
-        return cls(facts_from_json(document))
+        kind = (document.get("format"), document.get("version"))
+        if kind != (FORMAT_NAME, FORMAT_VERSION):
+            raise ConfigError(
+                f"This is no report that can be read: format and version are {kind[0]!r} and "
+                f"{kind[1]!r}, and {FORMAT_NAME!r} and {FORMAT_VERSION} are known. Give what "
+                "RunReport.to_dict returned."
+            )
+        try:
+            plain = json.loads(json.dumps({**document}))
+            plain["marks"] = [(mark["step"], mark["text"]) for mark in plain["marks"]]
+            curves: dict[str, dict[int, list[Any]]] = {}
+            for curve in plain["curves"]:
+                values = [float(y) if y in ("nan", "inf", "-inf") else y for y in curve["values"]]
+                points = list(zip(curve["steps"], values, strict=True))
+                curves.setdefault(curve["name"], {})[curve["rank"]] = points
+            plain["curves"] = curves
+            # As JSON, for which strict types take lists as tuples and whole numbers as others.
+            return cls(TypeAdapter(RunFacts).validate_json(json.dumps(plain), strict=True))
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"This report cannot be read: {error}. It was changed, or is not whole: what it "
+                "says would be shown as a page. Give what RunReport.to_dict returned."
+            ) from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it into one file, which appears whole or not at all."""
@@ -612,7 +564,12 @@ class RunReport:
         return _part_html(facts, headline + advice_html(facts.advice), facts.metric_names)
 
     def __str__(self) -> str:
-        return "\n".join(report_lines(self.facts))
+        lines = [f"{title_of(self.facts)} · {' · '.join(_finished_parts(self.facts))}"]
+        lines += [f"! {sentence}" for sentence in self.facts.advice]
+        for section in _sections(self.facts, (), as_image=False):
+            if section.lines:
+                lines += ["", section.heading, *section.lines]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -680,9 +637,7 @@ class RunComparison:
         }
 
     def _rows(self) -> list[list[str]]:
-        cells = {
-            label: [text_of(facts) for facts in self.facts] for label, text_of in _ROWS.items()
-        }
+        cells = {label: [tell(facts) for facts in self.facts] for label, tell in _ROWS.items()}
         cells |= {name: [from_to(points) for points in runs] for name, runs in self._curves.items()}
         rows = [["", *(f"{number}" for number, _ in enumerate(self.facts, 1))]]
         for label, texts in cells.items():

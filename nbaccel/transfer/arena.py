@@ -35,8 +35,7 @@ from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import first_few
 from nbaccel.transfer import memfd
 
-PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-"""Types with memory of their own: a DTensor, for one, has no address."""
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)  # a DTensor, for one, has no memory of its own
 
 
 class Arena(memfd.Mapping):
@@ -48,8 +47,7 @@ class Arena(memfd.Mapping):
     """
 
     def __init__(self, fd: int, num_bytes: int, *, is_checkpoint: bool = False) -> None:
-        self.key = f"arena{next(_ARENA_NUMBERS)}"
-        """Names no other arena of this process."""
+        self.key = f"arena{next(_ARENA_NUMBERS)}"  # names no other arena of this process
         self.is_checkpoint = is_checkpoint
         # The descriptor stays open, because workers are sent copies of it.
         super().__init__(fd, num_bytes, is_private=is_checkpoint, owns_file=True)
@@ -146,17 +144,14 @@ def empty_tensors(layouts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> lis
 class Slot(NamedTuple):
     """Where one parameter or buffer lives. Hundreds travel: a dataclass would take four times."""
 
-    name: str
-    """Dotted name in the module, as `named_parameters` gives it."""
+    name: str  # dotted name in the module, as `named_parameters` gives it
     arena: str
-    start: int
-    """First byte of its storage in the arena."""
+    start: int  # first byte of its storage in the arena
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
-    """Elements from the start of the storage to the tensor's first one."""
+    offset: int  # elements from the start of the storage to the tensor's first one
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, arena: Arena, start: int) -> Slot:
@@ -203,8 +198,7 @@ def is_in_arena(tensor: torch.Tensor, slot: Slot, mapping: memfd.Mapping) -> boo
 class SharedModule(NamedTuple):
     """A module of the notebook that workers get without a copy, and where its weights belong."""
 
-    path: str
-    """How the user would write it: `args[0]`, `args[1]['teacher']`."""
+    path: str  # how the user would write it: `args[0]`, `args[1]['teacher']`
     slots: tuple[Slot, ...]
     module: nn.Module
 
@@ -214,8 +208,7 @@ class Sharing:
     """All modules of one launch, and where the host copies of device-resident storages lie."""
 
     modules: tuple[SharedModule, ...] = ()
-    arenas: dict[str, Arena] = field(default_factory=dict)
-    """Every arena that holds a tensor of these modules, by key."""
+    arenas: dict[str, Arena] = field(default_factory=dict)  # all that hold a tensor of these
     stand_ins: dict[int, tuple[Arena, int]] = field(default_factory=dict)
     """Device address of a storage → arena and first byte of its host copy."""
 
@@ -328,10 +321,7 @@ def _refusals_of(path: str, module: nn.Module) -> Iterator[str]:
 
 def _why_not(tensor: torch.Tensor) -> str | None:
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-        return (
-            "a lazy parameter without a shape yet. Run one batch through the model first, "
-            "so that it gets one."
-        )
+        return "a lazy parameter without a shape yet. Run one batch through the model first."
     if tensor.device.type == "meta":
         return (
             f"is on the meta device: it has shape {tuple(tensor.shape)} but no values. Fill it "
@@ -426,8 +416,7 @@ def _stale_views_message(modules: Sequence[tuple[str, nn.Module]], viewed: Colle
     return (
         f"nbaccel: {first_few(names, 2)} moved to shared memory, and something else has a "
         "view of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
-        "the values of now and does not follow the model. Take it again, or .clone() what is to "
-        "stay.\n"
+        "the values of now and does not follow the model. Take it again, or .clone() it.\n"
     )
 
 
@@ -437,7 +426,12 @@ def _storage_spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
         storage = tensor.untyped_storage()
         if tensor.numel() == 0 or arena_of(storage):
             continue
-        low, high = _byte_extent(tensor)
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        elements = 1 + sum((size - 1) * step for size, step in steps)
+        low = int(tensor.storage_offset()) * tensor.element_size()
+        high = low + elements * tensor.element_size()
+        # So that tensors of another dtype in the same storage keep whole offsets.
+        low = low // memfd.ALIGNMENT * memfd.ALIGNMENT
         if storage.device.type != "cpu":
             # Its host copy is found by the address of the whole storage.
             low = 0
@@ -447,17 +441,6 @@ def _storage_spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
         span.high = max(span.high, high)
         span.tensors.append(tensor)
     return list(spans.values())
-
-
-def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and one-past-last byte of the storage that the tensor reaches."""
-    elements = sum(
-        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    low = int(tensor.storage_offset()) * tensor.element_size()
-    high = low + (elements + 1) * tensor.element_size()
-    # Rounded down so that tensors of another dtype in the same storage keep whole offsets.
-    return low // memfd.ALIGNMENT * memfd.ALIGNMENT, high
 
 
 def _point_tensors(arena: Arena, span: _Span) -> None:
@@ -471,10 +454,7 @@ def _point_tensors(arena: Arena, span: _Span) -> None:
 
 
 def _record_module(
-    path: str,
-    module: nn.Module,
-    stand_ins: dict[int, tuple[Arena, int]],
-    arenas: dict[str, Arena],
+    path: str, module: nn.Module, stand_ins: dict[int, tuple[Arena, int]], arenas: dict[str, Arena]
 ) -> SharedModule:
     """Note where a module's tensors lie, and add the arenas to those of the others."""
     slots = []

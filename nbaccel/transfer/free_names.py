@@ -1,10 +1,8 @@
 """Which names a cell reads that it has not bound itself: they may have to come from the notebook.
 
-Python's compiler says what belongs to which scope. What is left is the order: the compiled cell is
-followed along all its paths, and a name counts as bound where every path has bound it.
-
-[Note: with] What a `with` block binds counts as bound behind it, although a manager that swallows
-exceptions could skip it: `with torch.no_grad(): out = model(x)` is what people write.
+The compiled cell is followed along all its paths, and a name counts as bound where every path has
+bound it; behind a `with` block, too, what that binds, although a manager that swallows exceptions
+could skip it: `with torch.no_grad(): out = model(x)` is what people write.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ _NEVER_GO_ON = frozenset(
 # Python 3.10 has an instruction where a block begins; later versions have a table.
 _TRY_BLOCK = "SETUP_FINALLY"
 _WITH_BLOCKS = frozenset(("SETUP_WITH", "SETUP_ASYNC_WITH"))
-_WITH_HANDLER_INSTRUCTIONS = 3
-"""In so many of its first instructions the handler of a `with` block calls the manager."""
+_WITH_HANDLER_INSTRUCTIONS = 3  # in its first ones a `with` block's handler calls the manager
 _OWN_SCOPES = re.compile(r"<(listcomp|setcomp|dictcomp|genexpr)>|<generic parameters of .*>")
 """Names of code that the compiler puts into a scope of its own and that runs at once."""
 
@@ -51,10 +48,8 @@ _OWN_SCOPES = re.compile(r"<(listcomp|setcomp|dictcomp|genexpr)>|<generic parame
 class Names:
     """The names that a cell reads from outside itself."""
 
-    needed: frozenset[str] = _NO_NAMES
-    """Read by top-level code before the cell itself binds them for sure."""
-    possible: frozenset[str] = _NO_NAMES
-    """Read only inside functions, or in the text given to magics."""
+    needed: frozenset[str] = _NO_NAMES  # read by top-level code before the cell binds them
+    possible: frozenset[str] = _NO_NAMES  # read only in functions, or in the text of magics
 
 
 @functools.lru_cache(maxsize=4096)

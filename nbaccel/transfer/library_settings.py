@@ -3,13 +3,10 @@
     notebook                              worker
     read each row ─► bytes ── Job ──►     what differs from here, and from what came before, is set
 
-The random states travel beside them. How many threads a worker computes with is its own matter.
-
 Handlers of loggers that write to stderr or stdout write to the worker's; those that write to a file
-append to the same one, from all ranks. Rotating files are appended to without rotation: two
-processes would rename each other's files. Handlers of any other kind stay with the notebook. A
-library that configures its own logger does so again when a worker imports it: of those only the
-levels are carried over.
+append to the same one, from all ranks, without rotation: two processes would rename each other's
+files. Handlers of any other kind stay with the notebook. A library that configures its own logger
+does so again when a worker imports it: of those only the levels are carried over.
 """
 
 from __future__ import annotations
@@ -95,8 +92,7 @@ with contextlib.suppress(RuntimeError), warnings.catch_warnings():
     torch.get_float32_matmul_precision()
 
 _ATTRIBUTES = (
-    # Beside `set_float32_matmul_precision`: torch answers one of the two only where the other has
-    # been used to set it.
+    # Beside `set_float32_matmul_precision`: torch answers only for the one that has set it.
     "torch.backends.cuda.matmul.fp32_precision",
     "torch.backends.cudnn.enabled",
     "torch.backends.cudnn.benchmark",
@@ -150,8 +146,7 @@ name sets it, given a dict by keywords."""
 def _read_all() -> dict[str, Any]:
     settings = {}
     for name, read in _SETTINGS.items():
-        # torch refuses to answer where old and new ways to set a precision were mixed, and has no
-        # such way before 2.9.
+        # torch refuses where old and new ways to set a precision were mixed.
         with contextlib.suppress(RuntimeError, AttributeError):
             settings[name] = read()
     return settings
@@ -164,10 +159,8 @@ What the notebook has left so, stays as packages that only workers import have s
 """
 
 _LOGGING = "logging"
-_TOLD: dict[str, str] = {}
-"""Setting → why it could not be sent, as the user has been told."""
-_PICKLED: dict[str, tuple[Any, bytes]] = {}
-"""Setting → its value the last time, and that pickled: most stay as they are from cell to cell."""
+_TOLD: dict[str, str] = {}  # setting → why it could not be sent, as the user has been told
+_PICKLED: dict[str, tuple[Any, bytes]] = {}  # setting → its last value, and that pickled
 
 
 def logging_only() -> bytes:
@@ -246,9 +239,6 @@ def _write(name: str, value: Any) -> None:
         )
 
 
-# ------------------------------------------------------------------------- logging
-
-
 _HandlerSettings = tuple[str, str | None, int, bytes]
 """A handler's stream or file, encoding and level; formatter and filters, unless they don't pickle:
 it works without them."""
@@ -259,7 +249,6 @@ _STREAMS = ("stderr", "stdout")
 
 
 def _logging_settings() -> bytes:
-    """How logging is configured in this process."""
     carried: dict[str | None, _LoggerSettings] = {None: _describe(logging.root)}
     # A copy, because another thread may make a logger meanwhile.
     for name, logger in list(logging.root.manager.loggerDict.items()):
@@ -328,7 +317,6 @@ def _append_only(handler: Any) -> None:
 
 
 def _handler_from(target: str, encoding: str | None, level: int, parts: bytes) -> logging.Handler:
-    """The same handler in this process."""
     handler: logging.Handler
     if target in _STREAMS:
         handler = logging.StreamHandler(getattr(sys, target))
@@ -359,9 +347,6 @@ def _configure(logger: logging.Logger, wanted: _LoggerSettings) -> None:
         logger.disabled = disabled
     for settings in handlers:
         logger.addHandler(_handler_from(*settings))
-
-
-# ------------------------------------------------------------------------- random numbers
 
 
 def seeded_states() -> bytes:

@@ -46,8 +46,7 @@ def _c_library() -> ctypes.CDLL:
     return library
 
 
-ByteRange = tuple[int, int]
-"""Bytes `[start, end)` of a file or mapping."""
+ByteRange = tuple[int, int]  # bytes `[start, end)` of a file or mapping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +54,7 @@ class PackedObject:
     """What the receiver must know to open the memory file that travels with this record."""
 
     nbytes: int
-    blocks: tuple[ByteRange, ...]
-    """Where each out-of-band block lies, in the order in which the pickle refers to them."""
+    blocks: tuple[ByteRange, ...]  # the out-of-band blocks, in the pickle's order
     pickle: ByteRange
 
 
@@ -92,18 +90,14 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
 
 
 class Mapping:
-    """A memory file mapped into this process: shared, or private (copy on write).
-
-    It is unmapped when the last view of it (`view`, `bytes`) is gone, so there is no `close`.
-    """
+    """A memory file mapped into this process, until the last view of it is gone."""
 
     def __init__(
         self, fd: int, num_bytes: int, *, is_private: bool, owns_file: bool = False
     ) -> None:
         self.nbytes = num_bytes
         self.fd = fd
-        self._owns_file = owns_file
-        """Whether the descriptor is closed with this mapping, which itself needs none."""
+        self._owns_file = owns_file  # it is closed with this mapping, which itself needs none
         self.address = 0
         self.replace(fd, is_private=is_private)
 
@@ -155,10 +149,7 @@ class Mapping:
         return self.address <= address and address + num_bytes <= self.address + self.nbytes
 
     def written(self, start: int = 0, end: int | None = None) -> list[ByteRange]:
-        """Which bytes of a private mapping were written since it was made, in whole pages.
-
-        Where the table of pages cannot be read (some sandboxes have none), everything counts so.
-        """
+        """Which pages of a private mapping were written; all where the system does not tell."""
         end = self.nbytes if end is None else end
         num_pages = -(-(end - start) // PAGE_BYTES)
         entries = b""
@@ -237,9 +228,6 @@ def overlap(span: ByteRange, ranges: Iterable[ByteRange]) -> bool:
 def total_bytes(ranges: Iterable[ByteRange]) -> int:
     """Bytes in all ranges together."""
     return sum(end - start for start, end in ranges)
-
-
-# ------------------------------------------------------------------------- equal pages
 
 
 def equal_runs(own: _Bytes, theirs: _Bytes, spans: Sequence[ByteRange]) -> Iterator[ByteRange]:

@@ -1,14 +1,11 @@
 """The notebook's namespace at one moment: fingerprints of values, and what modules consist of.
 
-Small immutable values are their own fingerprint. Everything else is pickled into a hash: the stream
-and, in place, the big blocks beside it. Parts of modules are named by key, so that no weights are
-hashed.
+Small immutable values are their own fingerprint. Everything else is pickled into a hash; parts of
+modules are named by key, so that no weights are hashed.
 
-A module keeps its key as long as it is the same object with the same structure: the same kinds of
-submodules, and tensors of the same shapes in the same memory. With another structure it is another
-module to the workers, and gets another key. All else that can change in it is compared piece by
-piece (`ModuleState`), so that only the pieces travel and the worker's object stays the one that its
-optimizer steps.
+A module keeps its key as long as it is the same object with the same structure. All else that can
+change in it is compared piece by piece (`ModuleState`), so that only the pieces travel and the
+worker's object stays the one that its optimizer steps.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from nbaccel.base import torch_private
 from nbaccel.transfer import arena, pickling
 from nbaccel.transfer.pickling import ModulePlace, travels_by_value
 
-PartPlace = tuple[str, str] | type
-"""Path of a tensor or submodule, and the name of its attribute; or a class that a cell defined."""
+PartPlace = tuple[str, str] | type  # path of a part and name of its attribute; or a cell's class
 
 
 class ModuleSurvey:
@@ -71,20 +67,14 @@ def _tensor_geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
 
 
-# ------------------------------------------------------------------------- what can change
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleState:
     """What may change in a module while its structure stays."""
 
-    tokens: Mapping[PartPlace, Hashable]
-    """Of all that :meth:`ModuleSurvey.changeable` gives."""
+    tokens: Mapping[PartPlace, Hashable]  # of all that :meth:`ModuleSurvey.changeable` gives
     versions: int
-    names: frozenset[str]
-    """Names of the namespace that its methods and attributes read."""
-    modules: frozenset[str]
-    """Keys of modules that its attributes refer to, but for itself."""
+    names: frozenset[str]  # names of the namespace that its methods and attributes read
+    modules: frozenset[str]  # keys of modules that its attributes refer to, but for itself
 
 
 class OpaqueToken(NamedTuple):
@@ -98,14 +88,9 @@ class ModuleChange:
     """What the notebook changed in a module that a worker has: only the differences."""
 
     key: str
-    values: Mapping[PartPlace, Any]
-    """Of a class there is nothing to set: unpickling it brings the worker's up to date."""
+    values: Mapping[PartPlace, Any]  # of a class nothing is set: unpickling it is enough
     removed: frozenset[PartPlace]
-    adopt: bool
-    """The notebook wrote to the weights: drop what this worker has written to them."""
-
-
-# ------------------------------------------------------------------------- the table
+    adopt: bool  # the notebook wrote to the weights: drop what this worker has written to them
 
 
 _MODULE_NUMBERS = itertools.count()
@@ -120,14 +105,11 @@ class ModuleRecord:
         self.key = key
         # A report names modules by path, and must not confuse two of them.
         is_taken = any(record.path == path for record in tuple(records.values()))
-        self.path: str = f"{path} ({number})" if is_taken else path
-        """How the user would write it; reports name it so."""
+        self.path: str = f"{path} ({number})" if is_taken else path  # as the user would write it
         self.structure = survey.structure()
-        self.slots: tuple[arena.Slot, ...] | None = None
-        """Where its tensors lie, once it is in an arena."""
+        self.slots: tuple[arena.Slot, ...] | None = None  # where its tensors lie, once shared
         self.arenas: dict[str, arena.Arena] = {}
-        self.stand_ins: dict[int, tuple[arena.Arena, int]] = {}
-        """See :class:`arena.Sharing`."""
+        self.stand_ins: dict[int, tuple[arena.Arena, int]] = {}  # see :class:`arena.Sharing`
         self.module = weakref.ref(survey.root, lambda _: records.pop(key, None))
 
     @property
@@ -157,23 +139,17 @@ ModuleRecords = dict[str, ModuleRecord]
 goes when its module does, or has another structure."""
 
 
-# ------------------------------------------------------------------------- a moment
-
-
 class NamespaceSnapshot:
     """Fingerprints of one moment. Not to be kept: it keeps alive what it has seen."""
 
     def __init__(self, namespace: Mapping[str, Any], records: ModuleRecords) -> None:
         self._namespace = namespace
         self._records = records
-        self.surveys: dict[str, ModuleSurvey] = {}
-        """What each module that has been met consists of, by key."""
+        self.surveys: dict[str, ModuleSurvey] = {}  # of each module that has been met, by key
         self._states: dict[str, ModuleState] = {}
         self._places: dict[int, ModulePlace] | None = None
         self._has_added_all = False
         self._path = ""
-
-    # ------------------------------------------------------------------- values
 
     def fingerprint(self, name: str, value: Any) -> Fingerprint:
         """What identifies the value that has this name."""
@@ -202,8 +178,6 @@ class NamespaceSnapshot:
             for address, host_place in record.stand_ins.items()
         }
         return pickling.Sender(stand_ins, self._namespace, find_place)
-
-    # ------------------------------------------------------------------- modules
 
     def _place(self, module_part: Any) -> ModulePlace | None:
         """Where in a module with a key this is. Modules get one when they are first met."""
@@ -308,12 +282,9 @@ _IMMUTABLE_TYPES = frozenset(
 class Fingerprint:
     """What identifies a value, and what it depends on."""
 
-    token: Hashable
-    """Equal for equal content."""
-    names: frozenset[str] = _NO_REFERENCES
-    """Names of the namespace that functions in the value read."""
-    modules: frozenset[str] = _NO_REFERENCES
-    """Keys of the modules that are part of it."""
+    token: Hashable  # equal for equal content
+    names: frozenset[str] = _NO_REFERENCES  # names of the namespace that its functions read
+    modules: frozenset[str] = _NO_REFERENCES  # keys of the modules that are part of it
 
 
 def _plain_token(value: Any) -> Hashable | None:
@@ -332,7 +303,6 @@ def _plain_token(value: Any) -> Hashable | None:
 
 
 def _of_pickle(value: Any, sender: pickling.Sender) -> Fingerprint:
-    """The fingerprint of anything that pickles."""
     prepared = pickling.prepare(value, sender)
     digest = xxhash.xxh3_128(prepared.stream.getbuffer())
     for block in prepared.blocks:

@@ -1,8 +1,5 @@
 """What is sent from the notebook's namespace to the workers: what a cell needs and they lack.
 
-    names of a cell ─► fingerprints ─► what a group of equal ranks lacks ─► one part for it
-               (NamespaceSnapshot)                                       (PreparedPart)
-
 For every rank `NamespaceSync` remembers the fingerprint that each name had in the notebook when the
 rank got it, or bound it itself. A name is sent when the notebook's value has another fingerprint.
 """
@@ -42,10 +39,8 @@ _MAX_SURVEY_ROUNDS = 4
 class _RankState:
     """What one rank has, as far as the notebook knows."""
 
-    seen: dict[str, Hashable] = field(default_factory=dict)
-    """Token of the notebook's value when the name was sent, or bound there."""
-    modules: dict[str, ModuleState] = field(default_factory=dict)
-    """Modules that it has, by key, in the state that was sent last."""
+    seen: dict[str, Hashable] = field(default_factory=dict)  # tokens of what it was sent or bound
+    modules: dict[str, ModuleState] = field(default_factory=dict)  # those it has, as sent last
     arenas: dict[str, weakref.ref[arena.Arena]] = field(default_factory=dict)
 
 
@@ -67,8 +62,7 @@ class PreparedUpdate:
 
     parts: list[PreparedPart] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
-    nbytes: int = 0
-    """Of the payloads, and of arenas that ranks are sent."""
+    nbytes: int = 0  # of the payloads, and of arenas that ranks are sent
 
     def close(self) -> None:
         """Give up the descriptors."""
@@ -269,7 +263,6 @@ class _UpdatePacking:
             self._records[key].share()
 
     def _add_part(self, ranks: tuple[int, ...], state: _RankState) -> None:
-        """Pack what ranks in this state lack."""
         names = [
             name
             for name, fingerprint in self._found.items()

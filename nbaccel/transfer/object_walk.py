@@ -27,17 +27,13 @@ _Parts = Iterator[tuple[str, Any]]
 
 _LONG_LIST_ITEMS = 1000  # a list of more numbers is a data set, not a container of modules
 
-_MAX_VISITS = 20_000
-"""Objects visited from a function or its arguments at most, which takes tens of milliseconds."""
+_MAX_VISITS = 20_000  # from a function or its arguments at most: tens of milliseconds
 
 _WEAK_TYPES = (weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType)
 """To be asked for by `type`: `isinstance` raises for a reference to what is gone."""
 
 _OPAQUE_TYPES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bytearray, int, float, complex)
 """What holds no modules. (`bool` is an `int`.)"""
-
-
-# ------------------------------------------------------------------------- modules
 
 
 def find_modules(args: tuple[Any, ...]) -> list[tuple[str, nn.Module]]:
@@ -95,9 +91,6 @@ def _is_plain_data(value: Any) -> bool:
     """A long list that starts with a number or text: a data set, not worth a million look-ups."""
     is_long = isinstance(value, (list, tuple)) and len(value) > _LONG_LIST_ITEMS
     return is_long and isinstance(value[0], (int, float, complex, str, bytes))
-
-
-# ------------------------------------------------------------------------- one step
 
 
 def _numbered(path: str, values: Iterable[Any]) -> _Parts:
@@ -163,8 +156,6 @@ def _variables(function: types.FunctionType, path: str) -> Iterator[tuple[str, s
         yield function.__name__, "", wrapped
 
 
-# ------------------------------------------------------------------------- what cannot be pickled
-
 _MAX_SEARCH_DEPTH = 6  # each level pickles all parts again
 
 
@@ -186,11 +177,7 @@ def find_culprit(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     return _with_type(name, function)
 
 
-def find_in(
-    value: Any,
-    path: str,
-    namespace: Mapping[str, Any] | None = None,
-) -> str:
+def find_in(value: Any, path: str, namespace: Mapping[str, Any] | None = None) -> str:
     """The innermost part of a value that does not pickle, as `path['lock'] (a _thread.lock)`."""
     for _ in range(_MAX_SEARCH_DEPTH):
         parts = () if type(value) in _WEAK_TYPES else _parts(path, value, in_words=True)

@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from nbaccel.base.training_libraries import patch_module
 
-PACKAGE_CHANGES = "nbaccel_package_changes"
-"""The name by which changes travel to live workers."""
+PACKAGE_CHANGES = "nbaccel_package_changes"  # the name by which changes travel to live workers
 ChangeKind = Literal["attribute", "entry", "element"]
 
 
@@ -58,8 +57,7 @@ class AppliedChanges:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._late: dict[str, list[bytes]] = {}
-        """The user's module → changes for when it is imported."""
+        self._late: dict[str, list[bytes]] = {}  # user's module → changes at its import
         self._awaited: set[str] = set()
 
     def follow(self, changes: Sequence[PackageChange | LateChange]) -> None:

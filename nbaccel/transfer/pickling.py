@@ -1,14 +1,12 @@
 """Python objects sent to another process, with their big blocks beside the pickle.
 
-What cannot be pickled is found by `object_walk`.
-
 A function whose globals are the notebook's namespace gets the *receiver's* namespace as its
 globals: what it reads is looked up there, when it runs. So does one that a worker's cell
-defined, on its way to the notebook. Nothing of what it reads is put into it.
+defined, on its way to the notebook.
 
-[Note: cells of closures] Functions that share a variable (`nonlocal`) share it on the other side.
-So a closure's cell is made empty first and filled when the function that holds it exists, which is
-also what ends the recursion for a function that calls itself.
+Functions that share a variable (`nonlocal`) share it on the other side: a closure's cell is made
+empty first and filled when the function that holds it exists, which is also what ends the recursion
+for a function that calls itself.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ class TooCostly(Exception):
     """Packing was given up: more than the allowed number of bytes went through the pickle."""
 
 
-ModulePlace = tuple[str, str]
-"""Key of a module, and the dotted name of a part of it (`""`: the module itself)."""
+ModulePlace = tuple[str, str]  # key of a module, and the name of a part (`""`: itself)
 
 
 @dataclass
@@ -61,19 +58,14 @@ class Sender:
 
     stand_ins: Mapping[int, tuple[arena.Arena, int]] = field(default_factory=dict)
     """Device address of a storage → where its host copy lies."""
-    namespace: Mapping[str, Any] | None = None
-    """Functions with these globals get the receiver's namespace; None: there is none."""
+    namespace: Mapping[str, Any] | None = None  # functions with these globals get the receiver's
     find_place: Callable[[Any], ModulePlace | None] = lambda _: None
     """Finds tensors and modules that the receiver has, in a module with a key."""
-    sources: dict[str, list[str]] = field(default_factory=dict)
-    """Source lines of every cell whose functions or classes travel by value."""
+    sources: dict[str, list[str]] = field(default_factory=dict)  # lines of cells that travel
     arenas: dict[str, arena.Arena] = field(default_factory=dict)
-    modules: list[torch.nn.Module] = field(default_factory=list)
-    """Every module that the pickle holds, each before its parts."""
-    module_keys: set[str] = field(default_factory=set)
-    """Keys of modules that the pickle refers to."""
-    names: set[str] = field(default_factory=set)
-    """Names of the namespace that functions in the pickle read."""
+    modules: list[torch.nn.Module] = field(default_factory=list)  # each before its parts
+    module_keys: set[str] = field(default_factory=set)  # keys of modules that the pickle refers to
+    names: set[str] = field(default_factory=set)  # of the namespace, read by its functions
     by_name: bool = False
     """Whether the receiver has the very same classes and functions in its `__main__`, and must get
     them and no copies: a forked worker's answer, or the notebook's `except MyError` would fail."""
@@ -182,9 +174,8 @@ def unpack(
         pickled = mapping.view(*packed.pickle)
         blocks = [mapping.view(*span) for span in packed.blocks]
     # A context variable, because functions that a pickle calls can be given nothing but its data.
-    token = _CURRENT_RECEIVER.set(
-        Receiver(arenas, device, {} if namespace is None else namespace, find_module)
-    )
+    names = {} if namespace is None else namespace
+    token = _CURRENT_RECEIVER.set(Receiver(arenas, device, names, find_module))
     try:
         return pickle.loads(pickled, buffers=blocks)
     finally:
@@ -373,8 +364,7 @@ def keep_sources(sources: Mapping[str, list[str]]) -> None:
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
-# What the pickle calls on the receiving side. The pickle contains their names, so both sides must
-# have the same ones.
+# What the pickle calls on the receiving side, by names that both sides must have.
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
@@ -429,8 +419,6 @@ def _placed(storage: torch.UntypedStorage, to_device: bool) -> torch.UntypedStor
         return storage
     return torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
 
-
-# ------------------------------------------------------------------------- functions of cells
 
 _SPECIAL_ATTRIBUTES = (
     "__defaults__",
@@ -491,8 +479,7 @@ def _known(key: str, path: str) -> Any:
 # and functions that arrive by their code are bound there under their names, as a fork would have
 # them.
 
-_CODE_PARTS = 6
-"""Length of cloudpickle's instructions for what travels by its code: the last is a setter."""
+_CODE_PARTS = 6  # of cloudpickle's instructions for code; the last is a setter
 
 _IN_WORKER: set[bool] = set()
 _RECEIVED: dict[str, Any] = {}

@@ -1,14 +1,11 @@
 """The modules that a worker received through an arena: what happens to their weights there.
 
-    staging files ◄───── rank 0's changed pages; of sharded tensors everyone's piece
-        │ read by the notebook, once every rank has written all of it
-    arena file
-        │ private map
-    worker's tensors ──► share_equal_pages: pages equal to the file are given back, shared again
-                     ◄── adopt: the notebook wrote to the weights: what was written here goes
-
-A launch has them for one call, a live worker for all its cells. A tensor that left the arena (moved
-to a device, sharded, given another dtype) is copied instead.
+staging files ◄───── rank 0's changed pages; of sharded tensors everyone's piece
+    │ read by the notebook, once every rank has written all of it
+arena file
+    │ private map
+worker's tensors ──► share_equal_pages: pages equal to the file are given back, shared again
+                 ◄── adopt: the notebook wrote to the weights: what was written here goes
 """
 
 from __future__ import annotations
@@ -52,8 +49,7 @@ class ReceivedModules:
     ) -> None:
         self._rank = rank
         self._share_back = share_back
-        self._staging = staging_files or {}
-        """Of a launch, which has them from its start."""
+        self._staging = staging_files or {}  # of a launch, which has them from its start
         self._arenas: dict[str, LocalArena] = {}
         self._modules: dict[str, ReceivedModule] = {}
         self._has_stepped = False
@@ -117,8 +113,6 @@ class ReceivedModules:
             if received.arena_keys() <= self._arenas.keys()
         }
 
-    # ------------------------------------------------------------------- from the notebook
-
     def apply(self, change: ModuleChange) -> None:
         """Apply what the notebook changed. Parts that do not exist here are passed over."""
         module = self.module(change.key)
@@ -142,8 +136,7 @@ class ReceivedModules:
 
     def _adopt(self, received: ReceivedModule) -> None:
         for key, arena in self._arenas.items():
-            # Padding between tensors belongs to none of them, so it may be dropped too: whole pages
-            # can then be given back.
+            # Padding belongs to no tensor, so it may be dropped: whole pages can be given back.
             spans = memfd.merge_ranges(
                 (slot.start, memfd.aligned(slot.span[1]))
                 for slot in received.slots
@@ -158,14 +151,10 @@ class ReceivedModules:
         # Adopting raises the version counters; without this it would look like training.
         received.notebook_state = self._departed_state(received)
 
-    # ------------------------------------------------------------------- to the notebook
-
     def dirty(self) -> tuple[str, ...]:
         """Keys of the modules whose weights the notebook may not have got yet."""
         written = self._written()
-        return tuple(
-            key for key, received in self._modules.items() if self._has_news(received, written)
-        )
+        return tuple(key for key, one in self._modules.items() if self._has_news(one, written))
 
     def _has_news(self, received: ReceivedModule, written: _Written) -> bool:
         """Whether the notebook is to get something of a module from this rank, or to be told."""
@@ -261,7 +250,6 @@ class ReceivedModules:
             return
         for key, arena in self._arenas.items():
             if arena.training_file is None:
-                # Without room for the file, training goes on in private pages, which are copied
-                # later.
+                # Without room for the file, training goes on in private pages, copied later.
                 with contextlib.suppress(OSError):
                     arena.train_in_file(self._staging.get(key), optimizer)

@@ -23,8 +23,7 @@ from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import ShardReader
 from nbaccel.transfer import memfd
 
-PieceSpot = tuple[slice, ...] | int
-"""Where a piece lies in the whole: slices, or the number of its first element, flattened."""
+PieceSpot = tuple[slice, ...] | int  # slices of the whole, or its first element's number, flattened
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -1,32 +1,24 @@
 """How trained weights are copied back: workers write staging files, the notebook reads them.
 
-The workers' side is `WeightWriter` and `received_modules`, the notebook's `WeightReceiver`.
-
 [Note: writing weights back] Every arena has a *staging* file of the same size and layout, made by
 the notebook process for one launch or cell. It is sparse: pages that are not written cost nothing.
-Workers put trained values there; the notebook's arena is not touched before all ranks are done.
-Then the notebook reads what was written into the arena, once, into pages that it has mapped
-already. (Mapping the staging file in the arena's place looks cheaper and is not: the page faults
-that follow cost several copies.) A launch that fails drops the staging file.
+Workers put trained values there; once all ranks are done, the notebook reads what was written into
+the arena, into pages that it has mapped already. (Mapping the staging file in the arena's place
+looks cheaper and is not: the page faults that follow cost several copies.)
 
 A tensor that left the arena (moved to a device, given another dtype) is copied into its slot, cast
 to the dtype the notebook has, as `load_state_dict` would; one that equals the notebook's own,
-rounded to a shorter format, was not trained and stays as it is there. Of a sharded tensor (DTensor,
-ZeRO) every rank writes its own piece, so that no process holds the whole; see `sharded_tensors`.
+rounded to a shorter format, was not trained and stays as it is there.
 
 [Note: training in place] Rank 0 would pay twice: once for the private page that its first optimizer
 step writes, once for copying that page to the staging file at the end. So just before its first
-step it copies the arena to a file, maps that file where its model lies, and trains right there: no
-private pages, and nothing to copy at the end. This is done only where most of the arena is about to
-be trained; otherwise the kernel's table of private pages tells what was written.
+step it copies the arena to a file, maps that file where its model lies, and trains right there.
+This is done only where most of the arena is about to be trained; otherwise the kernel's table of
+private pages tells what was written. In a launch it is the staging file. A live worker cannot know
+when the next cell will train: it makes a file of its own, which travels to the notebook.
 
-In a launch it is the staging file. A live worker cannot know when the next cell will train, so it
-makes a file of its own, which travels to the notebook with the report.
-
-Two questions are answered before. Did all ranks train the same model? A plain loop without DDP does
-not, and only rank 0's is copied back: each rank takes a digest of the parameters that it trained,
-and the notebook compares them. Do the values fit into the notebook's tensors as they are? Tied
-weights that came apart do not, and another dtype loses digits.
+Did all ranks train the same model? A plain loop without DDP does not, and only rank 0's is copied
+back: each rank takes a digest of the parameters that it trained, and the notebook compares them.
 """
 
 from __future__ import annotations
@@ -67,8 +59,7 @@ _PART_REMEDY = (
 )
 
 _NUM_SAMPLES = 16
-_SAMPLE_BYTES = 4096
-"""A large tensor is sampled in so many pieces of this size: training changes nearly all bytes."""
+_SAMPLE_BYTES = 4096  # in so many pieces: training changes nearly all bytes
 
 # Share of an arena's bytes that is about to be trained. Training in place copies the whole arena
 # once, otherwise the trained part is copied twice: half is where both cost the same.
@@ -81,10 +72,8 @@ class LocalArena:
 
     fd: int
     mapping: memfd.Mapping
-    training_file: int | None = None
-    """Descriptor of the file that the mapping shows instead, where this rank trains in one."""
-    is_in_staging: bool = False
-    """Whether that is the notebook's staging file: nothing needs to be copied there."""
+    training_file: int | None = None  # the file that the mapping shows instead
+    is_in_staging: bool = False  # it is the notebook's staging file: nothing is copied there
 
     @classmethod
     def open(cls, fd: int, num_bytes: int) -> LocalArena:
@@ -116,8 +105,6 @@ class LocalArena:
         # may be a checkpoint that is open for reading only.
         arena = memfd.Mapping(self.fd, self.mapping.nbytes, is_private=True)
         return memfd.equal_runs(self.mapping.bytes(), arena.bytes(), spans)
-
-    # ------------------------------------------------------------------- training in a file
 
     def train_in_file(self, staging_file: int | None, optimizer: torch.optim.Optimizer) -> None:
         """Let the mapping show this file, or one of its own, if most of it is trained."""
@@ -185,8 +172,7 @@ class LocalArena:
         # A file of this rank's own has no notebook pages beneath: all values are copied in.
         if self.training_file is None and pages_start < pages_end:
             self.mapping.give_back(pages_start, pages_end)
-            # Pages at the edges also hold other modules' tensors: giving them back would undo
-            # training.
+            # The edges hold other modules' tensors, too: giving them back would undo training.
             copied = [(start, pages_start), (pages_end, end)]
         for low, high in copied:
             if low < high:
@@ -203,14 +189,11 @@ class WeightReport:
     )
     """Exactly the bytes that this rank has put into each staging file: of a sharded tensor its own
     piece."""
-    stranded: dict[str, str] = field(default_factory=dict)
-    """Path of a module whose weights could not be written back → why."""
+    stranded: dict[str, str] = field(default_factory=dict)  # module's path → why not written back
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Weights on the CPU, so that they are not lost: of modules that are stranded or changed."""
-    changes: dict[str, str] = field(default_factory=dict)
-    """Path of a module that is written back with a change → what is different."""
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """Path of a module that this rank has trained → digest of its parameters."""
+    changes: dict[str, str] = field(default_factory=dict)  # module's path → what is different
+    fingerprints: dict[str, str] = field(default_factory=dict)  # module's path → its digest
 
 
 @dataclass(eq=False)
@@ -220,14 +203,10 @@ class ReceivedModule:
     path: str
     slots: tuple[Slot, ...]
     module: nn.Module
-    origins: Mapping[str, weakref.ref[torch.Tensor]]
-    """What it consisted of when it came, to see later what was replaced."""
-    notebook_names: tuple[str, ...] = ()
-    """Names of its tensors, as they were when it came or was last copied back."""
-    notebook_state: Hashable = None
-    """Of the tensors that left the arena: the state in which they were last copied back."""
-    reported: str = ""
-    """Digest of what this rank has trained, as it was reported last."""
+    origins: Mapping[str, weakref.ref[torch.Tensor]]  # what it consisted of when it came
+    notebook_names: tuple[str, ...] = ()  # of its tensors, when last equal to the notebook's
+    notebook_state: Hashable = None  # of tensors that left the arena, when last copied back
+    reported: str = ""  # digest of what this rank has trained, as it was reported last
 
     def tensor_names(self) -> tuple[str, ...]:
         """Names of its tensors as they are now."""
@@ -243,12 +222,10 @@ class WeightWriter:
     """Puts what a rank owes of some modules into staging files. No communication."""
 
     rank: int
-    num_nodes: int
-    """Notebooks that launch together; each gets the weights of its own workers."""
+    num_nodes: int  # notebooks that launch together; each gets the weights of its own workers
     arenas: Mapping[str, LocalArena]
     staging_files: Mapping[str, int]
-    held_parts: Mapping[torch.Tensor, object]
-    """What was kept of sharded tensors, to read their pieces when the engine is gone."""
+    held_parts: Mapping[torch.Tensor, object]  # to read sharded tensors without their engine
     settled: defaultdict[str, list[memfd.ByteRange]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
@@ -371,9 +348,6 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-# ------------------------------------------------------------------------- the same on all ranks
-
-
 def trained_digest(
     received: ReceivedModule,
     arenas: Mapping[str, LocalArena],
@@ -398,11 +372,6 @@ def trained_digest(
     return _digest(trained if own_only else compared)
 
 
-def digest_of(module: nn.Module) -> str:
-    """The digest of a module as it is here, whether or not it was trained."""
-    return _digest(tensor for _, tensor in named_tensors(module) if _is_compared(tensor))
-
-
 def _is_compared(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and not sharded_tensors.is_sharded(tensor)
 
@@ -418,9 +387,6 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
         # Viewed as bytes, because NumPy has no bfloat16.
         digest.update(values.contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-# ------------------------------------------------------------------------- what fits
 
 
 def untied_reason(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> str:
@@ -526,8 +492,7 @@ class WeightReceiver:
             arena = self._arenas[key]
             kept = [slot.span for slot in left_out if slot.arena == key]
             if key in whole_files:
-                # First, because departed and sharded tensors are in the staging file, which is
-                # read after it.
+                # First: departed and sharded tensors are in the staging file, which is read next.
                 _read(whole_files[key], arena, [(0, arena.nbytes)], kept)
             spans = (span for report in reports for span in report.own_bytes.get(key, ()))
             _read(self.staging[key], arena, memfd.merge_ranges(spans), kept)
@@ -557,7 +522,8 @@ class WeightReceiver:
             if set(trained.values()) <= {digest_of_0}:
                 continue
             # Nor has one whose weights equal the notebook's.
-            known = {digest_of_0, digest_of(module)}
+            own = _digest(tensor for _, tensor in named_tensors(module) if _is_compared(tensor))
+            known = {digest_of_0, own}
             ranks = sorted(rank for rank, digest in trained.items() if digest not in known)
             if ranks:
                 messages[path] = _differing_models(path, ranks, rank_0_trained=bool(digest_of_0))
@@ -583,13 +549,11 @@ def _read(
 
 
 def _differing_models(path: str, ranks: Sequence[int], *, rank_0_trained: bool) -> str:
-    """The line about ranks that trained another model than rank 0."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     if not rank_0_trained:
         return (
             f"{names} trained {path} and rank 0 did not. The notebook gets rank 0's weights, so "
-            "what was trained is lost. Train on rank 0, or return the state_dict from the other "
-            "ranks."
+            "what was trained is lost. Train on rank 0, or return the state_dict from the others."
         )
     return (
         f"The ranks trained different models: {names} ended with other weights of {path} than "

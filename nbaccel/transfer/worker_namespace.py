@@ -31,13 +31,10 @@ class NamespaceUpdate:
 
     arenas: tuple[tuple[str, int], ...]
     payload: PackedObject
-    sources: Mapping[str, list[str]]
-    """Source lines of the cells that the functions in it come from."""
-    forget: tuple[str, ...] = ()
-    """Modules whose original is gone: their weights have no destination any more."""
+    sources: Mapping[str, list[str]]  # source lines of the cells that the functions in it come from
+    forget: tuple[str, ...] = ()  # modules whose original is gone
     forget_arenas: tuple[str, ...] = ()
-    reads_arenas: bool = True
-    """Whether workers will read what the notebook has written to arenas that they have."""
+    reads_arenas: bool = True  # will workers read what was written to arenas they have?
 
 
 class Namespace:
@@ -81,8 +78,6 @@ class Namespace:
         self.modules.forget(update.forget, update.forget_arenas)
         self._user_ns.update(names)
 
-    # ------------------------------------------------------------------- around a cell
-
     def begin(self) -> None:
         """A cell starts: remember what is bound."""
         self._before = self._snapshot()
@@ -97,13 +92,17 @@ class Namespace:
         """Ids, not values: the snapshot must not keep alive what a cell deletes."""
         return {name: id(value) for name, value in self._user_ns.items() if is_users(name)}
 
-    # ------------------------------------------------------------------- to the notebook
-
     def pack(self, names: Sequence[str]) -> tuple[PackedObject, int]:
         """Pack the values of these names for the notebook, as a dict, with tensors on the CPU."""
-        missing = [name for name in names if name not in self._user_ns]
-        if missing:
-            raise NameError(self._not_bound(missing), name=missing[0])
+        lines: dict[str, str] = {}
+        known = [name for name in self._user_ns if is_users(name)]
+        for name in names:
+            if name not in self._user_ns:
+                matches = difflib.get_close_matches(name, known, n=3)
+                hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
+                lines[name] = f"name {name!r} is not defined in worker {self._rank}.{hint}"
+        if lines:
+            raise NameError("\n".join(lines.values()), name=next(iter(lines)))
         sender = _SenderToNotebook(namespace=self._user_ns)
         packed, fd = pickling.pack({name: self._user_ns[name] for name in names}, sender)
         if sender.pieces:
@@ -115,21 +114,11 @@ class Namespace:
             )
         return packed, fd
 
-    def _not_bound(self, missing: Sequence[str]) -> str:
-        lines = []
-        known = [name for name in self._user_ns if is_users(name)]
-        for name in missing:
-            matches = difflib.get_close_matches(name, known, n=3)
-            hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
-            lines.append(f"name {name!r} is not defined in worker {self._rank}.{hint}")
-        return "\n".join(lines)
-
 
 class _SenderToNotebook(pickling.Sender):
     """Replaces what means nothing in the notebook: devices, process groups, wrappers."""
 
-    pieces = 0
-    """Of how many sharded tensors only the part of this rank has been sent."""
+    pieces = 0  # of how many sharded tensors only the part of this rank has been sent
 
     def reduce(self, value: Any) -> Any:
         if isinstance(value, nn.Module):

@@ -1,14 +1,12 @@
 r"""What is known of a worker's failure, and how it is reported.
 
-The first failure *by time* that is not merely a lost connection is the cause; everything else is a
-consequence and gets one line. (When one rank dies, its peers see "Connection closed by peer" and
-often report first: believing them would blame the wrong rank.)
+The first failure *by time* that is not merely a lost connection is the cause: when one rank dies,
+its peers see "Connection closed by peer" and often report first.
 
 [Note: not pickled whole] Pickle rebuilds an exception by calling its class with `args`. That fails
 for every class whose `__init__` takes other arguments than it hands on, and `except MyError` in the
-notebook would not see it. So the parts are sent separately, and no `__init__` runs on arrival.
-
-An error that torch raises again for another process or thread is sent as the original:
+notebook would not see it. So the parts are sent separately, and no `__init__` runs on arrival. An
+error that torch raises again for another process or thread is sent as the original:
 
     DataLoader worker    KeyError('x') ─► ExceptionWrapper: its class, its traceback as text
     rank                 KeyError("Caught KeyError in DataLoader worker process 0.\nOriginal ...")
@@ -56,8 +54,7 @@ class RaisedError:
     type_name: str
     message: str
     frames: tuple[Frame, ...]
-    cause: RaisedError | None = None
-    """The exception it was raised from or during, if any."""
+    cause: RaisedError | None = None  # the exception it was raised from or during, if any
     notes: tuple[str, ...] = ()
     parts: tuple[RaisedError, ...] = ()
     missing_name: str = ""
@@ -84,23 +81,17 @@ class FailureRecord:
     """A record of one rank's end."""
 
     rank: int
-    time: float
-    """Seconds of CLOCK_MONOTONIC."""
+    time: float  # seconds of CLOCK_MONOTONIC
     raised: RaisedError | None = None
-    traceback: str = ""
-    """As Python prints it, of a rank that has raised."""
-    exit_status: int | None = None
-    """Negative for a signal; None if it raised."""
-    stack: tuple[Frame, ...] = ()
-    """Where it was, innermost call first, as far as faulthandler could tell."""
+    traceback: str = ""  # as Python prints it, of a rank that has raised
+    exit_status: int | None = None  # negative for a signal; None if it raised
+    stack: tuple[Frame, ...] = ()  # innermost call first, as far as faulthandler could tell
     max_rss_bytes: int = 0
-    evidence: str = ""
-    """What the system says about the death: out-of-memory kills, full /dev/shm."""
+    evidence: str = ""  # what the system says about the death: out-of-memory kills, full /dev/shm
     doing: str = ""
     """For a rank that was stopped: what it was doing; for one that has died: what is known beyond
     its status."""
-    remedy: str = ""
-    """What to do, where the status does not tell: a signal says nothing of a host that is lost."""
+    remedy: str = ""  # what to do, where the status does not tell: a host may be lost
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException, *, failure_time: float) -> FailureRecord:
@@ -130,7 +121,8 @@ class FailureRecord:
             error = error.cause
         if error is None:
             return False
-        return tells_of_a_lost_connection(error.type_name.rpartition(".")[2], error.message)
+        type_name = error.type_name.rpartition(".")[2]
+        return type_name in _LOST_TYPES and bool(_LOST_CONNECTION.search(error.message))
 
     @property
     def headline(self) -> str:
@@ -148,9 +140,6 @@ def first_cause(records: Sequence[FailureRecord]) -> FailureRecord:
     by_time = sorted(records, key=lambda record: record.time)
     # Where all are consequences, the earliest is the closest to the cause.
     return next((record for record in by_time if not record.is_consequence), by_time[0])
-
-
-# ------------------------------------------------------------------------- an exception
 
 
 def describe_error(error: BaseException, seen: set[int] | None = None) -> RaisedError:
@@ -178,9 +167,13 @@ def describe_error(error: BaseException, seen: set[int] | None = None) -> Raised
         kind, text, inner_frames, where = original
         frames += inner_frames
         notes.append(f"It was raised {where}.")
+    # Head and tail of the first line, which headlines show, and of the rest.
+    first_line, *rest = text.strip().split("\n", 1)
+    lines = [shorten_text(first_line, _HEADLINE_CHARS)]
+    lines += [shorten_text(more, _MESSAGE_CHARS) for more in rest]
     return RaisedError(
         type_name=kind_name(kind),
-        message=_shortened_message(text),
+        message="\n".join(lines),
         frames=frames,
         missing_name=(error.name or "") if isinstance(error, NameError) else "",
         cause=described_cause,
@@ -196,13 +189,6 @@ def _whole_traceback(error: BaseException) -> str:
         entry = entry and entry.tb_next
     text = "".join(traceback.format_exception(type(error), error, entry))
     return shorten_text(text, _MESSAGE_CHARS)
-
-
-def _shortened_message(text: str) -> str:
-    """Head and tail of the first line, which headlines show, and of the rest."""
-    first_line, *rest = text.strip().split("\n", 1)
-    lines = [shorten_text(first_line, _HEADLINE_CHARS)]
-    return "\n".join(lines + [shorten_text(more, _MESSAGE_CHARS) for more in rest])
 
 
 def kind_name(kind: type) -> str:
@@ -235,8 +221,6 @@ def _frames_of(traceback: TracebackType | None) -> tuple[Frame, ...]:
     return frames
 
 
-# ------------------------------------------------------------------------- a stack
-
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 _WORKER_FILE = str(_PACKAGE_FOLDER / "workers" / "worker.py")
 # Names of files, because this is below what trains.
@@ -248,11 +232,7 @@ _FRAME_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+),? in (
 
 
 def parse_stack(dump: str) -> tuple[Frame, ...]:
-    """The main thread's stack from a faulthandler dump, innermost call first.
-
-    The main thread is the one that came through nbaccel's worker. Threads that have begun later
-    stand before it in the dump.
-    """
+    """The main thread's stack from a faulthandler dump, innermost call first."""
     stack: list[Frame] = []
     for block in _THREAD_HEADING.split(dump):
         frames = _frames_in(block.splitlines())
@@ -275,15 +255,10 @@ def _frames_in(lines: Iterable[str]) -> list[Frame]:
 class RankActivity:
     """What a rank was doing. As text, one line: `waiting in barrier (Cell In[2], line 4)`."""
 
-    collective: str = ""
-    """The function of torch.distributed, or the call of nbaccel's, that it was in; empty if it was
-    in none."""
-    is_comparing: bool = False
-    """It was not in the collective yet, but waited to compare its call with those of others."""
-    called: str = ""
-    """What else its own code had called; empty if that was running itself."""
-    at: Frame | None = None
-    """Where in its own code it was, if in any."""
+    collective: str = ""  # what of torch.distributed or of nbaccel's it was in; or empty
+    is_comparing: bool = False  # it waited to compare its call with those of others
+    called: str = ""  # what else its own code had called; empty if that was running itself
+    at: Frame | None = None  # where in its own code it was, if in any
 
     @classmethod
     def of_stack(cls, stack: Sequence[Frame]) -> RankActivity:
@@ -332,9 +307,6 @@ def _called_name(stack: Sequence[Frame], at: Frame | None) -> str:
 def as_clause(sentence: str) -> str:
     """`It has ended.` → `it has ended`, to go on in another sentence."""
     return sentence[:1].lower() + sentence[1:].rstrip(".")
-
-
-# ------------------------------------------------------------------------- exits
 
 
 _SIGNAL_MEANINGS: dict[str, tuple[str, str]] = {
@@ -405,9 +377,6 @@ def explain_exit(record: FailureRecord) -> list[str]:
     return [line for line in lines if line]
 
 
-# ------------------------------------------------------------------------- telling it
-
-
 def failure_text(
     records: Sequence[FailureRecord],
     world_size: int,
@@ -418,11 +387,7 @@ def failure_text(
     advice: str = "",
     closing: str = "",
 ) -> str:
-    """The report of a failed launch, at most about thirty lines.
-
-    A headline describes what has happened better than the text of the cause; the messages are what
-    libraries have printed that is not shown as long as all is well.
-    """
+    """The report of a failed launch, about thirty lines; `headline` replaces the cause's."""
     cause = first_cause(records)
     lines = [f"rank {cause.rank} of {world_size} {headline or cause.headline}"]
     if advice:
@@ -510,7 +475,6 @@ def _tell_stack(stack: Sequence[Frame]) -> list[str]:
 
 
 def _tell_frame(frame: Frame | None, *, num_around: int = 0) -> list[str]:
-    """A frame, with its source lines."""
     if frame is None:
         return []
     return [f"  {place(frame)}, in {frame.function}", *source(frame, num_around=num_around)]
@@ -547,13 +511,6 @@ def tells_of_unlike_collectives(text: str) -> bool:
     return any(part in text for part in _UNLIKE_COLLECTIVES)
 
 
-def tells_of_a_lost_connection(type_name: str, message: str) -> bool:
-    """Whether an error says no more than that another rank has gone."""
-    return type_name in _LOST_TYPES and bool(_LOST_CONNECTION.search(message))
-
-
-# ------------------------------------------------------------------------- sending an exception
-
 _MOST_CHARS = 1_000_000
 _TRACEBACK_BLOCK = re.compile(r"^Traceback \(most recent call last\):\n", re.MULTILINE)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
@@ -566,10 +523,8 @@ class PortableException:
 
     kind: type[BaseException]
     args: tuple[Any, ...]
-    attributes: dict[str, Any]
-    """Its `__dict__`."""
-    slots: dict[str, Any]
-    """What its class keeps elsewhere: `OSError.errno`, `StopIteration.value`."""
+    attributes: dict[str, Any]  # its `__dict__`
+    slots: dict[str, Any]  # what its class keeps elsewhere: `OSError.errno`, `StopIteration.value`
 
     def in_reserve(self) -> Iterator[PortableException]:
         """This, and what can be sent in its place if it cannot be pickled, in decreasing detail."""
@@ -627,16 +582,10 @@ def _slots_of(error: BaseException) -> Iterator[tuple[str, Any]]:
                     yield name, getattr(error, name)
 
 
-# ------------------------------------------------------------------------- raised again by torch
-
-
 def unwrap_error(
     error: BaseException,
 ) -> tuple[type[BaseException], str, tuple[Frame, ...], str] | None:
-    """Type, message, frames and place of what torch has raised for another process or thread.
-
-    The place reads as `in DataLoader worker process 0`.
-    """
+    """Type, message, frames and place of what torch has raised for another process or thread."""
     wrapper = _torch_wrapper(error.__traceback__)
     # By its text: an error whose class takes more than a text is raised as a RuntimeError.
     if wrapper is None or not str(error).startswith(f"Caught {wrapper.exc_type.__name__} "):
@@ -647,7 +596,11 @@ def unwrap_error(
     # The last block, because the causes of an error come before it.
     lines = blocks[-1].rstrip("\n").split("\n")
     end = next((i for i, line in enumerate(lines) if not line.startswith("  ")), len(lines))
-    message = _without_type("\n".join(lines[end:]), wrapper.exc_type)
+    # `ValueError: bad` → `bad`
+    text = "\n".join(lines[end:])
+    name, _, message = text.partition(": ")
+    if name.rpartition(".")[2] != wrapper.exc_type.__name__:
+        message = text.removeprefix(name)
     return wrapper.exc_type, message, tuple(_frames_in(lines[:end])), wrapper.where
 
 
@@ -662,9 +615,3 @@ def _torch_wrapper(traceback: TracebackType | None) -> Any:
         traceback = traceback.tb_next
     holder = traceback.tb_frame.f_locals.get("self")
     return holder if torch_private.is_exception_wrapper(holder) else None
-
-
-def _without_type(text: str, kind: type[BaseException]) -> str:
-    """`ValueError: bad` → `bad`."""
-    name, _, message = text.partition(": ")
-    return message if name.rpartition(".")[2] == kind.__name__ else text.removeprefix(name)

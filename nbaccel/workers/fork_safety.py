@@ -1,8 +1,5 @@
 """What a fork of this process could not live with, found without starting anything.
 
-Asked of a notebook before it is forked (`hazards`), and of a template after each import
-(`lasting_threads`, `device_facts`).
-
 A running OpenMP pool does not survive a fork: the child waits for threads that do not exist. OpenMP
 5.0 (section 3.2.44, omp_pause_resource_all) lets a program give the pool up; the next parallel
 region builds a new one. It must be asked of every OpenMP runtime in the process, and scikit-learn,
@@ -35,10 +32,7 @@ _KERNEL_TARGETS = ("(_watch_pipe_fd)", " - runner")
 
 
 def hazards() -> dict[str, bool]:
-    """What a forked worker could not live with, but for what is ended just before the fork.
-
-    Each with whether workers would certainly hang or crash; otherwise they may.
-    """
+    """What a forked worker could not live with, each with whether it would certainly hang."""
     found = {
         f"{fact}: {device.after_fork}": True
         for device in registry.possible_devices()
@@ -53,8 +47,7 @@ def hazards() -> dict[str, bool]:
     for path in pools_that_stay():
         found[
             f"threads of {os.path.basename(path)}, an OpenMP runtime that cannot give them up: a "
-            "forked worker hangs in its first parallel operation; a newer torch brings a runtime "
-            "that can"
+            "forked worker hangs in its first parallel operation; a newer torch brings one that can"
         ] = True
     names = [thread.name for thread in threading.enumerate() if _is_foreign(thread)]
     if names:
@@ -112,8 +105,6 @@ def _is_foreign(thread: threading.Thread) -> bool:
 def _is_bar_monitor(thread: threading.Thread) -> bool:
     return type(thread).__module__ == "tqdm._monitor"
 
-
-# ------------------------------------------------------------------------- OpenMP
 
 _PAUSE_HARD = 2  # omp_pause_hard: give up everything
 _RUNTIME_PATH = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")

@@ -21,8 +21,7 @@ class ForkServer:
     def __init__(self, channel_fd: int, parent: Sequence[int]) -> None:
         self._channel = messaging.Channel.from_fd(channel_fd)
         self._parent = parent
-        self._reports: dict[int, messaging.Channel] = {}
-        """Worker → where its number was told, and its end is."""
+        self._reports: dict[int, messaging.Channel] = {}  # worker → where its end is told
         # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._waker)

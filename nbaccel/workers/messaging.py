@@ -3,9 +3,8 @@
     notebook process ── channel ──► template process      Fork; by another one each worker's Ended
     notebook process ── channel ──► worker (one each)     Job → Alive, Started, …, Returned | Failed
 
-A channel is one end of a `socketpair`: it has no name in any file system and no port, so nothing
-can connect to it. Sockets are of type SEQPACKET: a message arrives whole or not at all, with the
-descriptors that belong to it. What is too long for one packet travels in a memory file.
+Sockets are of type SEQPACKET: a message arrives whole or not at all, with the descriptors that
+belong to it. What is too long for one packet travels in a memory file.
 """
 
 from __future__ import annotations
@@ -73,9 +72,7 @@ class Channel:
     def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> bool:
         """Send what `pack_message` made of a message; False where this end would have to wait."""
         if len(descriptors) > _MAX_FDS + 1:
-            raise ValueError(
-                f"{len(descriptors)} descriptors in one message; {_MAX_FDS} is the most"
-            )
+            raise ValueError(f"{len(descriptors)} descriptors in one message; at most {_MAX_FDS}")
         try:
             socket.send_fds(self._socket, [packet], list(descriptors))
         except BlockingIOError:
@@ -175,8 +172,7 @@ class Word(enum.Enum):
 class Fork:
     """Fork a worker. Descriptors: its `WorkerEnds`, and a channel for its number and its end."""
 
-    threads: int
-    """How many it will compute with; 0: not known yet."""
+    threads: int  # how many it will compute with; 0: not known yet
 
 
 # ---- template → notebook
@@ -187,13 +183,10 @@ class Ended:
     """A worker is gone and reaped."""
 
     pid: int
-    status: int
-    """As `os.waitstatus_to_exitcode` gives it: negative for a signal."""
+    status: int  # as `os.waitstatus_to_exitcode` gives it: negative for a signal
     max_rss_bytes: int
-    because: str = ""
-    """What is known of it beyond the status, as a sentence: the process it came from has ended."""
-    remedy: str = ""
-    """What can be done, where that does not follow from the status."""
+    because: str = ""  # a sentence beyond the status: the process it came from has ended
+    remedy: str = ""  # what can be done, where that does not follow from the status
 
 
 # ---- notebook → worker
@@ -203,57 +196,42 @@ class Ended:
 class FileHints:
     """What a message means for memory files, for a process that copies them to another host."""
 
-    staging: tuple[str, ...] = ()
-    """Keys of the arenas whose staging files come with it, in their order."""
-    arenas: tuple[str, ...] = ()
-    """Keys of the arenas that come with it, in their order."""
-    reads_arenas: bool = False
-    """Whether the worker will read what the notebook has written to its arenas."""
-    forgets: tuple[str, ...] = ()
-    """Keys of arenas that are of no more use."""
-    ends_staging: bool = False
-    """Whether staging files that came before are of no more use."""
+    staging: tuple[str, ...] = ()  # keys of the arenas whose staging files come, in order
+    arenas: tuple[str, ...] = ()  # keys of the arenas that come with it, in their order
+    reads_arenas: bool = False  # will the worker read what the notebook has written to them?
+    forgets: tuple[str, ...] = ()  # keys of arenas that are of no more use
+    ends_staging: bool = False  # whether staging files that came before are of no more use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAssignment:
     """The first message to a worker. Descriptor: the socket of the store, if it serves that."""
 
-    handler: str
-    """What the worker runs once it has this, as module:function."""
+    handler: str  # what the worker runs once it has this, as module:function
     place: Topology
     device: str
     mixed_precision: str
     share_back: bool
     threads: int
-    environment: dict[str, str]
-    """The whole environment, as the notebook has it now plus this worker's variables."""
+    environment: dict[str, str]  # all of the notebook's, and this worker's variables
     working_directory: str
     import_path: tuple[str, ...]
-    serves_store: bool
-    """Whether this worker serves the rendezvous store, on the listening socket that comes along."""
+    serves_store: bool  # does it serve the store, on the listening socket that comes along?
     random_states: bytes
-    staging_rank: int
-    """Its number among the workers that share the notebook's staging files; 0 writes whole
-    tensors there."""
+    staging_rank: int  # its number among those that share staging files; 0 writes whole tensors
     num_notebooks: int = 1
-    has_cells: bool = False
-    """Whether the notebook's cells can show a panel."""
-    on_other_host: bool = False
-    """Whether environment, folder and import path are to be laid over those of its host."""
+    has_cells: bool = False  # whether the notebook's cells can show a panel
+    on_other_host: bool = False  # are environment and paths laid over those of its host?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A call to make. Descriptors: arenas, their staging files, the payload's."""
 
-    arenas: tuple[tuple[str, int], ...]
-    """Key and size in bytes of each arena."""
-    payload: PackedObject | None
-    """The pickled `WorkerCall`; None if the worker was forked from the notebook and has it."""
+    arenas: tuple[tuple[str, int], ...]  # key and size in bytes of each arena
+    payload: PackedObject | None  # the pickled `WorkerCall`; None for a fork, which has it
     random_states: bytes
-    settings: bytes
-    """Settings of loggers and libraries; see `transfer.library_settings`."""
+    settings: bytes  # settings of loggers and libraries; see `transfer.library_settings`
     sources: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -279,8 +257,7 @@ class Task:
     No slots: frozen dataclasses with slots take twice as long to pickle, and each cell has one.
     """
 
-    number: int
-    """Counts the tasks that are sent together; 0 for one that is not waited for."""
+    number: int  # counts the tasks that are sent together; 0 for one that is not waited for
     body: Any
 
 
@@ -288,10 +265,8 @@ class Task:
 class GoOnTo:
     """Stop at this boundary between steps. Answered by AtStep until it is agreed."""
 
-    number: float
-    """Infinite: not at all, since another rank has ended."""
-    is_agreed: bool = False
-    """Whether all ranks have been before it when they heard of it."""
+    number: float  # infinite: not at all, since another rank has ended
+    is_agreed: bool = False  # whether all ranks have been before it when they heard of it
 
 
 # ---- worker → notebook
@@ -315,8 +290,7 @@ class ClearOutput:
 class AtStep:
     """How far the worker is."""
 
-    number: int
-    """Boundaries between steps that it has reached since its function began."""
+    number: int  # boundaries between steps that it has reached since its function began
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,14 +306,10 @@ class Returned:
     """The function returned. Descriptors: the payload with the value if it has one; `whole`."""
 
     payload: PackedObject | None = None
-    unsendable: str | None = None
-    """Why the value could not be sent, if so."""
-    weight_report: Any = None
-    """`WeightReport`: which trained weights lie in the staging files."""
-    was_stopped: bool = False
-    """Whether it was stopped where a step ended, the same one on all ranks."""
-    whole: tuple[str, ...] = ()
-    """Keys of the arenas that files of this rank's own hold completely."""
+    unsendable: str | None = None  # why the value could not be sent, if so
+    weight_report: Any = None  # `WeightReport`: which trained weights lie in the staging files
+    was_stopped: bool = False  # whether it was stopped where a step ended, as all ranks
+    whole: tuple[str, ...] = ()  # keys of the arenas that files of this rank's own hold completely
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,14 +324,10 @@ class Failed:
 class Whereabouts:
     """Where the main thread is, and what the worker has in memory."""
 
-    stack: tuple[Frame, ...]
-    """Innermost call first; empty if it waits for a task."""
-    device_bytes: int | None
-    """What torch has reserved on this worker's device; None on a CPU."""
-    names: tuple[str, ...] = ()
-    """Names that cells have defined, or that were sent here; not all of very many."""
-    group: str = ""
-    """The process group that it has joined: `gloo, 2 ranks`; empty for none."""
+    stack: tuple[Frame, ...]  # innermost call first; empty if it waits for a task
+    device_bytes: int | None  # what torch has reserved on this worker's device; None on a CPU
+    names: tuple[str, ...] = ()  # that cells have defined, or were sent; not all of very many
+    group: str = ""  # the process group that it has joined: `gloo, 2 ranks`; empty for none
 
 
 # ---- a pool's worker → notebook; without slots, as of `Task`
@@ -372,8 +338,7 @@ class GroupWanted:
     """This rank is about to join the default process group and will wait for all others."""
 
     generation: int = 0
-    ordinal: int = 0
-    """How many default groups this rank has been in since the generation began."""
+    ordinal: int = 0  # how many default groups this rank has been in since the generation began
     backend: str | None = None
     timeout_s: float | None = None
 
@@ -385,8 +350,7 @@ class Completions:
     matches: tuple[str, ...]
     start: int
     end: int
-    types: tuple[str, ...]
-    """Of each match: `function`, `instance`, …; empty where IPython cannot tell."""
+    types: tuple[str, ...]  # of each match: `function`, …; empty where IPython cannot tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,13 +358,8 @@ class Idle:
     """The task of this number is done: the worker waits for the next one."""
 
     number: int = 0
-    shown: Any = None
-    """What the task gives the user to see: a mime bundle, completions; None for nothing."""
-    bound: tuple[str, ...] = ()
-    """Names that the task bound or deleted."""
-    dirty: tuple[str, ...] = ()
-    """Keys of those of the notebook's modules whose weights may have changed."""
-    sequence: tuple[tuple[str, int], ...] = ()
-    """How many collectives each process group has begun."""
-    whereabouts: Whereabouts | None = None
-    """What it has in memory now; its stack is empty."""
+    shown: Any = None  # what the task gives the user to see: a mime bundle, completions
+    bound: tuple[str, ...] = ()  # names that the task bound or deleted
+    dirty: tuple[str, ...] = ()  # keys of modules whose weights may have changed
+    sequence: tuple[tuple[str, int], ...] = ()  # how many collectives each process group has begun
+    whereabouts: Whereabouts | None = None  # what it has in memory now; its stack is empty

@@ -4,9 +4,6 @@ A process that a worker starts may leave its process group (`setsid`, `Popen(pro
 its parent (a daemon, forked twice). Worker and template are therefore *subreapers*
 (prctl(2), PR_SET_CHILD_SUBREAPER): whatever loses its parent becomes their child, and is found.
 
-    worker ends by itself ─► it ends its descendants, and names those that had left its group
-    worker is killed ─► they become the template's children, which ends all that are not its workers
-
 A worker leaves by ``os._exit``, and does by itself what Python does at the end of a process:
 trackers finish their runs, log files are flushed, temporary folders go. It is a fork, so what its
 parent has registered is left to the parent.
@@ -113,9 +110,6 @@ def _stray_process(pid: int) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------- the end of this process
-
-
 def forget_inherited() -> None:
     """Leave to the parent what it has registered, such as the end of its temporary folders."""
     atexit._clear()
@@ -128,10 +122,7 @@ def forget_inherited() -> None:
 
 
 def run_exit_functions(limit_s: float = 0, exit_status: int = 0) -> None:
-    """Wait for threads and call what was registered in this process; a second time does nothing.
-
-    A process that has come to the limit with it ends then.
-    """
+    """Wait for threads and call what was registered in this process, at most so long."""
 
     def give_up(_number: int, _frame: Any) -> NoReturn:
         sys.stderr.write(

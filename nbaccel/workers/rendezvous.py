@@ -3,10 +3,6 @@
 Code written for `mp.spawn` chooses an address of its own (`MASTER_PORT = "12355"`), where rank 0
 would serve a store. In a worker all ranks are clients (TORCHELASTIC_USE_AGENT_STORE), so that
 no process would serve there, and every rank would wait for half an hour.
-
-A deadlock that is a fault of torch 2.13 is avoided by letting no C++ object of a process group be
-destructed before the process leaves (`torch_private.keep_process_groups`); `docs/pages/upstream.md`
-has its stack. A live worker closes what that leaves open: `calls/process_groups.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +19,7 @@ from nbaccel.base import env, processes, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.topology import Topology
 
-RETURNED_KEY = "nbaccel/returned"
-"""Under it the store of a group has the numbers of ranks that will call no collective any more."""
+RETURNED_KEY = "nbaccel/returned"  # in a group's store: ranks that call no collective any more
 
 
 def join_store(place: Topology, next_name: Callable[[], str]) -> None:

@@ -5,11 +5,9 @@
                         ◄─── JSON ────────── which one it imports; that it is clean, and what is
                                              left out
     `TemplateStarter`   ──── Fork ─────────► forks a worker, and reports its end
-    a cell imports more ──── program ──────► a second one imports the longer list; once it is ready
-                                             it takes the first one's place, which ends
+    a cell imports more ──── program ──────► a second one takes its place, once it is ready
 
 Modules of the user's own folders are not among them: workers import the version of the moment.
-Nothing but the standard library is needed to start one, so that it can be done at load time.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ from nbaccel.plan import Choice, Plan, registry
 from nbaccel.workers import time_limits
 
 SAY_EVERY_S = 0.1
-_SWITCH = "NBACCEL_TEMPLATE_IMPORTS"
-"""Environment variable: with 0, templates import torch only."""
+_SWITCH = "NBACCEL_TEMPLATE_IMPORTS"  # environment variable: with 0, templates import torch only
 # With it, `import torch` imports every package that extends it; torch_tpu takes seconds, also where
 # there is no TPU. The template imports those that devices of this machine need, and all unknown.
 _AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -50,9 +47,7 @@ _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
     "from nbaccel.workers.template_server import serve; serve({fd})"
 )
-_FEW_MODULES = 20
-"""So many new modules of packages that it has are not worth a new template: cells import some
-without saying so."""
+_FEW_MODULES = 20  # cells import some without saying so: not worth a new template
 _MESSAGE_CHARS = 2000
 _PACKET_BYTES = 1 << 20
 
@@ -63,21 +58,16 @@ class TemplateProcess:
 
     process: subprocess.Popen[bytes]
     socket: socket.socket
-    errors: int
-    """Memory file that collects its stderr: the reason, if it cannot start."""
+    errors: int  # memory file that collects its stderr: the reason, if it cannot start
     modules: frozenset[str] = field(repr=False)
-    owner: int = field(default_factory=os.getpid)
-    """The process that started it: a fork of that process must not use or end it."""
+    owner: int = field(default_factory=os.getpid)  # forks of it must not use or end this one
     importing: str = ""
     ready: bool = False
-    has_failed: bool = False
-    """Whether it ended before it was ready, and no package is known to be at fault."""
-    status: int | None = None
-    """As `subprocess` gives it, if it has ended by itself: negative for a signal."""
+    has_failed: bool = False  # it ended before it was ready, and no package is at fault
+    status: int | None = None  # as `subprocess` gives it, if it has ended by itself
     said: str = ""
     is_replaced: bool = False
-    users: int = 0
-    """Starters that have workers of it; it stays for them, also if it is replaced meanwhile."""
+    users: int = 0  # starters that have workers of it; it stays for them, also if replaced
 
     @classmethod
     def start(cls, device: str, left_out: dict[str, str]) -> TemplateProcess:
@@ -208,12 +198,10 @@ class Template:
 
     def __init__(self, device: str = "") -> None:
         self._device = device
-        self._processes: list[TemplateProcess] = []
-        """The one that is used, and one in the making that is to take its place."""
+        self._processes: list[TemplateProcess] = []  # the one used, and its successor-to-be
         # A launch may run in a thread of the user's while a cell ends.
         self._lock = threading.RLock()
-        self.left_out: dict[str, str] = {}
-        """Package → why the template does not import it, so that each worker does."""
+        self.left_out: dict[str, str] = {}  # package → why each worker imports it itself
 
     def start_ahead(self) -> None:
         """Start it before it is needed, where that can be done; else a launch says what lacks."""
@@ -245,8 +233,7 @@ class Template:
 
     def after_cell(self) -> None:
         """Have what the last cell has imported imported in the background."""
-        # Nothing trains without torch; and a launch of another thread, which waits for the
-        # template, sees to it.
+        # Nothing trains without torch; a launch of another thread, which waits, sees to it.
         if "torch" not in sys.modules or not self._lock.acquire(blocking=False):
             return
         try:
@@ -313,8 +300,6 @@ class Template:
             for package, why in sorted(self.left_out.items())
         )
 
-    # ---- following the notebook
-
     def _follow(self) -> None:
         """Read what those in the making have said, and begin one with what they lack."""
         for process in tuple(self._processes):
@@ -337,7 +322,6 @@ class Template:
         first.end_unless_used()
 
     def _make_again(self, process: TemplateProcess) -> None:
-        """Start another one in place of one that is not ready."""
         process.end()
         place = self._processes.index(process)
         self._processes[place] = TemplateProcess.start(self._device, self.left_out)
@@ -463,8 +447,7 @@ _OF_LAUNCHES = tuple(
     f"nbaccel.{name}"
     for name in ("launchers", "output", "hosts", "notebook", "cli", "calls", "plan")
 )
-_OF_THE_DEBUGGER = f"{os.sep}debugpy{os.sep}"
-"""It puts its own folder on the path, so that its modules have names of their own."""
+_OF_THE_DEBUGGER = f"{os.sep}debugpy{os.sep}"  # its modules have names of their own
 _SUFFIXES = (".py", ".so", ".pyd")
 _IMPORTED_BY_THE_TEMPLATE = ("nbaccel", "torch", "numpy", "IPython")
 
@@ -523,17 +506,12 @@ def _is_installed(folder: str) -> bool:
         return False
     # pip install --target: the folder of packages has their metadata beside them.
     entries = {os.path.normpath(entry) for entry in sys.path if entry}
-    return any(
-        folder.startswith(entry) and any(Path(entry).glob("*.dist-info")) for entry in entries
-    )
+    return any(folder.startswith(path) and any(Path(path).glob("*.dist-info")) for path in entries)
 
 
 @functools.lru_cache(maxsize=1)
 def _standard_folders() -> tuple[str, ...]:
     return tuple(map(sysconfig.get_path, ("stdlib", "platstdlib")))
-
-
-# ------------------------------------------------------------------------- where from
 
 
 def current_folder(*, tells: bool = False) -> str:

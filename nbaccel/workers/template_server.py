@@ -3,9 +3,6 @@
     notebook ── channel ──► template ── fork ──► worker, worker, …
              ◄── JSON until it is ready; then, by a channel for each worker, its number and its end
 
-It has never touched a GPU, an autograd engine or an OpenMP pool, whatever the notebook has done, so
-a fork of it is safe. It exits when the notebook is gone or hangs up, and takes its workers along.
-
 After the import of some packages a process cannot be forked any more (a fork takes no threads
 along). It says which one that was and ends; the notebook starts another one without that package.
 """
@@ -40,8 +37,7 @@ _FOR_NOTEBOOKS = (
     "nbaccel.calls.worker_shell",
 )
 
-TEMPLATE_NAME = "nbaccel-tmpl"
-"""As `ps` and `top` show it."""
+TEMPLATE_NAME = "nbaccel-tmpl"  # as `ps` and `top` show it
 _REASON_CHARS = 200
 
 
@@ -85,10 +81,7 @@ def _open_process(process_id: int) -> list[int]:
 
 
 def _end_with_notebook(channel_fd: int, ends: bool) -> None:
-    """Whether the system ends this process, also in a long import, when the channel is closed.
-
-    By SIGIO, which nothing handles here: no message comes before this process is ready.
-    """
+    """Whether SIGIO, which nothing handles, ends this process when the channel is closed."""
     flags = fcntl.fcntl(channel_fd, fcntl.F_GETFL)
     fcntl.fcntl(channel_fd, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(channel_fd, fcntl.F_SETFL, flags | os.O_ASYNC if ends else flags & ~os.O_ASYNC)
@@ -135,7 +128,6 @@ def _import_packages(request: dict[str, Any], channel_fd: int) -> dict[str, str]
 
 
 def _first_error(modules: Sequence[str]) -> BaseException | None:
-    """Import modules; returns the first error, if there was one."""
     first_error: BaseException | None = None
     for name in modules:
         try:

@@ -6,13 +6,6 @@
 
 It never returns into the code it was forked from: it leaves by `os._exit`, because an orderly
 interpreter exit with gloo threads alive aborts or hangs now and then (torch 2.13).
-
-`multiprocessing` pickles a class by its name. A process that it starts anew does not have the
-notebook's classes, so those are pickled as launches pickle them. Without this a batch of such a
-class, or an exception, is lost in the child, and the rank waits for ever.
-
-A process that user code forks must not return from the user's function: it would hand over a
-result, write weights and read the worker's messages, and the launch would hang. See `own_process`.
 """
 
 from __future__ import annotations
@@ -66,8 +59,7 @@ class WorkerCall:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     modules: tuple[arena.SharedModule, ...] = ()
-    changes: tuple[PackageChange | LateChange, ...] = ()
-    """What the notebook has changed of installed packages; a fork has it."""
+    changes: tuple[PackageChange | LateChange, ...] = ()  # what was changed of packages
     arenas: Mapping[str, memfd.Mapping] = field(default_factory=dict)
     """The notebook's own, in a worker that is forked from it; others map them themselves."""
 
@@ -173,10 +165,8 @@ class WorkerContext:
     assignment: messaging.WorkerAssignment
     place: Topology
     hardware: Device
-    device: str
-    """What torch calls it: `cpu`, `cuda:1`."""
-    store: Any
-    """The rendezvous store, in the worker that serves it."""
+    device: str  # what torch calls it: `cpu`, `cuda:1`
+    store: Any  # the rendezvous store, in the worker that serves it
     settings: LibrarySettings = field(default_factory=LibrarySettings)
     changes: AppliedChanges = field(default_factory=AppliedChanges)
 
@@ -275,8 +265,7 @@ def serve_call(
         signal.signal(signal.SIGINT, interrupt)
         stop = step_stop.AgreedStop(channel, listens=True)
         Work(channel, context, task.body, job_descriptors, stop, forked_call).run()
-    # Until then this worker may serve the store, which slower ranks need. A stop may have come too
-    # late to be read.
+    # This worker may serve the store, which others need. A stop may come too late to be read.
     while channel.receive()[0] is not messaging.Word.LEAVE:
         continue
 
@@ -288,8 +277,7 @@ class Work:
     channel: messaging.Channel
     context: WorkerContext
     job: messaging.Job
-    descriptors: Sequence[int]
-    """In this order: arenas, staging files, payload."""
+    descriptors: Sequence[int]  # in this order: arenas, staging files, payload
     stop: step_stop.AgreedStop
     forked_call: WorkerCall | None = None
 
@@ -405,11 +393,7 @@ def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def report(
-    channel: messaging.Channel,
-    error: BaseException,
-    rank: int,
-    *,
-    by_name: bool = False,
+    channel: messaging.Channel, error: BaseException, rank: int, *, by_name: bool = False
 ) -> None:
     """Report an exception: its description always, its parts if they can be pickled."""
     # A second interrupt must not lose the report of the first.
@@ -493,8 +477,6 @@ def _exit_process(error: BaseException | None) -> None:
     worker_output.flush_streams()
     os._exit(exit_status)
 
-
-# ------------------------------------------------------------------------- threads
 
 # Libraries read their variables when they are loaded, which was not in the worker: each is told, in
 # the template if it knows the number. A process that tells OpenBLAS, which numpy and scipy bring,

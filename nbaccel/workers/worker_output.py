@@ -28,10 +28,7 @@ _WIDGET_BAR = (
 """What tqdm's widget bar overrides of the text bar that it inherits from."""
 
 
-# ------------------------------------------------------------------------- displays
-
-
-def forward_displays(send_message: SendMessage) -> None:
+def forward_displays(send: SendMessage) -> None:
     """Send rich output to the notebook from now on, if IPython is loaded in this process."""
     text_bars()
     # Importing IPython is slow, and the worker of a script does not need it.
@@ -39,7 +36,7 @@ def forward_displays(send_message: SendMessage) -> None:
         return
     from IPython.core.interactiveshell import InteractiveShell
 
-    publisher = publisher_class(send_message)
+    publisher = publisher_class(send)
     # Forked from a kernel: its shell stays, with the formatters that the user has registered.
     if InteractiveShell.initialized():
         InteractiveShell.instance().display_pub = publisher()
@@ -48,7 +45,7 @@ def forward_displays(send_message: SendMessage) -> None:
         _start_shell(InteractiveShell, publisher)
 
 
-def publisher_class(send_message: SendMessage) -> type[Any]:
+def publisher_class(send: SendMessage) -> type[Any]:
     """The class of a shell's `display_pub` that sends what it is given to the notebook."""
     from IPython.core.displaypub import DisplayPublisher
 
@@ -59,11 +56,11 @@ def publisher_class(send_message: SendMessage) -> type[Any]:
             content = {"data": without_widgets(data), "metadata": metadata or {}}
             content |= {k: more[k] for k in ("transient", "update") if more.get(k)}
             flush_streams()
-            send_message(Display(content))
+            send(Display(content))
 
         def clear_output(self, wait: bool = False) -> None:
             flush_streams()
-            send_message(ClearOutput(wait))
+            send(ClearOutput(wait))
 
     return Publisher
 

@@ -48,18 +48,15 @@ class HostShare:
     """The workers of a launch that run on one host."""
 
     name: str
-    num_workers: int
-    """How many; their ranks follow those of the host before."""
+    num_workers: int  # how many; their ranks follow those of the host before
     inventory: Inventory
-    devices: tuple[int, ...] = ()
-    """Numbers of the devices that its workers see; empty: all."""
+    devices: tuple[int, ...] = ()  # numbers of the devices that its workers see; empty: all
 
 
 class Starter(abc.ABC):
     """Starts workers and learns of their end. What is not abstract is that of this machine."""
 
-    shares: Sequence[HostShare] = ()
-    """The hosts that the workers run on, in the order of ranks; empty for this machine."""
+    shares: Sequence[HostShare] = ()  # the hosts, in the order of ranks; empty for this machine
 
     @abc.abstractmethod
     def start(self, ends: WorkerEnds) -> int:
@@ -100,8 +97,7 @@ class ForkStarter(Starter):
 
     def __init__(self, call: WorkerCall | None = None, *, is_asked: bool = True) -> None:
         self._call = call
-        self.ours: list[int] = []
-        """The notebook's own ends of all connections: a child closes them."""
+        self.ours: list[int] = []  # the notebook's own ends of all connections: a child closes them
         if is_asked:
             # The first optimizer of a process imports it (a second): once here, not in each worker.
             importlib.import_module("torch._dynamo")
@@ -191,8 +187,7 @@ class TemplateStarter(Starter):
         self._template = template.template_for(device)
         self._threads = threads
         self._say = say
-        self._reports: dict[int, Channel] = {}
-        """Worker → what the template reports its end by."""
+        self._reports: dict[int, Channel] = {}  # worker → what the template reports its end by
         self._connect()
 
     def start(self, ends: WorkerEnds) -> int:
@@ -261,8 +256,6 @@ class TemplateStarter(Starter):
         self._process.end_unless_used()
 
 
-# ------------------------------------------------------------------------- one worker
-
 _CRASH_HEADING = "Fatal Python error"  # how faulthandler begins a report of a crash
 
 
@@ -283,33 +276,24 @@ class WorkerHandle:
 
     rank: int
     channel: Channel
-    pipes: dict[int, str]
-    """The notebook's reading ends → `stdout`, `stderr` or `stack`."""
+    pipes: dict[int, str]  # the notebook's reading ends → `stdout`, `stderr` or `stack`
     pid: int
-    sentinel: int
-    """Descriptor that can be read once the process may have ended."""
+    sentinel: int  # descriptor that can be read once the process may have ended
     starter: Starter
-    is_fork: bool
-    """It comes from the notebook's process, and handles `STACK_SIGNAL` from its start."""
-    stays: bool
-    """It is a pool's, whose second thread listens while a cell runs."""
+    is_fork: bool  # it comes from the notebook's process, and handles `STACK_SIGNAL` from its start
+    stays: bool  # it is a pool's, whose second thread listens while a cell runs
     state: HandleState = HandleState.FORKED
     forked_at: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)
     returned: messaging.Returned | None = None
     failed: messaging.Failed | None = None
-    handed_fds: list[int] = field(default_factory=list)
-    """What came along with the value, weights or exception that it has handed over."""
+    handed_fds: list[int] = field(default_factory=list)  # what came along with its answer
     record: FailureRecord | None = None
-    whereabouts: messaging.Whereabouts | None = None
-    """Where a pool's worker was by its latest answer, and what it had in memory."""
-    stack_text: str = ""
-    """What faulthandler has written since it was last read."""
-    hung_up: bool = False
-    """Its end of the channel is closed, or it is gone: no further messages."""
+    whereabouts: messaging.Whereabouts | None = None  # a pool's worker's latest answer
+    stack_text: str = ""  # what faulthandler has written since it was last read
+    hung_up: bool = False  # its end of the channel is closed, or it is gone: no further messages
     leftovers: set[LeftoverFolders] = field(default_factory=set)
-    is_stopped: bool = False
-    """The notebook has stopped its call, so how it ends says nothing about the user's code."""
+    is_stopped: bool = False  # by the notebook: how it ends says nothing about user code
 
     @property
     def has_ended(self) -> bool:
@@ -422,8 +406,7 @@ class WorkerHandle:
     def interrupt(self) -> None:
         """Let it raise KeyboardInterrupt; one that was stopped (SIGSTOP) continues."""
         self.is_stopped = True
-        # In this order: a stopped process keeps the signal pending and handles it once it
-        # continues.
+        # In this order: a stopped process handles the pending signal once it continues.
         self.starter.signal(self.pid, signal.SIGINT)
         self.starter.signal(self.pid, signal.SIGCONT)
 
@@ -473,10 +456,8 @@ def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
 # ------------------------------------------------------------------------- what they need
 
 _CONNECT_S = 2.0
-_DESCRIPTORS_OF_NOTEBOOK = 8
-"""For memory files, the rendezvous store and the template process."""
-_DESCRIPTORS_OF_A_WORKER = 6
-"""Its channel, three pipes, and twice what tells of its end."""
+_DESCRIPTORS_OF_NOTEBOOK = 8  # for memory files, the rendezvous store and the template process
+_DESCRIPTORS_OF_A_WORKER = 6  # its channel, three pipes, and twice what tells of its end
 
 
 def check_requirements(plan: Plan) -> Plan:
@@ -558,8 +539,7 @@ class MeetingPlace:
     """What rank 0 is given to serve it: the listening socket, or one that stands for a socket of
     its own host; None where another node serves it."""
     node_rank: int = 0
-    num_nodes: int = 1
-    """Nodes with a notebook of their own."""
+    num_nodes: int = 1  # nodes with a notebook of their own
 
 
 def places(
@@ -601,9 +581,9 @@ def assignments(
     told = []
     for place, own_variables in zip(worker_places, device_variables, strict=True):
         host_plan = host_plans[place.node_rank] if shares else plan
+        devices = shares[place.node_rank].devices if shares else ()
         environment: dict[str, str | None] = {
-            # Accelerate, and OpenMP libraries loaded later, read it. First, so that the user's
-            # wins.
+            # Accelerate and OpenMP libraries read it. First, so that the user's wins.
             "OMP_NUM_THREADS": str(host_plan.threads_per_process),
             **surroundings,
             **place.variables(
@@ -612,7 +592,7 @@ def assignments(
                 environ=surroundings,
             ),
             **run_variables(plan.config),
-            **(_device_choice(shares[place.node_rank].devices) if shares else {}),
+            **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}),
             **shared_memory_variables(place, plan.device),
             **own_variables,
         }
@@ -656,8 +636,3 @@ def _device_variables(plan: Plan) -> list[dict[str, str | None]]:
             idle |= device.idle_variables()
     of_workers = registry.device(plan.device).launch_variables(plan) or ({},) * plan.num_processes
     return [{**idle, **variables} for variables in of_workers]
-
-
-def _device_choice(devices: Sequence[int]) -> dict[str, str]:
-    """What a worker on a host gets where only some of the devices there were named."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}

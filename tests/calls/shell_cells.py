@@ -128,12 +128,16 @@ def _do(shell: Any, what: str, **how: Any) -> Any:
     if what == "run":
         from nbaccel.calls.pool_planning import CellSource
 
-        name = filename(how["count"])
-        return shell.run(
-            CellSource.of_text(
-                how["text"], filename=name, magic_line=how["header"], count=how["count"]
-            )
+        above = [how["header"]] if how["header"] else []
+        lines = [f"{line}\n" for line in (*above, *how["text"].splitlines())]
+        source = CellSource(
+            text=how["text"],
+            filename=filename(how["count"]),
+            cell=tuple(lines),
+            first_line=len(above) + 1,
+            count=how["count"],
         )
+        return shell.run(source)
     if what == "interrupted":
         alarm = threading.Timer(how.pop("after"), os.kill, (os.getpid(), signal.SIGINT))
         alarm.start()

@@ -325,7 +325,7 @@ def test_a_kernel_s_shell_that_came_by_fork_is_replaced():
         InteractiveShell._instance = ZMQInteractiveShell._instance = old
         shell = make_shell(lambda message: None, rank=0)
         assert not ZMQInteractiveShell.initialized() or ZMQInteractiveShell._instance is not old
-        value = shell.run(CellSource.of_text("get_ipython()", filename="a.py"))
+        value = shell.run(CellSource(text="get_ipython()", filename="a.py", cell=()))
         assert value is not None
         assert IPython.get_ipython() is not old
         return str(value["data"]["text/plain"])
@@ -344,9 +344,8 @@ def test_figures_go_on_in_a_fork_of_a_process_that_has_drawn():
         plt.close(plt.figure())
         sent: list[Any] = []
         shell = make_shell(sent.append, rank=0)
-        shell.run(
-            CellSource.of_text("from matplotlib import pyplot as p\np.plot([1]);", filename="a")
-        )
+        text = "from matplotlib import pyplot as p\np.plot([1]);"
+        shell.run(CellSource(text=text, filename="a", cell=()))
         return ",".join(sent[0].content["data"])
 
     assert "image/png" in in_a_child(act)

@@ -1,9 +1,7 @@
 """Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
 
-Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`,
-each with its description, and those of strategies from their forms. This module adds their order,
-their labels and the units of numbers; it reads a choice from a `RunConfig` and writes it into a new
-one with what must change with it.
+Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`, and
+those of strategies from their forms. This module adds their order, labels and units.
 """
 
 from __future__ import annotations
@@ -15,13 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.capabilities import (
-    DEVICES,
-    FP8_BACKENDS,
-    PRECISIONS,
-    START_METHODS,
-    STRATEGIES,
-)
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS, STRATEGIES
 from nbaccel.memory.settings_form import ChoiceOption, Edit, Setting, SettingsForm, settings_forms
 from nbaccel.notebook.magic_line import kinds_of, words_of
 
@@ -77,9 +69,7 @@ _FIELD_LABELS = {
     "fp8.override_linear_precision": "Passes in higher precision",
 }
 # The field's own description says how to write the value; a form shows the values instead.
-_FIELD_MEANINGS = {
-    "mixed_precision": "Number format of the forward and backward pass.",
-}
+_FIELD_MEANINGS = {"mixed_precision": "Number format of the forward and backward pass."}
 # Of numbers that count something else than what their meaning begins with.
 _UNIT_OF = {
     "gradient_accumulation_steps": "batches",
@@ -104,8 +94,7 @@ _DOCS_LINKS = {
     "rdzv_backend": "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
     "rdzv_endpoint": "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
 }
-FP8 = "fp8."
-"""What names of its settings begin with."""
+FP8 = "fp8."  # what names of its settings begin with
 PANELS = ("precision", "zero", "launch")
 
 
@@ -118,25 +107,25 @@ def _forms_by_setting() -> dict[str, SettingsForm]:
     }
 
 
-def form_of(setting_name: str) -> SettingsForm | None:
+def form_of(name: str) -> SettingsForm | None:
     """The form that a choice belongs to; None for one of the run itself."""
-    return _forms_by_setting().get(setting_name)
+    return _forms_by_setting().get(name)
 
 
-def title_of(panel_name: str) -> str:
+def title_of(panel: str) -> str:
     """The heading of a panel."""
-    form_titles = ", ".join(form.title for form in settings_forms()) if panel_name == "zero" else ""
-    return form_titles or _PANEL_TITLES[panel_name]
+    form_titles = ", ".join(form.title for form in settings_forms()) if panel == "zero" else ""
+    return form_titles or _PANEL_TITLES[panel]
 
 
 @cache
-def settings(panel_name: str) -> tuple[Setting, ...]:
+def settings(panel: str) -> tuple[Setting, ...]:
     """The choices of a panel: the common ones first, then the rest by section."""
-    others = {setting.name: setting for setting in _of_panel(panel_name)}
+    others = {setting.name: setting for setting in _of_panel(panel)}
     # Without any strategy's form the panel shows the settings of `RunConfig` alone.
     of_forms = [name for form in settings_forms() for name in form.common]
-    common_names = (of_forms if panel_name == "zero" else []) or _COMMON_FIELDS[panel_name]
-    first_settings = [others.pop(name) for name in common_names]
+    common = (of_forms if panel == "zero" else []) or _COMMON_FIELDS[panel]
+    first_settings = [others.pop(name) for name in common]
     sections = list(dict.fromkeys(setting.section for setting in others.values()))
     by_section = sorted(others.values(), key=lambda setting: sections.index(setting.section))
     return (*first_settings, *by_section)
@@ -145,7 +134,7 @@ def settings(panel_name: str) -> tuple[Setting, ...]:
 @cache
 def by_name() -> dict[str, Setting]:
     """Name → choice, of all panels."""
-    return {setting.name: setting for panel_name in PANELS for setting in settings(panel_name)}
+    return {setting.name: setting for panel in PANELS for setting in settings(panel)}
 
 
 @cache
@@ -156,27 +145,27 @@ def taken_settings() -> tuple[Setting, ...]:
     return tuple(by_name()[name] for name in names)
 
 
-def _of_panel(panel_name: str) -> Iterator[Setting]:
+def _of_panel(panel: str) -> Iterator[Setting]:
     run_fields = RunConfig.model_fields
-    if panel_name == "launch":
+    if panel == "launch":
         elsewhere = {*_COMMON_FIELDS["precision"], *_COMMON_FIELDS["zero"]}
         elsewhere |= {"fp8", "deepspeed", "zero_stage"}
         for name in (name for name in run_fields if name not in elsewhere):
             section = "" if name in _COMMON_FIELDS["launch"] else "Launch"
-            yield _of_model(name, run_fields[name], panel_name, section)
+            yield _of_model(name, run_fields[name], panel, section)
         return
-    for name in _COMMON_FIELDS[panel_name]:
-        yield _of_model(name, run_fields[name], panel_name, "")
-    if panel_name == "precision":
+    for name in _COMMON_FIELDS[panel]:
+        yield _of_model(name, run_fields[name], panel, "")
+    if panel == "precision":
         for name, field in Fp8Config.model_fields.items():
-            yield _of_model(FP8 + name, field, panel_name, "FP8")
+            yield _of_model(FP8 + name, field, panel, "FP8")
     else:
         for settings_form in settings_forms():
             yield from settings_form.settings()
 
 
-def _options_of(field_name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ...]:
-    rows = _ROWS_OF.get(field_name)
+def _options_of(name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ...]:
+    rows = _ROWS_OF.get(name)
     if rows is None:
         return tuple(ChoiceOption(word, str(word)) for word in words)
     labels = {"no": "fp32"}
@@ -188,36 +177,33 @@ def _options_of(field_name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ..
         )
         for row in rows
     )
-    is_of_fp8 = field_name == "fp8.backend"
+    is_of_fp8 = name == "fp8.backend"
     meaning = "What is installed." if is_of_fp8 else "Chosen to suit this machine."
     return (ChoiceOption("auto", "auto", meaning), *options) if "auto" in words else options
 
 
-def _of_model(
-    field_name: str, model_field: FieldInfo, panel_name: str, section_name: str
-) -> Setting:
+def _of_model(name: str, field: FieldInfo, panel: str, section: str) -> Setting:
     """A setting of `RunConfig` or `Fp8Config`, by its type."""
-    allowed_words = words_of(model_field.annotation)
+    words = words_of(field.annotation)
     kind_names = {bool: "truth", int: "whole", float: "number", str: "text"}
-    kind = kind_names.get(kinds_of(model_field.annotation)[0], "table")
+    kind = kind_names.get(kinds_of(field.annotation)[0], "table")
     # For None, which a description mentions, a form has an empty field.
-    meaning = (model_field.description or "").replace("; None ", "; empty ")
+    meaning = (field.description or "").replace("; None ", "; empty ")
     meaning = meaning.replace("lets the plan choose", "chooses what suits this machine")
     return Setting(
-        name=field_name,
-        label=_FIELD_LABELS.get(field_name)
-        or field_name.rpartition(".")[2].replace("_", " ").capitalize(),
-        meaning=_FIELD_MEANINGS.get(field_name, meaning),
-        unit=_UNIT_OF.get(field_name, ""),
-        panel=panel_name,
-        section=section_name,
-        kind="one-of" if allowed_words else kind,
-        options=_options_of(field_name, allowed_words),
-        run_field=field_name,
+        name=name,
+        label=_FIELD_LABELS.get(name) or name.rpartition(".")[2].replace("_", " ").capitalize(),
+        meaning=_FIELD_MEANINGS.get(name, meaning),
+        unit=_UNIT_OF.get(name, ""),
+        panel=panel,
+        section=section,
+        kind="one-of" if words else kind,
+        options=_options_of(name, words),
+        run_field=name,
         # Where it lands in the strategies' own configurations.
-        strategy_key=", ".join(filter(None, (one.key_of(field_name) for one in settings_forms()))),
-        default=model_field.default,
-        docs_link=_DOCS_LINKS.get(field_name, ""),
+        strategy_key=", ".join(filter(None, (one.key_of(name) for one in settings_forms()))),
+        default=field.default,
+        docs_link=_DOCS_LINKS.get(name, ""),
     )
 
 

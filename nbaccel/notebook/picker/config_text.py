@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.text_forms import read_object, read_yaml, unreadable
@@ -43,33 +42,16 @@ def faces_of(config: RunConfig, documents: Mapping[str, Mapping[str, Any]]) -> d
     }
 
 
-def save_face(faces: Mapping[str, str], path: str | Path, face_name: str) -> None:
-    """Write one of the languages to a file, whole or not at all."""
-    if face_name not in faces:
-        raise ConfigError(
-            f"There is no {face_name!r} to save: at present there are {', '.join(faces)}. "
-            "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
-        )
-    try:
-        atomic.write_text(Path(path).expanduser(), faces[face_name].rstrip("\n") + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
-            "the notebook. Give another path."
-        ) from error
-
-
 def _python_code(config: RunConfig) -> str:
-    imported_names = "Fp8Config, RunConfig" if config.fp8 is not None else "RunConfig"
+    names = "Fp8Config, RunConfig" if config.fp8 is not None else "RunConfig"
     lines = [f"    {field_name}={value!r},\n" for field_name, value in config.__repr_args__()]
     call = f"RunConfig(\n{''.join(lines)})" if lines else "RunConfig()"
     return (
-        f"from nbaccel import {imported_names}, notebook_launcher\n\nconfig = {call}\n"
+        f"from nbaccel import {names}, notebook_launcher\n\nconfig = {call}\n"
         "notebook_launcher(train, (model,), config=config)\n"
     )
 
 
-# ---------------------------------------------------------------------- reading
 def read_settings_source(
     source: str | Path | Mapping[str, Any], config: RunConfig, inventory: Inventory
 ) -> tuple[RunConfig, tuple[str, ...]]:
@@ -158,10 +140,8 @@ def _source_text(source: str | Path) -> tuple[str, str]:
     return str(source), pasted
 
 
-# ---------------------------------------------------------------------- mistakes at their lines
 KeyPath = tuple[str, ...]
-TextMistake = tuple[int | None, str]
-"""The line, from 1, or None where the mistake is in no single one; and the message."""
+TextMistake = tuple[int | None, str]  # line, from 1, or None for no single one; message
 _KEY_END = re.compile(r"[\s=:]")
 _LINE_IN_MESSAGE = re.compile(r"\bline (\d+)")
 
@@ -175,7 +155,8 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
         syntax_mistake = _syntax_mistake(error, text.count("\n") + 1)
         if syntax_mistake is not None:
             return (syntax_mistake,)
-        lines = key_lines(text)
+        root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)
+        lines = dict(_keys_of(root, ()))  # where each key stands
         mistakes = [(_line_of(mistake, lines), str(mistake)) for mistake in error.args]
         return tuple(sorted(mistakes, key=lambda found: found[0] or len(text)))
     except UnicodeError as error:  # half of a pair of surrogates, as some editors paste
@@ -183,17 +164,12 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
     return ()
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """Where each key stands."""
-    return dict(_keys_of(yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader), ()))
-
-
 def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
     cause = error.__cause__
     if isinstance(cause, json.JSONDecodeError):
         return min(cause.lineno, num_lines), f"{cause.msg} (column {cause.colno})."
-    if cause is not None and (line_match := _LINE_IN_MESSAGE.search(str(cause))):
-        return int(line_match[1]), error.mistakes[0]
+    if cause is not None and (found := _LINE_IN_MESSAGE.search(str(cause))):
+        return int(found[1]), error.mistakes[0]
     return None
 
 

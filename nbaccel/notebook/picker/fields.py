@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
     from nbaccel.notebook.picker.model import PickerModel
 
-CarryOut = Callable[..., tuple[str, ...]]
-"""Does what the user asks for, and returns what was wrong; `field`: where that is told."""
+CarryOut = Callable[..., tuple[str, ...]]  # returns what was wrong; `field`: where that is told
 FieldLook = Literal["whole", "usable", "brief"]
 """How much of a field is shown: ``usable`` hides it while it cannot be set; ``brief`` also hides
 options that cannot be chosen, and says only what an open value comes to."""
@@ -41,10 +40,7 @@ _OPEN_LABEL = "default"
 
 
 class Form:
-    """What the parts of a form share; makes widgets with few messages to the page.
-
-    They share layouts and styles, and have their classes and values from the beginning.
-    """
+    """What the parts of a form share; makes widgets with few messages to the page."""
 
     def __init__(self, model: PickerModel, carry_out: CarryOut) -> None:
         self.model = model
@@ -239,10 +235,7 @@ class SettingField:
         reasons: Sequence[str] = (),
         shows_outcome: bool = False,
     ) -> str:
-        """The note: what an open value comes to, what it means, where to read about it.
-
-        With `shows_outcome` the field itself shows the value, so that only its reason is told.
-        """
+        """The note: what an open value comes to, unless the field shows it, and what it means."""
         outcome = outcome_of(self._model, self.setting)
         if self._look == "brief":
             return note_html("", outcome=outcome.reason, reasons=reasons)
@@ -327,10 +320,10 @@ class ListField(SettingField):
             # A file may hold a value that cannot be chosen on this machine.
             options.append((as_text(shown_value) or _OPEN_LABEL, shown_value))
         self._values = [value for _, value in options]
-        option_labels = tuple(option_label for option_label, _ in options)
+        labels = tuple(label for label, _ in options)
         # Setting `options` resets the selection, so it is done only where they differ.
-        if option_labels != self._list.options:
-            self._list.options = option_labels
+        if labels != self._list.options:
+            self._list.options = labels
         self._list.index = self._values.index(shown_value)
         self._list.disabled = bool(refusal)
         self._note.value = self._explain(refusal, reasons=lines, shows_outcome=is_truth)
@@ -416,14 +409,14 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-def as_value(typed_text: str, setting_kind: str) -> Any:
+def as_value(typed_text: str, kind: str) -> Any:
     """The value that typed text stands for; other text is returned, and read or refused later."""
     text = typed_text.strip()
     if not text:
         return None
-    if setting_kind == "words" and text != "auto":
+    if kind == "words" and text != "auto":
         return [word.strip() for word in text.split(",") if word.strip()]
-    if setting_kind == "table" and text != "auto":
+    if kind == "table" and text != "auto":
         try:
             return json.loads(text)
         except ValueError:  # the validator that refuses it says what it must be

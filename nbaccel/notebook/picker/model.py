@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import count_noun, format_bytes
@@ -41,7 +42,7 @@ from nbaccel.memory.settings_form import (
 )
 from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
 from nbaccel.notebook.picker import choices
-from nbaccel.notebook.picker.config_text import faces_of, read_settings_source, save_face
+from nbaccel.notebook.picker.config_text import faces_of, read_settings_source
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.plan.training_plan import HISTORY_SETTINGS, recipe_of
@@ -88,8 +89,7 @@ class PickerModel:
         # picker, whose observer takes it again.
         self.lock = threading.RLock()
         self.inventory = inventory or inspect_machine()
-        self.remarks: tuple[str, ...] = ()
-        """What the last change changed besides, and warnings of the plan."""
+        self.remarks: tuple[str, ...] = ()  # what the last change changed besides
         self.config = RunConfig() if config is None else run_config_of(config)
         self.module = model
         self._memory_model = None
@@ -99,8 +99,7 @@ class PickerModel:
                 model=model, sample_batch=sample_batch, inventory=self.inventory
             )
             self._finder = CandidateFinder(self._memory_model)
-        self.is_memory_postponed = False
-        """Whether the memory is still to be estimated."""
+        self.is_memory_postponed = False  # whether the memory is still to be estimated
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
@@ -110,30 +109,15 @@ class PickerModel:
 
     # ------------------------------------------------------------------- the state
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan for this machine; None where this machine cannot run it."""
-        return self._planned[0]
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why this machine cannot run the chosen settings; empty where it can."""
-        return self._planned[1]
-
-    @property
-    @_kept
-    def _planned(self) -> tuple[Plan | None, tuple[str, ...]]:
-        return _plan_or_problems(self.config, self.inventory)
-
     def setting(self, name: str) -> Setting:
         """A choice by its name."""
-        known_setting = choices.by_name().get(name)
-        if known_setting is None:
+        found = choices.by_name().get(name)
+        if found is None:
             raise ConfigError(
                 f"There is no choice {name!r}: nothing would change."
                 f"{closest(name, choices.by_name()) or ' The form, configure(), lists them.'}"
             )
-        return known_setting
+        return found
 
     def value(self, name: str) -> Any:
         """What is chosen; None where it is left to the plan or to DeepSpeed."""
@@ -270,7 +254,6 @@ class PickerModel:
         return fp8_name not in HISTORY_SETTINGS or recipe_of(fp8, row) == "delayed"
 
     def _usual_backend(self) -> Fp8Row | None:
-        """The first backend of FP8 that fits; None where none does."""
         units = registry.usable_units(self.inventory)
         name = self.config.device
         if name == "auto":
@@ -320,7 +303,7 @@ class PickerModel:
 
     def editable_text(self) -> str:
         """The configuration as JSON that `load` takes: a strategy's own, or the `RunConfig`."""
-        documents = (settings_form.document(self.config) for settings_form in settings_forms())
+        documents = (form.document(self.config) for form in settings_forms())
         settings = next(filter(None, documents), None)
         if settings is None:
             settings = json.loads(self.config.model_dump_json(exclude_defaults=True))
@@ -328,20 +311,34 @@ class PickerModel:
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
         """Write one of the faces to a file, whole or not at all."""
-        save_face(self.faces(), path, face)
+        faces = self.faces()
+        if face not in faces:
+            raise ConfigError(
+                f"There is no {face!r} to save: at present there are {', '.join(faces)}. "
+                "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
+            )
+        try:
+            atomic.write_text(Path(path).expanduser(), faces[face].rstrip("\n") + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
+                "the notebook. Give another path."
+            ) from error
 
-    def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
+    def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
-        if new_config != self.config:
-            for settings_form in settings_forms():
-                if settings_form.is_chosen(self.config):
-                    self._before[settings_form] = self.config
+        if config != self.config:
+            for form in settings_forms():
+                if form.is_chosen(self.config):
+                    self._before[form] = self.config
             # A new list of at most `_MAX_UNDO` entries, the present state included.
             self._past = [*self._past[1 - _MAX_UNDO :], self.config]
-        self._take_over(new_config, remarks)
+        self._take_over(config, remarks)
 
-    def _take_over(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
-        self.config = new_config
+    def _take_over(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
+        self.config = config
+        # The plan for this machine; or None, and why this machine cannot run what is chosen.
+        self.plan, self.problems = _plan_or_problems(config, self.inventory)
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
         self._call_observers()
@@ -353,10 +350,7 @@ class PickerModel:
     # ------------------------------------------------------------------- memory
 
     def postpone_memory(self) -> None:
-        """Estimate no memory until `estimate_memory`, unless that has been done.
-
-        A large model takes seconds, for which what is shown first need not wait.
-        """
+        """Estimate no memory until `estimate_memory`, unless that has been done."""
         if self._memory_model is not None and ("_measured",) not in self._known:
             self.is_memory_postponed = True
 
@@ -370,15 +364,11 @@ class PickerModel:
 
     @property
     def need(self) -> MemoryNeed | None:
-        """The memory of the run.
-
-        None without a model, as long as it is postponed, or where this machine cannot run it.
-        """
+        """The memory of the run; None without a model, while postponed, or without a plan."""
         return self._measured()[0]
 
     @_kept
     def _measured(self) -> tuple[MemoryNeed | None, str]:
-        """The need, or why it cannot be estimated."""
         if self._memory_model is None or self.plan is None or self.is_memory_postponed:
             return None, ""
         filled = ((form, one.config) for form, one in self._filled() if one.config is not None)
@@ -514,7 +504,6 @@ class PickerModel:
         return tuple(partial(self._measure_later, model, change) for change in changes)
 
     def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
-        """Measure the activations of a run, so that a later choice need not."""
         with contextlib.suppress(ConfigError):  # reported when it is chosen
             config = self.config.changed(**changes)
             sizes = (form.batch_size(form.document(config) or {}) for form in settings_forms())
@@ -529,7 +518,6 @@ _MULTI_NODE_FIELDS = (
 def _plan_or_problems(
     config: RunConfig, inventory: Inventory
 ) -> tuple[Plan | None, tuple[str, ...]]:
-    """The plan for a machine, or why that cannot serve the configuration."""
     try:
         return resolve(config, inventory), ()
     except ConfigError as error:
@@ -546,7 +534,6 @@ def _first_clause(text: str, name: str) -> str:
     return other_words if first_word.startswith(names) else first_sentence
 
 
-# ------------------------------------------------------------------------------ model and machine
 _MAX_SINGLE_UNITS = 4  # more equal ones are described together
 _COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
 
@@ -594,16 +581,16 @@ def _repeated_layers(module: Any) -> str:
     return f"{most[1]} {most[0]}" if most[0] else ""
 
 
-def _shapes_of(batch_part: Any, part_name: str) -> Iterator[str]:
-    if hasattr(batch_part, "shape"):
-        text = str(tuple(int(size) for size in batch_part.shape))
-        yield f"{part_name} {text}".strip()
-    elif isinstance(batch_part, Mapping):
-        for key, inner_part in batch_part.items():
-            yield from _shapes_of(inner_part, str(key))
-    elif isinstance(batch_part, Sequence) and not isinstance(batch_part, (str, bytes)):
-        for inner_part in batch_part:
-            yield from _shapes_of(inner_part, part_name)
+def _shapes_of(part: Any, name: str) -> Iterator[str]:
+    if hasattr(part, "shape"):
+        text = str(tuple(int(size) for size in part.shape))
+        yield f"{name} {text}".strip()
+    elif isinstance(part, Mapping):
+        for key, inner in part.items():
+            yield from _shapes_of(inner, str(key))
+    elif isinstance(part, Sequence) and not isinstance(part, (str, bytes)):
+        for inner in part:
+            yield from _shapes_of(inner, name)
 
 
 def _short_count(number: int) -> str:

@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.memory.estimate import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
-from nbaccel.notebook.picker.choices import (
-    PANELS,
-    form_of,
-    settings,
-    title_of,
-)
+from nbaccel.notebook.picker.choices import PANELS, form_of, settings, title_of
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
@@ -34,7 +29,6 @@ if TYPE_CHECKING:
     from nbaccel.notebook.picker.config_text import TextMistake
     from nbaccel.notebook.picker.model import PickerModel
 
-# ------------------------------------------------------------------------------ what settings are
 _OPEN_VALUES = (None, "auto", "")
 # Units that are not the plural with its `s` removed.
 _SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
@@ -118,7 +112,6 @@ _SMALL_SHARE = 0.05
 _MOST_CAPACITIES = 1.7  # a bar may be so many times what there is; longer ones are cut
 
 
-# ---------------------------------------------------------------------- the questions
 def question_html(number: int, title: str, remark: str = "") -> str:
     """The heading of a question."""
     remark_html = f' <span class="nbaccel-pale">{remark}</span>' if remark else ""
@@ -157,9 +150,7 @@ def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
     if model.is_memory_postponed:
         remark = "Memory is being estimated …"
     elif not model.trained:
-        remark = (
-            "With a model, a bar for each way to train is here, against the memory that there is."
-        )
+        remark = "With a model, a bar for each way to train is here, against the memory there is."
     else:
         candidates = model.candidates()
         clauses = (place_text(candidates), "click to take one" if is_live else "")
@@ -178,7 +169,6 @@ def place_text(candidates: Iterable[Candidate]) -> str:
     return f"memory of each {device_row(kind).noun}" if separator else "host memory"
 
 
-# ---------------------------------------------------------------------- the table of bars
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarRow:
     """A way to train, or a place with memory."""
@@ -230,11 +220,7 @@ def verdict_text(candidate: Candidate) -> str:
 
 
 class BarScale:
-    """How memory is drawn: all rows have one scale.
-
-    Where no row needs a twentieth of what there is, what others use is left out, and the bars are
-    as wide as the largest need: a model of a few pixels could not be looked at.
-    """
+    """How memory is drawn: all rows have one scale, of the largest need where all are small."""
 
     def __init__(self, bars: Iterable[MemoryBar | None]) -> None:
         self._bars = [bar for bar in bars if bar is not None]
@@ -310,7 +296,6 @@ def _row_html(row: BarRow, scale: BarScale) -> str:
     )
 
 
-# ---------------------------------------------------------------------- what was taken
 def taken_html(model: PickerModel) -> str:
     """What is chosen now, what it does, whether it fits, and its bar for narrow windows."""
     candidate = next((one for one in model.candidates() if one.is_taken), None)
@@ -407,10 +392,7 @@ _MAX_LINE_CHARS = 60
 
 
 def front_html(hidden_class: str) -> str:
-    """The picker's style, and the script that gives its widgets names, roles and arrow keys.
-
-    The script runs when the style is loaded: scripts in the HTML of a widget are not run.
-    """
+    """The style, whose `onload` runs the script: scripts in the HTML of a widget are not run."""
     style = _part("bars.css") + _part("picker.css")
     return (
         f'<style onload="{escape(_part("picker.js"))}">{style}</style>'
@@ -440,7 +422,6 @@ def css_name(setting_name: object) -> str:
     return re.sub(r"[^\w-]", "-", str(setting_name).lower())
 
 
-# ---------------------------------------------------------------------- beside a field
 def heading_html(text: str) -> str:
     """A panel's name."""
     return f'<div class="nbaccel-heading" role="heading" aria-level="3">{escape(text)}</div>'
@@ -477,11 +458,11 @@ def _clause_html(kind: str, clause: str) -> str:
     return f'<span class="nbaccel-{kind}">{escape(sentence)}</span>' if clause else ""
 
 
-def error_html(error_messages: Iterable[str]) -> str:
+def error_html(messages: Iterable[str]) -> str:
     """Mistakes, with a word and a sign besides the colour."""
     return "".join(
-        f'<div class="nbaccel-error" role="alert">⚠ <b>Not taken:</b> {escape(error_message)}</div>'
-        for error_message in error_messages
+        f'<div class="nbaccel-error" role="alert">⚠ <b>Not taken:</b> {escape(message)}</div>'
+        for message in messages
     )
 
 
@@ -517,7 +498,6 @@ def remarks_html(remarks: Iterable[str]) -> str:
     return f'<div role="status">{parts}</div>' if parts else ""
 
 
-# ---------------------------------------------------------------------- the configuration
 def face_html(name: str, text: str) -> str:
     """The configuration in one language, with a button that copies it."""
     return (
@@ -528,15 +508,15 @@ def face_html(name: str, text: str) -> str:
     )
 
 
-def resolved_html(plan_choices: Sequence[Choice]) -> str:
+def resolved_html(choices: Sequence[Choice]) -> str:
     """The open settings and what they are resolved to, with the reasons."""
-    if not plan_choices:
+    if not choices:
         return '<p class="nbaccel-note">Nothing is left open.</p>'
     table_rows = "".join(
-        f'<tr><th scope="row">{escape(plan_choice.name)}</th>'
-        f"<td>{escape(str(plan_choice.value))}</td>"
-        f"<td>{escape(plan_choice.reason)}</td></tr>"
-        for plan_choice in plan_choices
+        f'<tr><th scope="row">{escape(choice.name)}</th>'
+        f"<td>{escape(str(choice.value))}</td>"
+        f"<td>{escape(choice.reason)}</td></tr>"
+        for choice in choices
     )
     table_head = (
         '<tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">why</th></tr>'
@@ -548,19 +528,18 @@ def resolved_html(plan_choices: Sequence[Choice]) -> str:
     )
 
 
-TABLE_CHARS = 78
-"""Two less than a terminal has: what is below a heading is indented."""
+TABLE_CHARS = 78  # two less than a terminal has: what is below a heading is indented
 _INDENT = "  "
 
 
-def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
+def picker_text(model: PickerModel, panels: Sequence[str] = PANELS) -> str:
     """The picker for a terminal: the choices, their memory, and the plan."""
-    return "\n\n".join(picker_sections(model, panel_names))
+    return "\n\n".join(picker_sections(model, panels))
 
 
-def picker_sections(model: PickerModel, panel_names: Sequence[str] = PANELS) -> Iterator[str]:
+def picker_sections(model: PickerModel, panels: Sequence[str] = PANELS) -> Iterator[str]:
     """The same, one section after the other: the first ones need no measurement."""
-    if tuple(panel_names) == PANELS:
+    if tuple(panels) == PANELS:
         batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
         nothing = ["nothing yet: configure(model, batch) shows what fits"]
         trained = [model.trained, batch] if model.trained else nothing
@@ -578,9 +557,9 @@ def picker_sections(model: PickerModel, panel_names: Sequence[str] = PANELS) -> 
             if not any(candidate.is_taken for candidate in model.candidates()):
                 lines.append("What is chosen is none of these ways; its memory is below.")
             yield _section("3. What fits", lines)
-    for panel_name in panel_names:
-        if rows := list(_setting_rows(model, panel_name)):
-            yield _section(title_of(panel_name), _aligned(rows))
+    for panel in panels:
+        if rows := list(_setting_rows(model, panel)):
+            yield _section(title_of(panel), _aligned(rows))
     verdict = model.verdict
     lines = [*(bar.text() for bar in model.bars()), f"{verdict.text} {verdict.remedy}".strip()]
     yield _section("Memory", _folded(lines))
@@ -617,9 +596,9 @@ def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     return _folded(lines, indent)
 
 
-def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, str, str]]:
+def _setting_rows(model: PickerModel, panel: str) -> Iterator[tuple[str, str, str]]:
     """The common choices of a panel, and those of the others that are set."""
-    for setting in settings(panel_name):
+    for setting in settings(panel):
         value = model.value(setting.name)
         is_common = not setting.section and not model.refusal(setting.name)
         if model.is_shown(setting.name) and (is_common or value not in (None, setting.default)):
@@ -628,7 +607,6 @@ def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, st
             yield setting.label, shown_value(model, setting.name), meaning
 
 
-# ---------------------------------------------------------------------- the table of ways
 def ways_lines(candidates: Sequence[Candidate], *, knows_free: bool = True) -> list[str]:
     """The table for a terminal; what fits is told where it is known what is free."""
     rows = []

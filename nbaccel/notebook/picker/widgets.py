@@ -1,16 +1,11 @@
 """A picker in a notebook: three questions, what was taken, all settings, actions.
 
     user ── widgets ──► PickerView ── choose ──► PickerModel ── observe ──► PickerView.sync
+    text ── a moment without a key ──► PickerModel.read ──► mistakes, each with its line, or Apply
 
 Widgets are made once, those of a section when it is first opened, because each costs messages to
 the page; a change sends values only. A front end may handle the user's actions in another thread
 while a cell runs, so every action takes one lock.
-
-The configuration as text is checked while one types:
-
-    typed or pasted text ── a moment without a key ──► PickerModel.read
-          │                                              │ mistakes, each with its line
-          └── Apply, once there is no mistake            └──► listed beside the text
 """
 
 from __future__ import annotations
@@ -173,14 +168,13 @@ class ConfigEditor:
         self._revert_text()
 
     # ---------------------------------------------------------------- files
-    def _on_upload(self, uploaded_files: Sequence[Any] | dict[str, Any]) -> None:
-        if not uploaded_files:
+    def _on_upload(self, uploaded: Sequence[Any] | dict[str, Any]) -> None:
+        if not uploaded:
             return
-        files = uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files
+        files = uploaded.values() if isinstance(uploaded, dict) else uploaded
         self._open(bytes(next(iter(files))["content"]).decode)
-        # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
-        # read-only, and a dict.
-        self._upload.set_trait("value", type(uploaded_files)())
+        # So that the same file can be chosen again; a read-only dict in ipywidgets 7.
+        self._upload.set_trait("value", type(uploaded)())
 
     def _open(self, read_text: Callable[[], str]) -> None:
         """Bring a file into the editor, and take it over unless there is something wrong in it."""
@@ -197,11 +191,10 @@ class ConfigEditor:
             self._take(text + "\n")
 
     def _on_save(self) -> None:
-        target_path = self._target.value.strip()
+        path = self._target.value.strip()
         name = str(self._faces.value)
         mistakes = self._form.carry_out(
-            lambda: self._model.save(target_path, name),
-            done=f"Saved to {target_path} as {name}.",
+            lambda: self._model.save(path, name), done=f"Saved to {path} as {name}."
         )
         self._errors.value = rendering.error_html(mistakes)
 
@@ -238,9 +231,7 @@ class FacesPanel:
         """Show the present state of the model."""
         if self._text is None:
             return
-        faces = {
-            name: rendering.face_html(name, text) for name, text in self._model.faces().items()
-        }
+        faces = {key: rendering.face_html(key, text) for key, text in self._model.faces().items()}
         faces[_RESOLVED_FACE] = rendering.resolved_html(self._model.resolved())
         # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
         name = self._picked if self._picked in faces else _RUN_FACES[0]
@@ -306,9 +297,8 @@ class CandidateStrip:
 def _candidate_text(candidate: Candidate) -> str:
     """What a screen reader and the mouse's pointer say of a candidate."""
     # The reason of one that cannot be taken is its verdict, too.
-    return "; ".join(
-        dict.fromkeys(filter(None, (rendering.verdict_text(candidate), candidate.reason)))
-    )
+    told = (rendering.verdict_text(candidate), candidate.reason)
+    return "; ".join(dict.fromkeys(filter(None, told)))
 
 
 _MAX_FOUND = 12
@@ -318,11 +308,11 @@ class AllSettings:
     """The searchable list of all settings, in a section that is filled when it is opened."""
 
     def __init__(
-        self, form: Form, panel_names: Sequence[str], field_of: Callable[[Setting], SettingField]
+        self, form: Form, panels: Sequence[str], field_of: Callable[[Setting], SettingField]
     ) -> None:
         self._form = form
         self._field_of = field_of
-        self._panels = panel_names
+        self._panels = panels
         self._sections: list[FoldedSection] = []
         title = f"All {len(by_name())} settings"
         self.section = FoldedSection(title, form, self._make, "nbaccel-opens-all")
@@ -343,8 +333,7 @@ class AllSettings:
         self._found = self._form.new_box([], "nbaccel-found")
         panels = [
             self._form.new_box(
-                self.sections_of(name, settings(name)),
-                *("nbaccel-panel", f"nbaccel-panel-{name}"),
+                self.sections_of(name, settings(name)), *("nbaccel-panel", f"nbaccel-panel-{name}")
             )
             for name in self._panels
         ]
@@ -360,9 +349,7 @@ class AllSettings:
         titles = {"": f"{title}: common", title: f"{title}: more"}
         sections = [
             FoldedSection(
-                titles.get(name, name),
-                *(self._form, partial(self._boxes_of, group)),
-                listed=group,
+                titles.get(name, name), *(self._form, partial(self._boxes_of, group)), listed=group
             )
             for name, group in groups.items()
         ]
@@ -387,16 +374,16 @@ class AllSettings:
 
 def search_settings(words: str, listed: Sequence[Setting]) -> list[Setting]:
     """Find settings by what people remember of them: by label, by name, by meaning."""
-    wanted_words = words.lower().split()
+    wanted = words.lower().split()
     ranked: list[tuple[int, Setting]] = []
-    for setting in listed if wanted_words else ():
+    for setting in listed if wanted else ():
         places = (
             setting.label.lower(),
             f"{setting.name} {setting.strategy_key}".lower(),
             f"{setting.meaning} {setting.section}".lower(),
         )
-        if all(word in " ".join(places) for word in wanted_words):
-            is_first_in = [wanted_words[0] in place for place in places]
+        if all(word in " ".join(places) for word in wanted):
+            is_first_in = [wanted[0] in place for place in places]
             ranked.append((is_first_in.index(True), setting))
     return [setting for _, setting in sorted(ranked, key=lambda found: found[0])]
 
@@ -444,7 +431,6 @@ class ActionsRow:
             self._suggest.disabled = bool(self._model.suggest_refusal)
 
     def _show_proposals(self) -> None:
-        """Each with a button that takes it."""
         cards = []
         for proposal in self._model.proposals():
             take = partial(self._form.carry_out, partial(self._model.take_proposal, proposal))
@@ -461,9 +447,7 @@ _ON_WHAT = ("num_processes", "mixed_precision")
 class PickerView:
     """Everything that is shown of one picker; without `actions` where that is a part of it."""
 
-    def __init__(
-        self, model: PickerModel, panel_names: Sequence[str], *, hidden_class: str
-    ) -> None:
+    def __init__(self, model: PickerModel, panels: Sequence[str], *, hidden_class: str) -> None:
         self._model = model
         self._form = Form(model, self.carry_out)
         # Those of the list of all settings, each made when it is first shown.
@@ -475,14 +459,12 @@ class PickerView:
         widget = self._form.new_html(rendering.front_html(hidden_class), "nbaccel-front")
         self._messages = self._form.new_html()
         self.actions: ActionsRow | None = None
-        self._syncs: list[Callable[[], None]] = []
-        """Each shows a part of the model's present state."""
-        is_whole = tuple(panel_names) == PANELS
-        inside = self._whole(panel_names) if is_whole else self._panels(panel_names)
+        self._syncs: list[Callable[[], None]] = []  # each shows a part of the model's present state
+        is_whole = tuple(panels) == PANELS
+        inside = self._whole(panels) if is_whole else self._panels(panels)
         self.root = self._form.new_box([widget, *inside], "nbaccel-picker")
         self.sync()
 
-    # ---------------------------------------------------------------- out
     def sync(self) -> None:
         """Show the present state of the model."""
         with self._model.lock:
@@ -492,13 +474,8 @@ class PickerView:
                 sync_part()
             self._tell()
 
-    # ---------------------------------------------------------------- in
     def carry_out(
-        self,
-        action: Callable[[], Any],
-        *,
-        field: SettingField | None = None,
-        done: str = "",
+        self, action: Callable[[], Any], *, field: SettingField | None = None, done: str = ""
     ) -> tuple[str, ...]:
         """Do what the user asks for, and show what goes wrong."""
         with self._model.lock:
@@ -531,21 +508,21 @@ class PickerView:
 
     def _place(self, error: ConfigError, field: SettingField | None) -> None:
         """Show each mistake at its field, if that is visible."""
-        other_messages: list[str] = []
+        others: list[str] = []
         for name, messages in mistakes_by_setting(error).items():
-            named_fields = [
+            named = [
                 one
                 for one in self._all_fields()
                 if one.setting.name == name and one is not field and one.is_visible
             ]
-            other_messages += [] if named_fields else messages
+            others += [] if named else messages
             # The field's own messages come first.
-            for named_field in (one for one in named_fields if not one.messages):
+            for named_field in (one for one in named if not one.messages):
                 named_field.tell(tuple(messages))
                 self._told_elsewhere.append(named_field)
         if field is not None:
-            field.tell(tuple(other_messages) or error.mistakes)
-        self._wrong = () if field is not None else tuple(other_messages)
+            field.tell(tuple(others) or error.mistakes)
+        self._wrong = () if field is not None else tuple(others)
 
     def _tell(self) -> None:
         remarks = dict.fromkeys([*self._said, *self._model.remarks])
@@ -556,7 +533,7 @@ class PickerView:
         yield from self._listed.values()
 
     # ---------------------------------------------------------------- building
-    def _whole(self, panel_names: Sequence[str]) -> list[w.Widget]:
+    def _whole(self, panels: Sequence[str]) -> list[w.Widget]:
         """The three questions, what was taken, and everything else folded."""
         form = self._form
         trained = form.new_html(rendering.trained_html(self._model), "nbaccel-part-1")
@@ -566,7 +543,7 @@ class PickerView:
         self._syncs.append(strip.sync)
         taken = self._live_html("nbaccel-taken-line", lambda: rendering.taken_html(self._model))
         taken_fields = [self._field(setting, "usable") for setting in taken_settings()]
-        all_settings = AllSettings(form, panel_names, self._listed_field)
+        all_settings = AllSettings(form, panels, self._listed_field)
         memory = FoldedSection("Memory place by place", form, self._places)
         editor = ConfigEditor(form)
         self.actions = actions = ActionsRow(form)
@@ -589,7 +566,6 @@ class PickerView:
         ]
 
     def _places(self) -> list[w.Widget]:
-        """The memory of each device, the host and the disk."""
         bars = self._model.bars
         return [
             self._live_html(
@@ -598,7 +574,6 @@ class PickerView:
         ]
 
     def _live_html(self, css_class: str, make_html: Callable[[], str]) -> w.HTML:
-        """HTML that follows the state of the model."""
         part = self._form.new_html(make_html(), css_class)
 
         def sync() -> None:
@@ -607,12 +582,12 @@ class PickerView:
         self._syncs.append(sync)
         return part
 
-    def _panels(self, panel_names: Sequence[str]) -> list[w.Widget]:
+    def _panels(self, panels: Sequence[str]) -> list[w.Widget]:
         """Parts of the form: their common settings, and below them the others, folded."""
-        all_settings = AllSettings(self._form, panel_names, self._listed_field)
+        all_settings = AllSettings(self._form, panels, self._listed_field)
         self._syncs.append(all_settings.sync)
         boxes = []
-        for name in panel_names:
+        for name in panels:
             common = [self._listed_field(one).box for one in settings(name) if not one.section]
             others = [setting for setting in settings(name) if setting.section]
             heading = self._form.new_html(rendering.heading_html(title_of(name)))

@@ -1,9 +1,8 @@
 """Charts of a run's metrics: each rank as a thin line, the mean of all as a thick one.
 
-A chart is one SVG element, or one image, readable on light and dark backgrounds. No style sheet, no
-script and no ids: several charts of a page cannot disturb each other, and a saved notebook shows
-them without a kernel. Axes have the colour of the text around the chart; lines differ in width and
-dash pattern, not in colour alone.
+A chart is one SVG element, or one image, without style sheet, script and ids: several charts of a
+page cannot disturb each other, and a saved notebook shows them without a kernel. Lines differ in
+width and dash pattern, not in colour alone.
 """
 
 from __future__ import annotations
@@ -21,25 +20,19 @@ from nbaccel.base.units import format_number
 from nbaccel.output.panel.facts import mean
 from nbaccel.output.panel.words import plain_text
 
-Mark = tuple[float, str]
-"""A place on an axis, and its label."""
+Mark = tuple[float, str]  # a place on an axis, and its label
 
 
 class ChartLine(NamedTuple):
     """One line of a chart."""
 
     name: str
-    points: Sequence[Point]
-    """At least one, by ascending x. A y that is not finite interrupts the line."""
-    is_thick: bool = False
-    """Others are thin, each with its own dashes."""
+    points: Sequence[Point]  # by ascending x; a y that is not finite interrupts the line
+    is_thick: bool = False  # others are thin, each with its own dashes
 
 
-ACCENT_COLOUR = "#1e88e5"
-"""At least 3.6:1 against white and 5:1 against the dark themes' backgrounds."""
-_IMAGE_GREY = "#787878"
-"""An image does not know the colour of the text around it: 4.4:1 against white, 4.3:1 against
-JupyterLab's dark background."""
+ACCENT_COLOUR = "#1e88e5"  # at least 3.6:1 against white, 5:1 against dark themes
+_IMAGE_GREY = "#787878"  # without the text's colour: 4.4:1 on white, 4.3:1 on JupyterLab's dark
 _WIDTH, _HEIGHT = 480, 160
 _MOST_TICKS = 6  # more would touch each other
 _CHAR_WIDTH = 6.2  # of a digit in 11 px, in px
@@ -204,8 +197,7 @@ def _svg(spoken: str, drawn: str, as_image: bool) -> str:
     return image if as_image else svg
 
 
-Curves = Mapping[int, Sequence[Point]]
-"""Rank → the points of a metric."""
+Curves = Mapping[int, Sequence[Point]]  # rank → the points of a metric
 
 _LOGARITHMIC_RATIO = 8.0  # of highest to lowest
 _MAX_RANK_LINES = 16

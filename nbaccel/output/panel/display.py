@@ -1,24 +1,17 @@
 """The panel of a run in its place: an output of the cell that is changed, or lines in a terminal.
 
     0 s   nothing, or an empty place at the top: a short launch leaves no trace
-    1 s   the panel as HTML, renewed once a second
+    1 s   the panel as HTML, renewed once a second; in a terminal lines, now and then
     end   the summary takes the same place
 
-A terminal cannot change what it has shown, so there lines are added now and then.
-
-[Note: who handles a click] A cell keeps the kernel's main thread busy, so that what the front end
-sends to the kernel waits until the cell has finished. So the Stop button of the panel's script asks
-the Jupyter server, as the button of the toolbar does, to interrupt the kernel.
-
-    front end ── click ──► Jupyter server ── SIGINT ──► the kernel's main thread
-
-The memory of workers is looked up from outside by process id, on other hosts by the actor there.
+A cell keeps the kernel's main thread busy, so that what the front end sends to the kernel waits
+until the cell has finished. So the Stop button of the panel's script asks the Jupyter server, as
+the button of the toolbar does, to interrupt the kernel.
 
 [Note: pages that are reloaded, or opened again] A page that is loaded has of a running cell what
-the file has. JupyterLab does not pass on what the kernel sends to that cell: it knows requests by
-number, and those of the page before are not its own. Widgets of that page cannot be had from a
-kernel that is busy. So a panel is HTML, which always draws, and a script in it asks the server for
-the kernel's messages (`panel_script.js`).
+the file has. JupyterLab does not pass on what the kernel sends to that cell, and widgets of the
+page before cannot be had from a kernel that is busy. So a panel is HTML, which always draws, and a
+script in it asks the server for the kernel's messages (`panel_script.js`).
 
     panel in the file ── the script: kernel's messages ──► renewed once a second, with Stop
                      └── comm `nbaccel.run`, answered when the cell has ended ──► the summary
@@ -51,6 +44,7 @@ from nbaccel.output.publish import CellPlace, WaitingLine
 from nbaccel.output.report import facts_of, finished_line, summary_html
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.device import Device
+from nbaccel.workers.failure import RankActivity
 
 if TYPE_CHECKING:
     from nbaccel.output.console import Console
@@ -155,7 +149,8 @@ class Dashboard:
         if self._place.is_there:
             summary = {"text/plain": line, "text/html": summary_html(self.board, facts)}
             self._place.show(summary)
-            note_end(self._place.display_id, summary)
+            if run := _RUNS.get(self._place.display_id):
+                run.summary = summary
             folded_html = summary_html(self.board, facts, folds_chart=True)
             _fold_earlier(self._place, {"text/plain": line, "text/html": folded_html})
         elif self.was_shown:
@@ -183,9 +178,6 @@ def _fold_earlier(place: CellPlace, folded: dict[str, Any]) -> None:
         earliest_place.show(its_summary)
 
 
-# ------------------------------------------------------------------------- a panel of workers
-
-
 class WatchedCall(Protocol):
     """The part of a listener that a dashboard uses."""
 
@@ -208,7 +200,7 @@ class WatchedCall(Protocol):
 
 
 class DashboardUpdater(Dashboard):
-    """The dashboard of a launch: it looks at the workers itself."""
+    """The dashboard of a call: it looks at the workers itself, and asks a pool's where they are."""
 
     def __init__(
         self,
@@ -216,16 +208,19 @@ class DashboardUpdater(Dashboard):
         *,
         plan: Plan,
         place: CellPlace | None = None,
-        always_shown: bool = False,
+        of_pool: bool = False,
         waiting_line: WaitingLine | None = None,
+        on_poll: Callable[[], None] | None = None,
         title: str = "",
     ) -> None:
-        is_wanted = always_shown or publish.is_watched()
+        # Not where output goes to a file or another program.
+        is_wanted = of_pool or frames.running_shell() is not None or sys.stderr.isatty()
         super().__init__(ranks, plan=plan, title=title, place=place, is_wanted=is_wanted)
         self._ranks = frozenset(ranks)
+        self._of_pool = of_pool
+        self._on_poll = on_poll
         self._device: Device | None = None
-        self._meter: Any = None
-        """What measures device memory; None where nothing can."""
+        self._meter: Any = None  # what measures device memory; None where nothing can
         self._watched: WatchedCall | None = None
         self._waiting_line = waiting_line
 
@@ -240,7 +235,11 @@ class DashboardUpdater(Dashboard):
         self._tell_of_start(call)
         if self.is_due:
             self.update(self._rows(call))
-            self.after_update(call)
+            if self._on_poll is not None:
+                self._on_poll()
+            for member in call.at_work() if self._of_pool else ():
+                if member.rank in call.open:
+                    member.ask_where()  # for the next time
 
     def _tell_of_start(self, call: WatchedCall) -> None:
         """Say that workers are being set up, until they run or the dashboard shows it."""
@@ -273,7 +272,7 @@ class DashboardUpdater(Dashboard):
         rows = []
         # A pool's workers that do not have the task are not shown.
         for member in filter(lambda member: member.rank in self._ranks, call.members):
-            row = self.row(call, member)
+            row = self._row(call, member)
             row = replace(row, rewritten_lines=rewritten.get(member.rank, ()))
             # After its end the number may belong to another process. In a container the driver may
             # know it by another one: then what the worker reports is used.
@@ -282,19 +281,22 @@ class DashboardUpdater(Dashboard):
             rows.append(row)
         return rows
 
-    def row(self, call: WatchedCall, member: WorkerHandle) -> RankStatus:
+    def _row(self, call: WatchedCall, member: WorkerHandle) -> RankStatus:
         """One rank, as it is now, but for lines that it draws in place."""
         state = state_of(member)
+        doing = call.doing(member.rank)
+        place = member.whereabouts
+        if self._of_pool:
+            state = "gone" if member.has_ended else state
+            doing = str(RankActivity.of_stack(place.stack)) if place and place.stack else ""
         return RankStatus(
             rank=member.rank,
             state=state,
-            seconds=time.monotonic() - member.forked_at,
+            seconds=call.seconds,
             rss_bytes=resident(member),
-            doing=call.doing(member.rank) if state == "running" else "",
+            device_bytes=place.device_bytes if place and not member.has_ended else None,
+            doing=doing if member.is_busy else "",
         )
-
-    def after_update(self, call: WatchedCall) -> None:
-        """The ranks are shown; a pool's are asked where they are, for the next time."""
 
     def end(self, call: WatchedCall, ending: str) -> None:
         """Leave the summary, and release everything."""
@@ -338,16 +340,12 @@ class _ShownRun:
     """A run that has had a panel."""
 
     cell: str
-    page: str
-    """The number of the page that ran the cell, which has another one once it is reloaded."""
-    summary: dict[str, Any] | None = None
-    """As HTML and as text; None while it goes on."""
-    is_told: bool = False
-    """Whether the page that ran a cell after its end has been told."""
+    page: str  # the number of the page that ran the cell, which has another one once it is reloaded
+    summary: dict[str, Any] | None = None  # as HTML and as text; None while it goes on
+    is_told: bool = False  # whether the page that ran a cell after its end has been told
 
 
-_RUNS: dict[str, _ShownRun] = {}
-"""By the id of its place, the oldest first."""
+_RUNS: dict[str, _ShownRun] = {}  # by the id of its place, the oldest first
 
 
 def note_run(place_id: str) -> None:
@@ -363,12 +361,6 @@ def note_run(place_id: str) -> None:
     _RUNS[place_id] = _ShownRun(_running_cell(), publish.request_header("session"))
     for oldest in list(_RUNS)[:-_MAX_KEPT]:
         del _RUNS[oldest]
-
-
-def note_end(place_id: str, summary: dict[str, Any]) -> None:
-    """A run has left its summary."""
-    if run := _RUNS.get(place_id):
-        run.summary = summary
 
 
 def followed_html(panel_html: str, place_id: str) -> str:

@@ -28,21 +28,14 @@ class RankStatus:
     """One rank, at one moment."""
 
     rank: int
-    state: str
-    """In a word or two: `idle`, `running`, `stopped`."""
-    seconds: float
-    """For how long it has been in that state."""
+    state: str  # in a word or two: `idle`, `running`, `stopped`
+    seconds: float  # for how long it has been in that state
     rss_bytes: int
-    device_bytes: int | None = None
-    """What it holds on its device; None where there is none, or it is not known."""
-    doing: str = ""
-    """`waiting in all_reduce (Cell In[3], line 5)`"""
-    rewritten_lines: tuple[str, ...] = ()
-    """Unfinished lines that its code draws in place."""
-    names: tuple[str, ...] = ()
-    """Of a live worker: names that it holds."""
-    group: str = ""
-    """Of a live worker: the process group that it has joined."""
+    device_bytes: int | None = None  # what it holds there; None where that is not known
+    doing: str = ""  # `waiting in all_reduce (Cell In[3], line 5)`
+    rewritten_lines: tuple[str, ...] = ()  # unfinished lines that its code draws in place
+    names: tuple[str, ...] = ()  # of a live worker: names that it holds
+    group: str = ""  # of a live worker: the process group that it has joined
 
 
 class StepPace:
@@ -92,10 +85,8 @@ class MemoryUse:
     peak_rss: int = 0
     device: int | None = None
     peak_device: int | None = None
-    device_total: int | None = None
-    """What there is on its device; None where that is not known."""
-    is_weighed: bool = False
-    """Whether the driver has measured the device's, which is more than its allocator knows."""
+    device_total: int | None = None  # what there is on its device; None where that is not known
+    is_weighed: bool = False  # measured by the driver, which knows more than the allocator
 
     def note_device(self, device_bytes: int | None) -> None:
         """Take in what it holds on its device."""
@@ -110,23 +101,18 @@ class RankFacts:
 
     rank: int
     state: str = ""
-    since: float = 0.0
-    """When it came into that state."""
+    since: float = 0.0  # when it came into that state
     doing: str = ""
     memory: MemoryUse = field(default_factory=MemoryUse)
     told: Metrics = field(default_factory=lambda: Metrics(time=0.0, steps=None))
     """What it has reported last; its steps are None of a rank that reports none."""
     pace: StepPace = field(default_factory=StepPace)
-    batch_pace: StepPace = field(default_factory=StepPace)
-    """Of batches: a step may take several."""
+    batch_pace: StepPace = field(default_factory=StepPace)  # of batches: a step may take several
     samples_pace: StepPace = field(default_factory=StepPace)
-    histories: dict[str, MetricHistory] = field(default_factory=dict)
-    """Each metric over the whole run."""
-    marks: list[tuple[float, str]] = field(default_factory=list)
-    """The step at which each loop over batches began, and the loop's name."""
+    histories: dict[str, MetricHistory] = field(default_factory=dict)  # metrics over the whole run
+    marks: list[tuple[float, str]] = field(default_factory=list)  # step and name of each loop
     known_loops: set[tuple[str, int, int | None]] = field(default_factory=set)
-    rewritten_lines: tuple[str, ...] = ()
-    """Unfinished lines that its code draws in place."""
+    rewritten_lines: tuple[str, ...] = ()  # unfinished lines that its code draws in place
 
     @property
     def has_bar(self) -> bool:
@@ -211,20 +197,16 @@ class RunBoard:
     """The facts of a run."""
 
     def __init__(self, ranks: Iterable[int], *, began_at: float, plan: Plan | None = None) -> None:
-        self.host_total_bytes: int | None = None
-        """Memory of the machine, which all its ranks share; None where it is not known."""
+        self.host_total_bytes: int | None = None  # of the machine; None where not known
         self.library_messages = LibraryMessages()
         self.warnings = SeenWarnings()
         self.ranks = {rank: RankFacts(rank=rank, since=began_at) for rank in sorted(ranks)}
         self.plan = plan
         self.began = began_at
         self.began_on = dt.datetime.now(dt.timezone.utc)
-        self.now = began_at
-        """The time of the latest look."""
-        self.title = ""
-        """What is run: the name of a function, or a cell's number."""
-        self.ending = ""
-        """How it ended, if not well: `failed`, `stopped`, `timed out`."""
+        self.now = began_at  # the time of the latest look
+        self.title = ""  # what is run: the name of a function, or a cell's number
+        self.ending = ""  # how it ended, if not well: `failed`, `stopped`, `timed out`
 
     @functools.cached_property
     def times(self) -> TimeComparison:
@@ -309,8 +291,7 @@ class TimeLeft:
     """An estimate."""
 
     seconds: float
-    of_what: str
-    """`epoch` or `loop`; empty for the whole training."""
+    of_what: str  # `epoch` or `loop`; empty for the whole training
 
 
 def epochs_around(facts: RankFacts, now: float) -> OuterLoop | None:
@@ -385,7 +366,6 @@ def _whole_left_s(
 
 
 def _first_epoch_s(facts: RankFacts, around: OuterLoop, loop_s: float, now: float) -> float:
-    """What the first epoch will have taken."""
     pace = facts.batch_pace.recent(now)
     if facts.told.total_batches and pace and around.round_steps <= facts.told.batches:
         # Its first loop: at the pace of now, which a slow start does not count in.
@@ -397,7 +377,6 @@ def _first_epoch_s(facts: RankFacts, around: OuterLoop, loop_s: float, now: floa
 
 
 def _loop_left_s(facts: RankFacts, now: float) -> float | None:
-    """What is left of the innermost loop."""
     if facts.told.total_batches is not None:
         batch_rate = facts.batch_pace.recent(now)
         left_batches = facts.told.total_batches - facts.told.batches
@@ -406,10 +385,7 @@ def _loop_left_s(facts: RankFacts, now: float) -> float | None:
     return next((bar.left_s for bar in reversed(open_bars) if bar.left_s is not None), None)
 
 
-# ------------------------------------------------------------------------- earlier runs
-
-ENDED_RUNS: deque[RunBoard] = deque(maxlen=20)
-"""Launches, cells and calls, whether they ended well or not."""
+ENDED_RUNS: deque[RunBoard] = deque(maxlen=20)  # launches, cells and calls, however they ended
 _LEAST_STEPS = 10  # whose time means something
 
 
@@ -443,8 +419,7 @@ _HARMLESS_LINES = (
 _IS_HARMLESS = re.compile("|".join(_HARMLESS_LINES))
 _MAX_SEEN_TEXTS = 100
 _MAX_SEEN_CHARS = 500
-_FIRST_LETTERS = "[/WI"
-"""Of all lines that may be taken."""
+_FIRST_LETTERS = "[/WI"  # of all lines that may be taken
 # What installed packages say of themselves, in the forms of `warnings` and their loggers. Seen of
 # torch 2.6 to 2.13, transformers 5, DeepSpeed 0.19.
 _LINES_OF_PACKAGES = (
@@ -473,8 +448,7 @@ class SeenLines:
 
     def __init__(self) -> None:
         self.by_text: dict[str, SeenLine] = {}
-        self.num_left_out = 0
-        """Lines that were not kept, because there were too many different ones."""
+        self.num_left_out = 0  # lines that were too many different ones to keep
         self.count = 0
 
     def note(self, rank: int, line: str) -> None:

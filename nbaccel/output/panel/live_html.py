@@ -7,12 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from nbaccel.base.units import (
-    count_noun,
-    format_bytes,
-    format_number,
-    format_seconds,
-)
+from nbaccel.base.units import count_noun, format_bytes, format_number, format_seconds
 from nbaccel.output.panel.curves import ACCENT_COLOUR, is_logarithmic, metric_chart
 from nbaccel.output.panel.facts import RankFacts, RunBoard
 from nbaccel.output.panel.rank_times import TIME_KINDS, RankTimes, percent_of
@@ -33,8 +28,7 @@ from nbaccel.output.panel.words import (
 
 PANEL_STYLE = "font-size:0.9em;line-height:1.5"
 QUIET_STYLE = "opacity:0.65"
-ADVICE_COLOUR = "#d9730d"
-"""Beside the text, which has its own colour: it is seen on light and on dark."""
+ADVICE_COLOUR = "#d9730d"  # beside the text: seen on light and on dark
 # The display is that of browsers, which Notebook 6 takes the triangle from.
 SUMMARY_STYLE = "cursor:pointer;display:list-item"
 _CELL_STYLE = (
@@ -184,9 +178,8 @@ _STATES_WORST_FIRST = ("failed", "gone", "ended", "stopping", "starting", "runni
 
 def live_html(board: RunBoard, *, is_stoppable: bool) -> str:
     """The run while it goes on."""
-    headline = f"<b>{count_noun(len(board.ranks), 'rank')}</b> · " + html.escape(
-        " · ".join(live_parts(board))
-    )
+    words = html.escape(" · ".join(live_parts(board)))
+    headline = f"<b>{count_noun(len(board.ranks), 'rank')}</b> · {words}"
     stop = _STOP_HTML if is_stoppable else ""
     # Side by side where there is room, below each other where there is not.
     figures = f"{ranks_html(board)}{mean_time_html(board.times.by_rank())}"
@@ -227,16 +220,11 @@ def _charts(board: RunBoard) -> str:
     return content
 
 
-# ------------------------------------------------------------------------- the table
-
-
 def ranks_html(board: RunBoard) -> str:
     """The ranks, a row each."""
     shown, others = _shown_ranks(board)
     columns = {"rank": [str(facts.rank) for facts in shown]}
-    columns |= {
-        name: [cell_of(facts, board) for facts in shown] for name, cell_of in _COLUMNS.items()
-    }
+    columns |= {name: [cell(one, board) for one in shown] for name, cell in _COLUMNS.items()}
     rows = filled_columns(columns, "rank")
     names = {_LOSS_COLUMN: html.escape(_common_loss_name(board)) or _LOSS_COLUMN}
     if board.host_total_bytes:  # all ranks share it
@@ -270,9 +258,6 @@ def _rest_words(ranks: Sequence[RankFacts]) -> str:
         parts.append(f"step {most:,}" if least == most else f"steps {least:,} to {most:,}")
     parts.append(memory_range([facts.memory.rss for facts in ranks]))
     return " · ".join(parts)
-
-
-# ------------------------------------------------------------------------- columns
 
 
 def _state_cell(facts: RankFacts, board: RunBoard) -> str:
@@ -326,9 +311,8 @@ def _device_cell(facts: RankFacts, board: RunBoard) -> str:
     memory = facts.memory
     if memory.device is None:
         return ""
-    of_total = (
-        f"<br>{quiet(f'of {format_bytes(memory.device_total)}')}" if memory.device_total else ""
-    )
+    total = memory.device_total
+    of_total = f"<br>{quiet(f'of {format_bytes(total)}')}" if total else ""
     return f"{format_bytes(memory.device)}{of_total}"
 
 

@@ -1,9 +1,8 @@
 """What ranks spend their time on, compared: who waits for whom.
 
-A rank's time in collectives is that of the exchange itself and of waiting for others. The rank
-that comes last waits for nobody, so the least time of all ranks is the exchange's, and what a rank
-has above that is waiting. It is compared interval by interval, because another rank may be last in
-each.
+The rank that comes last into a collective waits for nobody, so the least time of all ranks is the
+exchange's, and what a rank has above that is waiting. It is compared interval by interval, because
+another rank may be last in each.
 """
 
 from __future__ import annotations
@@ -34,20 +33,13 @@ _CLEAR_SHARE = 0.6  # of all waiting, to be one rank's doing
 class RankTimes:
     """What one rank has spent its time on, in seconds; the parts add up to the total."""
 
-    total_s: float
-    """Since its first loop over batches began."""
-    computing_s: float
-    """Computing, and whatever is none of the others."""
-    communicating_s: float
-    """In collectives while all ranks were there."""
-    data_s: float
-    """Waiting for batches."""
-    waiting_s: float
-    """In collectives, waiting for other ranks."""
-    is_partial: bool
-    """Whether some communication could not be measured, and is in `computing_s`."""
-    starting_s: float = 0.0
-    """What the first step computed for longer than the second; in no other part."""
+    total_s: float  # since its first loop over batches began
+    computing_s: float  # computing, and whatever is none of the others
+    communicating_s: float  # in collectives while all ranks were there
+    data_s: float  # waiting for batches
+    waiting_s: float  # in collectives, waiting for other ranks
+    is_partial: bool  # whether some communication could not be measured, and is in `computing_s`
+    starting_s: float = 0.0  # what the first step computed for longer; in no other part
 
     @property
     def parts(self) -> dict[str, float]:
@@ -66,10 +58,8 @@ class SlowestRank:
     """The rank that the others wait for."""
 
     rank: int
-    waited_s: float
-    """For how long each of the others waited for it, on average."""
-    waited_share: float
-    """The same as a part of the time."""
+    waited_s: float  # for how long each of the others waited for it, on average
+    waited_share: float  # the same as a part of the time
 
 
 class TimeComparison:
@@ -81,10 +71,8 @@ class TimeComparison:
         self._latest: dict[int, SpentTime] = {}
         self._samples: dict[int, list[tuple[float, float]]] = {}
         """Rank → times and its seconds in collectives until then, since the interval's start."""
-        self._waited: dict[int, float] = {}
-        """Rank → seconds for which it has waited for others."""
-        self._waited_for: dict[int, float] = {}
-        """Rank → seconds for which the others have waited for it, on average."""
+        self._waited: dict[int, float] = {}  # rank → seconds for which it has waited for others
+        self._waited_for: dict[int, float] = {}  # rank → seconds that others waited for it
 
     def receive(self, worker_rank: int, received_at: float, spent: SpentTime) -> None:
         """Take in what a rank has reported."""
@@ -172,9 +160,6 @@ def _add_waiting(
 def percent_of(part: float, whole: float) -> str:
     """`12 %`."""
     return f"{100 * part / whole:.0f} %" if whole > 0 else "0 %"
-
-
-# ------------------------------------------------------------------------- words
 
 
 def slowest_sentence(slowest: SlowestRank | None, timed_ranks: Mapping[int, RankTimes]) -> str:

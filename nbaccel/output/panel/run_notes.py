@@ -1,10 +1,8 @@
 """Notes about the runs that go on, a file each, which `nbaccel status` reads.
 
-    panel's updater ── every two seconds ──► <folder of this user>/<process>-<number>.json
-    end of the run ──► removed; of a process that was killed, by the next one that looks
-
 The folder is nobody else's: it belongs to the user, and only the user may enter it. Where that
-cannot be had there are no notes, and no run is kept from training.
+cannot be had there are no notes, and no run is kept from training. The note of a process that was
+killed is removed by the next one that looks.
 """
 
 from __future__ import annotations
@@ -42,10 +40,8 @@ class RunNote:
 
     id: str
     pid: int
-    process_began: float
-    """Another process may get its number later."""
-    name: str
-    """A notebook or a script, and a function or a cell."""
+    process_began: float  # another process may get its number later
+    name: str  # a notebook or a script, and a function or a cell
     began: float
     num_workers: int
     step: int | None
@@ -53,8 +49,7 @@ class RunNote:
     epoch: str
     loss: float | None
     left_s: float | None
-    left_of: str
-    """`epoch` or `loop`, where it is not that of the whole run."""
+    left_of: str  # `epoch` or `loop`, where it is not that of the whole run
     seen: float
     is_stoppable: bool
 

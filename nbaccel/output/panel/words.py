@@ -28,7 +28,6 @@ from nbaccel.output.panel.facts import (
 )
 from nbaccel.output.panel.rank_times import RankTimes
 
-# ------------------------------------------------------------------------- what is wrong
 _LEAST_S = 2.0  # of training, before its shares mean something
 _LEAST_DATA_SHARE = 0.3
 _LEAST_GAIN = 1.2  # below it more ranks are hardly faster
@@ -116,9 +115,6 @@ LINE_CHARS = 72
 LABEL_CHARS = 24
 # Terminal sequences mean nothing in HTML and would count as characters of the width.
 _CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
-
-
-# ------------------------------------------------------------------------- one line
 
 
 def live_line(board: RunBoard) -> str:
@@ -221,9 +217,6 @@ def left_out_sentence(board: RunBoard) -> str:
     return f"{subject} not drawn (the first {len(most.metrics)} are): {', '.join(names)}"
 
 
-# ------------------------------------------------------------------------- text
-
-
 def live_text(board: RunBoard) -> str:
     """The run as lines: the summary, and one for each thing that some rank does."""
     groups: dict[str, list[RankFacts]] = {}
@@ -246,10 +239,8 @@ class ShownProgress:
     """How far a loop of a rank is."""
 
     label: str
-    fraction: float | None
-    """From 0 to 1; None where the total is not known."""
-    done: str
-    """`412 of 650`, `12`, or the text of a line that is rewritten in place."""
+    fraction: float | None  # from 0 to 1; None where the total is not known
+    done: str  # `412 of 650`, `12`, or the text of a line that is rewritten in place
 
     @property
     def words(self) -> str:
@@ -320,9 +311,6 @@ def memory_range(sizes: Sequence[int]) -> str:
     least = format_bytes(min(sizes))
     most = format_bytes(max(sizes))
     return most if least == most else f"{least} to {most}"
-
-
-# ------------------------------------------------------------------------- pieces
 
 
 def filled_columns(columns: Mapping[str, Sequence[str]], first: str) -> list[list[str]]:
