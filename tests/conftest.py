@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 
 from tests import hardware, leak_police, selection
+from tests.clock import Clock
 from tests.needs import HAS_DEEPSPEED_ROW
 
 
@@ -110,6 +111,11 @@ class WiderFixtures:
     def _forget_what_was_seen(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         if fixturedef.scope != "function":
             self._config.stash[SEEN_LAST] = None
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 from tests.isolation import ROOT
+from tests.programs import run_program
 
 PAGES = ROOT / "docs" / "pages"
 
@@ -38,15 +38,8 @@ def run_page(page: Path, folder: Path) -> str:
         "PYTHONPATH": str(ROOT),
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    words = [sys.executable, "-W", "ignore", str(script)]
+    done = run_program(words, check=False, cwd=folder, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

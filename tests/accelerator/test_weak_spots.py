@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import (
-    Accelerator,
-    DataLoaderConfiguration,
-    FullyShardedDataParallelPlugin,
-)
+from nbaccel import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.utils import TERecipeKwargs
 from tests.accelerator.loops import line, numbers, rows, sgd, together, told, weight

@@ -8,18 +8,7 @@ import pytest
 
 from nbaccel.base import spent_time
 from nbaccel.base.spent_time import SpentTime, TimeAccount
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+from tests.clock import Clock
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ CASES: dict[Callable[..., object], list[tuple[object, object]]] = {
         ([0, 2, 4, 4], "0,2,4"),
     ],
     lambda number: count_noun(number, "worker"): [
-        *((0, "0 workers"), (1, "1 worker"), (2, "2 workers")),
+        *((0, "0 workers"), (1, "1 worker"), (2, "2 workers"))
     ],
 }
 

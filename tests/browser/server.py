@@ -57,7 +57,7 @@ SETTINGS = {
         "fetchNews": "false",
         "checkForUpdates": False,
         "doNotDisturbMode": True,
-    },
+    }
 }
 
 

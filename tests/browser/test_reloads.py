@@ -32,11 +32,7 @@ def alone(num_steps):
 notebook_launcher(os.getpid, (), 2)
 print(os.getpid())"""
 LONG, ALONE = range(1, 3)
-CELLS = [
-    SETUP,
-    "notebook_launcher(train, (60_000,), 2)",
-    "notebook_launcher(alone, (60_000,), 1)",
-]
+CELLS = [SETUP, "notebook_launcher(train, (60_000,), 2)", "notebook_launcher(alone, (60_000,), 1)"]
 
 
 @pytest.fixture(params=APPLICATIONS)

@@ -457,9 +457,7 @@ def test_an_interrupted_worker_may_tidy_up(launch, tmp_path):
 # ------------------------------------------------------------------------- precision
 
 
-def test_a_precision_that_nobody_reads_is_an_error_and_autocast_and_bf16_fulfil_it(
-    launch,
-):
+def test_a_precision_that_nobody_reads_is_an_error_and_autocast_and_bf16_fulfil_it(launch):
     with pytest.raises(PrecisionMismatch, match=r"mixed_precision='bf16' was asked.*runs in fp32"):
         launch(workers.train, Net(), mixed_precision="bf16")
 

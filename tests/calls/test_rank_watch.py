@@ -76,10 +76,7 @@ def row(rank: int, doing: str = "", **more: Any) -> RankStatus:
 
 
 def test_the_table_is_read_as_text_and_its_html_runs_nothing():
-    rows = [
-        row(0, "waiting in all_reduce"),
-        row(10, state="idle", seconds=75, rss_bytes=GIB // 2),
-    ]
+    rows = [row(0, "waiting in all_reduce"), row(10, state="idle", seconds=75, rss_bytes=GIB // 2)]
     assert str(StatusTable(rows)).splitlines() == [
         "rank  state    for    memory     doing",
         "0     running  2.0 s  1.0 GiB    waiting in all_reduce",

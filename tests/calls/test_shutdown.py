@@ -7,16 +7,7 @@ import pytest
 from nbaccel.calls import shutdown, supervisor
 from nbaccel.calls.shutdown import AFTER_LOSS, END_WORKERS, KEEP_WORKERS, ShutdownLadder
 from nbaccel.workers.worker_processes import HandleState
-
-
-class Clock:
-    """Time that goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 class Worker:

@@ -242,10 +242,7 @@ def boundaries_of(*events: str) -> list[int]:
         (["read", "a", "read", "read", "read", "a"], [2]),  # an evaluation between steps
         (["a", "a", "a"], [1, 2]),  # no loader
         (["d", "g", "d", "g"], [2]),
-        (
-            ["d", "d", "g", "d", "d", "g"],
-            [1, 3, 4],
-        ),
+        (["d", "d", "g", "d", "d", "g"], [1, 3, 4]),
         (["read", "a", "a", "a", "a"], [3, 4]),  # what was read are not the steps' batches
     ],
 )

@@ -13,13 +13,7 @@ import pytest
 
 from nbaccel.deepspeed import environment, library
 from nbaccel.deepspeed.environment import deepspeed_environment
-from nbaccel.errors import (
-    ConfigError,
-    MissingBackend,
-    PlatformUnsupported,
-    PortTaken,
-    UnsafeMoment,
-)
+from nbaccel.errors import ConfigError, MissingBackend, PlatformUnsupported, PortTaken, UnsafeMoment
 from tests.deepspeed.advisor.models import machine
 from tests.deepspeed.engines import world
 from tests.deepspeed.needs import marked

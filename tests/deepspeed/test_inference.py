@@ -27,10 +27,7 @@ from tests.deepspeed.programs import refusal, told_by
 
 pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]
 
-PLACES = [
-    pytest.param("cpu", id="memory"),
-    pytest.param("nvme", marks=needs.DISK, id="disk"),
-]
+PLACES = [pytest.param("cpu", id="memory"), pytest.param("nvme", marks=needs.DISK, id="disk")]
 
 REVIEWS = (
     "Is this review positive or negative? Review: the best skillet you will ever buy",
@@ -57,11 +54,7 @@ def t5(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
 def config(place: str, folder: Path | None = None, **more: Any) -> dict[str, Any]:
     section: dict[str, Any] = {"device": place}
     if place == "nvme":
-        section |= {
-            "nvme_path": str(folder),
-            "buffer_count": BUFFERS,
-            "buffer_size": WIDTH * INNER,
-        }
+        section |= {"nvme_path": str(folder), "buffer_count": BUFFERS, "buffer_size": WIDTH * INNER}
     return {
         "zero_optimization": {
             "stage": 3,

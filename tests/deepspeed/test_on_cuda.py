@@ -10,10 +10,7 @@ import torch
 from nbaccel import notebook_launcher
 from tests.deepspeed.strategy.test_training import Row, distance, net, train_all
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 ROWS = {
     "ddp": Row(cpu=False),

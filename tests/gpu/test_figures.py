@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,22 +11,17 @@ import pytest
 
 from tests.deepspeed import needs
 from tests.isolation import ROOT
+from tests.programs import run_program
 
 pytestmark = [pytest.mark.slow, *needs.ENGINE]
 
 
 def test_every_section_is_measured_and_rendered(tmp_path: Path) -> None:
     stored = tmp_path / "gpu.json"
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--small"]
-    done = subprocess.run(
-        [*command, "--no-page", "--output", str(stored)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=800,
-    )
+    options = ["--device", "cpu", "--small", "--no-page", "--output", str(stored)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "benchmarks/gpu.py", *options]
+    done = run_program(words, check=False, cwd=ROOT, env=environ, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     measures = json.loads(stored.read_text())["measures"]
     failed = {

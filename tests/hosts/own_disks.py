@@ -11,12 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from nbaccel import (
-    Accelerator,
-    DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
-    notebook_launcher,
-)
+from nbaccel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, notebook_launcher
 from nbaccel.utils import ProjectConfiguration
 from tests.hosts.notebook import make_model, tell
 
@@ -37,10 +32,7 @@ def accelerator_for(kind):
     if kind == "ddp":
         return Accelerator(cpu=True, project_config=project)
     stage, _, is_local = kind.removeprefix("zero").partition("-")
-    settings = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": int(stage)},
-    }
+    settings = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": int(stage)}}
     if is_local:
         settings["checkpoint"] = {"use_node_local_storage": True}
     plugin = DeepSpeedPlugin(hf_ds_config=settings)

@@ -160,11 +160,7 @@ def node_lost(cluster: Cluster, folder: Path) -> dict[str, Any]:
     try:
         with contextlib.redirect_stderr(errors):
             results = notebook_launcher(
-                resumes,
-                (model_of(), str(folder)),
-                engine="ray",
-                num_processes=4,
-                max_restarts=2,
+                resumes, (model_of(), str(folder)), engine="ray", num_processes=4, max_restarts=2
             )
     finally:
         thread.join()

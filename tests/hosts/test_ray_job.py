@@ -26,6 +26,7 @@ from tests.hosts.exported_project import (
 )
 from tests.hosts.one_ray import one_cluster_at_a_time
 from tests.isolation import ROOT
+from tests.programs import run_program
 
 pytestmark = [
     pytest.mark.slow,
@@ -79,16 +80,7 @@ def hand_in(num_nodes: int, jobs_address: str, folder: Path) -> subprocess.Compl
         "RAY_ADDRESS": jobs_address,
         "PATH": path_with_tools(),
     }
-    command = ["bash", "n_ray.sh"]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run_program(["bash", "n_ray.sh"], check=False, cwd=folder, env=environment)
 
 
 def hand_in_and_stop(jobs_address: str, folder: Path) -> dict[str, Any]:

@@ -30,10 +30,7 @@ BAD = {
     "needs_the_thread": ("import makes_a_thread", "it starts 1 thread"),
     "hangs": ("import time\ntime.sleep(3600)", "its import takes more than 7 s"),
     "crashes": ("import os\nos.abort()", "its import ended the process"),
-    "fails": (
-        "raise RuntimeError('not in here')",
-        "its import fails (RuntimeError: not in here)",
-    ),
+    "fails": ("raise RuntimeError('not in here')", "its import fails (RuntimeError: not in here)"),
 }
 GOOD = {
     "calm_one": "",

@@ -101,8 +101,7 @@ def test_several_processes_at_o3_divide_the_states_as_estimated():
 
 
 @pytest.mark.parametrize(
-    ("level", "bytes_per_parameter"),
-    [("O1", 11), ("O2", 6), ("O3", 2 + 5 / 4)],
+    ("level", "bytes_per_parameter"), [("O1", 11), ("O2", 6), ("O3", 2 + 5 / 4)]
 )
 def test_large_models_take_the_bytes_of_the_level_and_no_buckets(level, bytes_per_parameter):
     with torch.device("meta"):

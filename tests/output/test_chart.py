@@ -138,10 +138,7 @@ def test_extreme_values_are_drawn_or_marked(values, log_y):
 
 
 def test_roles_differ_in_more_than_colour():
-    svg = drawn(
-        line(1, 2),
-        *(line(1, 2, role="rank", name=f"rank {rank}") for rank in range(3)),
-    )
+    svg = drawn(line(1, 2), *(line(1, 2, role="rank", name=f"rank {rank}") for rank in range(3)))
     looks = {(path.get("stroke-width"), path.get("stroke-dasharray")) for path in accent_paths(svg)}
     assert len(looks) == 4
     # The legend's lines come last; before them the mean, which covers the ranks.

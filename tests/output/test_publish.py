@@ -12,6 +12,7 @@ import pytest
 
 from nbaccel.output import publish
 from nbaccel.output.publish import WaitingLine
+from tests.clock import Clock
 from tests.programs import run_program
 
 
@@ -76,16 +77,6 @@ def test_in_a_terminal_the_text_is_printed_without_torch_or_ipython(capsys):
     assert done.stdout == "x\n[]\n"
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 def screen(terminal: io.StringIO) -> str:
     """What a terminal shows of one line."""
     return terminal.getvalue().rpartition("\x1b[K")[2]
@@ -99,10 +90,10 @@ def test_a_long_start_is_told_and_changes_and_goes_away(monkeypatch, is_terminal
     line = WaitingLine(2, read_clock=clock)
     if is_terminal:
         assert line.due_in() == publish.SHOWN_AFTER_S
-    clock.seconds += publish.SHOWN_AFTER_S - 0.01
+    clock.now += publish.SHOWN_AFTER_S - 0.01
     line.say("importing torch")
     assert terminal.getvalue() == ""
-    clock.seconds += 10.0
+    clock.now += 10.0
     if not is_terminal:
         line.say("importing torch")
         line.close()

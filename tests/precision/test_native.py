@@ -99,8 +99,7 @@ def through_a_file(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "way",
-    [copy.deepcopy, through_a_file, lambda model: pickle.loads(cloudpickle.dumps(model))],
+    "way", [copy.deepcopy, through_a_file, lambda model: pickle.loads(cloudpickle.dumps(model))]
 )
 def test_a_wrapped_model_travels(way):
     model = Watcher()

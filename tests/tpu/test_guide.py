@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.isolation import ROOT
+from tests.programs import run_program
 
 # ---------------------------------------------------------------- the guide's cells
 CELL_1 = """
@@ -204,15 +204,8 @@ def _run_python(code: str, folder: Path, variables: dict[str, str]) -> tuple[str
     # In a file: what is launched from `python -c` has no source for a traceback.
     script = folder / "cells.py"
     script.write_text(code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    words = [sys.executable, str(script)]
+    done = run_program(words, check=False, cwd=folder, env=environ, timeout=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout, done.stderr
 

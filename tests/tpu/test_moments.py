@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ import pytest
 from nbaccel.plan import Plan
 from tests.isolation import ROOT
 from tests.kernel.kernel import Kernel
+from tests.programs import run_program
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 BUSY_CELL = """
@@ -42,19 +42,11 @@ def undecided_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
         yield found
 
 
-def run_program(code: str, **variables: str) -> str:
+def run_code(code: str, **variables: str) -> str:
     """Run a program of its own, whose torch loads its extensions; what it printed."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     environ.pop(AUTOLOAD, None)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_program([sys.executable, "-c", code], check=False, cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -86,14 +78,11 @@ except nbaccel.errors.UnsafeMoment as error:
 from nbaccel.plan import registry
 print(*registry.device("tpu").hazards())
 """
-WAKING = {
-    "torch_tpu": "torch.manual_seed(0)",
-    "torch_xla": "import torch_xla; torch_xla.device()",
-}
+WAKING = {"torch_tpu": "torch.manual_seed(0)", "torch_xla": "import torch_xla; torch_xla.device()"}
 
 
 def test_a_fork_of_a_runtime_that_is_awake_is_refused_with_the_reason(driver: str) -> None:
-    said = run_program(FORK_WITH_AN_AWAKE_RUNTIME.format(wake=WAKING[driver]))
+    said = run_code(FORK_WITH_AN_AWAKE_RUNTIME.format(wake=WAKING[driver]))
     assert f"the runtime of {driver} is initialised in the notebook" in said
     assert "launched" not in said
     if driver == "torch_xla":  # without chips; with some, that they are held comes first
@@ -119,7 +108,7 @@ def test_a_kernel_that_a_seed_has_woken_is_told_that_it_holds_the_chips(
     host = plan.inventory.tpu
     if driver != "torch_tpu" or host is None or not host.chips:
         pytest.skip("needs torch_tpu and chips: with torch_xla a seed wakes nothing")
-    said = run_program(LAUNCH_FROM_AN_AWAKE_KERNEL)
+    said = run_code(LAUNCH_FROM_AN_AWAKE_KERNEL)
     files = ", ".join(host.device_files)
     assert f"The TPU chips ({files}) are held by this notebook's kernel" in said
     assert "torch.manual_seed or one backward pass on the CPU is enough" in said

@@ -186,8 +186,7 @@ def loaded_with_assign(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [nn.Module.double, replaced_parameter, other_memory_format, loaded_with_assign],
+    "change", [nn.Module.double, replaced_parameter, other_memory_format, loaded_with_assign]
 )
 @pytest.mark.parametrize("whole", [True, False], ids=["in place", "by pages"])
 def test_tensors_that_left_the_arena_come_home(launch, change, whole):

@@ -224,9 +224,7 @@ def load_and_go_on(model: nn.Module, in_memory: int, folder: Path) -> dict[str, 
 
 
 @needs.on_disk
-def test_loaded_weights_are_on_disk_and_the_next_step_begins_with_them(
-    tmp_path: Path,
-):
+def test_loaded_weights_are_on_disk_and_the_next_step_begins_with_them(tmp_path: Path):
     model = layer(0)
     found = notebook_launcher(load_and_go_on, (model, 10**9, tmp_path), num_processes=2)[0]
     assert found["files"] > 0

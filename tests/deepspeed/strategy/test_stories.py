@@ -21,11 +21,7 @@ from tests.deepspeed import needs
 from tests.deepspeed.programs import refusal
 from tests.deepspeed.strategy.test_training import distance, loader, net
 
-pytestmark = [
-    pytest.mark.slow,
-    *needs.ENGINE,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:

@@ -16,11 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import Accelerator, DeepSpeedPlugin, notebook_launcher
 from tests.deepspeed import needs
 
-pytestmark = [
-    *needs.ENGINE,
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.slow,
-]
+pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 NUM_ROWS = 256
 
@@ -160,11 +156,7 @@ def ran() -> tuple[dict[str, Any], dict[str, Any]]:
     """What each row gave on rank 0, and its model as it came home. One launch for all."""
     models = {name: net() for name in ROWS}
     results = notebook_launcher(
-        train_all,
-        (models, ROWS),
-        num_processes=2,
-        start_method="template",
-        timeout=240,
+        train_all, (models, ROWS), num_processes=2, start_method="template", timeout=240
     )
     return results[0], models
 

@@ -14,11 +14,7 @@ from safetensors.torch import load_file
 
 import nbaccel
 from nbaccel.base.weight_files import SAFE_DTYPE_NAMES
-from nbaccel.deepspeed.checkpoint_layout import (
-    Unknown,
-    Weight,
-    read_states,
-)
+from nbaccel.deepspeed.checkpoint_layout import Unknown, Weight, read_states
 from nbaccel.deepspeed.local_shards import check_whole, placeholders
 from nbaccel.errors import CheckpointFailed, ConfigError
 from tests.isolation import isolated

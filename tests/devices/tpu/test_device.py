@@ -38,10 +38,7 @@ MACHINE = Inventory(
     torch_version="2.13.0",
 )
 DRY_RUN = dataclasses.replace(
-    MACHINE,
-    tpu_chips=0,
-    tpu=TpuHost(torch_xla="2.9.0", pjrt_device="CPU"),
-    torch_version="2.9.0",
+    MACHINE, tpu_chips=0, tpu=TpuHost(torch_xla="2.9.0", pjrt_device="CPU"), torch_version="2.9.0"
 )
 
 

@@ -14,11 +14,7 @@ from nbaccel.memory.estimate import BarSegment, MemoryBar, MemoryNeed
 from nbaccel.memory.ways import Candidate, Proposal
 from nbaccel.notebook.picker import rendering
 from nbaccel.notebook.picker.model import PickerModel
-from nbaccel.notebook.picker.rendering import (
-    picker_sections,
-    picker_text,
-    ways_lines,
-)
+from nbaccel.notebook.picker.rendering import picker_sections, picker_text, ways_lines
 from nbaccel.notebook.pickers import Picker
 from nbaccel.plan.launch_plan import Choice
 from tests import needs

@@ -29,11 +29,7 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
-    begin, receive, poll = (
-        DashboardUpdater.__init__,
-        RunBoard.receive,
-        DashboardUpdater.poll,
-    )
+    begin, receive, poll = (DashboardUpdater.__init__, RunBoard.receive, DashboardUpdater.poll)
 
     def noting_begin(self: DashboardUpdater, *args: object, **more: object) -> None:
         begin(self, *args, **more)

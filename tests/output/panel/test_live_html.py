@@ -51,7 +51,7 @@ class Page(Html):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         super().handle_starttag(tag, attrs)
         assert {name for name, _ in attrs} <= {
-            *("class", "open", "style", "scope", "colspan", "role", "aria-level"),
+            *("class", "open", "style", "scope", "colspan", "role", "aria-level")
         }
         if tag == "tr":
             self.rows.append([])
@@ -116,7 +116,7 @@ def test_columns_that_nobody_fills_are_left_out_and_of_many_ranks_the_worst_have
     told(board, 0, 1, 4.0, 2.0)
     full = Page(both(board)[0])
     assert full.rows[0] == [
-        *("rank", "state", "step", "steps/s", "loss", "metrics", "memory", "on device"),
+        *("rank", "state", "step", "steps/s", "loss", "metrics", "memory", "on device")
     ]
     assert full.column("state")[0] == "waiting in all_reduceCell In[3], line 8"
     assert full.column("step") == ["2", "-"], "rank 1 has told nothing"

@@ -32,18 +32,6 @@ def row(rank: int, doing: str = "", **more: Any) -> RankStatus:
     return RankStatus(rank=rank, doing=doing, **settled)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 class Cell:
     """The notebook's end: what was published, and what stands in the cell by its handle."""
 

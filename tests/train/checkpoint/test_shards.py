@@ -20,11 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
-from nbaccel.config.handlers import (
-    AutocastKwargs,
-    FullyShardedDataParallelPlugin,
-    GradScalerKwargs,
-)
+from nbaccel.config.handlers import AutocastKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs
 from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
