@@ -51,10 +51,7 @@ def measure(results: Results) -> None:
 
 # ---------------------------------------------------------------- the table
 def render(results: Results) -> tuple[str, bool]:
-    lines = [
-        f"| | {PEER} | {OURS} | compared | bar |",
-        "| --- | --: | --: | --: | --- |",
-    ]
+    lines = [f"| | {PEER} | {OURS} | compared | bar |", "| --- | --: | --: | --: | --- |"]
     holds = True
     for row in bigmodel.ROWS:
         theirs = results.median(f"bigmodel {row.measure}", row.peer)

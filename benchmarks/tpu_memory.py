@@ -218,10 +218,7 @@ def render(results: Results) -> tuple[str, bool]:
         "peak": "peak, the whole session",
         "idle": "the idle session",
     }
-    lines = [
-        f"| PSS, MiB | {OURS} | {PEER} | ratio | bar |",
-        "| --- | --: | --: | --: | --- |",
-    ]
+    lines = [f"| PSS, MiB | {OURS} | {PEER} | ratio | bar |", "| --- | --: | --: | --: | --- |"]
     holds = True
     for moment, title in rows.items():
         ours, theirs = (results.median(f"tpu {moment}", name) or 0.0 for name in SUBJECTS)

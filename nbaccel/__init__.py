@@ -43,10 +43,7 @@ if TYPE_CHECKING:
     )
     from nbaccel.bigmodel.device_map import show_device_map as show_device_map
     from nbaccel.calls.pool import Pool as Pool
-    from nbaccel.config import (
-        Fp8Config as Fp8Config,
-        RunConfig as RunConfig,
-    )
+    from nbaccel.config import Fp8Config as Fp8Config, RunConfig as RunConfig
     from nbaccel.config.handlers import (
         AutocastKwargs as AutocastKwargs,
         DataLoaderConfiguration as DataLoaderConfiguration,
@@ -88,10 +85,7 @@ if TYPE_CHECKING:
     from nbaccel.parallelism_config import ParallelismConfig as ParallelismConfig
     from nbaccel.plan.inspecting import inspect_machine as inspect_machine
     from nbaccel.plan.inventory import Inventory as Inventory
-    from nbaccel.plan.launch_plan import (
-        Choice as Choice,
-        Plan as Plan,
-    )
+    from nbaccel.plan.launch_plan import Choice as Choice, Plan as Plan
     from nbaccel.plan.resolving import resolve as resolve
     from nbaccel.plan.training_plan import TrainingPlan as TrainingPlan
     from nbaccel.state import PartialState as PartialState

@@ -613,11 +613,7 @@ def _offload_all(
     # Outermost, so that outputs return to where the inputs were.
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
-        model,
-        execution_device=execution_device,
-        offload=True,
-        weights_map=weights,
-        **hook_settings,
+        model, execution_device=execution_device, offload=True, weights_map=weights, **hook_settings
     )
     return model
 

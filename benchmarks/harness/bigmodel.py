@@ -105,14 +105,7 @@ ROWS = (
         least=1.5,
         is_speed=True,
     ),
-    Row(
-        "the same, cold cache",
-        "disk cold s",
-        "s",
-        "",
-        least=1.5,
-        is_speed=True,
-    ),
+    Row("the same, cold cache", "disk cold s", "s", "", least=1.5, is_speed=True),
     Row(
         "cold cache, with (second column) and without fetching ahead",
         "disk cold s",
@@ -136,11 +129,7 @@ ROWS = (
     ),
     Row("seconds per token of `generate` under half the memory", "token s", "s", is_speed=True),
     Row(
-        "the same, with and without fetching ahead",
-        "token s",
-        "s",
-        peer=NO_PREFETCH,
-        is_speed=True,
+        "the same, with and without fetching ahead", "token s", "s", peer=NO_PREFETCH, is_speed=True
     ),
 )
 

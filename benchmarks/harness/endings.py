@@ -14,11 +14,7 @@ from harness.samples import Results, Samples, say
 from harness.subjects import Subject, kernel_for
 
 TIMEOUT_S = 75.0
-STOPS = {
-    "collective": "stuck_in_collective",
-    "receive": "all_stuck_in_receive",
-    "sleep": "asleep",
-}
+STOPS = {"collective": "stuck_in_collective", "receive": "all_stuck_in_receive", "sleep": "asleep"}
 RAISE_LINE = 'raise ValueError("boom")'
 ROOT_CAUSE = re.compile(r"Root Cause.*?\brank\s*:\s*(\d+)", re.DOTALL)
 BLAMED = re.compile(r"\b(?:rank|process|worker)\s*[:#=]?\s*(\d+)", re.IGNORECASE)

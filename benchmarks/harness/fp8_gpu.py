@@ -51,11 +51,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     TORCHAO_ALONE: None,
     "nbaccel, torchao": {"backend": "ao"},
     "nbaccel, native, current": {"backend": "native"},
-    "nbaccel, native, delayed": {
-        "backend": "native",
-        "recipe": "delayed",
-        "amax_history_len": 16,
-    },
+    "nbaccel, native, delayed": {"backend": "native", "recipe": "delayed", "amax_history_len": 16},
     ENGINE_ALONE: None,
     "nbaccel, TransformerEngine": {"backend": "te"},
     "nbaccel, MS-AMP's O1": {"backend": "msamp", "opt_level": "O1"},

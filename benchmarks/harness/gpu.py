@@ -135,11 +135,7 @@ def _one(
     last = float(loss.detach())
     del step, loss, model
     _forget(device)
-    return {
-        "rates": [*found["rates"], rate],
-        "peak": max(found["peak"], peak),
-        "loss": last,
-    }
+    return {"rates": [*found["rates"], rate], "peak": max(found["peak"], peak), "loss": last}
 
 
 def _wait(device: str) -> None:

@@ -180,11 +180,7 @@ def _theirs(results: Results, subject: Live, remote: Remote) -> None:
 
 
 def _note_home(
-    results: Results,
-    subject: Live,
-    answer: dict[str, Any],
-    took_ns: int,
-    measure: str = "c home",
+    results: Results, subject: Live, answer: dict[str, Any], took_ns: int, measure: str = "c home"
 ) -> None:
     if not answer["values"]["trained"]:
         raise SessionLostError("the weights did not come home")

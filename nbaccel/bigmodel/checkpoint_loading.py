@@ -287,10 +287,7 @@ def _tensor_groups(model: nn.Module) -> list[_TensorGroup]:
 
 
 def _target_dtype(
-    tensor_name: str,
-    tensor: torch.Tensor,
-    dtype: torch.dtype | None,
-    fp32_modules: Collection[str],
+    tensor_name: str, tensor: torch.Tensor, dtype: torch.dtype | None, fp32_modules: Collection[str]
 ) -> torch.dtype:
     if dtype is None or not tensor.dtype.is_floating_point:
         return tensor.dtype

@@ -224,9 +224,7 @@ def _stored_shape(path: Path, weight_info: Mapping[str, Any]) -> tuple[int, ...]
 
 
 def load_offloaded_weights(
-    model: nn.Module,
-    index: Mapping[str, Any] | None,
-    offload_folder: str | os.PathLike[str],
+    model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
     """Give a model the weights of a folder, in host memory; without an index nothing is done."""
     statistics = [name for name in index or {} if _8_BIT_STATISTICS in name.split(".")]

@@ -84,9 +84,7 @@ class Fp8Config(Plain):
     margin: int = setting(0, "Headroom of the scaling factor, in powers of two.", ge=0)
     interval: int = setting(1, "Steps between two computations of the scaling factor.", ge=1)
     amax_history_len: int = setting(
-        1024,
-        "Steps whose largest magnitudes are remembered for the scale.",
-        ge=1,
+        1024, "Steps whose largest magnitudes are remembered for the scale.", ge=1
     )
     amax_compute_algo: Literal["max", "most_recent"] = setting(
         "max", "Which of them decides: the largest, or the latest."

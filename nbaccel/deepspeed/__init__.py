@@ -15,10 +15,7 @@ if TYPE_CHECKING:
         TrainingFacts as TrainingFacts,
         resolve_auto as resolve_auto,
     )
-    from nbaccel.deepspeed.checking import (
-        Checked as Checked,
-        check_config as check_config,
-    )
+    from nbaccel.deepspeed.checking import Checked as Checked, check_config as check_config
     from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
     from nbaccel.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from nbaccel.deepspeed.zero_config import ZeroConfig as ZeroConfig

@@ -423,12 +423,7 @@ class Drive:
     """Drives one engine, made of a module that was what `before` says."""
 
     def __init__(
-        self,
-        engine: Any,
-        folders: Claim,
-        loss_troubles: Troubles,
-        norm: Any,
-        before: Remembered,
+        self, engine: Any, folders: Claim, loss_troubles: Troubles, norm: Any, before: Remembered
     ) -> None:
         self.engine = engine
         self.ran = False  # whether a forward pass is waiting for its backward pass

@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
-from nbaccel.config.deepspeed_document import (
-    BATCH_SIZES,
-    engine_config,
-    taken_out,
-    tidied_settings,
-)
+from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config, taken_out, tidied_settings
 from nbaccel.config.given_values import put_at, shown, value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.deepspeed import library

@@ -179,11 +179,7 @@ class _Search:
         """The keys that DeepSpeed looks up in a plain section."""
         keys: set[str] = set()
         # Some sections are read on only where they have a type, or are turned on.
-        for key, content in (
-            ("", {}),
-            ("type", {"type": "Adam"}),
-            ("enabled", {"enabled": True}),
-        ):
+        for key, content in (("", {}), ("type", {"type": "Adam"}), ("enabled", {"enabled": True})):
             # Each try is a run of DeepSpeed's reader, and useless for a section without such a key.
             if key and key not in keys:
                 continue

@@ -35,8 +35,7 @@ def _convert(
         ),
     ],
     tag: Annotated[
-        str | None,
-        typer.Option(help="Which save (default: the one that the file `latest` names)."),
+        str | None, typer.Option(help="Which save (default: the one that the file `latest` names).")
     ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Most bytes of a file.")

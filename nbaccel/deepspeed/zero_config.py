@@ -23,12 +23,7 @@ from pydantic.fields import FieldInfo
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.deepspeed_document import DOCUMENT_NAME, SECTION_RULES
-from nbaccel.config.field_rules import (
-    FieldMistake,
-    FieldRule,
-    explain_mistakes,
-    mistakes_in,
-)
+from nbaccel.config.field_rules import FieldMistake, FieldRule, explain_mistakes, mistakes_in
 from nbaccel.config.given_values import (
     numbers_read,
     plain_value,
@@ -119,8 +114,7 @@ _TABLE_RULE = FieldRule(
     value_kind="table",
 )
 Params = Annotated[
-    dict[str, Any] | None,
-    replace(_TABLE_RULE, read=lambda value: numbers_read(_read_table(value))),
+    dict[str, Any] | None, replace(_TABLE_RULE, read=lambda value: numbers_read(_read_table(value)))
 ]
 DeviceField = Annotated[
     Literal["none", "cpu", "nvme", "auto"] | None,

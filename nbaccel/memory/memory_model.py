@@ -315,12 +315,7 @@ def wrapped_sizes(model: nn.Module, settings: Mapping[str, Any] | None = None) -
 
 
 def fsdp_estimate(
-    shape: Shape,
-    sizes: WrappedSizes,
-    *,
-    compute_bytes: int,
-    offloads: bool,
-    **inputs: Any,
+    shape: Shape, sizes: WrappedSizes, *, compute_bytes: int, offloads: bool, **inputs: Any
 ) -> MemoryEstimate:
     """Sharded training with Adam; `inputs` are those of `torch_estimate`."""
     num_processes: int = inputs["num_processes"]

@@ -176,10 +176,7 @@ class CandidateFinder:
             )
         for form in settings_forms():
             for way in form.ways(
-                config,
-                self.memory_model.shape,
-                on_host=on_host,
-                can_checkpoint=self.can_checkpoint,
+                config, self.memory_model.shape, on_host=on_host, can_checkpoint=self.can_checkpoint
             ):
                 # One process gains nothing by dividing, only by what leaves the device.
                 gains = not alone or way.placement.leaves_device

@@ -233,10 +233,7 @@ class Session:
         if mistakes:
             # One remedy for all mistakes, after the last of them.
             flags = " ".join(
-                [
-                    *(flag_of(line.wanted, name) for name in differing),
-                    *["--dist"] * line.dist,
-                ]
+                [*(flag_of(line.wanted, name) for name in differing), *["--dist"] * line.dist]
             )
             mistakes[-1] += (
                 f" %accelerate restart {flags} starts others, without the variables of "

@@ -21,12 +21,7 @@ from torch import nn
 from nbaccel.base.optional_packages import require
 from nbaccel.config.fp8 import AORecipeKwargs
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
-from nbaccel.precision.fp8_layers import (
-    Fp8Precision,
-    LayerSelection,
-    follow_parameters,
-    put_layers,
-)
+from nbaccel.precision.fp8_layers import Fp8Precision, LayerSelection, follow_parameters, put_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

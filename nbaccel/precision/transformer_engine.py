@@ -69,11 +69,7 @@ class TransformerEngineFp8(Fp8Precision):
         super().wrap_forward(model)
         # Outside of torch's autocast, so that the class above takes its own off alone.
         model.__dict__["forward"] = TransformerEngineForward(
-            model,
-            model.forward,
-            self._library,
-            self._recipe,
-            self.fp8.use_autocast_during_eval,
+            model, model.forward, self._library, self._recipe, self.fp8.use_autocast_during_eval
         )
 
     def _restore(self, model: nn.Module) -> None:

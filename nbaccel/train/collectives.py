@@ -177,8 +177,7 @@ class Collectives:
         # `map_leaves` visits leaves in the order in which `_tensor_signature` listed them.
         iterator = iter(shapes)
         return map_leaves(
-            lambda tensor: _pad_tensor(tensor, next(iterator), dim, pad_index, pad_first),
-            tree,
+            lambda tensor: _pad_tensor(tensor, next(iterator), dim, pad_index, pad_first), tree
         )
 
     def _pad_around_nested(self, tree: Any, *settings: Any) -> Any:

@@ -262,12 +262,7 @@ class _StateWriter:
             self._write(files.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
 
     def _write(
-        self,
-        file_name: str,
-        state: Any,
-        *,
-        safetensors: bool = False,
-        is_own: bool = False,
+        self, file_name: str, state: Any, *, safetensors: bool = False, is_own: bool = False
     ) -> None:
         """Write a state, or what makes it: a file of every process, or one per folder."""
         if is_own or self._writes_shared:
