@@ -561,6 +561,8 @@ def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]
 
 def _document_of(document: Any) -> zero_engine.Document | None:
     """A DeepSpeed configuration that can be read; None where there is none, or a wrong one."""
+    if document is None:
+        return None
     try:
         read = zero_engine.read_document(document)
     except ValueError:  # a `ConfigError` is one: the field's validator will report it

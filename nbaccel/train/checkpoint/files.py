@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from huggingface_hub import get_torch_storage_id, save_torch_state_dict
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes, save_file
 from torch import nn
@@ -209,7 +209,11 @@ def save_model(
     _check_no_placeholders(state_dict, f"save_model(save_directory={str(folder)!r})")
     pattern = _WEIGHT_FILE_PATTERNS[safe_serialization]
     tensors = _with_addresses(state_dict)
-    sizes = {get_torch_storage_id(tensor): tensor.nbytes for tensor in tensors.values()}
+    # Tied tensors are written once. Those of other classes, such as sharded ones, have no address.
+    sizes = {
+        tensor.data_ptr() if type(tensor) in _PLAIN else id(tensor): tensor.nbytes
+        for tensor in tensors.values()
+    }
     with publishing(Path(folder), sum(sizes.values()), pattern) as workshop:
         save_torch_state_dict(
             tensors,
@@ -229,12 +233,15 @@ def _with_addresses(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     }
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _has_address(tensor: torch.Tensor) -> bool:
     try:
         tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         # Tensors of other classes, such as sharded ones, are left to the writer.
-        return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        return type(tensor) not in _PLAIN
     return True
 
 
