@@ -287,12 +287,17 @@ def fork_if_sooner(plan: Plan) -> Plan:
     )
 
 
+def _share_modules_of(args: tuple[Any, ...]) -> arena.Sharing:
+    """Share what a call hands over; without a model there is nothing to lock or to walk."""
+    modules = object_walk.find_modules(args) if args else ()
+    return arena.share_modules(modules) if modules else arena.Sharing()
+
+
 def pack_call(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[PackedCall, Plan]:
     """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
-    modules = object_walk.find_modules(args) if args else ()
-    sharing = arena.share_modules(modules) if modules else arena.Sharing()
+    sharing = _share_modules_of(args)
     if plan.start_method == "fork":
         fork_safety.judge_fork()
         return _inherited_call(function, args, sharing), plan
@@ -323,7 +328,7 @@ def pack_call(
 
 def pack_for_running_workers(function: Callable[..., Any], args: tuple[Any, ...]) -> PackedCall:
     """Make the call ready for workers that exist already: whatever it needs has to travel."""
-    sharing = arena.share_modules(object_walk.find_modules(args))
+    sharing = _share_modules_of(args)
     try:
         packed = _pickled_call(function, args, sharing, None, looks_anew=False)
         for used in packed.arenas.values():

@@ -486,6 +486,7 @@ class Pool:
 
     def _after_cell(self, group: Group, result: CallResult) -> BaseException | None:
         """Put the groups in order and copy the weights back; returns what went wrong with that."""
+        # The caller holds interrupts back: a model with half of the new weights is useless.
         closed = self._keep_in_step(group, result)
         if closed is not None and not closed.went_well:
             words = "This was after the cell, while its process groups were ended."

@@ -667,6 +667,7 @@ class RankWatch:
 
     def is_overdue(self) -> bool:
         """Whether workers that have handed over all they had, and do not exit, must be ended."""
+        # One stopped by a signal, or stuck in its clean-up, must not keep the notebook waiting.
         is_late = self._overdue_at is not None and time.monotonic() >= self._overdue_at
         return is_late and not self._busy() and not self._waiting()
 

@@ -519,7 +519,7 @@ class Console:
         return self._pace.waits and amount > AT_THE_END_CHARS
 
     def end_is_near(self) -> None:
-        """Stop was pressed, or a rank has failed: only the last that waits is shown, at once."""
+        """Stop was pressed or a rank has failed: of what waits only the last lines are shown."""
         if self._pace.stage is not _UNPACED:
             self._pace.stage = _ENDING
 

@@ -137,6 +137,7 @@ class Plan:
 
 def copies_in_turn(num_workers: int, model_bytes: int, free_bytes: int) -> bool:
     """Whether workers should copy a model to their devices one after another."""
+    # A copy may take as much host memory as the model; half of what is free is for all else.
     return num_workers * model_bytes > free_bytes // 2
 
 

@@ -59,10 +59,11 @@ def devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
     """All devices in the order of their rows, but those that cannot be loaded."""
     loaded_devices = []
     for row in DEVICES:
+        if names is not None and row.name not in names:
+            continue
         # Another package's module may raise anything, and must not disable the other devices.
         with contextlib.suppress(Exception):
-            if names is None or row.name in names:
-                loaded_devices.append(device(row.name))
+            loaded_devices.append(device(row.name))
     return tuple(loaded_devices)
 
 
@@ -268,7 +269,7 @@ def load_advisor() -> Any:
         if row.advisor:
             return load_object(row.advisor)
     raise MissingBackend(
-        f"advise finds configurations of strategies that have an advisor, and of "
+        "advise finds configurations of strategies that have an advisor, and of "
         f"{', '.join(row.name for row in STRATEGIES)} none has one. Nothing can be compared. "
         "Install nbaccel with its DeepSpeed backend."
     )

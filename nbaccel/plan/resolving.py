@@ -300,8 +300,8 @@ def _choose_start_method(run: _Run) -> Choice:
     ):
         reason = "the notebook's CUDA has its devices for good; those named need a new process"
     # They have no effect on what this process itself prints.
-    elif run.num_processes == 1 and (config.log_dir or config.shown_output is not None):
-        name = "log_dir" if config.log_dir else "shown_output"
+    elif run.num_processes == 1 and (config.log_dir, config.shown_output) != (None, None):
+        name = "shown_output" if config.log_dir is None else "log_dir"
         reason = f"{name} needs the worker's output in pipes of its own"
     elif run.engine == ENGINES[0] and run.world_size == 1 and config.max_restarts == 0:
         method, reason = "inline", "one worker needs no other process; a debugger works"

@@ -130,7 +130,7 @@ def test_a_rank_with_slow_steps_holds_the_others_up(slow_rank, tmp_path):
     times = facts.timed_ranks
     slept_s = BATCHES * SLOW_STEP_S
     # Beside it the loop does next to nothing; the first step is not waited for in DDP's log.
-    assert 0.6 * slept_s < times[1 - slow_rank].waiting_s < times[1 - slow_rank].total_s
+    assert 0.7 * slept_s < times[1 - slow_rank].waiting_s < times[1 - slow_rank].total_s
     assert times[slow_rank].computing_s > 0.9 * slept_s
     assert times[slow_rank].waiting_s < 0.2 * slept_s
     assert f"Rank {slow_rank} holds the others up" in str(results.report())
