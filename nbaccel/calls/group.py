@@ -143,8 +143,6 @@ class Group:
         self._on_end.callback(_forget_memory, worker_places)
         # Before the first start: a failed start of one worker must end those started before it.
         self._on_end.callback(self._end_workers)
-        for place in worker_places:
-            self._start_worker(place.rank)
         told = assignments(
             self.plan,
             shares,
@@ -154,7 +152,9 @@ class Group:
             stays=self.stays,
             has_cells=publish.has_cells(),
         )
-        for member, assignment in zip(self.members, told, strict=True):
+        # Each sets itself up while the next one is being forked.
+        for assignment in told:
+            member = self._start_worker(assignment.place.rank)
             fds = []
             if assignment.serves_store and meeting_place.store_socket is not None:
                 fds.append(meeting_place.store_socket.fileno())

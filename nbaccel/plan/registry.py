@@ -245,11 +245,9 @@ def check_strategy(strategy_name: str, device_type: str, config: RunConfig | Non
         load_object(capability_row.judge)(config, device_type)
 
 
-def enter_worker(device_type: str) -> None:
-    """Let the libraries of all strategies prepare this worker for their use."""
-    for row in STRATEGIES:
-        if row.enter:
-            load_object(row.enter)(device_type)
+def worker_preparations() -> list[Callable[[str], None]]:
+    """What the libraries of strategies do in each new worker; a template imports them once."""
+    return [load_object(row.enter) for row in STRATEGIES if row.enter]
 
 
 def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str] | None:

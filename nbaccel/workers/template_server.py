@@ -146,8 +146,9 @@ def _import_for_workers(request: dict[str, Any]) -> None:
     from nbaccel.plan import registry
     from nbaccel.workers.reaping import adopt_orphans
 
-    # Imports the devices once, for all workers.
+    # Imports the devices, and what strategies do first, once for all workers.
     devices = registry.devices()
+    registry.worker_preparations()
     if request["device"]:
         registry.device(request["device"]).prepare_template()
     if request["extends_torch"]:

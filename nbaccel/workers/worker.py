@@ -217,7 +217,8 @@ def set_up_process(assignment: messaging.WorkerAssignment, descriptors: list[int
     limit_threads(assignment.threads)
     hardware = registry.device(assignment.device)
     hardware.enter_worker(place.local_rank)
-    registry.enter_worker(assignment.device)
+    for prepare in registry.worker_preparations():
+        prepare(assignment.device)
     # Before any user code can create a process group.
     torch_private.keep_process_groups()
     _refuse_questions(place.rank)

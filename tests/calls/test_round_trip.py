@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nbaccel import notebook_launcher
 from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.transfer import library_settings
 from nbaccel.workers import messaging, worker_processes
@@ -149,3 +150,14 @@ def test_a_launch_on_cpus_enters_few_files_and_none_of_other_devices_or_hosts(me
     others = ("deepspeed/", "devices/tpu/", "hosts/")
     assert [path for path in entered if path.startswith(others)] == []
     assert len(entered) <= 30, entered
+
+
+def test_workers_import_nothing_of_nbaccel_themselves():
+    """Every launch would wait for it in every worker."""
+
+    def modules_since_fork() -> list[str]:  # not this module's, which imports all that it uses
+        names = list(sys.modules)
+        return names[names.index("nbaccel.workers.fork_server") + 1 :]  # the template's last one
+
+    imported = notebook_launcher(modules_since_fork, (), 2, start_method="template")
+    assert [name for rank in imported for name in rank if name.startswith("nbaccel")] == []
