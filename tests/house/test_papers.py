@@ -98,8 +98,10 @@ MACHINE_PATH = re.compile(r"(?<![\w.$}~])/(?:[w]ork|[r]oot|opt/[w]heels)(?=/|\b)
 def test_modules_that_the_architecture_names_are_there():
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     package = ROOT / "nbaccel"
-    lost = []
-    for name in re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)[`(]", text):
+    files = re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", text)
+    lost = [name for name in files if not ((package / name).is_file() or (ROOT / name).is_file())]
+    # DeepSpeed's own function, in a drawing, is no module of the folder of that name.
+    for name in {*re.findall(r"(?<![\w.])[a-z_]+(?:\.\w+)+", text)} - {"deepspeed.initialize"}:
         folder, *path = name.split(".")
         if (package / folder).is_dir():
             while path and (package / folder / path[0]).is_dir():
@@ -107,7 +109,8 @@ def test_modules_that_the_architecture_names_are_there():
             file = package / folder / f"{path[0]}.py" if path else package / folder / "__init__.py"
             if not file.is_file():  # what the folder offers under its own name
                 file, path = package / folder / "__init__.py", ["", *path]
-            if any(part not in file.read_text(encoding="utf-8") for part in path[1:]):
+            words = set(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+            if not words.issuperset(path[1:]):
                 lost.append(name)
     assert lost == []
 
