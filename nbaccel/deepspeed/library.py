@@ -166,7 +166,7 @@ def is_built(operation_name: str) -> bool:
 
 
 def change_builder(builder_module: Any) -> None:
-    """Let DeepSpeed's builder print a line before it compiles; changing it again does nothing."""
+    """Let DeepSpeed's builder look for forgotten locks, and print a line before it compiles."""
     builder_class = builder_module.OpBuilder
     operation = builder_class.jit_load
     # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.
@@ -179,6 +179,11 @@ def change_builder(builder_module: Any) -> None:
             # Flushed at once, since compiling prints nothing for minutes.
             write_notice(f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n")
             sys.stderr.flush()
+        # Of whom the lock is may not be seen from here: then it waits, and what to do is said.
+        try:
+            remove_forgotten_locks()
+        except UnsafeMoment as error:
+            write_notice(f"nbaccel: {error}\n")
         return operation(self, *args, **kwargs)
 
     builder_class.jit_load = built

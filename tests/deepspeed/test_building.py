@@ -1,4 +1,4 @@
-"""That DeepSpeed compiles something is said before it does, in whatever way it is used."""
+"""Before DeepSpeed compiles, that is said; a killed build is not waited for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def by_the_accelerator() -> None:
 
 @pytest.mark.parametrize("way", [raw_in_workers, by_the_accelerator])
 @isolated
-def test_it_is_told_and_the_compiler_is_called(way: Callable[[], None], tmp_path: Path) -> None:
+def test_it_is_told_and_the_compiler_is_called_in_spite_of_a_forgotten_lock(
+    way: Callable[[], None], tmp_path: Path
+) -> None:
     # A compiler that fails at once: what is looked at comes before a minute of compiling.
     (tmp_path / "c++").write_text(
         f'#!/bin/sh\ncase "$*" in *" -c "*) touch {tmp_path}/called; exit 1;; esac\n'
@@ -51,6 +53,10 @@ def test_it_is_told_and_the_compiler_is_called(way: Callable[[], None], tmp_path
     os.environ["PATH"] = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "extensions")
     os.environ.pop("CXX", None)
+    # Of a build that was killed: torch would wait for its end for ever.
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
     with (tmp_path / "stderr").open("w") as file, contextlib.redirect_stderr(file):
         with pytest.raises(Exception, match="deepspeed_shm_comm"):
             way()
