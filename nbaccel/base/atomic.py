@@ -172,14 +172,10 @@ def sync_path(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Wait until a folder with all it holds is on the disk."""
-    for current_folder, _, file_names in os.walk(folder):
-        for path in [
-            *(Path(current_folder, file_name) for file_name in file_names),
-            Path(current_folder),
-        ]:
-            # Another process may just be giving a file its final name.
-            with contextlib.suppress(FileNotFoundError):
-                sync_path(path)
+    for path in (*folder.rglob("*"), folder):
+        # Another process may just be giving a file its final name.
+        with contextlib.suppress(FileNotFoundError):
+            sync_path(path)
 
 
 def free_bytes(folder: Path) -> int:
@@ -189,12 +185,8 @@ def free_bytes(folder: Path) -> int:
 
 def nearest_folder(folder: Path) -> Path:
     """The folder, or the nearest above it that is there."""
-    absolute_folder = folder.expanduser().absolute()
-    return next(
-        existing_folder
-        for existing_folder in (absolute_folder, *absolute_folder.parents)
-        if existing_folder.exists()
-    )
+    absolute = folder.expanduser().absolute()
+    return next(path for path in (absolute, *absolute.parents) if path.exists())
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,9 +207,12 @@ _NO_DEBUGGER_HINT = (
 
 def render_mistake(error: BaseException) -> list[str]:
     """An error whose reason is in the cell: the user's frames, then the text."""
-    user_frames = [f for f in of_traceback(error.__traceback__) if not f.is_library]
     # What `%%time` compiles has no lines: IPython 7 shows its errors without the cell's own frame.
-    user_frames = [frame for frame in user_frames if not frame.file.startswith("<timed ")]
+    user_frames = [
+        frame
+        for frame in of_traceback(error.__traceback__)
+        if not frame.is_library and not frame.file.startswith("<timed ")
+    ]
     lines: list[str] = []
     for frame in user_frames[-4:]:
         function_text = "" if frame.function == MODULE_LEVEL else f", in {frame.function}"
@@ -264,10 +267,5 @@ def coloured(text: str, *, stands_out: bool = False) -> str:
     if stands_out:
         return f"{_ANSI_BOLD}{_ANSI_RED}{text}{_ANSI_OFF}"
     if _ARROW_LINE.match(text):
-        arrow = text[:7]
-        code = text[7:]
-        return f"{_ANSI_BOLD}{_ANSI_RED}{arrow}{_ANSI_OFF}{_ANSI_BOLD}{code}{_ANSI_OFF}"
-    place_match = _PLACE_LINE.match(text)
-    if place_match:
-        return f"  {_ANSI_GREEN}{place_match['place']}{_ANSI_OFF}{place_match['rest']}"
-    return text
+        return f"{_ANSI_BOLD}{_ANSI_RED}{text[:7]}{_ANSI_OFF}{_ANSI_BOLD}{text[7:]}{_ANSI_OFF}"
+    return _PLACE_LINE.sub(rf"  {_ANSI_GREEN}\g<place>{_ANSI_OFF}\g<rest>", text)

@@ -19,11 +19,7 @@ ROOT_LOGGER_NAME = "nbaccel"
 
 # Subscripting works at run time only from Python 3.11 on.
 class _RankAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """Puts ``[rank 1]`` before a message.
-
-    The rank is read from the environment at each message and kept nowhere: a launch in this
-    very process sets and restores it, and nothing must survive a launch.
-    """
+    """Puts ``[rank 1]`` before a message, as the environment says: a launch here restores it."""
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]

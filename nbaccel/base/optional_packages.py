@@ -80,11 +80,7 @@ def metadata_version(distribution: importlib.metadata.Distribution) -> str:
 
 @lru_cache
 def install_line(extra: str = "") -> str:
-    """What to type to install what an extra of nbaccel names.
-
-    The packages themselves: nbaccel may be on no index, and `pip install "nbaccel[deepspeed]"` then
-    ends in "No matching distribution found", as a reader of the guides has met.
-    """
+    """What to type to install what an extra of nbaccel names, which may be on no index itself."""
     from packaging.requirements import Requirement
 
     try:

@@ -147,11 +147,7 @@ def listen(
     setting: str = "use_port",
     waiting_processes: str = "the workers",
 ) -> socket.socket:
-    """A listening socket for the store.
-
-    It listens from the first moment: a process that connects before the store serves it waits, and
-    no other process can take the port.
-    """
+    """A listening socket for the store: who connects before the store serves it waits."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         # Without it a port is unusable for minutes after a store on it has closed (TIME_WAIT).

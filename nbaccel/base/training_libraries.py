@@ -94,10 +94,7 @@ def accelerates_precision() -> str | None:
 
 
 def _has_shared_state(name: str) -> bool:
-    """Whether a class is set up. `initialized` is public, and making the object to ask sets it up.
-
-    Seen in Accelerate 1.15. A version without the attribute counts as not set up.
-    """
+    """Whether a class is set up, in Accelerate 1.15: making the object to ask sets it up."""
     state = getattr(sys.modules.get("accelerate.state"), name, None)
     return bool(getattr(state, "_shared_state", None))
 

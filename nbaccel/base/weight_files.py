@@ -157,19 +157,15 @@ def file_problem(path: Path, recorded: Recorded | None = None) -> str:
     if not path.is_file():
         return "is missing"
     try:
-        return _size_problem(path, recorded) or _content_problem(path, recorded)
+        num_bytes = path.stat().st_size
+        if not num_bytes and (recorded is None or recorded.num_bytes):
+            return "is empty"
+        if recorded is not None and num_bytes != recorded.num_bytes:
+            verdict = "it is truncated" if num_bytes < recorded.num_bytes else "it is another file"
+            return f"has {num_bytes:,} bytes, and {recorded.num_bytes:,} were saved: {verdict}"
+        return _content_problem(path, recorded)
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-
-
-def _size_problem(path: Path, recorded: Recorded | None) -> str:
-    num_bytes = path.stat().st_size
-    if not num_bytes and (recorded is None or recorded.num_bytes):
-        return "is empty"
-    if recorded is not None and num_bytes != recorded.num_bytes:
-        verdict = "it is truncated" if num_bytes < recorded.num_bytes else "it is another file"
-        return f"has {num_bytes:,} bytes, and {recorded.num_bytes:,} were saved: {verdict}"
-    return ""
 
 
 def _content_problem(path: Path, recorded: Recorded | None) -> str:

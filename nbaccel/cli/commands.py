@@ -43,79 +43,76 @@ nbaccel launch, come last.
 """
 
 
-_NotebookOption = Annotated[
-    str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
-]
-_ToOption = Annotated[
-    str, own_option("--to", metavar="|".join(_TARGETS), help="What runs the script.")
-]
-_OutputOption = Annotated[
-    str | None,
-    own_option(
-        *("-o", "--output"),
-        metavar="SCRIPT",
-        help="The script's file; left out: the notebook's name, here.",
-        show_default=False,
-    ),
-]
-_FunctionOption = Annotated[
-    str,
-    own_option(
-        "--function",
-        metavar="NAME",
-        help="The launched function, where the notebook launches several.",
-        show_default=False,
-    ),
-]
-_ReplaceOption = Annotated[bool, own_option("--overwrite", help="Replace files that are there.")]
-
-
 def _export(
-    notebook: _NotebookOption,
-    to: _ToOption = "nbaccel",
-    output: _OutputOption = None,
-    function: _FunctionOption = "",
-    overwrite: _ReplaceOption = False,
+    notebook: Annotated[
+        str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
+    ],
+    to: Annotated[
+        str, own_option("--to", metavar="|".join(_TARGETS), help="What runs the script.")
+    ] = "nbaccel",
+    output: Annotated[
+        str | None,
+        own_option(
+            *("-o", "--output"),
+            metavar="SCRIPT",
+            help="The script's file; left out: the notebook's name, here.",
+            show_default=False,
+        ),
+    ] = None,
+    function: Annotated[
+        str,
+        own_option(
+            "--function",
+            metavar="NAME",
+            help="The launched function, where the notebook launches several.",
+            show_default=False,
+        ),
+    ] = "",
+    overwrite: Annotated[
+        bool, own_option("--overwrite", help="Replace files that are there.")
+    ] = False,
     config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
     from nbaccel.cli.script_making import make_script, read_notebook
 
     if to not in _TARGETS:
-        raise ConfigError(
-            f"--to must be one of {', '.join(_TARGETS)}: got {to!r}. It says what runs the script. "
-            "Leave it out for nbaccel launch."
-        )
+        raise ConfigError(f"--to must be one of {', '.join(_TARGETS)}: got {to!r}.")
     notebook_path = Path(notebook)
     # As the name of a script that can be imported: no blanks and dashes.
     stem = re.sub(r"\W", "_", notebook_path.stem)
     script_path = Path(output or f"{'notebook_' * stem[:1].isdecimal()}{stem}.py")
     made_script = make_script(read_notebook(notebook_path), notebook_path.name, function)
-    _check_script(made_script.text)
+    try:
+        compile(made_script.text, "script", "exec")
+    except SyntaxError as error:
+        raise ConfigError(
+            f"The script would not run: line {error.lineno}: {error.msg}: got "
+            f"{(error.text or '').strip()!r}. Put what the function needs into cells with the tag "
+            "export."
+        ) from error
     if to in _CLUSTERS:
         # The job finds its first node itself.
         further_options["master_addr"] = "first-node"
     config = _settings(made_script, config_file, further_options)
     exported_files, command = _files(to, config, script_path, made_script.text)
     _write_files(script_path.parent, exported_files, overwrite=overwrite)
-    _tell_result(script_path.parent, exported_files, made_script, command)
+    cells = ", ".join(map(str, made_script.cell_numbers))
+    print(f"{script_path}: code cells {cells}")
+    for exported_file in exported_files[1:]:
+        print(script_path.parent / exported_file.name)
+    if made_script.num_magics:
+        print(
+            f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",
+            file=sys.stderr,
+        )
+    print(f"Run it:\n\n    {command}\n")
     if made_script.launch is not None and made_script.launch.unread and config_file is None:
         print(
             f"nbaccel: {', '.join(made_script.launch.unread)} of the launch cannot be read without "
             "running the notebook: give flags as after nbaccel launch, or --config-file.",
             file=sys.stderr,
         )
-
-
-def _check_script(script_text: str) -> None:
-    try:
-        compile(script_text, "script", "exec")
-    except SyntaxError as error:
-        raise ConfigError(
-            f"The script would not run: line {error.lineno}: {error.msg}: got "
-            f"{(error.text or '').strip()!r}. Nothing was written. Put what the function needs "
-            "into cells with the tag export."
-        ) from error
 
 
 def _settings(
@@ -163,27 +160,11 @@ def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite:
     already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
     if already and not overwrite:
         raise ConfigError(
-            f"{', '.join(already)} would be replaced: what is in there may be yours. Give "
-            "--overwrite, or another --output."
+            f"{', '.join(already)} would be replaced. Give --overwrite, or another --output."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for exported_file in exported_files:
         atomic.write_text(folder / exported_file.name, exported_file.text)
-
-
-def _tell_result(
-    folder: Path, exported_files: list[ExportedFile], made_script: MadeScript, command: str
-) -> None:
-    cells = ", ".join(map(str, made_script.cell_numbers))
-    print(f"{folder / exported_files[0].name}: code cells {cells}")
-    for exported_file in exported_files[1:]:
-        print(folder / exported_file.name)
-    if made_script.num_magics:
-        print(
-            f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",
-            file=sys.stderr,
-        )
-    print(f"Run it:\n\n    {command}\n")
 
 
 _TEST_HELP = """\

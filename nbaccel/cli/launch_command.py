@@ -40,47 +40,39 @@ def add_to(app: typer.Typer) -> None:
     )
 
 
-_ScriptOption = Annotated[
-    str | None,
-    typer.Argument(metavar="SCRIPT", help="A script; a module with -m.", show_default=False),
-]
-_ArgumentsOption = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
-]
-_ModuleOption = Annotated[bool, own_option("-m", "--module", help="SCRIPT is a module: python -m.")]
-_NoPythonOption = Annotated[bool, own_option("--no-python", help="SCRIPT is a program.")]
-_DryRunOption = Annotated[
-    bool,
-    own_option(
-        "--dry-run", help="Show every setting, where it is from and the plan; start nothing."
-    ),
-]
-_DebugOption = Annotated[
-    bool, own_option("--debug", help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
-]
-_QuietOption = Annotated[
-    bool, own_option("-q", "--quiet", help="Leave out notes and warnings before the start.")
-]
-_PeerOptionsOption = Annotated[
-    bool,
-    own_option(
-        "--peer-options",
-        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
-    ),
-]
-
-
 def _launch(
-    script: _ScriptOption = None,
-    arguments: _ArgumentsOption = None,
+    script: Annotated[
+        str | None,
+        typer.Argument(metavar="SCRIPT", help="A script; a module with -m.", show_default=False),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
+    ] = None,
     config_file: ConfigFile = None,
-    module: _ModuleOption = False,
-    no_python: _NoPythonOption = False,
-    dry_run: _DryRunOption = False,
-    debug: _DebugOption = False,
-    quiet: _QuietOption = False,
-    peer_options: _PeerOptionsOption = False,
+    module: Annotated[
+        bool, own_option("-m", "--module", help="SCRIPT is a module: python -m.")
+    ] = False,
+    no_python: Annotated[bool, own_option("--no-python", help="SCRIPT is a program.")] = False,
+    dry_run: Annotated[
+        bool,
+        own_option(
+            "--dry-run", help="Show every setting, where it is from and the plan; start nothing."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool, own_option("--debug", help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
+    ] = False,
+    quiet: Annotated[
+        bool, own_option("-q", "--quiet", help="Leave out notes and warnings before the start.")
+    ] = False,
+    peer_options: Annotated[
+        bool,
+        own_option(
+            "--peer-options",
+            help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
+        ),
+    ] = False,
     **further_options: Any,
 ) -> None:
     from nbaccel.cli import launch_request
@@ -93,8 +85,8 @@ def _launch(
     )
     if script is None and not dry_run:
         raise ConfigError(
-            f"SCRIPT must be given: got {script!r}. Nothing says what to run. Write nbaccel launch "
-            "[options] script.py [its arguments]."
+            f"SCRIPT must be given: got {script!r}. Write nbaccel launch [options] script.py [its "
+            "arguments]."
         )
     read_script = _read_script(script or "SCRIPT", tuple(arguments or ()), module, no_python)
     if not dry_run:
@@ -126,8 +118,7 @@ def _read_script(
 
     if is_module and is_program:
         raise ConfigError(
-            f"-m and --no-python contradict each other: {target!r} cannot be a module and a "
-            "program. Leave one of them out."
+            f"-m and --no-python contradict each other for {target!r}. Leave one of them out."
         )
     if is_module:
         return Script(kind="module", target=target, arguments=arguments)
@@ -145,15 +136,15 @@ def _check_script(script: Script) -> None:
         if found is None and top_name not in sys.builtin_module_names:
             raise ConfigError(
                 f"-m {target!r}: there is no module {top_name!r} here or among the installed "
-                f"packages. Nothing would run. Start where it can be imported: now {Path.cwd()}."
+                f"packages. Start where it can be imported: now {Path.cwd()}."
             )
     elif script.kind == "program" and shutil.which(target) is None:
         raise ConfigError(
-            f"--no-python {target!r}: there is no such program. Nothing would run. Give its "
-            "path, or leave --no-python out for a Python script."
+            f"--no-python {target!r}: there is no such program. Give its path, or leave "
+            "--no-python out for a Python script."
         )
     elif script.kind == "file" and not Path(target).exists():
         raise ConfigError(
-            f"{target!r} is not there: looked for it in {Path.cwd()}. Nothing would run. Give the "
-            "path of the script, after all options and before its own arguments."
+            f"{target!r} is not there: looked for it in {Path.cwd()}. Give the path of the script, "
+            "after all options and before its own arguments."
         )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nbaccel import __version__
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.optional_packages import install_line, is_installed
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import ENGINES, device_row, engine_row
 from nbaccel.config.deepspeed_document import engine_config
@@ -294,19 +294,21 @@ class EngineCommand:
 
 def command_of_engine(request: LaunchRequest, script: Script) -> EngineCommand | None:
     """The command that starts a script on several machines."""
-    config = request.config
-    name, _ = chosen_engine(config)
-    if config.num_nodes > 1 or engine_row(name).starts_scripts_only:
+    name, _ = chosen_engine(request.config)
+    if request.config.num_nodes > 1 or engine_row(name).starts_scripts_only:
         return _torchrun(request, script)
-    maker = _MAKERS.get(name)
-    return None if maker is None else maker(request, script)
+    makers: dict[str, Callable[[LaunchRequest, Script], EngineCommand | None]] = {
+        "slurm": _srun,
+        "deepspeed": _deepspeed,
+        "ray": _ray_submission,
+    }
+    return makers[name](request, script) if name in makers else None
 
 
 def _variables(request: LaunchRequest) -> dict[str, str]:
-    config = request.config
-    variables = settings_variables(config)
-    if config.threads_per_process is not None:
-        variables["OMP_NUM_THREADS"] = str(config.threads_per_process)
+    variables = settings_variables(request.config)
+    if request.config.threads_per_process is not None:
+        variables["OMP_NUM_THREADS"] = str(request.config.threads_per_process)
     return variables | dict(request.variables)
 
 
@@ -384,7 +386,7 @@ def _even_count(config: RunConfig, hosts: Sequence[Host]) -> str:
     if num_workers % len(hosts):
         raise ConfigError(
             f"num_processes={num_workers} cannot be shared out over the {len(hosts)} nodes of the "
-            "allocation: torchrun starts as many on each. Give a multiple of the number of nodes."
+            "allocation. Give a multiple of the number of nodes."
         )
     return str(num_workers // len(hosts))
 
@@ -404,8 +406,7 @@ def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
     if not is_installed("deepspeed"):
         raise ConfigError(
             f"hostfile={config.hostfile!r} needs DeepSpeed's launcher, and DeepSpeed is not "
-            "installed: nothing would start the script there. Install it with pip install "
-            '"nbaccel[deepspeed]", or use another engine.'
+            f"installed. Install it: {install_line('deepspeed')}; or use another engine."
         )
     options = ["--hostfile", str(config.hostfile)]
     hosts = _hosts(config)
@@ -441,20 +442,8 @@ def _ray_submission(request: LaunchRequest, script: Script) -> EngineCommand | N
     if not is_installed("ray"):
         raise ConfigError(registry.engine("ray").unavailable_reason(config))
     assignments = [f"{name}={value}" for name, value in request.variables.items()]
-    command = " ".join(
-        [
-            *(["env", *map(shlex.quote, assignments)] if assignments else []),
-            *COMMANDS["nbaccel"](config, None),
-            shlex.join(_script_words(script)),
-        ]
-    )
+    environment = ["env", *map(shlex.quote, assignments)] if assignments else []
+    words = [*environment, *COMMANDS["nbaccel"](config, None), shlex.join(_script_words(script))]
     submit_words = ["ray", "job", "submit", "--working-dir", ".", "--"]
-    return EngineCommand(words=[*submit_words, *shlex.split(for_ray(command), comments=True)])
-
-
-_MAKERS: dict[str, Callable[[LaunchRequest, Script], EngineCommand | None]] = {
-    "slurm": _srun,
-    "deepspeed": _deepspeed,
-    "ray": _ray_submission,
-}
-"""Engine → what makes its command."""
+    command = shlex.split(for_ray(" ".join(words)), comments=True)
+    return EngineCommand(words=[*submit_words, *command])

@@ -98,8 +98,7 @@ def check_call(function: Any, args: Any) -> None:
         )
     if not isinstance(args, (tuple, list)):
         call_mistakes.append(
-            f"args={shown(args)} is no tuple: it is unpacked into the call. For one argument write "
-            "args=(model,), with the comma."
+            f"args={shown(args)} is no tuple. For one argument write args=(model,), with the comma."
         )
     signature = _signature_of(function)
     if not call_mistakes and signature is not None:
@@ -126,10 +125,7 @@ def _signature_of(function: Any) -> inspect.Signature | None:
 
 def _binding_message(name: str, signature: inspect.Signature, args: Any, error: TypeError) -> str:
     first, *others = signature.parameters or ("",)
-    text = (
-        f"{name}{signature} cannot be called with args={shown(tuple(args))}: {error}. Each worker "
-        "would raise that. "
-    )
+    text = f"{name}{signature} cannot be called with args={shown(tuple(args))}: {error}. "
     if first in _RANK_NAMES and len(args) == len(others):
         return (
             f"{text}mp.spawn passes the rank as the first argument, and this launcher does not: "

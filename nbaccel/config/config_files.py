@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError
@@ -27,8 +27,7 @@ _TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}
 _FILE_DECIDES = "DeepSpeed's file decides"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MappedKey:
+class MappedKey(NamedTuple):
     """One key of a file."""
 
     key: str  # with dots, where it is in a section
@@ -38,16 +37,24 @@ class MappedKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AccelerateFile:
-    """What a configuration file of Accelerate says.
+class LoadedConfig:
+    """A configuration file that was read.
 
     Attributes:
         config: The settings.
-        mapped_keys: Every key of the file, with what it became.
+        path: The file; None for a text, and for a default file that is not there.
+        is_accelerate: Whether it has Accelerate's form.
+        mapped_keys: What each of Accelerate's keys became; empty for a file of ours.
     """
 
     config: RunConfig
-    mapped_keys: tuple[MappedKey, ...]
+    path: Path | None = None
+    is_accelerate: bool = False
+    mapped_keys: tuple[MappedKey, ...] = ()
+
+
+AccelerateFile = LoadedConfig
+"""What `read_accelerate_yaml` gives."""
 
 
 class _Reading:
@@ -60,8 +67,7 @@ class _Reading:
         self.variables: dict[str, str] = {}
         self.mapped_keys: list[MappedKey] = []
         self.mistakes: list[str] = []
-        self.origins: dict[str, str] = {}
-        """The file's key of a setting that has another name there."""
+        self.origins: dict[str, str] = {}  # the file's key of a setting with another name there
 
     def read(
         self,
@@ -87,11 +93,11 @@ class _Reading:
 
     def use(self, key: str, value: Any, outcome: str) -> None:
         """Note what a key became."""
-        self.mapped_keys.append(MappedKey(key=key, value=value, outcome=outcome, is_used=True))
+        self.mapped_keys.append(MappedKey(key, value, outcome, is_used=True))
 
     def note_unused(self, key: str, value: Any, reason: str) -> None:
         """Note why a key has no effect."""
-        self.mapped_keys.append(MappedKey(key=key, value=value, outcome=reason, is_used=False))
+        self.mapped_keys.append(MappedKey(key, value, reason, is_used=False))
 
     def set(self, name: str, value: Any, key: str, given: Any = None) -> None:
         """Take a setting of `RunConfig` from a key."""
@@ -216,12 +222,22 @@ def read_accelerate_yaml(
     """
     is_text = isinstance(source, str) and ("\n" in source or ":" in source)
     file_path = None if is_text else Path(source)
-    source_name = f"Accelerate's file {file_path}" if file_path else "Accelerate's configuration"
-    file_settings = _read_settings(file_path or str(source), source_name)
+    name = _name_of(file_path)
+    file_settings = _read_settings(file_path or str(source), name)
     if file_settings is None:
-        raise _no_settings(source_name, file_settings)
-    changes = changes or {}
+        raise _no_settings(name, file_settings)
+    return _accelerates_config(file_settings, file_path, changes or {})
+
+
+def _name_of(file_path: Path | None) -> str:
+    return f"Accelerate's file {file_path}" if file_path else "Accelerate's configuration"
+
+
+def _accelerates_config(
+    file_settings: Mapping[str, Any], file_path: Path | None, changes: Mapping[str, Any]
+) -> LoadedConfig:
     reading = _read_keys(file_settings, file_path, changes)
+    source_name = _name_of(file_path)
     mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
     config = RunConfig()
     try:
@@ -234,7 +250,8 @@ def read_accelerate_yaml(
             mistakes.append(mistake if name in changes else f"{source_name}: {mistake}{origin}")
     if mistakes:
         raise ConfigError(*mistakes)
-    return AccelerateFile(config=config, mapped_keys=tuple(reading.mapped_keys))
+    mapped_keys = tuple(reading.mapped_keys)
+    return LoadedConfig(config=config, path=file_path, is_accelerate=True, mapped_keys=mapped_keys)
 
 
 def _read_keys(
@@ -257,8 +274,8 @@ def _read_environment(reading: _Reading, key: str, value: Any) -> None:
         reading.note_unused(key, value, _DEFAULT)
         return
     reading.mistakes.append(
-        f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not: it would "
-        "train on this machine instead. Use accelerate launch for it."
+        f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not. Use "
+        "accelerate launch for it."
     )
 
 
@@ -297,9 +314,8 @@ def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
         reading.note_unused(key, value, "the plan chooses")
     elif not is_counted or value % num_nodes:
         reading.mistakes.append(
-            f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: "
-            "Accelerate counts the processes of all machines, and each must have as many. Give a "
-            "multiple."
+            f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: it counts "
+            "the processes of all machines. Give a multiple."
         )
     else:
         reading.settings["num_processes"] = value // num_nodes
@@ -332,8 +348,8 @@ def _read_parallelism(reading: _Reading, key: str, value: Any) -> None:
         is_several = isinstance(entry_value, int) and entry_value > 1
         if is_several and not entry_key.endswith("dp_shard_size"):
             reading.mistakes.append(
-                f"{dotted_key}={entry_value} mixes parallelisms, which this version does not do: "
-                "it would train in another way. Set it to 1; FSDP shards over all processes."
+                f"{dotted_key}={entry_value} mixes parallelisms, which this version does not do. "
+                "Set it to 1; FSDP shards over all processes."
             )
         else:
             reading.note_unused(dotted_key, entry_value, "FSDP shards over all processes")
@@ -438,8 +454,8 @@ def _read_least_params(reading: _Reading, key: str, value: Any) -> None:
 
 def _refuse_offloaded_activations(reading: _Reading, key: str, value: Any) -> None:
     reading.mistakes.append(
-        f"{key}=true is not supported: this version recomputes activations and does not move them "
-        "to host memory, so it would need more. Set it to false."
+        f"{key}=true is not supported: this version does not move them to host memory. Set it to "
+        "false."
     )
 
 
@@ -616,23 +632,6 @@ CONFIG_VARIABLE = "NBACCEL_CONFIG"
 _SCHEMA_NAME = "run_config.schema.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedConfig:
-    """A configuration file that was read.
-
-    Attributes:
-        config: The settings.
-        path: The file; None where there is no default file, and the settings are the defaults.
-        is_accelerate: Whether it has Accelerate's form.
-        mapped_keys: What each of Accelerate's keys became; empty for a file of ours.
-    """
-
-    config: RunConfig
-    path: Path | None = None
-    is_accelerate: bool = False
-    mapped_keys: tuple[MappedKey, ...] = ()
-
-
 def accelerate_path() -> Path:
     """Where Accelerate keeps its file."""
     cache = env.read("XDG_CACHE_HOME") or "~/.cache"
@@ -669,13 +668,7 @@ def load_config_file(
         return LoadedConfig(config=RunConfig(**changes))
     settings = _read_settings(file_path, f"The configuration file {file_path}") or {}
     if is_accelerate_file(settings):
-        accelerate_file = read_accelerate_yaml(file_path, changes)
-        return LoadedConfig(
-            config=accelerate_file.config,
-            path=file_path,
-            is_accelerate=True,
-            mapped_keys=accelerate_file.mapped_keys,
-        )
+        return _accelerates_config(settings, file_path, changes)
     try:
         return LoadedConfig(config=RunConfig(**merged_settings(settings, changes)), path=file_path)
     except ConfigError as error:
@@ -704,8 +697,8 @@ def _read_settings(source: Path | str, source_name: str) -> dict[str, Any] | Non
         text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{source_name} cannot be read: {error}. Nothing would be launched as it says. Give "
-            "the path of a file that is there, or write one with nbaccel config."
+            f"{source_name} cannot be read: {error}. Give the path of a file that is there, or "
+            "write one with nbaccel config."
         ) from error
     try:
         settings = read_yaml(text)

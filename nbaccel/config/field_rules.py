@@ -96,7 +96,7 @@ class FieldRule:
         return BeforeValidator(read).__get_pydantic_core_schema__(source, handler)
 
     def completed(self, annotation: Any, constraints: Iterable[Any] = ()) -> FieldRule:
-        """The rule with what the type says: words, a truth value, or a least whole number."""
+        """The rule with what the type says of the value, and how it is read."""
         if self.must:
             return self
         is_union = get_origin(annotation) in (Union, UnionType)
@@ -104,7 +104,13 @@ class FieldRule:
         or_none = ", or None" if NoneType in options else ""
         value_type = next(option for option in options if option is not NoneType)
         allowed: tuple[str, ...] = ()
-        read: Callable[[Any], Any] = read_number
+        read: Callable[[Any], Any] | None = read_number
+        limits = {
+            name: getattr(item, name)
+            for item in constraints
+            for name in _LIMITS
+            if hasattr(item, name)
+        }
         if get_origin(value_type) is Literal:
             values = get_args(value_type)
             must = f"one of {', '.join(map(str, values))}"
@@ -112,9 +118,14 @@ class FieldRule:
             read = read_word if allowed else read_whole
         elif value_type is bool:
             must, read = "True or False", read_truth
+        elif value_type is float:
+            must = f"a number above {limits.get('gt')}"
+        elif value_type is int:
+            must = f"a whole number of at least {limits.get('ge', 0)}"
         else:
-            least = next((rule.ge for rule in constraints if hasattr(rule, "ge")), 0)
-            must = f"a whole number of at least {least}"
+            must = "text" if value_type is str else "a dictionary"
+            must += " that is not empty" if "min_length" in limits else ""
+            read = None
         return replace(self, must=must + or_none, read=self.read or read, allowed=allowed)
 
     def refusal(self, setting_name: str, value: object, *, owner: str = "", why: str = "") -> str:
@@ -139,9 +150,8 @@ def setting(default: Any, description: str, **limits_and_rule: Any) -> Any:
     limits = {name: limits_and_rule.pop(name) for name in _LIMITS if name in limits_and_rule}
     field_info: FieldInfo = Field(default, description=description, **limits)
     # pydantic treats it as what stands beside the type in `Annotated`.
-    field_info.metadata.append(
-        FieldRule(**{"do": f"Give {default}, the default", **limits_and_rule})
-    )
+    do = "Leave it out" if default in (None, "") else f"Leave it at {default!r}"
+    field_info.metadata.append(FieldRule(**{"do": do, **limits_and_rule}))
     return field_info
 
 

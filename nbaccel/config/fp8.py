@@ -58,7 +58,6 @@ class Fp8Config(Plain):
     backend: BackendName = setting(
         "auto",
         "Library that computes in FP8; auto takes what is installed.",
-        do='Leave it at "auto" to take what is installed',
         words=words_of_rows(FP8_BACKENDS),
         problems=ENTRY_POINT_PROBLEMS,
     )
@@ -66,20 +65,15 @@ class Fp8Config(Plain):
         "auto",
         "How scales are found: delayed from earlier steps, current from the tensor "
         "itself, rowwise or by blocks; auto takes the backend's default.",
-        do='Leave it at "auto"',
     )
     opt_level: Literal["O1", "O2", "O3"] = setting(
         "O2",
         "MS-AMP level: O1 has weights in FP16 and gradients in FP8, O2 also "
         "moments in FP8 and FP16, O3 weights in FP8 and moments divided over processes.",
         read=_upper_case,
-        why="It decides what MS-AMP keeps in 8 bits",
     )
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = setting(
-        "HYBRID",
-        "8-bit format: HYBRID is E4M3 forward and E5M2 for gradients.",
-        read=_upper_case,
-        do="Give HYBRID for training",
+        "HYBRID", "8-bit format: HYBRID is E4M3 forward and E5M2 for gradients.", read=_upper_case
     )
     margin: int = setting(0, "Headroom of the scaling factor, in powers of two.", ge=0)
     interval: int = setting(1, "Steps between two computations of the scaling factor.", ge=1)
@@ -95,35 +89,20 @@ class Fp8Config(Plain):
         "computed in higher precision.",
         read=_three_values,
         must="three truth values",
-        why="They stand for forward, input gradient and weight gradient",
     )
     skip_first_and_last: bool | None = setting(
         None,
         "Whether the first and the last linear layer stay in bfloat16; None: as is "
         "usual with the backend (ao and native leave them).",
         read=lambda value: None if value is None else read_truth(value),
-        must="True, False or None",
-        why="These two layers lose most in 8 bits",
-        do="Leave it out",
     )
     pad_inner_dim: bool = setting(
-        True,
-        "Whether torchao pads matrices whose sizes 16 does not divide.",
-        why="GPUs multiply 8-bit matrices only in multiples of 16",
-        do="Leave it at True",
+        True, "Whether torchao pads matrices whose sizes 16 does not divide."
     )
     enable_fsdp_float8_all_gather: bool = setting(
-        True,
-        "Whether FSDP gathers weights in FP8, with torchao.",
-        why="It halves what FSDP sends of weights",
-        do="Leave it at True",
+        True, "Whether FSDP gathers weights in FP8, with torchao."
     )
-    use_autocast_during_eval: bool = setting(
-        False,
-        "Whether evaluation computes in FP8, too.",
-        why="Metrics are usually better without",
-        do="Leave it at False",
-    )
+    use_autocast_during_eval: bool = setting(False, "Whether evaluation computes in FP8, too.")
 
     if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
 
@@ -135,13 +114,7 @@ class Fp8Config(Plain):
 
     @classmethod
     def read(cls, value: Any) -> Any:
-        """Convert a given value to settings.
-
-        Args:
-            value: Settings, a mapping of them, or the name of a backend.
-
-        Returns:
-            The settings, or the value for a validator to refuse.
+        """Settings of a mapping, or of the name of a backend; other values are left as they are.
 
         Raises:
             ConfigError: A setting in the mapping is wrong.
@@ -151,11 +124,7 @@ class Fp8Config(Plain):
         return cls(**value) if isinstance(value, Mapping) else value
 
     def variables(self) -> dict[str, str]:
-        """The environment variables by which Accelerate gets the same settings.
-
-        Returns:
-            Names and values.
-        """
+        """The environment variables by which Accelerate gets the same settings."""
         values: dict[str, object] = {
             _variable_name(name): value
             for name, value in dict(self).items()
@@ -172,10 +141,7 @@ class Fp8Config(Plain):
 
     @classmethod
     def from_environment(cls) -> Fp8Config | None:
-        """The settings that :meth:`variables` passed to this process.
-
-        Returns:
-            The settings; None where no variable says anything.
+        """The settings that :meth:`variables` passed to this process; None where there are none.
 
         Raises:
             ConfigError: A variable has a wrong value.
@@ -215,11 +181,7 @@ class Fp8Handler(Handler):
         self.to_config()
 
     def to_config(self) -> Fp8Config:
-        """The settings that it stands for, completed by variables of the environment.
-
-        Raises:
-            ConfigError: A value is wrong.
-        """
+        """The settings that it stands for, completed by variables of the environment."""
         said = {name: value for name, value in self.to_dict().items() if value is not None}
         said.pop("config", None)
         said.pop("module_filter_func", None)
@@ -228,8 +190,8 @@ class Fp8Handler(Handler):
         if (level := said.pop("optimization_level", None)) is not None:
             if said.get("opt_level", level) != level:
                 raise ConfigError(
-                    f"opt_level={said['opt_level']!r} and optimization_level={level!r} are two "
-                    "names of one setting, and differ. Give one of them."
+                    f"opt_level={said['opt_level']!r} and optimization_level={level!r} are names "
+                    "of one setting. Give one of them."
                 )
             said["opt_level"] = level
         from_variables = Fp8Config.from_environment()

@@ -7,6 +7,7 @@ read it returns unchanged, so that the validator refuses it with the value that 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import reprlib
@@ -60,11 +61,9 @@ def numbers_read(given_value: Any) -> Any:
         return given_value
     # `int` first, so that "8" stays whole.
     for number_type in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             parsed_number = number_type(given_value)
-        except ValueError:
-            continue
-        return parsed_number if math.isfinite(parsed_number) else given_value
+            return parsed_number if math.isfinite(parsed_number) else given_value
     return given_value
 
 
@@ -113,9 +112,8 @@ def value_at(settings: Mapping[str, Any] | None, dotted_key: str, default: Any =
 
 def has_key(settings: Mapping[str, Any] | None, dotted_key: str) -> bool:
     """Whether there is anything under a key, be it None."""
-    # A new object equals no value, not even None.
-    missing_marker = object()
-    return value_at(settings, dotted_key, missing_marker) is not missing_marker
+    missing = object()
+    return value_at(settings, dotted_key, missing) is not missing
 
 
 def put_at(settings: dict[str, Any], dotted_key: str, new_value: Any) -> None:
@@ -129,9 +127,9 @@ def put_at(settings: dict[str, Any], dotted_key: str, new_value: Any) -> None:
 def drop_at(settings: dict[str, Any], dotted_key: str) -> None:
     """Take a key out, and the sections that it leaves empty."""
     # Recursive, because sections are removed from the innermost outwards.
-    first_step, separator, remaining_key = dotted_key.partition(".")
+    first_step, _, remaining_key = dotted_key.partition(".")
     inner_section = settings.get(first_step)
-    if not separator:
+    if not remaining_key:
         settings.pop(first_step, None)
     elif isinstance(inner_section, dict):
         drop_at(inner_section, remaining_key)
@@ -157,7 +155,6 @@ def closest(word: str, allowed: Iterable[str], words: Mapping[str, str] | None =
 
 def shown(value: object) -> str:
     """A value as it appears in a message."""
-    # Not `repr`: a tensor or a large dictionary would fill the message, and take long.
     short_repr = reprlib.Repr()
     short_repr.maxstring = short_repr.maxother = _MAX_SHOWN_CHARS
     try:
@@ -165,6 +162,4 @@ def shown(value: object) -> str:
     except ValueError:  # Python refuses to write numbers of thousands of digits
         return f"a {type(value).__name__} too large to show"
     # A few entries on each of several levels are still thousands of characters.
-    if len(text) > _MAX_TEXT_CHARS:
-        text = f"{text[:_MAX_TEXT_CHARS]}…"
-    return text
+    return text if len(text) <= _MAX_TEXT_CHARS else f"{text[:_MAX_TEXT_CHARS]}…"

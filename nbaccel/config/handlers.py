@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -35,14 +35,14 @@ from nbaccel.config.field_rules import (
     field_mistakes,
     refuse_mistakes,
 )
-from nbaccel.config.given_values import plain_value, read_whole
+from nbaccel.config.given_values import plain_value
 
 _PLUGIN_NAME = "FullyShardedDataParallelPlugin"
 WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 _SHARDING_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 # What fully_shard does by itself, whatever is given.
-_OWN_WAY = ("backward_prefetch", "forward_prefetch")
+_OWN_WAY = ("backward_prefetch", "forward_prefetch")  # it prefetches by itself
 _ALWAYS_DONE = ("use_orig_params", "sync_module_states", "limit_all_gathers")
 FSDP_VARIABLES: Mapping[str, str] = {
     "sharding_strategy": "FSDP_SHARDING_STRATEGY",
@@ -118,13 +118,7 @@ def _wrap_policy(value: Any) -> Any:
 
 
 _VERSION_FIELD = Annotated[
-    Literal[1, 2] | None,
-    FieldRule(
-        read=read_whole,
-        must="1, 2 or None",
-        why="FSDP has these two versions",
-        do="Leave it out to get fully_shard, which is 2",
-    ),
+    Literal[1, 2] | None, FieldRule(do="Leave it out to get fully_shard, which is 2")
 ]
 _WRAP_POLICY = Annotated[
     Any,
@@ -261,10 +255,7 @@ class FullyShardedDataParallelPlugin(Settings):
         return plain_name(self.state_dict_type) == "SHARDED_STATE_DICT"
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Let ``save_state`` write in another way from now on: train in shards, save one file.
-
-        Args:
-            state_dict_type: ``FULL_STATE_DICT`` or ``SHARDED_STATE_DICT``; None leaves it.
+        """Let ``save_state`` write ``FULL_STATE_DICT`` or ``SHARDED_STATE_DICT`` from now on.
 
         Raises:
             ConfigError: It is another.
@@ -277,14 +268,10 @@ class FullyShardedDataParallelPlugin(Settings):
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Give the number format, where none was given.
+        """Give the number format, ``fp16``, ``bf16`` or ``fp32``: where none was, or to override.
 
-        Args:
-            mixed_precision: ``fp16``, ``bf16`` or ``fp32``.
-            buffer_autocast: FSDP1's, without effect: ``fully_shard`` leaves buffers as they are.
-            override: Whether it replaces one that was given.
+        FSDP1's `buffer_autocast` has no effect: ``fully_shard`` leaves buffers as they are.
         """
-        del buffer_autocast
         if override or self.mixed_precision_policy is None:
             self.mixed_precision_policy = None if mixed_precision == "fp32" else mixed_precision
 
@@ -295,14 +282,12 @@ class FullyShardedDataParallelPlugin(Settings):
         """Nothing to do: `cpu_offload` is a truth value as soon as it is given."""
 
     def _contradictions(self) -> list[str]:
-        if self.state_dict_type is None:
-            return []
         return [
             f"{_PLUGIN_NAME}(state_dict_type={self.state_dict_type!r}) contradicts "
-            f"{name}={getattr(self, name)!r}: checkpoints would be written as only "
-            "one of them says. Leave one of them out."
+            f"{name}={getattr(self, name)!r}. Leave one of them out."
             for name in ("state_dict_config", "optim_state_dict_config")
-            if _kind_of(getattr(self, name)) not in (None, self.state_dict_type)
+            if self.state_dict_type is not None
+            and _kind_of(getattr(self, name)) not in (None, self.state_dict_type)
         ]
 
     def _unfollowed(self) -> list[str]:
@@ -317,15 +302,13 @@ class FullyShardedDataParallelPlugin(Settings):
         ]
         if self.param_init_fn is not None:
             settings.append(
-                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's and would have "
-                "no effect with fully_shard. Leave it out; build the model with its values before "
-                "prepare."
+                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's. Leave it out; "
+                "build the model with its values before prepare."
             )
         if self.activation_checkpointing_offload:
             settings.append(
                 f"{_PLUGIN_NAME}(activation_checkpointing_offload=True) is not supported: this "
-                "version recomputes activations and does not move them to host memory. Leave it "
-                "out."
+                "version does not move activations to host memory. Leave it out."
             )
         return settings
 
@@ -333,17 +316,12 @@ class FullyShardedDataParallelPlugin(Settings):
         """Warn once of settings that are FSDP1's and change no number."""
         given = self.to_dict()
         fsdp1_settings = ["fsdp_version=1"] * (self.fsdp_version == 1)
-        fsdp1_settings += [
-            f"{name}={given[name]!r} (it prefetches by itself)" for name in _OWN_WAY if given[name]
-        ]
-        fsdp1_settings += [
-            f"{name}=False (it always does it)" for name in _ALWAYS_DONE if given[name] is False
-        ]
+        fsdp1_settings += [f"{name}={given[name]!r}" for name in _OWN_WAY if given[name]]
+        fsdp1_settings += [f"{name}=False" for name in _ALWAYS_DONE if given[name] is False]
         if fsdp1_settings:
             warnings.warn(
-                f"{_PLUGIN_NAME}({', '.join(fsdp1_settings)}): fully_shard, which is FSDP2, "
-                "trains in FSDP1's place. Losses and weights are the same; parameters are "
-                "DTensors, and none is flattened. Leave these arguments out.",
+                f"{_PLUGIN_NAME}({', '.join(fsdp1_settings)}): fully_shard, which is FSDP2, trains "
+                "in FSDP1's place, with the same losses and weights. Leave these arguments out.",
                 stacklevel=4,  # past __post_init__ and the __init__ that dataclass made
             )
 
@@ -566,10 +544,7 @@ class ProfileKwargs(Handler):
     output_trace_dir: str | Path | None = None
 
     def build(self) -> Any:
-        """A ``torch.profiler.profile`` with these settings.
-
-        Returns:
-            The profiler, to be used as a context manager.
+        """A ``torch.profiler.profile`` with these settings, to be used as a context manager.
 
         Raises:
             ConfigError: An activity is unknown.
@@ -581,25 +556,20 @@ class ProfileKwargs(Handler):
         if unknown_activities:
             raise ConfigError(
                 f"ProfileKwargs(activities={list(self.activities or ())}) has unknown ones: "
-                f"{unknown_activities}. Nothing would be recorded for them. Give some of "
-                f"{', '.join(kinds)}."
+                f"{unknown_activities}. Give some of {', '.join(kinds)}."
             )
-        # These three are not arguments of torch's, or need torch to be converted.
-        plain_settings = replace(self, activities=None, schedule_option=None, output_trace_dir=None)
-        profiler_arguments = {
-            name: value for name, value in plain_settings.to_dict().items() if value is not None
-        }
+        arguments = {name: value for name, value in self.to_dict().items() if value is not None}
+        arguments.pop("output_trace_dir", None)
         if not self.with_modules:  # for TorchScript only: torch warns whenever it is passed
-            del profiler_arguments["with_modules"]
-        # Both need torch's classes, which the settings can only name.
-        if self.schedule_option is not None:
-            profiler_arguments["schedule"] = profiler_module.schedule(**self.schedule_option)
+            del arguments["with_modules"]
+        if (schedule := arguments.pop("schedule_option", None)) is not None:
+            arguments["schedule"] = profiler_module.schedule(**schedule)
         if self.activities is not None:
-            known_activities = profiler_module.ProfilerActivity
-            profiler_arguments["activities"] = [
-                getattr(known_activities, kinds[str(name)]) for name in self.activities
+            arguments["activities"] = [
+                getattr(profiler_module.ProfilerActivity, kinds[str(name)])
+                for name in self.activities
             ]
-        return profiler_module.profile(**profiler_arguments)
+        return profiler_module.profile(**arguments)
 
 
 _CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]

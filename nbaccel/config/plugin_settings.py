@@ -64,7 +64,7 @@ def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) 
     known = ", ".join(known_names)
     mistakes = [
         FieldMistake(
-            f"{name} is no setting of it. It would be silently ignored."
+            f"{name} is no setting of it."
             f"{closest(name, known_names) or f' The settings are: {known}.'}",
             name,
         )
@@ -113,14 +113,9 @@ def setting_variables(
     settings: Mapping[str, Any] | None, variable_names: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables that carry settings of a plugin to workers."""
-    return {
-        variable_names[name]: _variable_text(value)
-        for name, value in (settings or {}).items()
-        if value is not None
-    }
-
-
-def _variable_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    variables = {}
+    for name, value in (settings or {}).items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if value is not None:
+            variables[variable_names[name]] = text.lower() if isinstance(value, bool) else text
+    return variables

@@ -64,8 +64,8 @@ def refuse_unsized(model: Any) -> None:
     if unsized_names:
         raise ConfigError(
             f"This {type(model).__name__} has weights without a shape "
-            f"({first_few(unsized_names, 2)}), which torch makes in the first forward pass: its "
-            "memory is unknown. Call it once: model(sample_batch)."
+            f"({first_few(unsized_names, 2)}), which torch makes in the first forward pass. Call "
+            "it once: model(sample_batch)."
         )
 
 
@@ -86,8 +86,8 @@ def shape_of(model_or_shape: Any) -> Shape:
         ) from error
     if not 0 < largest <= total:
         raise ConfigError(
-            f"A model of {total:_} parameters cannot have a largest layer of {largest:_}: the "
-            "estimate would mean nothing. Give (parameters, parameters of the largest layer)."
+            f"A model of {total:_} parameters cannot have a largest layer of {largest:_}. Give "
+            "(parameters, parameters of the largest layer)."
         )
     return Shape(total=total, largest_layer=largest, trainable=total)
 
@@ -195,10 +195,9 @@ class MemoryEstimate:
         places = (self.device, self.host, self.nvme)
         lines: list[tuple[str, ...]] = [("", "per device", "per host", "NVMe per host")]
         lines += [(kind, *(_size(getattr(p, kind)) for p in places)) for kind in _KINDS]
-        device_free = "" if self.device_free is None else format_bytes(self.device_free)
+        device_free = "(is host)" if self.device_free is None else format_bytes(self.device_free)
         nvme_free = "" if self.nvme_free is None else format_bytes(self.nvme_free)
-        host_free = format_bytes(self.host_free)
-        lines.append(("free now", device_free or "(is host)", host_free, nvme_free))
+        lines.append(("free now", device_free, format_bytes(self.host_free), nvme_free))
         return lines
 
     def __str__(self) -> str:
@@ -208,9 +207,7 @@ class MemoryEstimate:
     def __repr__(self) -> str:
         return f"<MemoryEstimate: {self._head()}: {self._verdict()}>"
 
-    def _repr_mimebundle_(
-        self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
-    ) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
@@ -233,16 +230,6 @@ class MemoryEstimate:
         words = {"device": "per device", "host": "of host memory", "nvme": "of disk"}
         missing = (f"{format_bytes(size)} {words[name]}" for name, size in self.lacking.items())
         return " and ".join(missing)
-
-
-def replicated(shape: Shape, *, states: Bytes, level: str = "", **inputs: Any) -> MemoryEstimate:
-    """Data-parallel training: weights, gradients and Adam in each process.
-
-    Mixed precision changes what activations need, and leaves weights in their own format, but for
-    MS-AMP's levels.
-    """
-    strategy = f"data parallel, fp8 at MS-AMP's {level}" if level else "data parallel"
-    return torch_estimate(shape, strategy=strategy, states=states, **inputs)
 
 
 def torch_estimate(

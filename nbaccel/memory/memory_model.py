@@ -21,7 +21,6 @@ from nbaccel.memory.estimate import (
     Shape,
     bars_of,
     measure,
-    replicated,
     torch_estimate,
 )
 from nbaccel.memory.settings_form import SettingsForm
@@ -70,7 +69,6 @@ class MemoryModel:
     limits: MemoryLimits = field(default_factory=MemoryLimits)
     num_nodes: int | None = None  # none: as many as the run says
     _activations: dict[tuple[int, str, bool], int] = field(default_factory=dict)
-    _states: dict[tuple[int, ShortFormats | None], Bytes] = field(default_factory=dict)
     _wrapped: dict[str, WrappedSizes] = field(default_factory=dict)
 
     @cached_property
@@ -114,11 +112,10 @@ class MemoryModel:
         else:
             formats = short_formats(config, plan.device)
             world_size = plan.num_processes * inputs["num_nodes"]
-            estimate = replicated(
-                self.shape,
-                states=self._states_at(world_size, formats),
-                level="" if formats is None else formats.level,
-                **inputs,
+            strategy = "data parallel"
+            strategy += "" if formats is None else f", fp8 at MS-AMP's {formats.level}"
+            estimate = torch_estimate(
+                self.shape, strategy=strategy, states=self.states(world_size, formats), **inputs
             )
         if self.limits.nvme is not None:
             estimate = replace(estimate, nvme_free=self.limits.nvme)
@@ -138,12 +135,9 @@ class MemoryModel:
             **inputs,
         )
 
-    def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
-        """Parameters, gradients and optimizer: counted once for each level."""
-        key = (world_size, formats)
-        if key not in self._states:
-            self._states[key] = model_states(self.model, world_size=world_size, formats=formats)
-        return self._states[key]
+    def states(self, world_size: int, formats: ShortFormats | None) -> Bytes:
+        """Parameters, gradients and optimizer of one process."""
+        return model_states(self.model, world_size=world_size, formats=formats)
 
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
         """What activations need on a device: measured once for each batch and precision."""

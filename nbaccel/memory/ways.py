@@ -1,19 +1,19 @@
 """The ways to train a model here: what each needs, whether it fits, and which is the best.
 
 Every way is a run of its own: the chosen settings with another strategy. Of a way's variants
-(activations computed again, less gathered at once) the first that fits is taken, so that a way that
-fits at all is shown as fitting.
+(activations computed again, less gathered at once) the first that fits is taken.
 
 The best is the first that fits in the order of transformers' DeepSpeed guide (docs/source/en/
 deepspeed.md, "Select a ZeRO stage"), which DeepSpeed's own documentation links to. No time of a
 step is estimated: it depends on what joins the devices, and on kernels, as much as on the way.
 
-Proposals are what a colleague would say: the best of the ways, with the batch halved until one
-fits; where that one is tight, a second one leaves more memory.
+Proposals are the best of the ways, with the batch halved until one fits; where that one is tight, a
+second one leaves more memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -95,8 +95,7 @@ class Candidate:
 
 def way_of(config: RunConfig, *, world_size: int) -> str:
     """The name of the way to train that a run takes."""
-    form = _form_of(config)
-    if form is not None:
+    if (form := _form_of(config)) is not None:
         return form.way_of(config)
     if config.strategy == FSDP:
         return _SHARDED_ON_HOST if (config.fsdp or {}).get("cpu_offload") else _SHARDED_NAME
@@ -388,12 +387,11 @@ def _begun(finder: CandidateFinder, config: RunConfig) -> tuple[RunConfig, tuple
         why.append(f"{count_noun(plan.num_processes, 'process')}, one per {noun}")
     precision, reason = best_precision(plan, machine)
     if config.mixed_precision == "no" != precision:
-        try:
+        # Its own settings, or those of the device, may speak against it.
+        with contextlib.suppress(NbaccelError):
             changed_config = config.changed(mixed_precision=precision)
             resolve(changed_config, machine)
-        except NbaccelError:  # its own settings, or those of the device, speak against it
-            return config, tuple(why)
-        return changed_config, (*why, f"{precision}: {reason}")
+            return changed_config, (*why, f"{precision}: {reason}")
     return config, tuple(why)
 
 
@@ -401,12 +399,10 @@ def _fitting_copies(finder: CandidateFinder, config: RunConfig, cores: int) -> i
     """One process per core, or as many as host memory has room for a copy each."""
     count = cores
     while count >= 1:
-        copies = finder.find(config.changed(num_processes=count))[0]
-        if copies.can_be_taken:
+        if finder.find(config.changed(num_processes=count))[0].can_be_taken:
             return count
         count //= 2
-    # Not even one copy: then the model is divided among all of them.
-    return cores
+    return cores  # not even one copy: then the model is divided among all of them
 
 
 def _leaner(

@@ -174,20 +174,16 @@ class Completion:
 
     def _worker_names(self, typed_part: str) -> list[str]:
         pool = self._session.pool
-        if pool is None or not typed_part:
-            return []
-        matches = pool.complete(typed_part, len(typed_part))
+        matches = pool.complete(typed_part, len(typed_part)) if pool and typed_part else None
         # Whole variables are copied, so attributes and magics are left out.
         return [word for word in matches.matches if word.isidentifier()] if matches else []
 
     def _in_workers(self, code_lines: Sequence[str], cursor_line: int, column: int) -> Matches:
         pool = self._session.living_pool
-        if pool is None:
-            return Matches()
         text = "\n".join(code_lines)
         cursor_offset = sum(len(code_line) + 1 for code_line in code_lines[:cursor_line]) + column
         # None while the workers run a cell: completion must not wait for its end.
-        matches = pool.complete(text, cursor_offset)
+        matches = None if pool is None else pool.complete(text, cursor_offset)
         if matches is None:
             return Matches()
         kinds = tuple(matches.types or [""] * len(matches.matches))

@@ -2,15 +2,14 @@
 
 The board of live workers that `%accelerate` shows is kept up to date: while a cell runs, after each
 cell, and between cells by a timer of the kernel's own event loop. A thread could send a display
-while a cell prints, and ipykernel would give it that cell as its parent; a worker that is forked
-from the notebook would be without it. What a timer leaves behind in a forked worker is an entry of
-an event loop that never runs there.
+while a cell prints, and ipykernel would give it that cell as its parent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -99,13 +98,11 @@ class WorkerBoard:
         return isinstance(self._session.shell.display_pub, CapturingDisplayPublisher)
 
     def _poll_later(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:  # a kernel without one: then it is renewed by cells only
-            return
-        self._timer = loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
+        if threading.current_thread() is threading.main_thread():
+            # A kernel without a loop: then it is renewed by cells only.
+            with contextlib.suppress(RuntimeError):
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
 
     def _poll_between_cells(self) -> None:
         self._timer = None
@@ -169,9 +166,8 @@ def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
             print(cell_manual())
         elif not cell.strip():
             raise ConfigError(
-                f"The cell has no code below %%accelerate: got {cell!r}. The workers have nothing "
-                "to run. Write code there, %accelerate restart to start workers now, or "
-                "%%accelerate --help for the options."
+                f"The cell has no code below %%accelerate: got {cell!r}. Write code there, "
+                "%accelerate restart to start workers now, or %%accelerate --help for the options."
             )
         else:
             _run_cell(session, magic_line, recorder.source(line, cell))
@@ -249,8 +245,8 @@ def _show_config(session: Session, line: MagicLine) -> None:
         return
     if line.names:
         raise ConfigError(
-            f"%accelerate config got {', '.join(line.names)} together with options: names "
-            "are for the memory that its form shows, and with options it shows none. Leave one out."
+            f"%accelerate config got {', '.join(line.names)} together with options, with which it "
+            "shows no form. Leave one out."
         )
     session.configure(line)
     print(session.config_text())
@@ -258,13 +254,12 @@ def _show_config(session: Session, line: MagicLine) -> None:
 
 def _latest_report() -> RunReport:
     """What IPython shows, or binds: `report = %accelerate report`."""
-    runs = ENDED_RUNS
-    if not runs:
+    if not ENDED_RUNS:
         raise ConfigError(
-            f"%accelerate report tells of the latest of {len(runs)} launches and cells. Run a cell "
-            "with %%accelerate, or notebook_launcher(...), first."
+            f"%accelerate report tells of the latest of {len(ENDED_RUNS)} launches and cells. Run "
+            "a cell with %%accelerate, or notebook_launcher(...), first."
         )
-    return report_of(runs[-1], "%accelerate report")
+    return report_of(ENDED_RUNS[-1], "%accelerate report")
 
 
 def _earlier_runs() -> RunComparison | None:
@@ -296,21 +291,21 @@ def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -
     if line.names:
         return line.names
     raise ConfigError(
-        f"%accelerate {subcommand_name} got no names: nothing would be copied. "
-        f"Write for example %accelerate {subcommand_name} {example_names}."
+        f"%accelerate {subcommand_name} got no names. Write for example %accelerate "
+        f"{subcommand_name} {example_names}."
     )
 
 
 def _unknown_subcommand(word: str, options: str) -> ConfigError:
     if word.startswith("-"):
         return ConfigError(
-            f"%accelerate needs a subcommand before its options: got {word!r}. It is "
-            f"unclear what to do. Write %accelerate restart {word} {options}".rstrip()
+            f"%accelerate needs a subcommand before its options: got {word!r}. Write %accelerate "
+            f"restart {word} {options}".rstrip()
             + ", or %%accelerate above the code of a cell."
         )
     names = [subcommand.name for subcommand in SUBCOMMANDS]
     text = closest(word, names) or f" They are: {', '.join(names)}."
-    return ConfigError(f"%accelerate has no subcommand {word!r}: nothing was done.{text}")
+    return ConfigError(f"%accelerate has no subcommand {word!r}.{text}")
 
 
 _LOADED: dict[int, ExitStack] = {}

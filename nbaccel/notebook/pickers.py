@@ -99,11 +99,9 @@ class Picker(HasTraits):
 
     # ---------------------------------------------------------------- from Python
     def choose(self, name: str, value: Any) -> None:
-        """Make a choice, as with the mouse.
+        """Make a choice, as with the mouse: ``"mixed_precision"``, or a key of DeepSpeed.
 
-        Args:
-            name: Its name: ``"mixed_precision"``, ``"zero_stage"``, or a key of DeepSpeed.
-            value: What to take; None leaves it open.
+        None leaves it open.
 
         Raises:
             ConfigError: It cannot be taken; everything stays as it was.
@@ -112,10 +110,7 @@ class Picker(HasTraits):
             self._model.choose(name, value)
 
     def suggest(self) -> str:
-        """Take the fastest settings that fit; one `undo` takes them back.
-
-        Returns:
-            What was taken, in one line.
+        """Take the fastest settings that fit, and tell which; one `undo` takes them back.
 
         Raises:
             ConfigError: Nothing fits, or no model was given.
@@ -129,10 +124,7 @@ class Picker(HasTraits):
             self._model.undo()
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Take over a DeepSpeed configuration or a `RunConfig`.
-
-        Args:
-            source: A path, JSON or YAML as text, or what is in it.
+        """Take over a DeepSpeed configuration or a `RunConfig`: a path, JSON or YAML, or a mapping.
 
         Raises:
             ConfigError: It cannot be read, or holds mistakes, all of them listed.
@@ -141,11 +133,7 @@ class Picker(HasTraits):
             self._model.load(source)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
-        """Write the configuration to a file.
-
-        Args:
-            path: The file.
-            face: ``"YAML"``, ``"DeepSpeed JSON"``, ``"Python"`` or ``"Command line"``.
+        """Write the configuration as ``YAML``, ``DeepSpeed JSON``, ``Python`` or ``Command line``.
 
         Raises:
             ConfigError: There is no such face now, or the file cannot be written.
@@ -171,7 +159,6 @@ class Picker(HasTraits):
 
     @observe("config")
     def _on_config(self, change: Mapping[str, Any]) -> None:
-        """Set from Python: the model takes it over."""
         with self._model.lock:
             # Equal when the change came from the model: this ends the circle of notifications.
             if change["new"] != self._model.config:

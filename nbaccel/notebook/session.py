@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -145,9 +145,8 @@ class Session:
         missing_names(names, self.shell.user_ns)
         if len(names) > 2:
             raise ConfigError(
-                "%accelerate config takes a model and a batch at most: got "
-                f"{', '.join(names)}. "
-                "It is unclear what the others are. Write %accelerate config model batch."
+                f"%accelerate config takes a model and a batch at most: got {', '.join(names)}. "
+                "Write %accelerate config model batch."
             )
         values = (self.shell.user_ns[name] for name in names)
         given = dict(zip(("model", "sample_batch"), values, strict=False))
@@ -173,13 +172,10 @@ class Session:
         """The settings for the next start, and those in which the present workers differ."""
         lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
         pool = self.living_pool
-        if pool is None:
-            return lines[0]
-        if differing := self._differing(pool, self.config, tuple(RunConfig.model_fields)):
-            values = ", ".join(
-                f"{name}={_effective_value(pool.plan, name)!r}" for name in differing
-            )
-            lines.append(f"The workers run with {values} until %accelerate restart.")
+        differing = [] if pool is None else self._differing(pool, self.config)
+        if pool is not None and differing:
+            values = [f"{name}={_effective_value(pool.plan, name)!r}" for name in differing]
+            lines.append(f"The workers run with {', '.join(values)} until %accelerate restart.")
         return "\n".join(lines)
 
     def absence_text(self) -> str:
@@ -220,29 +216,25 @@ class Session:
     def _refuse_other(self, pool: Pool, line: MagicLine) -> None:
         differing = self._differing(pool, line.wanted, line.given)
         mistakes = [
-            f"The workers run with {name}="
-            f"{_effective_value(pool.plan, name)!r}: got "
-            f"{getattr(line.wanted, name)!r}. Workers keep their settings as long as "
-            "they live."
+            f"The workers run with {name}={_effective_value(pool.plan, name)!r} as long as they "
+            f"live: got {getattr(line.wanted, name)!r}."
             for name in differing
         ]
         if line.dist and not self.dist:
-            mistakes.append(
-                "The workers run with dist=False: got --dist. They have joined no process group."
-            )
+            mistakes.append("The workers have joined no process group: got --dist.")
         if mistakes:
             # One remedy for all mistakes, after the last of them.
-            flags = " ".join(
-                [*(flag_of(line.wanted, name) for name in differing), *["--dist"] * line.dist]
-            )
+            flags = [*(flag_of(line.wanted, name) for name in differing), *["--dist"] * line.dist]
             mistakes[-1] += (
-                f" %accelerate restart {flags} starts others, without the variables of "
+                f" %accelerate restart {' '.join(flags)} starts others, without the variables of "
                 "these; or leave it out here."
             )
             raise ConfigError(*mistakes)
 
     @staticmethod
-    def _differing(pool: Pool, config: RunConfig, setting_names: Sequence[str]) -> list[str]:
+    def _differing(
+        pool: Pool, config: RunConfig, setting_names: Iterable[str] = RunConfig.model_fields
+    ) -> list[str]:
         """Settings that the workers do not have; where the plan chooses, by what it chose."""
         names = [
             name for name in setting_names if getattr(config, name) != getattr(pool.config, name)
@@ -265,9 +257,8 @@ class Session:
             return pool
         text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
-            f"{', '.join(names)} cannot be {action} workers: there are "
-            f"none{text}. Run a %%accelerate cell first, or start them with "
-            "%accelerate restart."
+            f"{', '.join(names)} cannot be {action} workers: there are none{text}. Run a "
+            "%%accelerate cell first, or start them with %accelerate restart."
         )
 
 

@@ -92,13 +92,11 @@ def _path_below_mount(group_path: str, mounted_path: str) -> PurePosixPath:
 
 
 def _cgroup_cpu_cores(folder: Path) -> float | None:
-    quota_text, period_text = [*env.read_file(folder / "cpu.max").split(), "", ""][:2]  # version 2
-    if not quota_text:
-        quota_text = env.read_file(folder / "cpu.cfs_quota_us")
-        period_text = env.read_file(folder / "cpu.cfs_period_us")
-    if quota_text.isdecimal() and period_text.isdecimal() and int(period_text) > 0:
-        return int(quota_text) / int(period_text)
-    return None
+    texts = env.read_file(folder / "cpu.max").split()  # version 2
+    if not texts:
+        texts = [env.read_file(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    quota, *periods = [int(text) if text.isdecimal() else 0 for text in texts]
+    return quota / periods[0] if quota and any(periods) else None
 
 
 def _cgroup_memory_limit(folder: Path) -> int | None:
@@ -150,11 +148,7 @@ def free_host_bytes() -> int:
 
 
 def inspect_machine() -> Inventory:
-    """Look at this machine and this process.
-
-    Returns:
-        What was found, a few milliseconds after the call; nothing was initialised for it.
-    """
+    """Look at this machine and this process, for a few milliseconds; nothing is initialised."""
     environ = env.snapshot()
     limits = read_limits()
     total_bytes, available_bytes = _host_memory()

@@ -37,8 +37,8 @@ from nbaccel.plan.training_plan import (
     fp8_warnings,
     precision_mistakes,
     precision_warnings,
-    refused_strategy,
     unfit_count,
+    unfit_precision,
 )
 
 # Memory of a worker before its first tensor: measured 117-134 MiB, beside shared libraries.
@@ -154,7 +154,7 @@ def resolve(
             start_method,
             threads,
             precision,
-            *(fp8_choices(config.fp8, fp8) if fp8.row is not None else ()),
+            *fp8_choices(config.fp8 or Fp8Config(), fp8),
             *strategy_choices,
             group_backend_choice,
             port,
@@ -182,8 +182,8 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
             findings.mistakes.append(refusal_text)
         if device_row(config.device).never_run:
             findings.warnings.append(
-                f'device="{config.device}" has never been run with nbaccel: what you see may be '
-                "the first fault. Please report what happens."
+                f'device="{config.device}" has never been run with nbaccel. Please report what '
+                "happens."
             )
         reason = f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
         return Choice("device", config.device, reason)
@@ -226,8 +226,8 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
             findings.mistakes.append(unavailable_reason)
     if config.rdzv_backend not in _RENDEZVOUS_BACKENDS:
         findings.mistakes.append(
-            f"rdzv_backend={config.rdzv_backend!r} is no rendezvous of torch elastic, so the nodes "
-            f"could not meet. Give one of {', '.join(_RENDEZVOUS_BACKENDS)}."
+            f"rdzv_backend={config.rdzv_backend!r} is no rendezvous of torch elastic. Give one of "
+            f"{', '.join(_RENDEZVOUS_BACKENDS)}."
         )
     elif engine_row(name).starts_scripts_only:
         text = elastic_reason(config) or f"engine={name!r}"
@@ -308,8 +308,8 @@ def _choose_start_method(run: _Run) -> Choice:
     methods = run.device.start_methods
     if methods and method not in methods:
         run.findings.mistakes.append(
-            f'start_method="{method}" is not supported on {run.device.name}, whose workers '
-            f"start by {', '.join(methods)} alone. Give num_processes=1 and "
+            f'start_method="{method}" is not supported on {run.device.name}, only '
+            f"{', '.join(methods)}. Give num_processes=1 and "
             f'start_method="{methods[0]}", or another device.'
         )
     return Choice("start_method", method, reason)
@@ -325,8 +325,8 @@ def _choose_threads(run: _Run) -> Choice:
         reason = f"{cores} for {workers}"
     if run.num_processes > 1 and run.num_processes * num_threads > run.found.cpu_cores:
         run.findings.warnings.append(
-            f"{workers} with {count_noun(num_threads, 'thread')} each share "
-            f"{cores}: they will wait for each other. Fewer workers or threads are faster."
+            f"{workers} with {count_noun(num_threads, 'thread')} each share {cores}. Fewer workers "
+            "or threads are faster."
         )
     return Choice("threads_per_process", num_threads, reason)
 
@@ -415,20 +415,13 @@ def _choose_strategy(run: _Run, fp8_choice: Fp8Choice) -> tuple[Wanted | None, t
     row = strategy_row(wanted.strategy)
     name = row.headline or row.name
     precision = precision_row(run.config.mixed_precision)
-    computing_row = fp8_choice.row or precision
-    if not strategy_fits(row, computing_row):
-        own_reason = fp8_choice.row and refused_strategy(run.config.fp8, fp8_choice.row, row)
-        text = f" (backend {fp8_choice.row.name!r})" if fp8_choice.row else ""
-        reason = own_reason or f"{name} trains in {', '.join(row.precisions)} alone."
-        mistakes.append(
-            f"{wanted.what} is not supported with mixed_precision={precision.name!r}"
-            f"{text}: {reason} Use 'bf16', or leave one of them out."
-        )
+    level = (run.config.fp8 or Fp8Config()).opt_level
+    if problem := unfit_precision(wanted.what, row, precision, fp8_choice, level):
+        mistakes.append(problem)
     if not strategy_fits(row, run.device):
         mistakes.append(
             f"{wanted.what} is not supported on {run.device.name}: {name} trains on "
-            f"{', '.join(row.devices)} alone. Give one of these as device, or leave {wanted.what} "
-            "out."
+            f"{', '.join(row.devices)} alone. Give one of these, or leave {wanted.what} out."
         )
     if problem := unfit_count(row, wanted.what, run.world_size):
         mistakes.append(problem)

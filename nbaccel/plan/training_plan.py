@@ -43,24 +43,22 @@ def precision_mistakes(
     }
     if fp8.problem:
         yield (
-            f'mixed_precision="{name}" is not available here: {fp8.problem}. Training would fail '
-            'before its first step. Install it, give fp8 another backend, or give "bf16".'
+            f'mixed_precision="{name}" is not available here: {fp8.problem}. Install it, give fp8 '
+            'another backend, or give "bf16".'
         )
     elif not computes_in(device, row):
         reason = dict(device.refused).get(name, f"it needs {row.needs}")
         best = "".join(f'"{trained}" or ' for trained in device.precisions[-1:])
-        remedy = f'{best}"no", or another device'
-        if fp8.row is not None:
-            remedy = f'fp8={{"backend": "native"}}, which emulates it, or {remedy}'
+        remedy = 'fp8={"backend": "native"}, which emulates it, or ' if fp8.row else ""
         yield (
-            f'mixed_precision="{name}" is not supported on {device.name}: {reason}. Training would '
-            f"fail in its first step. Give {remedy}."
+            f'mixed_precision="{name}" is not supported on {device.name}: {reason}. Give {remedy}'
+            f'{best}"no", or another device.'
         )
     elif old_gpus:
         emulation = '"native" as fp8 backend, which emulates it, ' if fp8.row else ""
         yield (
-            f'mixed_precision="{name}" needs {row.needs}: got {_described(old_gpus)}. '
-            f'Training would fail in its first step. Give {emulation}"bf16", "fp16" or "no".'
+            f'mixed_precision="{name}" needs {row.needs}: got {_described(old_gpus)}. Give '
+            f'{emulation}"bf16", "fp16" or "no".'
         )
 
 
@@ -92,11 +90,10 @@ def recipe_of(fp8: Fp8Config, row: Fp8Row) -> str:
     return fp8.recipe if fp8.recipe != "auto" else next(iter(row.recipes), "")
 
 
-def fp8_choices(fp8: Fp8Config | None, choice: Fp8Choice) -> Iterator[Choice]:
+def fp8_choices(settings: Fp8Config, choice: Fp8Choice) -> Iterator[Choice]:
     """What the plan says of it."""
     if choice.row is None:
         return
-    settings = fp8 or Fp8Config()
     yield Choice("fp8.backend", choice.row.name, choice.reason)
     if recipe := recipe_of(settings, choice.row):
         reason = "the backend's default" if settings.recipe == "auto" else "asked for"
@@ -113,33 +110,26 @@ _LEVELS = {
 
 
 def fp8_mistakes(
-    fp8: Fp8Config | None,
-    row: Fp8Row,
-    compute_capability: tuple[int, int] | None,
-    *,
-    world_size: int,
+    settings: Fp8Config, row: Fp8Row, capability: tuple[int, int] | None, *, world_size: int
 ) -> Iterator[str]:
     """What a library cannot do, as messages."""
-    settings = fp8 or Fp8Config()
     recipe = recipe_of(settings, row)
     if row.recipes and recipe not in row.recipes:
         yield (
-            f"fp8.recipe={recipe!r} is not one that {row.name} has: scales would be found in "
-            f"another way. Give one of {', '.join(row.recipes)}, or another backend."
+            f"fp8.recipe={recipe!r} is not one that {row.name} has. Give one of "
+            f"{', '.join(row.recipes)}, or another backend."
         )
-    elif not _gpu_has(recipe, compute_capability):
+    elif capability is not None and not _gpu_has(recipe, capability):
         lowest, above = FP8_RECIPE_CAPABILITIES[recipe]
         bound = f" and below {_dotted(above)}" if above < (99, 0) else ""
         yield (
             f"fp8.recipe={recipe!r} needs a GPU of compute capability {_dotted(lowest)} or newer"
-            f"{bound}; this one has {_dotted(compute_capability or (0, 0))}. Its first product "
-            f'would fail. Give recipe="{row.recipes[0]}".'
+            f'{bound}; this one has {_dotted(capability)}. Give recipe="{row.recipes[0]}".'
         )
     if settings.fp8_format == "E5M2" and "fp8_format" in row.settings:
         yield (
             "fp8.fp8_format='E5M2' has two bits of mantissa for inputs and weights: models do not "
-            "train in it, and TransformerEngine refuses it. Give HYBRID, which keeps E5M2 for "
-            "gradients, or E4M3."
+            "train in it. Give HYBRID, which keeps E5M2 for gradients, or E4M3."
         )
     if settings.opt_level == "O3" and "opt_level" in row.settings and world_size == 1:
         yield (
@@ -149,23 +139,19 @@ def fp8_mistakes(
 
 
 def fp8_warnings(
-    fp8: Fp8Config | None,
-    row: Fp8Row,
-    device: DeviceRow,
-    compute_capability: tuple[int, int] | None,
+    settings: Fp8Config, row: Fp8Row, device: DeviceRow, compute_capability: tuple[int, int] | None
 ) -> Iterator[str]:
     """What works but may not do what is expected."""
-    settings = fp8 or Fp8Config()
+    recipe = recipe_of(settings, row)
+    has_no_history = "delayed" in row.recipes and recipe != "delayed"
     for name, value in changed_settings(settings).items():
         if name not in ("backend", *row.settings):
             yield f"fp8.{name}={value!r} has no effect: {row.name} does not read it."
-    if "delayed" in row.recipes and (recipe := recipe_of(settings, row)) != "delayed":
-        for name, value in changed_settings(settings).items():
-            if name in HISTORY_SETTINGS:
-                yield (
-                    f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed "
-                    "scaling has a history."
-                )
+        if has_no_history and name in HISTORY_SETTINGS:
+            yield (
+                f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed scaling "
+                "has a history."
+            )
     if is_emulated(row, compute_capability):
         yield (
             f"fp8 is emulated on {device.name}, which has no 8-bit products: training computes "
@@ -178,20 +164,28 @@ def is_emulated(row: Fp8Row, compute_capability: tuple[int, int] | None) -> bool
     return (compute_capability or (0, 0)) < row.emulated_below
 
 
-def refused_strategy(fp8: Fp8Config | None, row: Fp8Row, strategy: StrategyRow) -> str:
-    """Why a strategy does not train with a library, as a sentence; empty where no more is known."""
-    if strategy.name in row.strategies or "opt_level" not in row.settings:
+def unfit_precision(
+    what: str, strategy: StrategyRow, precision: PrecisionRow, choice: Fp8Choice, level: str
+) -> str:
+    """Why a strategy does not train in a precision; empty where it does."""
+    if strategy_fits(strategy, choice.row or precision):
         return ""
-    level = (fp8 or Fp8Config()).opt_level
+    backend = f" (backend {choice.row.name!r})" if choice.row else ""
+    reason = f"{strategy.name} trains in {', '.join(strategy.precisions)} alone"
+    if choice.row is not None and "opt_level" in choice.row.settings:
+        reason = (
+            f"MS-AMP's level {level} keeps each weight under a scale of its own, and "
+            f"{strategy.name} cuts weights into flat pieces. O3 without it divides the optimizer's "
+            "state over the processes by itself"
+        )
     return (
-        f"MS-AMP's level {level} keeps each weight under a scale of its own, and {strategy.name} "
-        "cuts weights into flat pieces. O3 without it divides the optimizer's state over the "
-        "processes by itself."
+        f"{what} is not supported with mixed_precision={precision.name!r}{backend}: {reason}. Use "
+        "'bf16', or leave one of them out."
     )
 
 
-def _gpu_has(recipe: str, compute_capability: tuple[int, int] | None) -> bool:
-    if compute_capability is None or recipe not in FP8_RECIPE_CAPABILITIES:
+def _gpu_has(recipe: str, compute_capability: tuple[int, int]) -> bool:
+    if recipe not in FP8_RECIPE_CAPABILITIES:
         return True
     lowest, above = FP8_RECIPE_CAPABILITIES[recipe]
     # A GPU without FP8 emulates, which any recipe allows.
@@ -251,11 +245,7 @@ class TrainingPlan:
         return ", ".join(parts)
 
     def explain(self) -> str:
-        """The plan as a table: what, value, why; warnings under it.
-
-        Returns:
-            Text for a fixed-width font.
-        """
+        """The plan as a table for a fixed-width font: what, value, why; warnings under it."""
         return choices_table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:
@@ -274,7 +264,7 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
         Choice("num_processes", found.world_size, count_reason),
         strategy_choice,
         Choice("mixed_precision", asked.mixed_precision, _precision_reason(asked)),
-        *fp8_choices(asked.fp8, fp8_choice),
+        *fp8_choices(asked.fp8 or Fp8Config(), fp8_choice),
         Choice(
             "gradient_accumulation_steps",
             asked.accumulation_steps,
@@ -371,39 +361,33 @@ def _fp8_choice(asked: TrainingRequest, found: ProcessFacts) -> Fp8Choice:
     """The library that computes; none where the precision is one of torch's own."""
     if asked.mixed_precision not in (row.name for row in PRECISIONS if row.has_backends):
         return Fp8Choice()
-    settings = asked.fp8 or Fp8Config()
-    return fp8_backend(settings.backend, device_row(found.device), found.compute_capability)
+    backend = "auto" if asked.fp8 is None else asked.fp8.backend
+    return fp8_backend(backend, device_row(found.device), found.compute_capability)
 
 
 def _judge_precision(
     asked: TrainingRequest, found: ProcessFacts, strategy: StrategyRow, fp8: Fp8Choice
 ) -> Iterator[str]:
     """Refuse what is not supported; yield warnings."""
-    precision_name = asked.mixed_precision
     rows_by_name = {row.name: row for row in PRECISIONS}
-    if precision_name not in rows_by_name:
+    if asked.mixed_precision not in rows_by_name:
         raise ConfigError(
-            f"mixed_precision={precision_name!r} is unknown: nothing says in which format to "
-            f"compute. Give one of {', '.join(rows_by_name)}."
+            f"mixed_precision={asked.mixed_precision!r} is unknown. Give one of "
+            f"{', '.join(rows_by_name)}."
         )
     device = device_row(found.device)
-    precision_choice = rows_by_name[precision_name]
+    precision = rows_by_name[asked.mixed_precision]
     capability = found.compute_capability
     gpus = {f"this GPU ({found.device_name})": capability} if capability else {}
-    if mistakes := tuple(precision_mistakes(precision_choice, fp8, device, gpus)):
+    if mistakes := tuple(precision_mistakes(precision, fp8, device, gpus)):
         raise ConfigError(*mistakes)
-    computing_row = fp8.row or precision_choice
-    if not strategy_fits(strategy, computing_row):
-        own_reason = fp8.row and refused_strategy(asked.fp8, fp8.row, strategy)
-        backend_text = f" by the backend {fp8.row.name!r}" if fp8.row is not None else ""
-        raise ConfigError(
-            f'mixed_precision="{precision_name}" is not supported with the strategy '
-            f"{strategy.name!r}{backend_text}, which trains in {', '.join(strategy.precisions)}. "
-            f'{own_reason or "Training would fail in its first step."} Give "bf16" or "no".'
-        )
+    settings = asked.fp8 or Fp8Config()
+    what = f'strategy="{strategy.name}"'
+    if problem := unfit_precision(what, strategy, precision, fp8, settings.opt_level):
+        raise ConfigError(problem)
     if fp8.row is not None:
         world_size = found.world_size
-        if wrong := [*fp8_mistakes(asked.fp8, fp8.row, capability, world_size=world_size)]:
+        if wrong := [*fp8_mistakes(settings, fp8.row, capability, world_size=world_size)]:
             raise ConfigError(*wrong)
-        yield from fp8_warnings(asked.fp8, fp8.row, device, capability)
-    yield from precision_warnings(precision_choice, device, gpus)
+        yield from fp8_warnings(settings, fp8.row, device, capability)
+    yield from precision_warnings(precision, device, gpus)

@@ -66,7 +66,7 @@ def read_settings_source(
         keys = ", ".join(sorted(map(str, set(settings) - set(RunConfig.model_fields))))
         raise ConfigError(
             f"{keys} are no settings of RunConfig, and no strategy that is installed has a "
-            "configuration of its own. They would have no effect. Leave them out."
+            "configuration of its own. Leave them out."
         )
     return form.read(settings, config, inventory)
 
@@ -103,8 +103,7 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     example = 'a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example'
     if not text.strip():
         raise ConfigError(
-            f"{name} is empty: got {text!r}. It would change nothing. Give {example}, or a "
-            "RunConfig, as JSON or YAML."
+            f"{name} is empty: got {text!r}. Give {example}, or a RunConfig, as JSON or YAML."
         )
     # Text in braces is meant as JSON, whose reader names the place of a mistake.
     if text.lstrip().startswith("{"):
@@ -115,8 +114,8 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
         raise unreadable(name, "JSON or YAML", error) from error
     if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"{name} holds no settings: got {str(settings)[:60]!r}. Settings need names. Give "
-            f"{example}, or the path of a file."
+            f"{name} holds no settings: got {str(settings)[:60]!r}. Give {example}, or the path of "
+            "a file."
         )
     return settings
 
@@ -134,8 +133,8 @@ def _source_text(source: str | Path) -> tuple[str, str]:
             return path.read_text(encoding="utf-8"), f"{str(path)!r}"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{str(path)!r} cannot be read: {error}. Nothing was changed. Give the path of a JSON "
-            "or YAML file, or paste its text."
+            f"{str(path)!r} cannot be read: {error}. Give the path of a JSON or YAML file, or "
+            "paste its text."
         ) from error
     return str(source), pasted
 

@@ -29,7 +29,6 @@ from nbaccel.config.capabilities import (
     fp8_backend,
     precision_row,
 )
-from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.config.given_values import closest
 from nbaccel.memory.estimate import MemoryBar, MemoryNeed, refuse_unsized
 from nbaccel.memory.memory_model import MemoryModel
@@ -113,10 +112,8 @@ class PickerModel:
         """A choice by its name."""
         found = choices.by_name().get(name)
         if found is None:
-            raise ConfigError(
-                f"There is no choice {name!r}: nothing would change."
-                f"{closest(name, choices.by_name()) or ' The form, configure(), lists them.'}"
-            )
+            known = closest(name, choices.by_name()) or " The form, configure(), lists them."
+            raise ConfigError(f"There is no choice {name!r}.{known}")
         return found
 
     def value(self, name: str) -> Any:
@@ -248,18 +245,17 @@ class PickerModel:
     def _is_read(self, fp8_name: str) -> bool:
         """Whether the FP8 backend, with its recipe, reads a setting."""
         fp8 = self.config.fp8 or Fp8Config()
-        row = {row.name: row for row in FP8_BACKENDS}.get(fp8.backend) or self._usual_backend()
+        row = {row.name: row for row in FP8_BACKENDS}.get(fp8.backend)
+        if row is None:
+            units = registry.usable_units(self.inventory)
+            name = self.config.device
+            if name == "auto":
+                name = units[0].kind if units else DEVICES[0].name
+            known = [unit.compute_capability for unit in units if unit.kind == name]
+            row = fp8_backend("auto", device_row(name), min(known, default=None)).row
         if row is None or fp8_name not in row.settings:
             return False
         return fp8_name not in HISTORY_SETTINGS or recipe_of(fp8, row) == "delayed"
-
-    def _usual_backend(self) -> Fp8Row | None:
-        units = registry.usable_units(self.inventory)
-        name = self.config.device
-        if name == "auto":
-            name = units[0].kind if units else DEVICES[0].name
-        known = [unit.compute_capability for unit in units if unit.kind == name]
-        return fp8_backend("auto", device_row(name), min(known, default=None)).row
 
     # ------------------------------------------------------------------- changing
 
@@ -269,10 +265,7 @@ class PickerModel:
         # Python code can give a value that the form shows greyed.
         for option, reason in self.offers(name):
             if option.value == value and reason:
-                raise ConfigError(
-                    f"{name}={value!r} cannot be chosen: {reason}. Training would "
-                    "fail or ignore it. Choose another."
-                )
+                raise ConfigError(f"{name}={value!r} cannot be chosen: {reason}. Choose another.")
         device = self.plan.device if self.plan is not None else "cpu"
         edit = choices.edit_config(
             self.config, setting, value, device=device, earlier_configs=self._before
@@ -314,15 +307,14 @@ class PickerModel:
         faces = self.faces()
         if face not in faces:
             raise ConfigError(
-                f"There is no {face!r} to save: at present there are {', '.join(faces)}. "
-                "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
+                f"There is no {face!r} to save. Name one of {', '.join(faces)}; DeepSpeed's JSON "
+                "needs a ZeRO stage."
             )
         try:
             atomic.write_text(Path(path).expanduser(), faces[face].rstrip("\n") + "\n")
         except OSError as error:
             raise ConfigError(
-                f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
-                "the notebook. Give another path."
+                f"{str(path)!r} cannot be written: {error}. Give another path."
             ) from error
 
     def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
@@ -341,9 +333,6 @@ class PickerModel:
         self.plan, self.problems = _plan_or_problems(config, self.inventory)
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
-        self._call_observers()
-
-    def _call_observers(self) -> None:
         for callback in self._observers:
             callback()
 
@@ -360,7 +349,8 @@ class PickerModel:
             # First, so that an estimate that is interrupted is made at the next change.
             self.is_memory_postponed = False
             self._known.clear()
-            self._call_observers()
+            for callback in self._observers:
+                callback()
 
     @property
     def need(self) -> MemoryNeed | None:
@@ -477,15 +467,11 @@ class PickerModel:
         """Train in one of the ways of `candidates`, as one change."""
         named = {one.name: one for one in self.candidates()}
         if name not in named:
-            raise ConfigError(
-                f"There is no way to train called {name!r}: nothing would change."
-                f"{closest(name, named) or ' PickerModel.candidates() lists them.'}"
-            )
+            known = closest(name, named) or f" They are: {', '.join(named)}."
+            raise ConfigError(f"There is no way to train called {name!r}.{known}")
         candidate = named[name]
         if candidate.refusal:
-            raise ConfigError(
-                f"{name!r} cannot be taken: {candidate.refusal}. Training would fail. Take another."
-            )
+            raise ConfigError(f"{name!r} cannot be taken: {candidate.refusal}. Take another.")
         remarks = () if candidate.fits else (f"{name}: {candidate.verdict}",)
         self._become(candidate.config, remarks)
 
@@ -607,11 +593,9 @@ def check_model_and_batch(model: Any, sample_batch: Any) -> None:
     # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):
         raise ConfigError(
-            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
-            "torch module; it may be on meta."
+            f"model={type(model).__name__} is no module. Give one of torch; it may be on meta."
         )
     if model is None and sample_batch is not None:
         raise ConfigError(
-            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
-            "nothing to call with it. Give the model, too."
+            f"sample_batch={type(sample_batch).__name__} was given without a model. Give it, too."
         )

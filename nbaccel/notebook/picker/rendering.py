@@ -118,19 +118,17 @@ def question_html(number: int, title: str, remark: str = "") -> str:
     return (
         '<span class="nbaccel-question" role="heading" aria-level="3">'
         f'<span class="nbaccel-number" aria-hidden="true">{number}</span> '
-        f"<b>{escape(title)}</b></span>{remark_html}"
+        f"<b>{title}</b></span>{remark_html}"
     )
 
 
 def trained_html(model: PickerModel) -> str:
     """What is trained."""
-    if not model.trained:
-        remark = f"Give the model, and a batch to measure with: <code>{_NO_MODEL}</code>"
-        return question_html(1, "What is trained", remark)
-    batch_html = f"batch <code>{escape(model.batch_shapes)}</code>"
-    if not model.batch_shapes:
-        batch_html = f"no batch: activations are not counted; <code>{_NO_MODEL}</code>"
-    remark = f"{escape(model.trained)} · {batch_html}"
+    remark = f"Give the model, and a batch to measure with: <code>{_NO_MODEL}</code>"
+    if model.trained:
+        batch = f"batch <code>{escape(model.batch_shapes)}</code>"
+        no_batch = f"no batch: activations are not counted; <code>{_NO_MODEL}</code>"
+        remark = f"{escape(model.trained)} · {batch if model.batch_shapes else no_batch}"
     return question_html(1, "What is trained", remark)
 
 
@@ -147,26 +145,23 @@ def machine_html(model: PickerModel) -> str:
 
 def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
     """What fits: the heading and which is the best."""
+    remark = "With a model, a bar for each way to train is here, against the memory there is."
     if model.is_memory_postponed:
         remark = "Memory is being estimated …"
-    elif not model.trained:
-        remark = "With a model, a bar for each way to train is here, against the memory there is."
-    else:
-        candidates = model.candidates()
-        clauses = (place_text(candidates), "click to take one" if is_live else "")
+    elif model.trained:
+        clauses = (place_text(model.candidates()), "click to take one" if is_live else "")
         remark = f"{escape('; '.join(filter(None, clauses)))}."
-        for best in (candidate for candidate in candidates if candidate.is_best):
+        for best in (candidate for candidate in model.candidates() if candidate.is_best):
             remark += f" ★ <b>{escape(best.name)}</b>: {escape(best.reason)}."
     return question_html(3, "What fits", remark)
 
 
 def place_text(candidates: Iterable[Candidate]) -> str:
     """Whose memory the first bar of each candidate is: ``memory of each GPU``."""
-    need = next((one.need for one in candidates if one.need is not None), None)
-    if need is None:
-        return ""
-    kind, separator, _ = need.bars[0].place.partition(":")
-    return f"memory of each {device_row(kind).noun}" if separator else "host memory"
+    for need in (one.need for one in candidates if one.need is not None):
+        kind, separator, _ = need.bars[0].place.partition(":")
+        return f"memory of each {device_row(kind).noun}" if separator else "host memory"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +275,7 @@ def table_html(rows: Iterable[BarRow]) -> str:
 
 
 def _row_html(row: BarRow, scale: BarScale) -> str:
-    classes = ["nbaccel-strip-row", _FITS_CLASSES[row.fits]]
+    classes = f"nbaccel-strip-row {_FITS_CLASSES[row.fits]}".rstrip()
     words_class = "nbaccel-refused" if row.is_refused else "nbaccel-word"
     track = '<span class="nbaccel-track"></span>'
     if row.bar is not None:
@@ -288,7 +283,7 @@ def _row_html(row: BarRow, scale: BarScale) -> str:
     chosen = '<span class="nbaccel-chosen">● chosen </span>' if row.is_chosen else ""
     # Buttons say the name to a screen reader.
     return (
-        f'<tr class="{" ".join(filter(None, classes))}">'
+        f'<tr class="{classes}">'
         f'<th scope="row" class="nbaccel-way" aria-hidden="true">{escape(row.name)}</th>'
         f'<td class="nbaccel-track-place">{track}</td>'
         f'<td class="{words_class}">{escape(row.words)}</td>'
@@ -483,13 +478,12 @@ def _text_mistake(line: int | None, message: str, lines: Sequence[str]) -> str:
     if line is None:
         return f"<li>{escape(message)}</li>"
     text = lines[line - 1].strip() if line <= len(lines) else ""
-    button = (
-        f'<button type="button" class="nbaccel-to-line" data-line="{line}" '
-        f'onclick="{escape(_part("select_line.js"))}" title="Select this line">'
-        f"line {line}</button>"
-    )
     code = f" <code>{escape(text[:_MAX_LINE_CHARS])}</code>" if text else ""
-    return f"<li>{button}{code} {escape(message)}</li>"
+    return (
+        f'<li><button type="button" class="nbaccel-to-line" data-line="{line}" '
+        f'onclick="{escape(_part("select_line.js"))}" title="Select this line">'
+        f"line {line}</button>{code} {escape(message)}</li>"
+    )
 
 
 def remarks_html(remarks: Iterable[str]) -> str:
@@ -579,12 +573,8 @@ def _folded(lines: Sequence[str], indent: str = _INDENT) -> list[str]:
     """Lines that are too wide for a terminal in several; the others as they are."""
     folded: list[str] = []
     for line in lines:
-        if len(line) <= TABLE_CHARS:
-            folded.append(line)
-        else:
-            folded += textwrap.wrap(
-                line, TABLE_CHARS, subsequent_indent=indent, break_on_hyphens=False
-            )
+        wrapped = textwrap.wrap(line, TABLE_CHARS, subsequent_indent=indent, break_on_hyphens=False)
+        folded += wrapped if len(line) > TABLE_CHARS else [line]
     return folded
 
 

@@ -86,13 +86,7 @@ class ConfigEditor:
         )
         self._revert = form.new_button("Revert", "nbaccel-revert", self._revert_text)
         self._make_file_widgets()
-        load = form.new_button(
-            "Load",
-            "nbaccel-load",
-            lambda: self._open(
-                lambda: Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
-            ),
-        )
+        load = form.new_button("Load", "nbaccel-load", lambda: self._open(self._read_path))
         save = form.new_button("Save", "nbaccel-save", self._on_save)
         self.sync()
         buttons = form.new_row([self._apply, self._revert], "nbaccel-row")
@@ -103,6 +97,9 @@ class ConfigEditor:
             form.new_row([self._target, self._faces, save], "nbaccel-row"),
             self._errors,
         ]
+
+    def _read_path(self) -> str:
+        return Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
 
     def _make_file_widgets(self) -> None:
         make = self._form.make
@@ -140,8 +137,8 @@ class ConfigEditor:
             text = self._text.value
             is_edited = self._is_edited and bool(text.strip())
             mistakes = mistakes_in_text(text, self._model.read) if is_edited else ()
-            said = "This is what is chosen now: edit it, or paste over."
-            said = "No mistakes." if is_edited else said
+            chosen = "This is what is chosen now: edit it, or paste over."
+            said = "No mistakes." if is_edited else chosen
             self._told.value = rendering.text_mistakes_html(mistakes, text, said)
             self._apply.disabled = bool(mistakes) or not is_edited
             self._revert.disabled = not is_edited
@@ -284,7 +281,9 @@ class CandidateStrip:
         for button, row, candidate in zip(buttons.values(), rows, self._shown, strict=False):
             button.description = row.name
             button.disabled = row.is_refused
-            button.tooltip = _candidate_text(candidate)
+            # The reason of one that cannot be taken is its verdict, too.
+            told = (rendering.verdict_text(candidate), candidate.reason)
+            button.tooltip = "; ".join(dict.fromkeys(filter(None, told)))
         self._buttons.show(next((n for n, row in enumerate(rows) if row.is_chosen), None))
 
     def _pressed(self, number: int, is_on: bool) -> None:
@@ -292,13 +291,6 @@ class CandidateStrip:
             self._form.carry_out(lambda: self._model.take(self._shown[number].name))
         # A refused one goes off again, and the one that is taken stays on when it is pressed.
         self.sync()
-
-
-def _candidate_text(candidate: Candidate) -> str:
-    """What a screen reader and the mouse's pointer say of a candidate."""
-    # The reason of one that cannot be taken is its verdict, too.
-    told = (rendering.verdict_text(candidate), candidate.reason)
-    return "; ".join(dict.fromkeys(filter(None, told)))
 
 
 _MAX_FOUND = 12
@@ -544,7 +536,7 @@ class PickerView:
         taken = self._live_html("nbaccel-taken-line", lambda: rendering.taken_html(self._model))
         taken_fields = [self._field(setting, "usable") for setting in taken_settings()]
         all_settings = AllSettings(form, panels, self._listed_field)
-        memory = FoldedSection("Memory place by place", form, self._places)
+        memory = FoldedSection("Memory place by place", form, lambda: [self._places()])
         editor = ConfigEditor(form)
         self.actions = actions = ActionsRow(form)
         self._syncs += [all_settings.sync, editor.sync, actions.sync]
@@ -565,21 +557,15 @@ class PickerView:
             actions.box,
         ]
 
-    def _places(self) -> list[w.Widget]:
-        bars = self._model.bars
-        return [
-            self._live_html(
-                "nbaccel-memory", lambda: rendering.table_html(rendering.rows_of_places(bars()))
-            )
-        ]
+    def _places(self) -> w.HTML:
+        def table() -> str:
+            return rendering.table_html(rendering.rows_of_places(self._model.bars()))
+
+        return self._live_html("nbaccel-memory", table)
 
     def _live_html(self, css_class: str, make_html: Callable[[], str]) -> w.HTML:
         part = self._form.new_html(make_html(), css_class)
-
-        def sync() -> None:
-            part.value = make_html()
-
-        self._syncs.append(sync)
+        self._syncs.append(lambda: setattr(part, "value", make_html()))
         return part
 
     def _panels(self, panels: Sequence[str]) -> list[w.Widget]:
