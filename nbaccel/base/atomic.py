@@ -1,11 +1,8 @@
 """Files that appear whole or not at all: written beside their place, then given their names.
 
-The files that a killed process has left are removed by the next one that writes to that place. A
-lock (a file beside the hidden folder, locked by the system) tells them from what a living process
-is writing: the system releases the lock when its holder dies.
-
-Folders that nobody will write to again are reported to the notebook beforehand: a worker that ends
-by itself removes its own, and of one that is killed the notebook removes what is still there.
+What a killed process has left is removed by the next one that writes to that place; a lock beside
+the hidden folder, which the system releases when its holder dies, tells it from what is being
+written. Folders that nobody will write to again are reported to the notebook beforehand.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The process environment: the only file that touches ``os.environ``.
 
-All other modules use these functions, so that it is visible which code reads and changes it.
 What the system says of itself in small files is read here, too.
 """
 

@@ -2,10 +2,8 @@
 
 A `UserMistake` is answered by asking differently, `MissingBackend` by an installation, a
 `WorkerFailed` by a look at what the worker raised. Each leaf is also the built-in exception that a
-reader would expect, so code which catches ``ValueError`` or ``TimeoutError`` keeps working. Every
-message says what was wrong (with the value), why it matters and what to do. In a notebook they are
-shown with the user's own lines only (`nbaccel.base.frames`); a bug of nbaccel keeps its whole
-traceback.
+reader would expect. Every message says what was wrong (with the value), why it matters and what to
+do. In a notebook they are shown with the user's own lines only (`nbaccel.base.frames`).
 """
 
 from __future__ import annotations

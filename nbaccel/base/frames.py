@@ -1,8 +1,7 @@
 """Frames of code and errors, as a notebook's user knows them: `Cell In[7], line 3`, and the source.
 
-Whether a frame is the user's own or a library's is decided by its file alone, so that this works
-for frames from another process, too. IPython uses an exception's `_render_traceback_`, if it has
-one, instead of a full traceback, which here would be mostly frames of nbaccel.
+Whether a frame is the user's own or a library's is decided by its file alone. IPython uses an
+exception's `_render_traceback_`, if it has one, instead of a full traceback.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ def of_traceback(traceback_object: TracebackType | None) -> tuple[Frame, ...]:
 def within_worker(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """What a worker has called, of the stack of its main thread.
 
-    Before a worker begins stands what was running where it was forked: its template's own calls,
-    or the cell in which the notebook was forked.
+    Before that stands what was running where it was forked.
     """
     beginnings = (
         index

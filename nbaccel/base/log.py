@@ -1,8 +1,7 @@
 """Logging under the name ``nbaccel``, with the rank in front where there is one.
 
 Where nobody has set up logging, warnings are written as notices, each once. As soon as there is a
-handler, for ``nbaccel`` or for all, messages are its alone; other levels are asked for as with any
-library: ``logging.getLogger("nbaccel").setLevel("DEBUG")`` and a handler.
+handler, for ``nbaccel`` or for all, messages are its alone.
 """
 
 from __future__ import annotations

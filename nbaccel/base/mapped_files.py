@@ -1,8 +1,7 @@
 """Files that this process has mapped copy-on-write: which bytes it sees, and pages given back.
 
-A tensor in such a mapping costs memory only for pages that were read, which all processes share,
-and for pages that were written, which are this process's own. Whoever makes a mapping registers it;
-strategies that cut a tensor into shards then drop the pages that they have read.
+Whoever makes a mapping registers it; strategies that cut a tensor into shards then drop the pages
+that they have read.
 """
 
 from __future__ import annotations

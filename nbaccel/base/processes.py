@@ -117,8 +117,6 @@ def process_use(pid: int) -> ProcessUse | None:
     return None
 
 
-# ------------------------------------------------------------------------- ports
-
 LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 """Addresses that lead to this machine alone: version 4, version 6."""
 
@@ -160,8 +158,7 @@ def listen(
             raise
         raise PortTaken(
             f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiting_processes} "
-            f"could not find each other there. Leave {setting} out: a free port is found and "
-            "reserved.",
+            f"could not find each other there. Leave {setting} out to take a free port.",
             port=port,
         ) from error
     return listener

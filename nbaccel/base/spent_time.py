@@ -4,8 +4,7 @@
     with spent_time.communicating:    a collective; within reading_data, it counts as communication
     spent_time.end_step()             the first two tell what the first took to start
 
-Only a worker that reports to a notebook keeps an account (`open_account`); elsewhere a block costs
-a comparison. Only the thread that opened it is measured: what other threads do, they do beside it.
+Only a worker that reports to a notebook keeps an account (`open_account`), of one thread.
 """
 
 from __future__ import annotations

@@ -218,8 +218,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 def replace_in_place(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     """Let a Python object stand for another tensor, which may be on another kind of device.
 
-    ``Tensor.data`` refuses a tensor of another kind, and ``torch.utils.swap_tensors`` an object
-    with weak references, which stay right here, because the object is the same.
+    ``Tensor.data`` refuses that, and ``torch.utils.swap_tensors`` an object with weak references.
     """
     untyped: Any = tensor
     hooks = {name: getattr(untyped, name) for name in _HOOK_ATTRIBUTES}

@@ -1,8 +1,7 @@
 """Accelerate, transformers and Lightning in a worker: what they found out in the notebook is wrong.
 
-Each keeps what it found where it was first used: Accelerate a state of the process, a `Trainer` of
-transformers an accelerator, one of Lightning its strategy and its launcher. None is imported here:
-modules are changed when they are imported, or at once where they have been.
+Each keeps what it found where it was first used. None is imported here: modules are changed when
+they are imported, or at once where they have been.
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ def forget_accelerate() -> None:
 def _patch_preparing(module: ModuleType) -> None:
     """Let models and loaders be prepared in this worker that were prepared in the notebook.
 
-    They carry a mark by which they would stay what a single process needs: each rank would train a
-    model of its own. A `Trainer` that has evaluated in the notebook leaves it on its model.
+    By the mark that they carry each rank would train a model of its own.
     """
     for name in ("prepare_model", "prepare_data_loader"):
         around = functools.partial(_prepare, weakref.WeakSet[Any]())
@@ -251,19 +249,17 @@ def _trainer_refusal(trainer: Any, entry_name: str, num_workers: int) -> str:
         outcome = "It would wait for processes that never start."
     return (
         f"trainer.{entry_name}() cannot be called in {num_workers} workers: trainer is a Lightning "
-        f"Trainer that was built outside of them, for {processes} ({strategy_name}), and that "
-        f"cannot be changed afterwards. {outcome} Build it in the function or cell that the "
-        f'workers run: Trainer(devices={num_workers}, strategy="ddp").{entry_name}(...); or call '
-        f"trainer.{entry_name}(...) in the notebook, without workers: Lightning starts processes "
-        "by itself."
+        f"Trainer that was built outside of them, for {processes} ({strategy_name}). {outcome} "
+        "Build it in the function or cell that the workers run: "
+        f'Trainer(devices={num_workers}, strategy="ddp").{entry_name}(...); or call it in the '
+        "notebook, without workers: Lightning starts processes by itself."
     )
 
 
 def _tell_lightning(rank: int) -> None:
-    """Correct what Lightning has found when it was imported: before this process was forked.
+    """Correct what Lightning 2.6 has found when it was imported, before this process was forked.
 
-    Seen with Lightning 2.6 in a kernel: Trainer and Fabric refused to start in workers, as they do
-    where somebody types (`sys.ps1`).
+    It refused to start in workers, as it does where somebody types (`sys.ps1`).
     """
     rank_module = sys.modules.get("lightning_utilities.core.rank_zero")
     if (rank_zero_only := getattr(rank_module, "rank_zero_only", None)) is not None:

@@ -1,9 +1,8 @@
 """Files of weights: heads of safetensors, files that appear together, and whether one is intact.
 
 The format (https://github.com/huggingface/safetensors): length of the header as 8 bytes, little
-end first; the header, JSON, filled up with blanks; all tensors without gaps, and no checksum. What
-`torch.save` writes is a zip archive with a checksum (CRC-32) for each record, which `torch.load`
-does not check.
+end first; the header, JSON, filled up with blanks; all tensors without gaps. What `torch.save`
+writes is a zip archive with checksums (CRC-32), which `torch.load` does not check.
 """
 
 from __future__ import annotations
@@ -82,9 +81,8 @@ def check_room(folder: Path, num_bytes: int, remark: str = "") -> None:
     available_bytes = free_bytes(folder)
     if num_bytes > available_bytes:
         raise ConfigError(
-            f"{folder}: {format_bytes(num_bytes)} of weights are to be written, and its disk "
-            f"has {format_bytes(available_bytes)} free. Make room, or give a folder on another "
-            f"disk.{remark}"
+            f"{folder}: {format_bytes(num_bytes)} of weights are to be written, and its disk has "
+            f"{format_bytes(available_bytes)} free. Make room, or give another folder.{remark}"
         )
 
 

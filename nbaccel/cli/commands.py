@@ -1,7 +1,6 @@
 """Subcommands: ``export``, ``test``, ``estimate-memory``, ``merge-weights`` and ``status``.
 
-What they need beyond their options is imported when one of them runs: `nbaccel --help` waits for
-nothing heavy.
+What they need beyond their options is imported when one of them runs.
 """
 
 from __future__ import annotations
@@ -87,9 +86,8 @@ def _export(
         compile(made_script.text, "script", "exec")
     except SyntaxError as error:
         raise ConfigError(
-            f"The script would not run: line {error.lineno}: {error.msg}: got "
-            f"{(error.text or '').strip()!r}. Put what the function needs into cells with the tag "
-            "export."
+            f"The script would not run: line {error.lineno}: {error.msg}: got {error.text!r}. Put "
+            "what the function needs into cells with the tag export."
         ) from error
     if to in _CLUSTERS:
         # The job finds its first node itself.

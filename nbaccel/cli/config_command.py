@@ -147,7 +147,6 @@ def _schema() -> None:
     print(schema_text(), end="")
 
 
-# -------------------------------------------------------------------------------- files
 def _file_path(config_file: Path | None) -> Path:
     from nbaccel.config import default_config_path
 
@@ -158,8 +157,7 @@ def _existing_file(config_file: Path | None) -> Path:
     path = _file_path(config_file)
     if not path.is_file():
         raise ConfigError(
-            f"There is no configuration file {path}. Write one with nbaccel config, or give "
-            "--config_file."
+            f"There is no configuration file {path}. Run nbaccel config, or give --config_file."
         )
     return path
 
@@ -194,12 +192,10 @@ def _is_confirmed(console: Console, path: Path, old_text: str, new_text: str) ->
         return Confirm.ask("Replace it?", console=console, default=False)
     except EOFError as error:
         raise ConfigError(
-            f"{path} is there already, and there is nobody to ask. Give --overwrite, or another "
-            "--config_file."
+            f"{path} is there already, with nobody to ask. Give --overwrite, or --config_file."
         ) from error
 
 
-# ------------------------------------------------------------------------------ showing
 def _console() -> Console:
     return Console(highlight=False)
 

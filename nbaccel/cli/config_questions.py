@@ -1,7 +1,6 @@
 """What ``nbaccel config`` asks: a table of questions, each of which depends on earlier answers.
 
-An answer goes to a setting of `RunConfig`, or into a section of it, and is judged by the rules of
-these before the next question.
+An answer is judged by the rules of its setting before the next question.
 """
 
 from __future__ import annotations
@@ -97,9 +96,8 @@ def ask_config(
             questions.ask(*(column.strip() for column in line.split("|")))
     except EOFError as error:
         raise ConfigError(
-            f"The input has ended with questions left; {len(questions.settings())} settings were "
-            "answered. Nothing was written. Run nbaccel config in a terminal, or use nbaccel "
-            "config default."
+            f"The input has ended with questions left, after {len(questions.settings())} answers. "
+            "Nothing was written. Run it in a terminal, or use nbaccel config default."
         ) from error
     config = RunConfig(**questions.settings())
     try:

@@ -130,7 +130,6 @@ def _device_facts(inventory: Inventory) -> dict[str, Any]:
     return facts
 
 
-# ------------------------------------------------------------------- variables and file
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that may matter, without secrets."""
     return {

@@ -85,8 +85,7 @@ def _launch(
     )
     if script is None and not dry_run:
         raise ConfigError(
-            f"SCRIPT must be given: got {script!r}. Write nbaccel launch [options] script.py [its "
-            "arguments]."
+            f"SCRIPT must be given: got {script!r}. Write nbaccel launch [options] script.py [...]."
         )
     read_script = _read_script(script or "SCRIPT", tuple(arguments or ()), module, no_python)
     if not dry_run:

@@ -1,8 +1,7 @@
 """The options of ``nbaccel launch``: settings of `RunConfig`, its own, and those of its peers.
 
-A setting's option is made from its field; one that people type after ``accelerate launch``,
-``torchrun`` or ``deepspeed`` is a line of a table, which says what becomes of it here. All become
-one signature, from which typer makes the parser.
+What people type after ``accelerate launch``, ``torchrun`` or ``deepspeed`` is a line of a table.
+All become one signature, from which typer makes the parser.
 """
 
 from __future__ import annotations

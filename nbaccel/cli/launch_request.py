@@ -1,8 +1,6 @@
 """What a command line and a file ask for: one `RunConfig`, and where each value is from.
 
-Every mistake is found before anything is started; ``--dry-run`` shows what was found.
-
-    defaults ◄── file (--config-file) ◄── flags, in the spelling of any of the four commands
+defaults ◄── file (--config-file) ◄── flags, in the spelling of any of the four commands
 """
 
 from __future__ import annotations
@@ -170,8 +168,6 @@ class _OptionReader:
         self.variables[variable_name] = value
         self.flags[variable_name] = flag
 
-    # ---- options that are read together
-
     def compute(self, given: Mapping[str, Any]) -> None:
         """Read the options whose meaning depends on others."""
         self._read_nodes(given)
@@ -190,8 +186,7 @@ class _OptionReader:
         least_nodes, _, most_nodes = str(text).partition(":")
         if not least_nodes.isdecimal() or (most_nodes and not most_nodes.isdecimal()):
             self.mistakes.append(
-                f"--nnodes={text!r} is no number of machines. Write 2, or 1:2 for at least one and "
-                "at most two."
+                f"--nnodes={text!r} is no number of machines. Write 2, or 1:2 for one or two."
             )
             return
         self._put("num_nodes", most_nodes or least_nodes, "--nnodes")
@@ -249,8 +244,7 @@ class _OptionReader:
             name, sign, value = assignment.partition("=")
             if not sign or not name:
                 self.mistakes.append(
-                    f"--env must be NAME=VALUE: got {assignment!r}. Write for example --env "
-                    "NCCL_DEBUG=INFO."
+                    f"--env must be NAME=VALUE: got {assignment!r}. Write --env NCCL_DEBUG=INFO."
                 )
             else:
                 self._put_variable(name, value, "--env")
@@ -276,13 +270,10 @@ class _OptionReader:
             for strategy_name, flags in idle_flags.items()
         ]
 
-    # ---- which devices, and of which hosts
-
     def _read_devices(self, given: Mapping[str, Any]) -> None:
         """Read ``--gpu-ids``, ``--include`` and ``--exclude``.
 
-        With a hostfile a filter is a setting, which chooses among its hosts; without, what names
-        this machine alone becomes ``CUDA_VISIBLE_DEVICES``.
+        Without a hostfile what names this machine alone becomes ``CUDA_VISIBLE_DEVICES``.
         """
         filters = [
             (kind, str(given[name]), f"--{name.replace('_', '-')}")
@@ -321,8 +312,7 @@ class _OptionReader:
         """A setting, not a variable of this command, so that the plan knows what is left out."""
         if not all(number.isdecimal() for number in numbers):
             self.mistakes.append(
-                f"{flag} must name devices by number: got {','.join(numbers)!r}. Give for example "
-                "0,1."
+                f"{flag} must name devices by number: got {','.join(numbers)!r}. Write 0,1."
             )
             return
         variables = self.settings.get("variables", self.file.config.variables) or {}
@@ -332,8 +322,6 @@ class _OptionReader:
             self.flags["variables"] = flag
         if "num_processes" not in self.settings:
             self._put("num_processes", len(numbers), flag)
-
-    # ---- what is shown
 
     def _read_output(self, given: Mapping[str, Any]) -> None:
         """Read ``--tee``, ``--redirects`` and ``--local-ranks-filter`` of torchrun.
@@ -374,8 +362,6 @@ class _OptionReader:
             f"--local-ranks-filter must be local ranks: got {filter_text!r}. Give for example 0,1."
         )
         return []
-
-    # ---- the result
 
     def request(self) -> LaunchRequest:
         """What was asked for, if nothing is wrong."""
@@ -456,7 +442,6 @@ def _shown_text(
     return ",".join([str(default_streams), *pairs])
 
 
-# ------------------------------------------------------------------------------ what is shown
 _SHOWN_CHARS = 60
 
 

@@ -1,8 +1,7 @@
 """What ``nbaccel estimate-memory`` tells: a model loaded, and trained in each of the ways.
 
-Its sizes come from the headers of its safetensors, read without torch, or from transformers, which
-builds it with its parameters on ``meta``. The ways, and what each needs, are those of the form that
-``configure`` shows; so is their table.
+Its sizes come from the headers of its safetensors, or from transformers, which builds it with its
+parameters on ``meta``. The ways and their table are those of the form that ``configure`` shows.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ def read_model(model_path: str, *, trust_remote_code: bool, library_name: str) -
     return _stored_model(source)
 
 
-# ------------------------------------------------------------------------------ headers
 def _stored_model(source: Path) -> ModelSizes:
     numbers_by_tensor: dict[str, int] = {}
     for path in _weight_files(source):
@@ -114,8 +112,7 @@ def _indexed_files(index_file: Path) -> list[Path]:
     # The file may hold any JSON: a wrong shape shows as one of these.
     except (*(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),) as error:
         raise CheckpointDamaged(
-            f"{index_file} is no index of safetensors: {error!r}. Copy it again, or give one of "
-            "its files."
+            f"{index_file} is no index of safetensors: {error!r}. Copy it again, or give a file."
         ) from error
 
 
@@ -133,7 +130,6 @@ def _header_of(path: Path) -> dict[str, int]:
         ) from error
 
 
-# ------------------------------------------------------------------------------- config
 def _built_model(file: Path, *, trust_remote_code: bool) -> ModelSizes:
     transformers: Any = require("transformers", extra="", why=f"Building the model of {file}")
     try:
@@ -158,9 +154,8 @@ def _named_model(name: str) -> ModelSizes:
     if name not in kinds:
         raise ConfigError(
             f"{name!r} is no file or folder here, and no kind of model of transformers."
-            f"{closest(name, kinds)} Nothing is downloaded for an estimate. Fetch it first: hf "
-            f"download {name} --local-dir FOLDER (--include config.json is enough), and give the "
-            "folder."
+            f"{closest(name, kinds)} Nothing is downloaded. Fetch it first: hf download {name} "
+            "--local-dir FOLDER (--include config.json is enough), and give the folder."
         )
     note = f"The size is the default of this kind. Others are in the config.json of a {name}."
     return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))

@@ -2,9 +2,8 @@
 
     settings ─► torchrun, deepspeed, srun torchrun or ray job submit, in the place of this process
 
-A command line holds what was said and nothing of this machine: what was left open is decided where
-the script runs. nbaccel starts the workers of a script itself on one machine alone. Settings travel
-as options of the command, and as the variables from which training code reads them.
+A command line holds what was said and nothing of this machine. Settings travel as options of the
+command, and as the variables from which training code reads them.
 """
 
 from __future__ import annotations
@@ -180,9 +179,6 @@ def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
     return [ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n")]
 
 
-# ---------------------------------------------------------------------- jobs
-
-
 class _Template(string.Template):
     """A text with ``@names`` in it: a dollar is the shell's."""
 
@@ -239,8 +235,8 @@ def _ray_job(config: RunConfig, stem: str) -> ExportedFile:
 def for_ray(command: str) -> str:
     """A command as `ray job submit` has to be given it.
 
-    Ray joins the words with the quotes of Windows, and gives that to a shell, which runs what is in
-    them. A command of plain words comes through; any other goes in letters that mean nothing to it.
+    Ray gives its words, joined with the quotes of Windows, to a shell, which runs what is in them.
+    A command of plain words comes through; any other goes in letters that mean nothing to it.
     """
     if all(word == shlex.quote(word) for word in shlex.split(command)):
         return command
@@ -327,9 +323,6 @@ def _notes(config: RunConfig, setting_names: Sequence[str], program: str) -> tup
     )
 
 
-# ------------------------------------------------------------------ torchrun, also by srun
-
-
 def _torchrun(request: LaunchRequest, script: Script) -> EngineCommand:
     config = request.config
     [_, *options] = shlex.split(" ".join(COMMANDS["torchrun"](config, None)))
@@ -398,9 +391,6 @@ def _hosts(config: RunConfig) -> Sequence[Host]:
     return engine.hosts(config)
 
 
-# ------------------------------------------------------------------ deepspeed
-
-
 def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
     config = request.config
     if not is_installed("deepspeed"):
@@ -429,9 +419,6 @@ def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
         words=["deepspeed", *options, "--no_local_rank", "--no_python", *program],
         notes=_notes(config, _NOT_DEEPSPEED, "deepspeed"),
     )
-
-
-# ------------------------------------------------------------------ ray
 
 
 def _ray_submission(request: LaunchRequest, script: Script) -> EngineCommand | None:

@@ -119,9 +119,6 @@ def _syntax_mistake(cell: NotebookCell) -> str:
     return ""
 
 
-# ---------------------------------------------------------------------- statements
-
-
 def statements_of(cell: NotebookCell) -> list[Statement]:
     """The statements of a cell, in order."""
     lines = cell.code.splitlines()
@@ -313,13 +310,10 @@ def _chosen_launch(
     launched_text = ", ".join(dict.fromkeys(call.function for call in launches)) or "none"
     text = f" with the function {function_name!r}" if function_name else ""
     raise ConfigError(
-        f"Nothing says what to export: {len(cells)} code cells have neither the tag {EXPORT_TAG} "
-        f"nor a call of {' or '.join(_LAUNCHERS)}(function, ...) outside of functions{text}; "
+        f"Nothing says what to export. Looked in {len(cells)} code cells for the tag {EXPORT_TAG} "
+        f"and for a call of {' or '.join(_LAUNCHERS)}(function, ...) outside of functions{text}; "
         f"launched functions found: {launched_text}. Tag cells, or launch the function in one."
     )
-
-
-# ---------------------------------------------------------------------- the text
 
 
 def _of_tagged_cells(

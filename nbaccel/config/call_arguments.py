@@ -1,8 +1,4 @@
-"""What is called: a function with its arguments, or a script. What cannot work is found first.
-
-Python's TypeError names the launcher or, seconds later, a worker; the user has to know how to write
-the call.
-"""
+"""What is called: a function with its arguments, or a script. What cannot work is found first."""
 
 from __future__ import annotations
 
@@ -66,8 +62,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
                 if word not in known_names
             ]
             call_mistakes = call_mistakes or [
-                f"{called_name}() cannot be called: {error}. Write for example "
-                f"{called_name}({example})."
+                f"{called_name}() cannot be called: {error}. Write {called_name}({example})."
             ]
             raise WrongArguments(*call_mistakes) from None  # the message has Python's text
         return function(*args, **kwargs)

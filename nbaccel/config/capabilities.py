@@ -1,10 +1,8 @@
 """What works with what, as data.
 
-Every device, precision, strategy and start method has a row here. The plan judges by the rows, the
-catalogue loads the implementation a row names, `RunConfig` takes the words that they name, pickers
-disable options by them, and the matrix in the documentation and the contract tests are made from
-them. To add a backend is to add a row: here, or from another package by an entry point
-(:func:`rows_from_outside`).
+Every device, precision, strategy, start method and engine has a row here, from which plans judge,
+implementations are loaded, pickers disable options, and tables and tests are made. To add a backend
+is to add a row: here, or from another package by an entry point (:func:`rows_from_outside`).
 """
 
 from __future__ import annotations
@@ -398,8 +396,7 @@ def rows_from_outside(
 ) -> tuple[_AnyRow, ...]:
     """The built-in rows with those of installed packages behind them; why others cannot be used.
 
-    An entry point of a package names its row (see CONTRIBUTING.md), whose module is imported with
-    the tables, in notebooks and workers alike. If it fails, nbaccel can be imported all the same.
+    An entry point of a package names its row (see CONTRIBUTING.md). Nothing depends on its success.
     """
     rows_by_name = {row.name: row for row in built_in}
     points: Iterable[EntryPoint] = _all_entry_points().select(group=group)

@@ -216,10 +216,7 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
     for part in filter_text.split("@"):
         host_name, colon, slots_text = (word.strip() for word in part.strip().partition(":"))
         if not host_name:
-            mistakes.append(
-                f"{filter_text!r} names a host without a name. Write worker-1@worker-2, without "
-                "an @ at its ends."
-            )
+            mistakes.append(f"{filter_text!r} names a host without a name. Write no @ at its ends.")
             continue
         words = [word.strip() for word in slots_text.split(",")] if colon else []
         mistakes += _slot_mistakes(host_name, words)

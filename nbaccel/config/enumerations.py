@@ -1,7 +1,6 @@
 """Enumerations for settings, with the names that Accelerate's users write.
 
-Not every member is supported: a device or a tool without support is refused where it is requested,
-so that code which only compares with it runs.
+Not every member is supported: a device or a tool without support is refused where it is requested.
 """
 
 from __future__ import annotations

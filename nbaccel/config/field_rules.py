@@ -1,9 +1,7 @@
 """What a setting must be, and the message about a value that is not.
 
-One vocabulary for all settings: those of `RunConfig` and `Fp8Config`, the sections of a DeepSpeed
-configuration, and the dataclasses that an `Accelerator` takes. pydantic checks the value by its
-type; the :class:`FieldRule` beside the type says what would be right, why it matters and what to
-do. Nothing in this file knows which settings exist.
+pydantic checks the value by its type; the :class:`FieldRule` beside the type says what would be
+right, why it matters and what to do. Nothing in this file knows which settings exist.
 """
 
 from __future__ import annotations
@@ -68,23 +66,14 @@ class FieldRule:
     """What a setting must be: stands in ``Annotated`` beside its type."""
 
     do: str  # the remedy, as an instruction without a full stop
-    # What the value must be, after "must be". Where it is empty, the type says it, and how a value
-    # is read, and which words are allowed: see :meth:`completed`.
-    must: str = ""
-    # What the setting does, or what a wrong value would do: one clause. Where it is empty, the
-    # description of the field says it.
-    why: str = ""
-    # Converts a given value to the one that the type checks; raises ValueError for a value that the
-    # type would accept and that is wrong.
+    must: str = ""  # after "must be"; where it is empty, the type says it: see :meth:`completed`
+    why: str = ""  # what the setting does: one clause; else the description of the field says it
+    # Converts a given value to the one that the type checks; ValueError refuses more than the type.
     read: Callable[[Any], Any] | None = None
     allowed: tuple[str, ...] = ()  # the words, where only some are allowed
-    # Words that people write for one of the allowed ones.
-    words: Mapping[str, str] = field(default_factory=dict)
-    # Sentences added to a refusal: backends of other packages that are missing, and why.
-    problems: tuple[str, ...] = ()
-    # The form's kind of input: ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``;
-    # empty where the form has none.
-    value_kind: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)  # what people write for an allowed one
+    problems: tuple[str, ...] = ()  # added to a refusal: backends that are missing
+    value_kind: str = ""  # the form's kind of input, as `Setting.kind`; empty where it has none
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler

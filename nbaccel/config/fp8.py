@@ -1,9 +1,7 @@
 """``Fp8Config``: which library computes in 8 bits, and by which recipe.
 
-Names and defaults are Accelerate's (``TERecipeKwargs``, ``MSAMPRecipeKwargs``), so that its
-variables can carry them to whatever reads them in a worker. One default is another:
-Accelerate documents ``amax_compute_algo="most_recent"`` and never passes it on, so that it computes
-with TransformerEngine's ``max``.
+Names and defaults are Accelerate's (``TERecipeKwargs``, ``MSAMPRecipeKwargs``), but for
+``amax_compute_algo="most_recent"``, which Accelerate documents and never passes on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Given values: read, found under dotted keys, and as messages show them.
 
-Numbers come as text from YAML and environment variables, as scalars from NumPy and torch, and as
-members of enums. Each reader here takes one such value and returns a plain one; what it cannot
-read it returns unchanged, so that the validator refuses it with the value that was given.
+Each reader takes one value, from YAML, a variable, NumPy or an enum, and returns a plain one; what
+it cannot read it returns unchanged, so that the validator refuses it.
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ def read_whole(value: Any) -> Any:
 
 
 def numbers_read(given_value: Any) -> Any:
-    """A number for text that is one, also inside of lists and mappings: ``"3e-5"``.
-
-    YAML 1.1 has no number without a point before the exponent, so that its readers make text of
-    ``lr: 3e-5``.
-    """
+    """A number for text that is one, also in lists and mappings: ``lr: 3e-5`` of YAML 1.1."""
     if isinstance(given_value, dict):
         return {key: numbers_read(value) for key, value in given_value.items()}
     if isinstance(given_value, list):

@@ -1,8 +1,6 @@
 """Settings of a training loop's plugins in a ``RunConfig``, and the variables that carry them.
 
-A worker's training code reads them from Accelerate's variables (``FSDP_*``,
-``ACCELERATE_DYNAMO_*``), so that Accelerate, the `Trainer` of transformers and nbaccel's
-`Accelerator` all get them.
+Training code reads them from Accelerate's variables (``FSDP_*``, ``ACCELERATE_DYNAMO_*``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``RunConfig``: the user's settings of a run, without anything found out about the machine.
 
-It is frozen, complete and can be written as JSON or YAML; ``nbaccel.plan.resolve`` makes a plan of
-it. Values that contradict each other are refused here, values that this machine does not support
-are refused there.
+It is frozen, complete and can be written as JSON or YAML. Values that contradict each other are
+refused here, values that this machine does not support by ``nbaccel.plan.resolve``.
 """
 
 from __future__ import annotations
@@ -134,10 +133,7 @@ def chosen_engine(config: RunConfig) -> tuple[str, str]:
 
 
 def elastic_reason(config: RunConfig) -> str:
-    """The settings that need torch elastic, whose nodes agree again on who takes part.
-
-    A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
-    """
+    """The settings that need torch elastic, whose nodes agree again on who takes part."""
     if config.num_nodes == 1:
         return ""
     if config.rdzv_backend != "static":

@@ -1,11 +1,8 @@
 """Activations: what a forward pass keeps for the backward pass, measured on the model itself.
 
-A process's resident memory has libraries, stacks and the allocator's reserve in it, tens of
-megabytes that come and go. Here each storage is counted from the operation that made it until it
-is freed, so that a small model can be measured, and a fake one that allocates nothing.
-
-The pass is run on a copy whose tensors are fake: they have shapes and no memory, so a model of any
-size is measured in seconds, also one on ``meta``. The user's model is not touched.
+Each storage is counted from the operation that made it until it is freed. The pass is run on a copy
+whose tensors are fake: they have shapes and no memory, so a model of any size is measured in
+seconds, also one on ``meta``. The user's model is not touched.
 """
 
 from __future__ import annotations

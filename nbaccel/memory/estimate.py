@@ -64,8 +64,7 @@ def refuse_unsized(model: Any) -> None:
     if unsized_names:
         raise ConfigError(
             f"This {type(model).__name__} has weights without a shape "
-            f"({first_few(unsized_names, 2)}), which torch makes in the first forward pass. Call "
-            "it once: model(sample_batch)."
+            f"({first_few(unsized_names, 2)}). Call it once: model(sample_batch)."
         )
 
 
@@ -110,11 +109,8 @@ class Bytes:
     optimizer: int = 0  # its states and its own copy of the parameters
     buckets: int = 0  # room to communicate, to gather parameters and to read from disk
     activations: int = 0  # what the forward pass keeps for the backward pass, and what that adds
-    # What lives for a moment besides the activations: gradients in transfer, gathered parameters.
-    in_backward: int = 0
-    # What lives for a moment when the optimizer begins, and activations are gone: gradients made
-    # flat, or in fp32.
-    in_step: int = 0
+    in_backward: int = 0  # for a moment besides the activations: gradients in transfer, gathered
+    in_step: int = 0  # for a moment when the optimizer begins: gradients made flat, or in fp32
 
     @property
     def model_states(self) -> int:
@@ -148,8 +144,7 @@ _KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "tot
 class MemoryEstimate:
     """What a run needs, and what this machine has."""
 
-    # On each device. Where processes compute on the CPU this is host memory, too.
-    device: Bytes
+    device: Bytes  # on each device; where processes compute on the CPU this is host memory, too
     host: Bytes  # on each host, for all of its processes
     nvme: Bytes  # on each host's disk
     shape: Shape  # the model
@@ -159,8 +154,7 @@ class MemoryEstimate:
     num_nodes: int  # hosts
     device_free: int | None  # free memory of the fullest GPU used; None where there is none
     host_free: int  # free memory of this host
-    # Free space where the configuration swaps to; None where it names no folder.
-    nvme_free: int | None = None
+    nvme_free: int | None = None  # free space in its folders; None where it names none
     nvme_folders: tuple[Path, ...] = ()  # the folders that it swaps to
     notes: tuple[str, ...] = ()  # notes about these numbers
 
@@ -279,7 +273,6 @@ def _size(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"
 
 
-# ----------------------------------------------------------------------- tables
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table for a terminal: the first column to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -307,8 +300,6 @@ def paragraphs(texts: Sequence[str]) -> str:
     """A paragraph of HTML for each text."""
     return "".join(f"<p>{escape(text)}</p>" for text in texts)
 
-
-# ------------------------------------------------------------------------------ bars
 
 SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
 """The contents of memory, in the order of the bars; ``moment`` is freed within the step."""

@@ -1,8 +1,7 @@
 """One model on one machine: what a run of it needs, with what was measured kept.
 
-Parameters, gradients and optimizer states are counted for torch's own strategies, DDP and FSDP:
-weights, gradients and moments have the format of their parameter, whatever the precision. MS-AMP's
-levels are the exception: see the table in `nbaccel.precision.native_fp8`.
+For DDP and FSDP weights, gradients and moments have the format of their parameter, whatever the
+precision, but for MS-AMP's levels: see the table in `nbaccel.precision.native_fp8`.
 """
 
 from __future__ import annotations
@@ -201,9 +200,7 @@ def model_states(
 ) -> Bytes:
     """What one process keeps with Adam, without activations.
 
-    Among several processes DDP keeps gradients twice, the second time in the buckets that it
-    reduces (torch's documentation of ``gradient_as_bucket_view``). Gradients in 8 bits have no
-    such buckets.
+    Among several processes DDP keeps gradients twice, in the buckets that it reduces, too.
     """
     if formats is not None:
         return _short_states(model, world_size, formats)
@@ -273,16 +270,12 @@ _REDUCED_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrappedSizes:
-    """How a model is cut into layers that are gathered together.
+    """How a model is cut into layers that are gathered together."""
 
-    Bytes are of all parameters, and of those that get gradients, in their own formats; numbers of
-    parameters are those of the largest wrapped layer, and those that no such layer holds.
-    """
-
-    kept_bytes: int
-    trained_bytes: int
-    largest_layer: int
-    root: int
+    kept_bytes: int  # of all parameters
+    trained_bytes: int  # of those that get gradients
+    largest_layer: int  # parameters of the largest layer
+    root: int  # parameters that no layer holds
 
 
 def wrapped_sizes(model: nn.Module, settings: Mapping[str, Any] | None = None) -> WrappedSizes:

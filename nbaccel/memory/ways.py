@@ -149,8 +149,6 @@ class CandidateFinder:
             candidates.append(replace(self._candidate(shown, config, samples), is_taken=is_taken))
         return candidates
 
-    # ------------------------------------------------------------------- the ways
-
     def ways(self, config: RunConfig, plan: Plan) -> Iterator[TrainingWay]:
         """The ways in the order in which they are shown."""
         plain = config.changed(strategy="auto", zero_stage=None, deepspeed=None, fsdp=None)
@@ -286,8 +284,6 @@ def _cost_of(placement: StatePlacement) -> str:
     return "weights are fetched for each pass" if placement.divided > 2 else ""
 
 
-# ------------------------------------------------------------------------------ proposals
-
 _TIGHT_SHARE = 0.15
 """Of a device's memory: with less than that left free, an estimate may be wrong enough to fail."""
 _MAX_NOT_CHOSEN = 5
@@ -310,10 +306,8 @@ class Proposal:
         """What the settings cannot do by themselves."""
         advice = [form.missing_library for form in settings_forms() if form.is_chosen(self.config)]
         if self.batch_size is not None and self.accumulation > 1:
-            advice.append(
-                f"Give your data loader batch_size={self.batch_size}: "
-                f"{self.accumulation} of them make a step."
-            )
+            size = f"batch_size={self.batch_size}"
+            advice.append(f"Give your data loader {size}: {self.accumulation} make a step.")
         return tuple(filter(None, advice))
 
 
@@ -455,8 +449,6 @@ def _proposal(
         accumulation=accumulation,
     )
 
-
-# ------------------------------------------------------------------------------ precision
 
 _HALVES = ("bf16", "fp16")
 """Formats of 16 bits, the one that needs no scaling of gradients first."""

@@ -1,8 +1,7 @@
 """Completion, `name?` and tooltips: of magic lines, and of names that only workers have.
 
-From 8.6 on IPython takes matchers that see the whole cell. Earlier versions, such as the 7.34 of
-Colab and Kaggle, give a matcher only the word at the cursor: there the method behind all
-completions is wrapped.
+From 8.6 on IPython takes matchers that see the whole cell; in earlier versions, such as Colab's
+7.34, the method behind all completions is wrapped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The options of `%%accelerate` and `%accelerate`; a line of them, read; and their help.
 
-A setting of `RunConfig` is an option of the same name with its own description. Beside them stand
-the few options that are the cell's own. Every mistake of a line is found before anything is done.
+A setting of `RunConfig` is an option of the same name; beside them stand the cell's own.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ OWN_OPTIONS: tuple[MagicOption, ...] = (
     ),
     MagicOption(
         *("config", ("--config",), "NAME"),
-        "Take all settings from a RunConfig of the notebook, or from the config of an object that "
-        "has one.",
+        "Take all settings from a RunConfig of the notebook, or from what has one as config.",
     ),
     MagicOption(
         *("dist", ("--dist",), ""),
@@ -99,8 +97,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("stop", "End the workers; the next cell starts new ones."),
     Subcommand(
         "pull",
-        "Copy names from the workers into the notebook: lists by rank, or the value where --ranks "
-        "names one.",
+        "Copy names from the workers into the notebook: lists by rank, or a single rank's value.",
         ("ranks",),
         names=True,
     ),
@@ -120,8 +117,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
         "report",
         "Show curves, each rank's time, memory and warnings of the latest launch or cell, also of "
-        "one that failed or was stopped; report = %accelerate report keeps it, for "
-        "report.save(...).",
+        "one that failed; report = %accelerate report keeps it, for report.save(...).",
     ),
     Subcommand("runs", "Lay the last launches and cells side by side: figures and curves."),
     Subcommand(
@@ -361,10 +357,8 @@ class _LineReader:
             value = None
         earlier = self.found.get(option.name, value)
         if earlier != value:
-            self.mistakes.append(
-                f"{option.flag} was given twice: got {shown(earlier)} and {shown(value)}. Write it "
-                "once."
-            )
+            both = f"{shown(earlier)} and {shown(value)}"
+            self.mistakes.append(f"{option.flag} was given twice: got {both}. Write it once.")
         self.found[option.name] = value
 
     @property
@@ -391,8 +385,7 @@ class _LineReader:
             self.names += word.strip(",").split(",")
         elif takes_names:
             self.mistakes.append(
-                f"{word!r} is no name of a variable: only whole variables are copied. Bind the "
-                "value to a name first."
+                f"{word!r} is no name of a variable, which alone are copied. Bind the value first."
             )
         # `num_processes=2` is how Python and RunConfig write it.
         elif sign and (option := find_option(options_of(), f"--{option_name}")):

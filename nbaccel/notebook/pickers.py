@@ -97,7 +97,6 @@ class Picker(HasTraits):
         self._is_stale = False
         self._model.observe(self._follow)
 
-    # ---------------------------------------------------------------- from Python
     def choose(self, name: str, value: Any) -> None:
         """Make a choice, as with the mouse: ``"mixed_precision"``, or a key of DeepSpeed.
 
@@ -242,7 +241,6 @@ class Picker(HasTraits):
             parts.append(rendering.taken_html(model))
         return {"text/html": rendering.kept_html(self._css_class, parts, text), "text/plain": text}
 
-    # ---------------------------------------------------------------- keeping them up to date
     def _changed(self) -> None:
         shell = frames.running_shell()
         if self._is_stale or shell is None:

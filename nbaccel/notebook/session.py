@@ -216,12 +216,12 @@ class Session:
     def _refuse_other(self, pool: Pool, line: MagicLine) -> None:
         differing = self._differing(pool, line.wanted, line.given)
         mistakes = [
-            f"The workers run with {name}={_effective_value(pool.plan, name)!r} as long as they "
-            f"live: got {getattr(line.wanted, name)!r}."
+            f"The workers run with {name}={_effective_value(pool.plan, name)!r}: got "
+            f"{getattr(line.wanted, name)!r}, and they keep their settings."
             for name in differing
         ]
         if line.dist and not self.dist:
-            mistakes.append("The workers have joined no process group: got --dist.")
+            mistakes.append("The workers run with dist=False, without a process group: got --dist.")
         if mistakes:
             # One remedy for all mistakes, after the last of them.
             flags = [*(flag_of(line.wanted, name) for name in differing), *["--dist"] * line.dist]

@@ -1,11 +1,7 @@
-"""This machine, inspected without initialising any of its devices.
+"""This machine, inspected without initialising any of its devices, or importing torch.
 
 A container shows the cores and the memory of its host; what it may use is in its control groups. A
 limit of any group above this process counts, so each file is read on the whole way up.
-
-No CUDA context, no XLA runtime, no thread pool, no import of torch: a notebook that has only been
-inspected can still be forked. Each device of the table detects its accelerators; other facts come
-from ``/proc``, ``/sys`` and package metadata.
 """
 
 from __future__ import annotations

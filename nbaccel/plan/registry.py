@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from nbaccel.plan.inventory import Gpu, Inventory
 
 
-# ------------------------------------------------------------------------------ devices
 def device(device_name: str) -> Device:
     """The implementation of a device."""
     device_class: type[Device] = load_object(device_row(device_name).path)
@@ -117,7 +116,6 @@ def awake_accelerators() -> Iterator[Device]:
     return (device for device in devices() if device.is_awake())
 
 
-# ---------------------------------------------------------------------------- precisions
 def precision(
     precision_name: str,
     fp8: Fp8Config | None = None,
@@ -134,9 +132,7 @@ def precision(
     if choice.problem:
         raise PlatformUnsupported(
             f"mixed_precision={precision_name!r} ({row.meaning}) cannot be trained in: "
-            f"{choice.problem}. Every layer would compute in another format than was asked for. "
-            f"Use one of {', '.join(row.name for row in PRECISIONS if row.path)}; bf16 is the "
-            "nearest."
+            f"{choice.problem}. Use one of {', '.join(row.name for row in PRECISIONS if row.path)}."
         )
     precision_class: type[Precision] = load_object((choice.row or row).path)
     return precision_class
@@ -150,7 +146,6 @@ def layer_restorers() -> Iterator[Callable[[Any], list[tuple[Any, Any]]]]:
     return (load_object(path) for path in paths)
 
 
-# ---------------------------------------------------------------------------- strategies
 def strategy(strategy_name: str) -> type[Strategy]:
     """The implementation of a strategy."""
     strategy_class: type[Strategy] = load_object(strategy_row(strategy_name).path)
@@ -288,14 +283,12 @@ def settings_forms() -> tuple[Any, ...]:
     return tuple(load_object(row.form)() for row in STRATEGIES if row.form)
 
 
-# ------------------------------------------------------------------------------- engines
 def engine(engine_name: str) -> Engine:
     """The implementation of an engine that has workers run on other hosts."""
     engine_class: type[Engine] = load_object(engine_row(engine_name).path)
     return engine_class()
 
 
-# ------------------------------------------------------------------------------- loading
 def load_object(object_path: str) -> Any:
     """The object that a capability row names."""
     module_name, _, object_name = object_path.partition(":")

@@ -1,8 +1,4 @@
-"""``resolve``: a `RunConfig` and an `Inventory` become a `Plan`.
-
-Here, in the notebook's process and in milliseconds, everything is refused that can be refused, all
-mistakes at once. It decides by the rows of ``nbaccel.config.capabilities`` and starts nothing.
-"""
+"""``resolve``: a `RunConfig` and an `Inventory` become a `Plan`, or all mistakes at once."""
 
 from __future__ import annotations
 
@@ -181,10 +177,8 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
         if refusal_text := registry.device(config.device).refusal(found):
             findings.mistakes.append(refusal_text)
         if device_row(config.device).never_run:
-            findings.warnings.append(
-                f'device="{config.device}" has never been run with nbaccel. Please report what '
-                "happens."
-            )
+            asked = f'device="{config.device}"'
+            findings.warnings.append(f"{asked} has never been run. Please report what happens.")
         reason = f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
         return Choice("device", config.device, reason)
     unused_devices = []
@@ -232,11 +226,10 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
     elif engine_row(name).starts_scripts_only:
         text = elastic_reason(config) or f"engine={name!r}"
         findings.mistakes.append(
-            f"{text} needs torchrun's agent on every machine, which starts scripts and no "
-            "functions of a notebook. Run `nbaccel launch --nnodes 2 --rdzv-backend c10d "
-            "--rdzv-endpoint HOST:PORT script.py` on each machine (`nbaccel export` writes the "
-            'script), or have this notebook start the workers of all: engine="ray", with '
-            "max_restarts if a machine may be lost."
+            f"{text} needs torchrun's agent on every machine, which starts no functions of a "
+            "notebook. Run `nbaccel launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint "
+            "HOST:PORT script.py` on each (`nbaccel export` writes the script), or have this "
+            'notebook start all workers: engine="ray", with max_restarts if a machine may be lost.'
         )
     return Choice("engine", name, reason)
 
@@ -309,8 +302,7 @@ def _choose_start_method(run: _Run) -> Choice:
     if methods and method not in methods:
         run.findings.mistakes.append(
             f'start_method="{method}" is not supported on {run.device.name}, only '
-            f"{', '.join(methods)}. Give num_processes=1 and "
-            f'start_method="{methods[0]}", or another device.'
+            f"{', '.join(methods)}. Give one, with num_processes=1, or another device."
         )
     return Choice("start_method", method, reason)
 

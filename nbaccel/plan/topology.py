@@ -1,7 +1,6 @@
 """Who a worker is: its rank, its node, where they meet; and what is named or told by that.
 
-Its variables are those of `torch.distributed` and of Accelerate, so that its `Accelerator`, the
-`Trainer` of transformers and nbaccel's `Accelerator` read the same.
+Its variables are those of `torch.distributed` and of Accelerate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``TrainingPlan``: what an `Accelerator` will do in this process, with the reason for each choice.
 
-A launch's plan (`plan.launch_plan`) says which processes there will be; this one says what each of
-them does with a model. It is made of facts that the caller found out, so nothing here touches a
-device. First stand the rules of precisions, of 8 bits above all, which both plans ask.
+It is made of facts that the caller found out. First stand the rules of precisions, which plans of
+launches ask, too.
 """
 
 from __future__ import annotations
@@ -148,10 +147,8 @@ def fp8_warnings(
         if name not in ("backend", *row.settings):
             yield f"fp8.{name}={value!r} has no effect: {row.name} does not read it."
         if has_no_history and name in HISTORY_SETTINGS:
-            yield (
-                f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed scaling "
-                "has a history."
-            )
+            only = f"recipe={recipe!r}: only delayed scaling has a history"
+            yield f"fp8.{name}={value!r} has no effect with {only}."
     if is_emulated(row, compute_capability):
         yield (
             f"fp8 is emulated on {device.name}, which has no 8-bit products: training computes "
@@ -371,10 +368,8 @@ def _judge_precision(
     """Refuse what is not supported; yield warnings."""
     rows_by_name = {row.name: row for row in PRECISIONS}
     if asked.mixed_precision not in rows_by_name:
-        raise ConfigError(
-            f"mixed_precision={asked.mixed_precision!r} is unknown. Give one of "
-            f"{', '.join(rows_by_name)}."
-        )
+        known = ", ".join(rows_by_name)
+        raise ConfigError(f"mixed_precision={asked.mixed_precision!r} is unknown. Give {known}.")
     device = device_row(found.device)
     precision = rows_by_name[asked.mixed_precision]
     capability = found.compute_capability

@@ -22,8 +22,6 @@ _log = get_logger(__name__)
 _PURGED_MARK = "_accelerate_is_purged_environment_wrapped"  # Accelerate's
 _ENDS_A_VARIABLE = frozenset(";\n<> ")
 
-# --------------------------------------------------------------------------- variables
-
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
@@ -128,9 +126,6 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         else:
             _log.warning("%s=%r is left out: it cannot stand in a line of its own", name, value)
     return lines
-
-
-# --------------------------------------------------------------------------- machine
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

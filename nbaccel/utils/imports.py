@@ -1,7 +1,6 @@
 """What is installed and what this machine has: the ``is_..._available`` functions.
 
-Packages are looked up by a table, without importing them. A device's package is imported when the
-device is asked for, because torch knows the device only with it.
+A device's package is imported when the device is asked for, because torch knows it only with it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from nbaccel.base.optional_packages import install_line, installed_version, is_i
 from nbaccel.base.public_names import name_own
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-# --------------------------------------------------------------------------- packages
 
 
 def _is_there(module: str, *distributions: str, versions: str = "") -> bool:
@@ -135,9 +132,6 @@ def is_megatron_lm_available() -> bool:
     return there and bool(env.flag("ACCELERATE_USE_MEGATRON_LM"))
 
 
-# --------------------------------------------------------------------------- torch
-
-
 def is_pippy_available() -> bool:
     """Whether torch has ``torch.distributed.pipelining``; every supported one has."""
     return is_installed("torch.distributed.pipelining")
@@ -157,9 +151,6 @@ def is_xccl_available() -> bool:
     """Whether torch was built with the collectives of Intel GPUs."""
     found = getattr(torch.distributed.distributed_c10d, "is_xccl_available", None)
     return bool(found and found())
-
-
-# --------------------------------------------------------------------------- devices
 
 
 def is_cuda_available() -> bool:
@@ -257,9 +248,6 @@ def is_fp16_available() -> bool:
     return not is_habana_gaudi1()
 
 
-# --------------------------------------------------------------------------- decorators
-
-
 def torchao_required(func: _Function) -> _Function:
     """Let a function raise where torchao is not installed, before anything of it runs."""
     return _required(func, is_torchao_available, "torchao", "fp8")
@@ -282,8 +270,6 @@ def _required(func: _Function, is_there: Callable[[], bool], package: str, extra
 
     return checked  # type: ignore[return-value]
 
-
-# --------------------------------------------------------------------------- names
 
 name_own(globals())
 

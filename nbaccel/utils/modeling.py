@@ -90,9 +90,6 @@ def get_mixed_precision_context_manager(
     return torch.autocast(PartialState().device.type, dtype=dtype, **options)
 
 
-# ------------------------------------------------------------------- weights that are elsewhere
-
-
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether a module itself has a hook that brings its weights in when it runs."""
     return _offloading_hook(module) is not None
@@ -169,8 +166,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     lacking = [name for name, value in state.items() if getattr(value, "is_meta", False)]
     if lacking:
         _state_log.warning(
-            "%d tensors are on meta and nothing has their values, so they are not in the state "
-            "dict: %s",
+            "%d tensors are on meta without values, so they are not in the state dict: %s",
             len(lacking),
             first_few(lacking, _MOST_NAMES_TOLD),
         )

@@ -32,9 +32,6 @@ DistributedOperationException = CollectiveMismatch
 """Accelerate's name for it: processes met with tensors that do not go together."""
 
 
-# --------------------------------------------------------------------------- collectives
-
-
 _LATEST: list[tuple[weakref.ref[dist.ProcessGroup], Collectives]] = []
 """The default group, which may be left and joined anew, and what its processes do together: finding
 their place takes longer than a broadcast."""
@@ -106,9 +103,6 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     shared_tensor = torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
     collectives.broadcast(shared_tensor := shared_tensor.to(place.device), owners[0])
     return shared_tensor
-
-
-# --------------------------------------------------------------------------- trees
 
 
 def is_torch_tensor(tensor: Any) -> bool:
@@ -235,9 +229,6 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         return torch.cat([tensor, tensor.new_zeros(shape)], dim) if rows else tensor
 
     return recursively_apply(pad, tensor, error_on_other_type=True)
-
-
-# --------------------------------------------------------------------------- precision
 
 
 def convert_to_fp32(tensor: Any) -> Any:

@@ -35,8 +35,6 @@ _log = get_logger(__name__)
 _DEFAULT_PORT = 29500  # torchrun's
 _OLDEST_KERNEL = (5, 5)  # before it, processes that wait for each other were seen to hang
 
-# --------------------------------------------------------------------------- models
-
 
 def extract_model_from_parallel(
     model: nn.Module,
@@ -140,9 +138,6 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
     return [*named_modules] if return_fqns else [module for _, module in named_modules]
 
 
-# --------------------------------------------------------------------------- files
-
-
 def save(
     obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
@@ -188,9 +183,6 @@ def _place(tensor: torch.Tensor) -> Any:
     return id_tensor_storage(tensor) if tensor.numel() else id(tensor)
 
 
-# --------------------------------------------------------------------------- machine
-
-
 def is_port_in_use(port: int | None = None) -> bool:
     """Whether something listens on a port of this machine; 29500 where none is given."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -219,9 +211,6 @@ def convert_bytes(size: float) -> str:
     return format_bytes(round(size))
 
 
-# --------------------------------------------------------------------------- names
-
-
 def get_pretty_name(obj: Any) -> str:
     """The name of a function, a class, or the class of anything else."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
@@ -241,9 +230,6 @@ def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """An attribute of an attribute: ``"model.layers.weight"``."""
     return functools.reduce(getattr, attr.split("."), obj)
-
-
-# --------------------------------------------------------------------------- configuration file
 
 
 default_json_config_file = str(accelerate_path())

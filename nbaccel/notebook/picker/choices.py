@@ -1,7 +1,6 @@
 """Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
 
-Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`, and
-those of strategies from their forms. This module adds their order, labels and units.
+Settings come from `RunConfig`, `Fp8Config` and the forms of strategies; here are order and labels.
 """
 
 from __future__ import annotations

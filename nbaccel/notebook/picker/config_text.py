@@ -1,8 +1,6 @@
 """A picked configuration as text, and back: JSON, YAML, a magic's line, Python, files.
 
-A mistake in a text is told at its line: that of a syntax error is known from the decoder; one in a
-value names its key, which YAML's parser finds in the text: JSON is YAML, too, once its tabs are
-spaces.
+A mistake in a text is told at its line: the decoder's, or that of the key that it names.
 """
 
 from __future__ import annotations
@@ -114,8 +112,7 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
         raise unreadable(name, "JSON or YAML", error) from error
     if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"{name} holds no settings: got {str(settings)[:60]!r}. Give {example}, or the path of "
-            "a file."
+            f"{name} holds no settings: got {str(settings)[:60]!r}. Give {example}, or a path."
         )
     return settings
 
@@ -133,8 +130,7 @@ def _source_text(source: str | Path) -> tuple[str, str]:
             return path.read_text(encoding="utf-8"), f"{str(path)!r}"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{str(path)!r} cannot be read: {error}. Give the path of a JSON or YAML file, or "
-            "paste its text."
+            f"{str(path)!r} cannot be read: {error}. Give a JSON or YAML file, or paste its text."
         ) from error
     return str(source), pasted
 

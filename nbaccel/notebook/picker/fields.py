@@ -1,8 +1,7 @@
 """The fields of a picker: one setting each, with what it comes to and what it means.
 
-The only state of a field is text that was typed and refused: it shows what the picker's model
-says (`sync`) and passes on what the user does. Its widgets are made once, that of its mistakes
-with the first one; later only their values change, so the keyboard's focus stays where it is.
+The only state of a field is text that was typed and refused. Its widgets are made once; later only
+their values change, so the keyboard's focus stays where it is.
 """
 
 from __future__ import annotations

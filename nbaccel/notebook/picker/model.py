@@ -1,8 +1,7 @@
 """``PickerModel``: what a picker shows and decides, without widgets.
 
-Its state is one frozen `RunConfig`. A choice makes a new one or is refused with the reason, and all
-that is shown (what is greyed and why, memory, JSON, YAML) is computed from it, the inventory and
-the rows of ``nbaccel.config.capabilities``.
+Its state is one frozen `RunConfig`; all that is shown is computed from it, the inventory and the
+rows of ``nbaccel.config.capabilities``.
 """
 
 from __future__ import annotations
@@ -106,8 +105,6 @@ class PickerModel:
         self._known: dict[tuple[Any, ...], Any] = {}
         self._take_over(self.config, ())
 
-    # ------------------------------------------------------------------- the state
-
     def setting(self, name: str) -> Setting:
         """A choice by its name."""
         found = choices.by_name().get(name)
@@ -123,8 +120,6 @@ class PickerModel:
     def observe(self, callback: Callable[[], None]) -> None:
         """Call back after each change."""
         self._observers.append(callback)
-
-    # ------------------------------------------------------------------- model and machine
 
     @cached_property
     def trained(self) -> str:
@@ -191,8 +186,6 @@ class PickerModel:
         product = " times ".join([f": {per_process} per process", *factors]) if factors else ""
         return f"{total} per step{product}."
 
-    # ------------------------------------------------------------------- what is greyed
-
     @_kept
     def offers(self, name: str) -> tuple[tuple[ChoiceOption, str], ...]:
         """The options of a choice, each with why it cannot be chosen; empty where it can."""
@@ -256,8 +249,6 @@ class PickerModel:
         if row is None or fp8_name not in row.settings:
             return False
         return fp8_name not in HISTORY_SETTINGS or recipe_of(fp8, row) == "delayed"
-
-    # ------------------------------------------------------------------- changing
 
     def choose(self, name: str, value: Any) -> None:
         """Make a choice."""
@@ -336,8 +327,6 @@ class PickerModel:
         for callback in self._observers:
             callback()
 
-    # ------------------------------------------------------------------- memory
-
     def postpone_memory(self) -> None:
         """Estimate no memory until `estimate_memory`, unless that has been done."""
         if self._memory_model is not None and ("_measured",) not in self._known:
@@ -393,8 +382,6 @@ class PickerModel:
         remark = "" if self._memory_model.sample_batch is not None else no_batch
         return FitVerdict(True, f"Fits: {self.need.shares_text}.", remark)
 
-    # ------------------------------------------------------------------- faces
-
     @_kept
     def faces(self) -> dict[str, str]:
         """The configuration in all languages."""
@@ -416,8 +403,6 @@ class PickerModel:
         inputs = (self.config, self.plan, self.module, batch)
         return [(form, form.filled_in(*inputs)) for form in settings_forms()]
 
-    # ------------------------------------------------------------------- suggesting
-
     @property
     def suggest_refusal(self) -> str:
         """Why nothing can be suggested; empty where something can."""
@@ -436,10 +421,8 @@ class PickerModel:
         """Settings to take, the fastest first: one to three."""
         finder = self._finder
         if self.suggest_refusal or finder is None:
-            raise ConfigError(
-                f"Nothing can be suggested for model={type(self.module).__name__}: "
-                f"{self.suggest_refusal}."
-            )
+            name = type(self.module).__name__
+            raise ConfigError(f"Nothing can be suggested for {name}: {self.suggest_refusal}.")
         return proposals(finder, self.config)
 
     def take_proposal(self, proposal: Proposal) -> None:
@@ -447,8 +430,6 @@ class PickerModel:
         self._become(
             proposal.config, (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
         )
-
-    # ------------------------------------------------------------------- ways to train
 
     @_kept
     def candidates(self) -> tuple[Candidate, ...]:

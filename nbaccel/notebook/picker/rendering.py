@@ -1,8 +1,6 @@
 """A picker as HTML and as text: three questions, the table of memory, and what settings come to.
 
-The same HTML stands in the widgets, where the rows of the table lie over the buttons of the ways to
-train, and in what a saved notebook or an exported page keeps. The text is for a terminal, and
-folded below the table of a saved notebook; its table has a row for each way to train.
+The HTML stands in the widgets and in what a saved notebook keeps; the text is for a terminal.
 """
 
 from __future__ import annotations
@@ -116,9 +114,8 @@ def question_html(number: int, title: str, remark: str = "") -> str:
     """The heading of a question."""
     remark_html = f' <span class="nbaccel-pale">{remark}</span>' if remark else ""
     return (
-        '<span class="nbaccel-question" role="heading" aria-level="3">'
-        f'<span class="nbaccel-number" aria-hidden="true">{number}</span> '
-        f"<b>{title}</b></span>{remark_html}"
+        '<span class="nbaccel-question" role="heading" aria-level="3"><span class="nbaccel-number" '
+        f'aria-hidden="true">{number}</span> <b>{title}</b></span>{remark_html}'
     )
 
 
@@ -328,11 +325,9 @@ def way_sentence(placement: StatePlacement, num_processes: int) -> str:
         words = (
             f"Each of {num_processes} processes holds the whole model and its optimizer; gradients "
             "are averaged while they are computed",
-            f"The optimizer is {parts}, one for each process; weights and gradients are whole in "
-            "each",
+            f"The optimizer is {parts}, one for each process; weights and gradients are whole",
             f"Gradients and optimizer are {parts}, one for each process; weights are whole in each",
-            f"Weights, gradients and optimizer are {parts}; a layer's weights are fetched when it "
-            "computes",
+            f"Weights, gradients and optimizer are {parts}; layers are fetched when they compute",
         )[placement.divided]
     outside = {"cpu": "in host memory", "nvme": "on disk"}
     if placement.parameters in outside:
@@ -507,8 +502,7 @@ def resolved_html(choices: Sequence[Choice]) -> str:
     if not choices:
         return '<p class="nbaccel-note">Nothing is left open.</p>'
     table_rows = "".join(
-        f'<tr><th scope="row">{escape(choice.name)}</th>'
-        f"<td>{escape(str(choice.value))}</td>"
+        f'<tr><th scope="row">{escape(choice.name)}</th><td>{escape(str(choice.value))}</td>'
         f"<td>{escape(choice.reason)}</td></tr>"
         for choice in choices
     )

@@ -71,7 +71,6 @@ class ConfigEditor:
             self._write(self._present_text)
         self._check()
 
-    # ---------------------------------------------------------------- building
     def _make(self) -> list[w.Widget]:
         self._text = self._form.make(
             *(w.Textarea, "nbaccel-text"),
@@ -116,7 +115,6 @@ class ConfigEditor:
         self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
         self._errors = self._form.new_html("", "nbaccel-load-errors")
 
-    # ---------------------------------------------------------------- the text
     def _on_typed(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -164,7 +162,6 @@ class ConfigEditor:
             self._present_text = self._model.editable_text()
         self._revert_text()
 
-    # ---------------------------------------------------------------- files
     def _on_upload(self, uploaded: Sequence[Any] | dict[str, Any]) -> None:
         if not uploaded:
             return
@@ -281,9 +278,7 @@ class CandidateStrip:
         for button, row, candidate in zip(buttons.values(), rows, self._shown, strict=False):
             button.description = row.name
             button.disabled = row.is_refused
-            # The reason of one that cannot be taken is its verdict, too.
-            told = (rendering.verdict_text(candidate), candidate.reason)
-            button.tooltip = "; ".join(dict.fromkeys(filter(None, told)))
+            button.tooltip = _candidate_text(candidate)
         self._buttons.show(next((n for n, row in enumerate(rows) if row.is_chosen), None))
 
     def _pressed(self, number: int, is_on: bool) -> None:
@@ -291,6 +286,13 @@ class CandidateStrip:
             self._form.carry_out(lambda: self._model.take(self._shown[number].name))
         # A refused one goes off again, and the one that is taken stays on when it is pressed.
         self.sync()
+
+
+def _candidate_text(candidate: Candidate) -> str:
+    """What a screen reader and the mouse's pointer say of a candidate."""
+    # The reason of one that cannot be taken is its verdict, too.
+    told = (rendering.verdict_text(candidate), candidate.reason)
+    return "; ".join(dict.fromkeys(filter(None, told)))
 
 
 _MAX_FOUND = 12
@@ -524,7 +526,6 @@ class PickerView:
         yield from self._first
         yield from self._listed.values()
 
-    # ---------------------------------------------------------------- building
     def _whole(self, panels: Sequence[str]) -> list[w.Widget]:
         """The three questions, what was taken, and everything else folded."""
         form = self._form

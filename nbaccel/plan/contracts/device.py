@@ -1,11 +1,8 @@
 """``Device``: all that is known here of one kind of hardware.
 
-A device is used in two situations. A notebook that launches asks what is there and what forbids a
-fork: no answer may initialise the hardware, and torch need not be imported. A process that trains
-needs memory, random states and the like: there the defaults use `torch.accelerator` and
-`torch.get_device_module`, and a device writes only what its own module has under other names.
-
-An implementation has no state. Nothing else in nbaccel calls an accelerator's module.
+A notebook that launches asks what is there and what forbids a fork: no answer may initialise the
+hardware, or import torch. In a process that trains the defaults use `torch.accelerator` and
+`torch.get_device_module`. An implementation has no state.
 """
 
 from __future__ import annotations
@@ -150,13 +147,10 @@ class LaunchHooks:
 class DeviceRuntime(StepHooks, ABC):
     """What a process that computes on a device needs of it."""
 
-    # Whether copies to it are faster from page-locked host memory.
-    pins_host_memory: ClassVar[bool] = True
-    # Whether a copy to it that does not block is safe: its source may be written to when the call
-    # has returned.
+    pins_host_memory: ClassVar[bool] = True  # whether page-locked memory is copied faster
+    # Whether the source of a copy that does not block may be written to when the call has returned.
     copies_without_blocking: ClassVar[bool] = True
-    # Whether it has generators of its own, beside the host's.
-    has_random_state: ClassVar[bool] = True
+    has_random_state: ClassVar[bool] = True  # whether it has generators of its own
 
     @property
     @abstractmethod
@@ -263,11 +257,8 @@ class Device(LaunchHooks, DeviceRuntime):
     """One kind of hardware."""
 
     name: ClassVar[str]  # as in its capability row
-    # Whether even a single worker is a process of its own, because a process that has used the
-    # device keeps it until it ends.
-    own_process: ClassVar[bool] = False
-    # Whether its workers are forked from a template of their own, because its library in a process
-    # would disturb workers on other devices.
+    own_process: ClassVar[bool] = False  # whether a process keeps the device until it ends
+    # Whether its workers need a template of their own: its library would disturb other workers.
     own_template: ClassVar[bool] = False
     # ``module:function`` of the entry point ``torch.backends`` by which its library extends torch,
     # where that is left to :meth:`prepare_template`.
@@ -288,8 +279,6 @@ class Device(LaunchHooks, DeviceRuntime):
         from nbaccel.config.capabilities import device_row
 
         return device_row(self.name)
-
-    # ---------------------------------------------------------------- before a launch
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
         """Look for devices of this kind on this machine.
@@ -337,8 +326,6 @@ class Device(LaunchHooks, DeviceRuntime):
         nothing can measure it.
         """
         return None
-
-    # ---------------------------------------------------------------- in a worker
 
     def torch_device(self, local_rank: int) -> torch.device:
         """The device of a worker; those beyond the number of devices share them in turn."""

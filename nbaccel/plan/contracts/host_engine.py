@@ -1,14 +1,11 @@
 """What starts this notebook's workers on other machines: the contract of an engine.
 
-    notebook process                                       each host
-    ----------------                                       ---------
-    Engine.hosts(config)        which hosts there are
-    Engine.start_nodes(hosts)  ── the user's Ray, or ──►   an actor of Ray's: `hosts.node_actor`
-                                  one by ssh or srun
-    NodeCrew                    the actors, ends all
-
-An engine finds hosts, and has Ray run one actor on each. All else (workers, messages, output,
-errors, weights) is the actor's, which is the same for all engines.
+notebook process                                       each host
+----------------                                       ---------
+Engine.hosts(config)        which hosts there are
+Engine.start_nodes(hosts)  ── the user's Ray, or ──►   an actor of Ray's: `hosts.node_actor`
+one by ssh or srun
+NodeCrew                    the actors, ends all
 """
 
 from __future__ import annotations

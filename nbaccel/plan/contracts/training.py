@@ -71,8 +71,7 @@ class Bundle:
     """
 
     models: tuple[nn.Module, ...] = ()  # models that are to be trained
-    # Torch optimizers, built over the parameters of these models, or stand-ins.
-    optimizers: tuple[Any, ...] = ()
+    optimizers: tuple[Any, ...] = ()  # torch's, over the parameters of these models, or stand-ins
     schedulers: tuple[Any, ...] = ()  # learning-rate schedulers of these optimizers, or stand-ins
     loaders: tuple[Any, ...] = ()  # data loaders, shared out already; also those prepared before
 
@@ -86,8 +85,7 @@ class Said:
     """Everything that may request a strategy."""
 
     run: RunConfig | None = None  # the configuration; None where none was given
-    # Plugins that an `Accelerator` was given, by the argument's name.
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # plugins by the argument's name
     handlers: tuple[Any, ...] = ()  # its ``kwargs_handlers``
     # Whether environment variables count: they do in a process that trains, and not where a launch
     # is planned, whose workers get variables of their own.
@@ -102,8 +100,7 @@ class Wanted:
     source: Source  # where the request comes from
     what: str  # the request, as messages write it: ``zero_stage=2``, ``fsdp_plugin``
     reason: str  # why it is taken, for the training plan
-    # Makes its settings; called where training begins, and not for a launch's plan.
-    settings: Callable[[], Any]
+    settings: Callable[[], Any]  # makes its settings; called where training begins
     headline: str = ""  # its part of the launch plan's first line
     choices: tuple[Choice, ...] = ()  # its lines of the launch plan's table
 
@@ -113,16 +110,13 @@ class TrainingRequest:
     """The settings given in a call, a configuration or the environment."""
 
     mixed_precision: str = "no"  # the precision by name
-    # Its source: an argument, the environment, a `RunConfig`, or a default.
-    precision_source: Source = "default"
+    precision_source: Source = "default"  # its source
     accumulation_steps: int = 1  # batches for one optimizer step
     accumulation_source: Source = "default"  # its source
     strategy: Wanted | None = None  # the requested strategy; None goes by the number of processes
-    # Which library computes in 8 bits, and how; None where it was not given.
-    fp8: Fp8Config | None = None
+    fp8: Fp8Config | None = None  # None where it was not given
     device: str = ""  # the row of the requested device; empty takes what there is
-    # Whether a loader's batch is cut up, or every process gets whole ones.
-    split_batches: bool = False
+    split_batches: bool = False  # whether a loader's batch is cut up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,8 +124,7 @@ class SaidBySettings:
     """What a strategy's settings say of training beside sharding."""
 
     mixed_precision: str | None = None  # the precision by name; None where they leave it open
-    # Batches for one optimizer step; None where they leave it open.
-    accumulation_steps: int | None = None
+    accumulation_steps: int | None = None  # batches for a step; None where they leave it open
     writes_shards: bool = False  # whether every process writes its own part of a checkpoint
     reason: str = ""  # why the strategy is taken, where only the settings can tell
     speaker: str = "what the strategy was told"  # what says it, as messages call it
@@ -145,29 +138,23 @@ class PrecisionSettings:
     device: torch.device  # what the model computes on
     autocast: AutocastKwargs  # arguments of ``torch.autocast``
     scaler: GradScalerKwargs  # arguments of ``torch.amp.GradScaler``
-    # Library and recipe of FP8; None where nothing was said. Its recipe is never ``auto`` where the
-    # library has any.
+    # None where nothing was said. Its recipe is never ``auto`` where the library has any.
     fp8: Fp8Config | None = None
-    # Whether the device has no products of 8 bits, so that they are emulated.
-    emulates_fp8: bool = False
+    emulates_fp8: bool = False  # whether the device has no products of 8 bits
     world_size: int = 1  # processes in total
     is_main: bool = True  # whether this is process 0, which speaks for all
     accumulation_steps: int = 1  # batches for one optimizer step
-    # Whether each process holds a part of each weight, as with `fully_shard`.
-    is_sharded: bool = False
-    # What was given as ``kwargs_handlers``, for a library's own objects.
-    handlers: tuple[Any, ...] = ()
+    is_sharded: bool = False  # whether each process holds a part of each weight
+    handlers: tuple[Any, ...] = ()  # ``kwargs_handlers``, for a library's own objects
 
 
 class Precision:
     """One number format."""
 
     name: ClassVar[str] = "no"  # as in its capability row
-    # Whether :meth:`convert` replaces layers, which is done even where a strategy's engine casts
-    # the model itself.
+    # Whether :meth:`convert` replaces layers, also where a strategy's engine casts the model.
     converts_layers: ClassVar[bool] = False
-    # What scales the loss and watches for infinite gradients; None where nothing must.
-    scaler: torch.amp.GradScaler | None = None
+    scaler: torch.amp.GradScaler | None = None  # scales the loss; None where nothing must
     dtype: torch.dtype | None = None  # what layers compute in; None leaves it to the parameters
     choices: tuple[Choice, ...] = ()  # what was decided while preparing, each with its reason
 
@@ -217,13 +204,10 @@ class Strategy:
     """One way to train in this process, together with the others of the run."""
 
     name: ClassVar[str]  # as in its capability row
-    # Whether models are cast, and the loss scaled, by the strategy's own engine.
-    owns_precision: ClassVar[bool] = False
-    # Whether `torch.distributed.fsdp` cuts weights up and gathers them.
-    shards_parameters: ClassVar[bool] = False
+    owns_precision: ClassVar[bool] = False  # whether its engine casts models and scales the loss
+    shards_parameters: ClassVar[bool] = False  # whether torch's FSDP cuts weights up
     choices: tuple[Choice, ...] = ()  # what was decided while preparing, each with its reason
-    # Lays out one tensor of a batch, of shape ``[rows, ...]``, that has been put on the device;
-    # None leaves it as it is.
+    # Lays out a tensor of a batch, of shape ``[rows, ...]``, on the device; None leaves it.
     place_batch: Callable[[torch.Tensor], None] | None = None
     # Is given the models while they are where they were built, most often in host memory, and may
     # be a collective; None where :meth:`wrap` is early enough.
