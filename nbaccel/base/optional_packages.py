@@ -56,8 +56,7 @@ def is_installed(module_name: str) -> bool:
 
 def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
     """Whether a module could be imported and belongs to an installed package."""
-    names = distributions or (module,)
-    return is_installed(module) and any(map(installed_version, names))
+    return is_installed(module) and any(map(installed_version, distributions or (module,)))
 
 
 def installed_version(distribution_name: str) -> str:

@@ -17,13 +17,7 @@ from rich.table import Table
 from typer.main import get_command
 
 from nbaccel import __version__
-from nbaccel.base.errors import (
-    InternalError,
-    MissingBackend,
-    NbaccelError,
-    PlatformUnsupported,
-    UserMistake,
-)
+from nbaccel.base import errors
 from nbaccel.config.capabilities import STRATEGIES
 
 
@@ -74,7 +68,6 @@ _COMMANDS: tuple[str, ...] = (
     "nbaccel.cli.commands:add_test",
     "nbaccel.cli.launch_command:add_to",
     "nbaccel.cli.commands:add_others",
-    "nbaccel.cli.env_command:add_to",
 )
 """Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
 
@@ -93,17 +86,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         # Typer ends so after an interrupt, without a word.
         return _tell_interrupt() if status == _INTERRUPTED else status
-    except InternalError:
+    except errors.InternalError:
         # A bug of nbaccel needs its traceback.
         raise
-    except NbaccelError as error:
+    except errors.NbaccelError as error:
         for line in f"nbaccel: {error}".splitlines():
             filled = textwrap.fill(
                 line, _WIDTH_CHARS, break_long_words=False, break_on_hyphens=False
             )
             print(filled, file=sys.stderr)
-        is_correctable = isinstance(error, (UserMistake, MissingBackend, PlatformUnsupported))
-        return _MISTAKE if is_correctable else _FAILED
+        correctable = (errors.UserMistake, errors.MissingBackend, errors.PlatformUnsupported)
+        return _MISTAKE if isinstance(error, correctable) else _FAILED
     except KeyboardInterrupt:
         return _tell_interrupt()
     return 0

@@ -1,4 +1,4 @@
-"""Subcommands: ``export``, ``test``, ``estimate-memory``, ``merge-weights`` and ``status``.
+"""Subcommands: ``export``, ``test``, ``estimate-memory``, ``merge-weights``, ``status``, ``env``.
 
 What they need beyond their options is imported when one of them runs.
 """
@@ -6,18 +6,23 @@ What they need beyond their options is imported when one of them runs.
 from __future__ import annotations
 
 import json
+import platform
 import re
 import sys
 import tempfile
+import textwrap
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nbaccel import __version__
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError, WorkerFailed
+from nbaccel.base.optional_packages import installed_version
 from nbaccel.base.units import format_bytes, format_number, format_seconds
 from nbaccel.cli import plain_table, terminal_console
 from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from nbaccel.cli.script_commands import ExportedFile
     from nbaccel.cli.script_making import MadeScript
     from nbaccel.config import RunConfig
+    from nbaccel.plan.inventory import Inventory
 
 
 _CLUSTERS = ("slurm", "ray")
@@ -67,9 +73,7 @@ def _export(
             show_default=False,
         ),
     ] = "",
-    overwrite: Annotated[
-        bool, own_option("--overwrite", help="Replace files that are there.")
-    ] = False,
+    overwrite: Annotated[bool, own_option("--overwrite", help="Replace what is there.")] = False,
     config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
@@ -99,12 +103,16 @@ def _export(
     print(f"{script_path}: code cells {cells}")
     for exported_file in exported_files[1:]:
         print(script_path.parent / exported_file.name)
+    _tell_changes(made_script, config_file)
+    print(f"Run it:\n\n    {command}\n")
+
+
+def _tell_changes(made_script: MadeScript, config_file: str | None) -> None:
     if made_script.num_magics:
         print(
             f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",
             file=sys.stderr,
         )
-    print(f"Run it:\n\n    {command}\n")
     if made_script.launch is not None and made_script.launch.unread and config_file is None:
         print(
             f"nbaccel: {', '.join(made_script.launch.unread)} of the launch cannot be read without "
@@ -369,6 +377,135 @@ def _show_runs(
     terminal_console().print(table)
 
 
+Facts = dict[str, dict[str, Any]]
+"""Values by name, in sections."""
+
+_PACKAGES = (
+    *("torch", "numpy", "transformers", "accelerate", "deepspeed", "torchao"),
+    *("transformer-engine", "torch-xla", "torch-tpu", "triton", "ray", "safetensors"),
+    *("pydantic", "typer", "ipykernel", "ipython", "ipywidgets", "jupyterlab", "notebook"),
+)
+_SHOWN_PREFIXES = (
+    *("NBACCEL_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "DS_", "NCCL_", "GLOO_", "CUDA_"),
+    *("TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "XLA_", "TPU_"),
+    *("PJRT_", "LIBTPU_", "SLURM_", "RAY_", "PARALLELISM_CONFIG_", "MEGATRON_LM_"),
+)
+_REPORTED_NAMES = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    | {"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "CONDA_DEFAULT_ENV", "VIRTUAL_ENV"}
+)
+_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
+_SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_HIDDEN_VALUE = "(set; not shown)"
+
+
+def _show_env(
+    config_file: Annotated[
+        str | None,
+        typer.Option("--config-file", metavar="FILE", help="Show this configuration file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    from nbaccel.plan.inspecting import inspect_machine
+
+    inventory = inspect_machine()
+    total_text = format_bytes(inventory.host_total_bytes)
+    shm_text = format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none"
+    facts: Facts = {
+        "nbaccel": {
+            "version": __version__,
+            "folder": str(Path(__file__).parent.parent),
+            "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "executable": sys.executable,
+            "front end": inventory.front_end,
+        },
+        "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
+        "machine": {
+            "system": platform.platform(),
+            "CPU cores": inventory.cpu_cores,
+            "CPU": platform.processor() or platform.machine(),
+            "memory": f"{total_text}, {format_bytes(inventory.host_available_bytes)} available",
+            "shared memory": shm_text,
+            "fork": inventory.fork_supported,
+            "memfd": inventory.memfd_supported,
+        },
+        "devices": _device_facts(inventory),
+        "variables": shown_variables(env.snapshot()),
+        "configuration file": _config_facts(config_file),
+    }
+    print(json.dumps(facts, indent=2) if as_json else _report_text(facts))
+
+
+def _report_text(facts: Facts) -> str:
+    """The facts as lines to paste."""
+    lines: list[str] = []
+    for section, values in facts.items():
+        lines.append(f"## {section}")
+        lines += [f"- {name}: {_line_of(value)}" for name, value in values.items()] or ["- none"]
+    return "\n".join(lines)
+
+
+def _line_of(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {inner_value}" for name, inner_value in value.items())
+    text = str(value)
+    return "\n" + textwrap.indent(text.rstrip(), " " * 6) if "\n" in text else text
+
+
+def _device_facts(inventory: Inventory) -> dict[str, Any]:
+    from nbaccel.devices.cuda import driver_versions
+
+    driver_version, cuda_version = driver_versions()
+    facts: dict[str, Any] = {
+        "NVIDIA driver": driver_version or inventory.gpu_note or "none",
+        **({"CUDA of the driver": cuda_version} if cuda_version else {}),
+    }
+    for unit in (*inventory.gpus, *inventory.accelerators):
+        major, minor = unit.compute_capability
+        facts[f"{unit.kind}:{unit.index}"] = (
+            f"{unit.name}, {format_bytes(unit.total_bytes)}, {format_bytes(unit.free_bytes)} free"
+            + (f", compute capability {major}.{minor}" if major else "")
+        )
+    if inventory.tpu is not None:
+        facts["TPU"] = {
+            name: value for name, value in asdict(inventory.tpu).items() if value not in ("", 0, ())
+        }
+    for number, problem in enumerate(inventory.problems):
+        facts[f"problem {number}"] = problem
+    return facts
+
+
+def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may matter, without secrets."""
+    return {
+        name: _HIDDEN_VALUE if _SECRET_NAME.search(name) else _SECRET_IN_URL.sub("...", value)
+        for name, value in sorted(environment.items())
+        if name in _REPORTED_NAMES or name.startswith(_SHOWN_PREFIXES)
+    }
+
+
+def _config_facts(config_file: str | None) -> dict[str, Any]:
+    from nbaccel.config import default_config_path
+
+    path = Path(config_file).expanduser() if config_file else default_config_path()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        return {"path": str(path), "content": "not there" if is_missing else str(error)}
+    return {"path": str(path), "content": _without_secrets(text)}
+
+
+def _without_secrets(file_text: str) -> str:
+    """Lines of a file; what stands behind a name that speaks of a secret is left out."""
+    lines = []
+    for line in file_text.splitlines():
+        name, separator, _ = line.partition(":")
+        is_secret = separator and _SECRET_NAME.search(name)
+        lines.append(f"{name}: {_HIDDEN_VALUE}" if is_secret else _SECRET_IN_URL.sub("...", line))
+    return "\n".join(lines)
+
+
 def add_others(app: typer.Typer) -> None:
     """Add the subcommands that come after ``launch``."""
     add_command(
@@ -395,3 +532,9 @@ def add_others(app: typer.Typer) -> None:
         "nbaccel launch. Runs that have ended are not shown.",
         short_help="what trains on this machine, and how far it is",
     )(_show_runs)
+    app.command(
+        "env",
+        help="Show versions, hardware, variables and the default configuration, to paste in a bug "
+        "report. Nothing is initialised for it, and values that may be secret are left out.",
+        short_help="what to paste in a bug report",
+    )(_show_env)

@@ -14,16 +14,7 @@ from rich.panel import Panel
 from rich.prompt import Confirm, InvalidResponse, PromptBase
 
 from nbaccel.base.errors import ConfigError, UserMistake
-from nbaccel.config import RunConfig
-from nbaccel.config.capabilities import (
-    DEVICES,
-    ENGINES,
-    FP8_BACKENDS,
-    PRECISIONS,
-    device_row,
-    engine_row,
-    precision_row,
-)
+from nbaccel.config import RunConfig, capabilities as rows
 from nbaccel.config.field_rules import FieldCheck
 from nbaccel.config.given_values import numbers_read, put_at
 from nbaccel.plan import registry
@@ -162,13 +153,15 @@ class _Questions:
             self.answers[place] = is_on if is_on or default != "no*" else None
             return
         devices_here = [
-            row.name for row in DEVICES if not registry.device(row.name).refusal(self._inventory)
+            row.name
+            for row in rows.DEVICES
+            if not registry.device(row.name).refusal(self._inventory)
         ]
         choices = words.format(
-            engines=" ".join(["auto", *(row.name for row in ENGINES)]),
+            engines=" ".join(["auto", *(row.name for row in rows.ENGINES)]),
             devices=" ".join(["auto", *devices_here]),
-            precisions=" ".join(row.name for row in PRECISIONS),
-            backends=" ".join(["auto", *(row.name for row in FP8_BACKENDS)]),
+            precisions=" ".join(row.name for row in rows.PRECISIONS),
+            backends=" ".join(["auto", *(row.name for row in rows.FP8_BACKENDS)]),
         ).split()
         if choices:
             shown = "  ".join(f"[cyan]{n}[/cyan] {word}" for n, word in enumerate(choices))
@@ -217,16 +210,16 @@ class _Questions:
             return wanted == (("no", "yes")[value] if isinstance(value, bool) else str(value))
         device = answers.get("device", "auto")
         engine = answers.get("engine", "auto")
-        row = ENGINES[0] if engine == "auto" else engine_row(engine)
+        row = rows.ENGINES[0] if engine == "auto" else rows.engine_row(engine)
         # With "auto" a file of hosts decides.
         own_command = bool(answers["?several"]) and not row.runs_on_hosts
         told: dict[str, bool] = {
             "has-hosts": bool(row.setting),
             "own-command": own_command,
             "one-command": not own_command,
-            "on-cpu": device_row(self._device if device == "auto" else device).in_host_memory,
+            "on-cpu": rows.device_row(self._device if device == "auto" else device).in_host_memory,
             "no-precision": "mixed_precision" not in answers,
-            "in-fp8": precision_row(answers.get("mixed_precision", "no")).has_backends,
+            "in-fp8": rows.precision_row(answers.get("mixed_precision", "no")).has_backends,
             "no-document": not answers.get("?document"),
             "shards-gradients": answers.get("zero_stage", 0) >= 2,
         }

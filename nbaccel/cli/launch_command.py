@@ -40,6 +40,15 @@ def add_to(app: typer.Typer) -> None:
     )
 
 
+_PeerOptions = Annotated[
+    bool,
+    own_option(
+        "--peer-options",
+        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
+    ),
+]
+
+
 def _launch(
     script: Annotated[
         str | None,
@@ -66,13 +75,7 @@ def _launch(
     quiet: Annotated[
         bool, own_option("-q", "--quiet", help="Leave out notes and warnings before the start.")
     ] = False,
-    peer_options: Annotated[
-        bool,
-        own_option(
-            "--peer-options",
-            help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
-        ),
-    ] = False,
+    peer_options: _PeerOptions = False,
     **further_options: Any,
 ) -> None:
     from nbaccel.cli import launch_request
@@ -83,13 +86,9 @@ def _launch(
     request = launch_request.read_launch_request(
         {**further_options, "debug": debug}, launch_request.read_settings_file(config_file)
     )
-    if script is None and not dry_run:
-        raise ConfigError(
-            f"SCRIPT must be given: got {script!r}. Write nbaccel launch [options] script.py [...]."
-        )
     read_script = _read_script(script or "SCRIPT", tuple(arguments or ()), module, no_python)
     if not dry_run:
-        _check_script(read_script)
+        _check_script(read_script, is_given=script is not None)
     from nbaccel.cli.script_commands import command_of_engine
 
     command = command_of_engine(request, read_script)
@@ -124,14 +123,17 @@ def _read_script(
     return Script(kind="program" if is_program else "file", target=target, arguments=arguments)
 
 
-def _check_script(script: Script) -> None:
+def _check_script(script: Script, *, is_given: bool) -> None:
     """Refuse what is not there."""
     target = script.target
+    if not is_given:
+        raise ConfigError(
+            f"{target} must be given: got nothing. Write nbaccel launch [options] script.py [...]."
+        )
     if script.kind == "module":
         top_name = target.partition(".")[0]
-        path = [str(Path.cwd()), *sys.path]
         # Not find_spec of the whole name, which imports the packages above it.
-        found = importlib.machinery.PathFinder.find_spec(top_name, path)
+        found = importlib.machinery.PathFinder.find_spec(top_name, [str(Path.cwd()), *sys.path])
         if found is None and top_name not in sys.builtin_module_names:
             raise ConfigError(
                 f"-m {target!r}: there is no module {top_name!r} here or among the installed "

@@ -15,26 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 from pydantic import ConfigDict, JsonValue, ValidationError
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config import deepspeed_document as zero_engine
-from nbaccel.config.capabilities import (
-    DEVICES,
-    ENGINES,
-    ENTRY_POINT_PROBLEMS,
-    PRECISIONS,
-    START_METHODS,
-    STRATEGIES,
-    engine_row,
-    words_of_rows,
-)
+from nbaccel.config import capabilities as rows, deepspeed_document as zero_engine
 from nbaccel.config.deepspeed_document import filter_contradictions, read_host_filter
 from nbaccel.config.field_rules import explain_mistakes, setting
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import plain_value, read_path, read_port, read_resume, shown
-from nbaccel.config.plugin_settings import (
-    read_dynamo_settings,
-    read_fsdp_settings,
-    read_worker_variables,
-)
+from nbaccel.config.handlers import read_dynamo_settings, read_fsdp_settings, read_worker_variables
 from nbaccel.config.text_forms import Exchangeable
 
 
@@ -80,9 +66,9 @@ def _of_nodes(config: RunConfig) -> Iterator[str]:
 def _of_start(config: RunConfig) -> Iterator[str]:
     is_inline = config.start_method == "inline"
     engine = chosen_engine(config)[0]
-    starts_all = engine_row(engine).runs_on_hosts
-    owner = next(row.name for row in ENGINES if row.setting == "hostfile")
-    sharding = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
+    starts_all = rows.engine_row(engine).runs_on_hosts
+    owner = next(row.name for row in rows.ENGINES if row.setting == "hostfile")
+    sharding = [row.name for row in rows.STRATEGIES if "fsdp_plugin" in row.arguments]
     if is_inline and config.num_processes not in (None, 1):
         yield (
             f'start_method="inline" cannot run num_processes={config.num_processes}: it means this '
@@ -121,15 +107,15 @@ def chosen_engine(config: RunConfig) -> tuple[str, str]:
     """The engine of a run, and why."""
     if config.engine != "auto":
         return config.engine, "asked for"
-    for row in ENGINES:
+    for row in rows.ENGINES:
         if row.setting and (value := getattr(config, row.setting)) is not None:
             return row.name, f"{row.setting}={value!r} names the hosts"
     if text := elastic_reason(config):
-        name = next(row.name for row in ENGINES if row.starts_scripts_only)
+        name = next(row.name for row in rows.ENGINES if row.starts_scripts_only)
         return name, f"{text}: the nodes agree again on who takes part"
     if config.num_nodes > 1:
-        return ENGINES[0].name, f"a fixed set of {config.num_nodes} nodes"
-    return ENGINES[0].name, "this machine"
+        return rows.ENGINES[0].name, f"a fixed set of {config.num_nodes} nodes"
+    return rows.ENGINES[0].name, "this machine"
 
 
 def elastic_reason(config: RunConfig) -> str:
@@ -159,11 +145,11 @@ if TYPE_CHECKING:
     StartMethodName = str
     EngineName = str
 else:
-    DeviceName = Literal[("auto", *(row.name for row in DEVICES))]
-    PrecisionName = Literal[tuple(row.name for row in PRECISIONS)]
-    StrategyName = Literal[("auto", *(row.name for row in STRATEGIES))]
-    StartMethodName = Literal[("auto", *(row.name for row in START_METHODS))]
-    EngineName = Literal[("auto", *(row.name for row in ENGINES))]
+    DeviceName = Literal[("auto", *(row.name for row in rows.DEVICES))]
+    PrecisionName = Literal[tuple(row.name for row in rows.PRECISIONS)]
+    StrategyName = Literal[("auto", *(row.name for row in rows.STRATEGIES))]
+    StartMethodName = Literal[("auto", *(row.name for row in rows.START_METHODS))]
+    EngineName = Literal[("auto", *(row.name for row in rows.ENGINES))]
 OnStop = Literal["keep", "discard"]
 TpuDriverName = Literal["auto", "torch_tpu", "torch_xla"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -192,21 +178,21 @@ class RunConfig(Exchangeable):
     device: DeviceName = setting(
         "auto",
         "What the workers compute on; auto takes GPUs or TPUs where there are some.",
-        words=words_of_rows(DEVICES),
-        problems=ENTRY_POINT_PROBLEMS,
+        words=rows.words_of_rows(rows.DEVICES),
+        problems=rows.ENTRY_POINT_PROBLEMS,
     )
     mixed_precision: PrecisionName = setting(
         "no",
         "Number format of the forward and backward pass; no keeps float32.",
-        words=words_of_rows(PRECISIONS),
-        problems=ENTRY_POINT_PROBLEMS,
+        words=rows.words_of_rows(rows.PRECISIONS),
+        problems=rows.ENTRY_POINT_PROBLEMS,
     )
     strategy: StrategyName = setting(
         "auto",
         "How workers train one model together; auto goes by the other settings, "
         "and by the plugins that training code gives.",
-        words=words_of_rows(STRATEGIES),
-        problems=ENTRY_POINT_PROBLEMS,
+        words=rows.words_of_rows(rows.STRATEGIES),
+        problems=rows.ENTRY_POINT_PROBLEMS,
     )
     start_method: StartMethodName = setting(
         "auto",
@@ -216,8 +202,8 @@ class RunConfig(Exchangeable):
     engine: EngineName = setting(
         "auto",
         "What brings workers on several machines together; auto goes by the other settings.",
-        words=words_of_rows(ENGINES),
-        problems=ENTRY_POINT_PROBLEMS,
+        words=rows.words_of_rows(rows.ENGINES),
+        problems=rows.ENTRY_POINT_PROBLEMS,
     )
     hostfile: str | None = setting(
         None,

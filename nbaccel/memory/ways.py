@@ -355,8 +355,7 @@ def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...
 
 def remedy(finder: CandidateFinder, config: RunConfig) -> str:
     """What to do where the chosen settings do not fit."""
-    candidates = finder.find(config)
-    best = next((found for found in candidates if found.is_best), None)
+    best = next((found for found in finder.find(config) if found.is_best), None)
     if best is not None:
         return f"{best.name} would fit."
     if finder.memory_model.sample_batch is not None:

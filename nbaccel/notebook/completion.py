@@ -15,14 +15,8 @@ from typing import Any, NamedTuple
 from IPython.core import completer, page
 
 from nbaccel.base import ipython_private
+from nbaccel.notebook import magic_line
 from nbaccel.notebook.cells import is_for_us
-from nbaccel.notebook.magic_line import (
-    SUBCOMMANDS,
-    MagicOption,
-    config_names,
-    find_option,
-    options_of,
-)
 from nbaccel.notebook.session import Session
 
 
@@ -129,19 +123,23 @@ class Completion:
         if head and not re.fullmatch(r"[\w.,\s]+=", head):
             return Matches()
         typed_subcommand, blank_after, typed_options = line_match["rest"].partition(" ")
-        names = [subcommand.name for subcommand in SUBCOMMANDS]
+        names = [subcommand.name for subcommand in magic_line.SUBCOMMANDS]
         if not blank_after:
             return _beginning(names, typed_subcommand, "magic")
         is_known = typed_subcommand in names
         return self._words(typed_options, typed_subcommand) if is_known else Matches()
 
     def _words(self, typed_options: str, subcommand: str) -> Matches:
-        options = options_of(subcommand)
+        options = magic_line.options_of(subcommand)
         *words_before, last_word = re.split(r"\s+", typed_options.lstrip()) or [""]
         typed_flag, sign, typed_part = last_word.partition("=")
-        if sign and (magic_option := find_option(options, typed_flag)) and magic_option.value:
+        if (
+            sign
+            and (magic_option := magic_line.find_option(options, typed_flag))
+            and magic_option.value
+        ):
             return self._values(magic_option, typed_part)
-        previous = find_option(options, words_before[-1]) if words_before else None
+        previous = magic_line.find_option(options, words_before[-1]) if words_before else None
         if previous is not None and previous.value:
             return self._values(previous, last_word)
         if subcommand in ("pull", "push") and not last_word.startswith("-"):
@@ -149,7 +147,7 @@ class Completion:
             typed_part = last_word.rpartition(",")[2]
             names = self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
             return _beginning(names, typed_part, "variable")
-        written = [find_option(options, word) for word in words_before]
+        written = [magic_line.find_option(options, word) for word in words_before]
         open_flags = [
             flag
             for option in options
@@ -158,9 +156,9 @@ class Completion:
         ]
         return _beginning(open_flags, last_word, "option")
 
-    def _values(self, option: MagicOption, typed_part: str) -> Matches:
+    def _values(self, option: magic_line.MagicOption, typed_part: str) -> Matches:
         if option.name == "config":
-            return _beginning(config_names(self._session.shell.user_ns), typed_part)
+            return _beginning(magic_line.config_names(self._session.shell.user_ns), typed_part)
         if option.name == "out":
             typed_part = typed_part.rpartition(",")[2]
             return _beginning(self._worker_names(typed_part), typed_part, "variable")

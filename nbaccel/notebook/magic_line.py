@@ -205,8 +205,7 @@ def flag_of(config: RunConfig, field_name: str) -> str:
 
 def changed_flags(config: RunConfig, left_out: Iterable[str] = ()) -> list[str]:
     """The options that give a configuration: of all settings that have not their defaults."""
-    changed = changed_settings(config)
-    return [flag_of(config, name) for name in changed if name not in left_out]
+    return [flag_of(config, name) for name in changed_settings(config) if name not in left_out]
 
 
 # By its letters --on is nearest to -n, which would start other workers.

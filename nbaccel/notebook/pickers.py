@@ -188,9 +188,8 @@ class Picker(HasTraits):
 
         with self._model.lock:
             self._model.postpone_memory()
-            live_view = self._live_view()
             # `display(widget)` would add the widget's repr as text; what is below has all of it.
-            bundle = publish.widget_bundle(live_view.root)
+            bundle = publish.widget_bundle(self._live_view().root)
             display(bundle, raw=True)  # type: ignore[no-untyped-call]
             # The same id in all cells that show this picker, so that an update reaches each.
             kept = self._kept_output()

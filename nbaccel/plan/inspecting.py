@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -204,10 +205,9 @@ def _smaller_bytes(found_bytes: int, limit_bytes: int | None) -> int:
 
 def _file_system_bytes(folder: Path) -> int:
     try:
-        system = os.statvfs(folder)
-    except (OSError, AttributeError):  # no such folder; no such call on Windows
+        return shutil.disk_usage(folder).total
+    except (OSError, AttributeError):  # no such folder; no such call
         return 0
-    return system.f_blocks * system.f_frsize
 
 
 def _detect_front_end(environ: Mapping[str, str]) -> str:

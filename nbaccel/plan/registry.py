@@ -18,18 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, MissingBackend, PlatformUnsupported
 from nbaccel.base.public_names import NOT_INSTALLED, missing_name_of
-from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.capabilities import (
-    DEVICES,
-    FP8_BACKENDS,
-    PRECISIONS,
-    STRATEGIES,
-    device_row,
-    engine_row,
-    fp8_backend,
-    precision_row,
-    strategy_row,
-)
+from nbaccel.config import Fp8Config, RunConfig, capabilities as rows
 from nbaccel.config.capability_rows import DeviceSigns, Fp8Choice, StrategyRow
 from nbaccel.plan.contracts.device import Device, DeviceRuntime, UnlistedDevice
 from nbaccel.plan.contracts.host_engine import Engine
@@ -43,13 +32,13 @@ if TYPE_CHECKING:
 
 def device(device_name: str) -> Device:
     """The implementation of a device."""
-    device_class: type[Device] = load_object(device_row(device_name).path)
+    device_class: type[Device] = load_object(rows.device_row(device_name).path)
     return device_class()
 
 
 def device_runtime(device_name: str) -> DeviceRuntime:
     """What a process that computes on a device needs of it."""
-    if any(row.name == device_name for row in DEVICES):
+    if any(row.name == device_name for row in rows.DEVICES):
         return device(device_name)
     return UnlistedDevice(device_name)
 
@@ -57,7 +46,7 @@ def device_runtime(device_name: str) -> DeviceRuntime:
 def devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
     """All devices in the order of their rows, but those that cannot be loaded."""
     loaded_devices = []
-    for row in DEVICES:
+    for row in rows.DEVICES:
         if names is not None and row.name not in names:
             continue
         # Another package's module may raise anything, and must not disable the other devices.
@@ -92,7 +81,9 @@ def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:
             return has_sign(signs)
         return any(getattr(inventory, fact) for fact in signs.facts)
 
-    return devices({row.name for row in DEVICES if row.signs is None or is_possible(row.signs)})
+    return devices(
+        {row.name for row in rows.DEVICES if row.signs is None or is_possible(row.signs)}
+    )
 
 
 def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
@@ -123,16 +114,17 @@ def precision(
     compute_capability: tuple[int, int] | None = None,
 ) -> type[Precision]:
     """The implementation of a precision."""
-    row = precision_row(precision_name)
+    row = rows.precision_row(precision_name)
     choice = Fp8Choice()
     if row.has_backends:
-        device_row_of = device_row(device_name) if device_name else None
+        device_row_of = rows.device_row(device_name) if device_name else None
         backend = "" if fp8 is None else fp8.backend
-        choice = fp8_backend(backend, device_row_of, compute_capability)
+        choice = rows.fp8_backend(backend, device_row_of, compute_capability)
     if choice.problem:
+        others = ", ".join(row.name for row in rows.PRECISIONS if row.path)
         raise PlatformUnsupported(
             f"mixed_precision={precision_name!r} ({row.meaning}) cannot be trained in: "
-            f"{choice.problem}. Use one of {', '.join(row.name for row in PRECISIONS if row.path)}."
+            f"{choice.problem}. Use one of {others}."
         )
     precision_class: type[Precision] = load_object((choice.row or row).path)
     return precision_class
@@ -141,20 +133,20 @@ def precision(
 def layer_restorers() -> Iterator[Callable[[Any], list[tuple[Any, Any]]]]:
     """What gives a module its own layers back, of each FP8 library that this process has used."""
     paths = {
-        row.restore: None for row in FP8_BACKENDS if row.restore and row.library in sys.modules
+        row.restore: None for row in rows.FP8_BACKENDS if row.restore and row.library in sys.modules
     }
     return (load_object(path) for path in paths)
 
 
 def strategy(strategy_name: str) -> type[Strategy]:
     """The implementation of a strategy."""
-    strategy_class: type[Strategy] = load_object(strategy_row(strategy_name).path)
+    strategy_class: type[Strategy] = load_object(rows.strategy_row(strategy_name).path)
     return strategy_class
 
 
 def wanted_strategy(said: Said) -> Wanted | None:
     """The strategy that was requested."""
-    requests = [wanted for row in STRATEGIES if (wanted := _request_of(row, said)) is not None]
+    requests = [wanted for row in rows.STRATEGIES if (wanted := _request_of(row, said)) is not None]
     # In the order of `Source`, the strongest first.
     for source in get_args(Source):
         requests_of_source = [wanted for wanted in requests if wanted.source == source]
@@ -216,7 +208,7 @@ def _wanted(row: StrategyRow, said: Said, source: Source, what: str, plugin: Any
 
 def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
     """The settings of a strategy: those given, or its defaults."""
-    capability_row = strategy_row(strategy_name)
+    capability_row = rows.strategy_row(strategy_name)
     settings = _settings_among(capability_row, handlers)
     if settings is not None or not capability_row.settings:
         return settings
@@ -233,7 +225,7 @@ def check_strategy(strategy_name: str, device_type: str, config: RunConfig | Non
     """Refuse, before a process starts, what cannot train in it."""
     if not strategy_name:
         return
-    capability_row = strategy_row(strategy_name)
+    capability_row = rows.strategy_row(strategy_name)
     if capability_row.check:
         load_object(capability_row.check)(device_type)
     if capability_row.judge and config is not None:
@@ -242,14 +234,14 @@ def check_strategy(strategy_name: str, device_type: str, config: RunConfig | Non
 
 def enter_worker(device_type: str) -> None:
     """Let the libraries of all strategies prepare this worker for their use."""
-    for row in STRATEGIES:
+    for row in rows.STRATEGIES:
         if row.enter:
             load_object(row.enter)(device_type)
 
 
 def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str] | None:
     """Likely cause of a worker's death and the remedy, where a strategy or device knows more."""
-    for row in STRATEGIES:
+    for row in rows.STRATEGIES:
         if row.explain_signal:
             hint: tuple[str, str] | None = load_object(row.explain_signal)(signal_name, functions)
             if hint is not None:
@@ -260,19 +252,19 @@ def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str
 
 def load_advisor() -> Any:
     """What finds the fastest configuration of a strategy that has one to find."""
-    for row in STRATEGIES:
+    for row in rows.STRATEGIES:
         if row.advisor:
             return load_object(row.advisor)
     raise MissingBackend(
         "advise finds configurations of strategies that have an advisor, and of "
-        f"{', '.join(row.name for row in STRATEGIES)} none has one. Nothing can be compared. "
+        f"{', '.join(row.name for row in rows.STRATEGIES)} none has one. Nothing can be compared. "
         "Install nbaccel with its DeepSpeed backend."
     )
 
 
 def plugin_class(class_name: str) -> Any:
     """The class of a strategy's settings, by the name that users import."""
-    for row in STRATEGIES:
+    for row in rows.STRATEGIES:
         if row.settings.endswith(f":{class_name}"):
             return load_object(row.settings)
     return missing_name_of(class_name, NOT_INSTALLED, "nbaccel.utils.dataclasses")
@@ -280,12 +272,12 @@ def plugin_class(class_name: str) -> Any:
 
 def settings_forms() -> tuple[Any, ...]:
     """What pickers offer of strategies that have settings of their own: ``SettingsForm``s."""
-    return tuple(load_object(row.form)() for row in STRATEGIES if row.form)
+    return tuple(load_object(row.form)() for row in rows.STRATEGIES if row.form)
 
 
 def engine(engine_name: str) -> Engine:
     """The implementation of an engine that has workers run on other hosts."""
-    engine_class: type[Engine] = load_object(engine_row(engine_name).path)
+    engine_class: type[Engine] = load_object(rows.engine_row(engine_name).path)
     return engine_class()
 
 

@@ -7,35 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.units import count_noun, format_bytes
-from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.capabilities import (
-    DEVICES,
-    ENGINES,
-    device_row,
-    engine_row,
-    fp8_backend,
-    group_backend,
-    precision_row,
-    start_method_row,
-    strategy_fits,
-    strategy_row,
-)
+from nbaccel.config import Fp8Config, RunConfig, capabilities as rows
 from nbaccel.config.capability_rows import DeviceRow, EngineRow, Fp8Choice
 from nbaccel.config.run_config import chosen_engine, elastic_reason
-from nbaccel.plan import registry
+from nbaccel.plan import registry, training_plan
 from nbaccel.plan.contracts.training import Said, Wanted
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.plan.launch_plan import Choice, Plan
-from nbaccel.plan.training_plan import (
-    fp8_choices,
-    fp8_mistakes,
-    fp8_warnings,
-    precision_mistakes,
-    precision_warnings,
-    unfit_count,
-    unfit_precision,
-)
 
 # Memory of a worker before its first tensor: measured 117-134 MiB, beside shared libraries.
 _WORKER_FLOOR_BYTES = 150 * 2**20
@@ -106,7 +85,8 @@ def resolve(
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
     engine = _choose_engine(config, findings)
-    device_chosen, engine_chosen = device_row(str(device.value)), engine_row(str(engine.value))
+    device_chosen = rows.device_row(str(device.value))
+    engine_chosen = rows.engine_row(str(engine.value))
     count = _choose_num_processes(config, found, device_chosen, engine_chosen, findings)
     run = _Run(
         config=config,
@@ -150,7 +130,7 @@ def resolve(
             start_method,
             threads,
             precision,
-            *fp8_choices(config.fp8 or Fp8Config(), fp8),
+            *training_plan.fp8_choices(config.fp8 or Fp8Config(), fp8),
             *strategy_choices,
             group_backend_choice,
             port,
@@ -166,7 +146,9 @@ def _inspect(config: RunConfig, inventory: Inventory | None, findings: _Findings
         return found
     found, mistake = with_named_gpus(found, named_setting(config))
     # GPUs of the notebook's machine do not matter where workers run on hosts.
-    is_of_workers = inventory is not None or not engine_row(chosen_engine(config)[0]).runs_on_hosts
+    is_of_workers = (
+        inventory is not None or not rows.engine_row(chosen_engine(config)[0]).runs_on_hosts
+    )
     if mistake and is_of_workers:
         findings.mistakes.append(mistake)
     return found
@@ -176,7 +158,7 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
     if config.device != "auto":
         if refusal_text := registry.device(config.device).refusal(found):
             findings.mistakes.append(refusal_text)
-        if device_row(config.device).never_run:
+        if rows.device_row(config.device).never_run:
             asked = f'device="{config.device}"'
             findings.warnings.append(f"{asked} has never been run. Please report what happens.")
         reason = f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
@@ -196,12 +178,12 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
         if unused_devices
         else f"no GPU found{note_text}"
     )
-    return Choice("device", DEVICES[0].name, none_text)
+    return Choice("device", rows.DEVICES[0].name, none_text)
 
 
 def _idle_devices_text(device_name: str, found: Inventory) -> str:
     """The devices that are there beside the requested one."""
-    if not device_row(device_name).in_host_memory:
+    if not rows.device_row(device_name).in_host_memory:
         return ""
     idle_devices = [
         _describe_units(device.row, units)
@@ -213,7 +195,7 @@ def _idle_devices_text(device_name: str, found: Inventory) -> str:
 
 def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
     name, reason = chosen_engine(config)
-    if engine_row(name).runs_on_hosts:
+    if rows.engine_row(name).runs_on_hosts:
         engine = registry.engine(name)
         unavailable_reason = engine.unavailable_reason(config) or engine.unready_reason()
         if unavailable_reason:
@@ -223,7 +205,7 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
             f"rdzv_backend={config.rdzv_backend!r} is no rendezvous of torch elastic. Give one of "
             f"{', '.join(_RENDEZVOUS_BACKENDS)}."
         )
-    elif engine_row(name).starts_scripts_only:
+    elif rows.engine_row(name).starts_scripts_only:
         text = elastic_reason(config) or f"engine={name!r}"
         findings.mistakes.append(
             f"{text} needs torchrun's agent on every machine, which starts no functions of a "
@@ -249,7 +231,7 @@ def _choose_num_processes(
             reason = f"{count_noun(len(hosts), 'host')}, whose devices are counted at the start"
     elif config.start_method == "inline" or device.start_methods == ("inline",):
         reason = 'start_method="inline" is this one process'
-    elif config.strategy != "auto" and strategy_row(config.strategy).drives_all:
+    elif config.strategy != "auto" and rows.strategy_row(config.strategy).drives_all:
         reason = f'strategy="{config.strategy}" drives all devices from one process'
     elif units := registry.device(device.name).units(found):
         count, reason = len(units), f"one per {device.noun}, {len(units)} found"
@@ -296,7 +278,7 @@ def _choose_start_method(run: _Run) -> Choice:
     elif run.num_processes == 1 and (config.log_dir, config.shown_output) != (None, None):
         name = "shown_output" if config.log_dir is None else "log_dir"
         reason = f"{name} needs the worker's output in pipes of its own"
-    elif run.engine == ENGINES[0] and run.world_size == 1 and config.max_restarts == 0:
+    elif run.engine == rows.ENGINES[0] and run.world_size == 1 and config.max_restarts == 0:
         method, reason = "inline", "one worker needs no other process; a debugger works"
     methods = run.device.start_methods
     if methods and method not in methods:
@@ -326,7 +308,7 @@ def _choose_threads(run: _Run) -> Choice:
 def _choose_backend(run: _Run) -> Choice:
     setting_name = "process_group_backend"
     row, num_workers, num_units = run.device, run.num_processes, len(run.units)
-    backend_name = group_backend(row, num_local=num_workers, num_devices=num_units)
+    backend_name = rows.group_backend(row, num_local=num_workers, num_devices=num_units)
     # Such a backend takes any number of ranks on one device, so there is nothing to decide.
     if row.group_backend == row.shared_group_backend:
         return Choice(setting_name, backend_name, f"for {row.name}")
@@ -366,16 +348,20 @@ def _choose_port(config: RunConfig, findings: _Findings) -> Choice:
 
 def _choose_fp8(run: _Run) -> Fp8Choice:
     """The library that computes in 8 bits; none where the precision is one of torch's own."""
-    if not precision_row(run.config.mixed_precision).has_backends:
+    if not rows.precision_row(run.config.mixed_precision).has_backends:
         return Fp8Choice()
     # That of the oldest GPU that gets a worker; None where no GPU does.
     capability = min((gpu.compute_capability for gpu in run.units_with_workers), default=None)
     said = run.config.fp8 or Fp8Config()
-    choice = fp8_backend(said.backend, run.device, capability)
+    choice = rows.fp8_backend(said.backend, run.device, capability)
     if choice.row is not None and not choice.problem:
-        mistakes = fp8_mistakes(said, choice.row, capability, world_size=run.world_size)
+        mistakes = training_plan.fp8_mistakes(
+            said, choice.row, capability, world_size=run.world_size
+        )
         run.findings.mistakes.extend(mistakes)
-        run.findings.warnings.extend(fp8_warnings(said, choice.row, run.device, capability))
+        run.findings.warnings.extend(
+            training_plan.fp8_warnings(said, choice.row, run.device, capability)
+        )
     return choice
 
 
@@ -386,10 +372,10 @@ def _choose_precision(run: _Run, fp8_choice: Fp8Choice) -> Choice:
     gpus = {
         f"GPU {gpu.index} ({gpu.name})": gpu.compute_capability for gpu in run.units_with_workers
     }
-    precision = precision_row(name)
-    mistakes = [*precision_mistakes(precision, fp8_choice, run.device, gpus)]
+    precision = rows.precision_row(name)
+    mistakes = [*training_plan.precision_mistakes(precision, fp8_choice, run.device, gpus)]
     run.findings.mistakes.extend(mistakes)
-    warnings = precision_warnings(precision, run.device, {} if mistakes else gpus)
+    warnings = training_plan.precision_warnings(precision, run.device, {} if mistakes else gpus)
     run.findings.warnings.extend(warnings)
     return Choice("mixed_precision", name, _AS_REQUESTED)
 
@@ -404,25 +390,25 @@ def _choose_strategy(run: _Run, fp8_choice: Fp8Choice) -> tuple[Wanted | None, t
         return None, ()
     if wanted is None:
         return None, ()
-    row = strategy_row(wanted.strategy)
+    row = rows.strategy_row(wanted.strategy)
     name = row.headline or row.name
-    precision = precision_row(run.config.mixed_precision)
+    precision = rows.precision_row(run.config.mixed_precision)
     level = (run.config.fp8 or Fp8Config()).opt_level
-    if problem := unfit_precision(wanted.what, row, precision, fp8_choice, level):
+    if problem := training_plan.unfit_precision(wanted.what, row, precision, fp8_choice, level):
         mistakes.append(problem)
-    if not strategy_fits(row, run.device):
+    if not rows.strategy_fits(row, run.device):
         mistakes.append(
             f"{wanted.what} is not supported on {run.device.name}: {name} trains on "
             f"{', '.join(row.devices)} alone. Give one of these, or leave {wanted.what} out."
         )
-    if problem := unfit_count(row, wanted.what, run.world_size):
+    if problem := training_plan.unfit_count(row, wanted.what, run.world_size):
         mistakes.append(problem)
     choice = Choice("strategy", row.name, f"{_AS_REQUESTED}: {row.meaning}")
     return wanted, wanted.choices or (choice,)
 
 
 def _check_memory(run: _Run, method: Choice) -> None:
-    if not start_method_row(str(method.value)).separate_processes:
+    if not rows.start_method_row(str(method.value)).separate_processes:
         return
     needed_bytes = run.num_processes * _WORKER_FLOOR_BYTES
     free_bytes = run.found.host_available_bytes
@@ -436,7 +422,7 @@ def _check_memory(run: _Run, method: Choice) -> None:
 
 
 def _platform_problem(found: Inventory, method: Choice) -> str:
-    if not start_method_row(str(method.value)).separate_processes:
+    if not rows.start_method_row(str(method.value)).separate_processes:
         return ""
     if found.fork_supported and found.memfd_supported:
         return ""
@@ -476,7 +462,7 @@ _NONE_AT_ALL = ("", "-1", "NoDevFiles")
 
 def named_setting(config: RunConfig, host_devices: Sequence[int] = ()) -> str | None:
     """``CUDA_VISIBLE_DEVICES`` of the workers; None where nothing was said, or no GPU is used."""
-    if config.device != "auto" and device_row(config.device).in_host_memory:
+    if config.device != "auto" and rows.device_row(config.device).in_host_memory:
         return None
     if host_devices:
         return ",".join(map(str, host_devices))

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,7 @@ from nbaccel.base import env
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, precision_row, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.config.handlers import DYNAMO_VARIABLES, FSDP_VARIABLES
-from nbaccel.config.plugin_settings import setting_variables
+from nbaccel.config.handlers import DYNAMO_VARIABLES, FSDP_VARIABLES, setting_variables
 
 ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"
 """Accelerate has a variable for it with FSDP only."""
@@ -183,10 +183,9 @@ def shared_memory_variables(place: Topology, device: str) -> dict[str, str]:
 def _free_shared_bytes() -> int:
     """Free bytes of the file system that shared memory is in; 0 where there is none."""
     try:
-        system = os.statvfs(SHARED_MEMORY)
+        return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return 0
-    return system.f_bavail * system.f_frsize
 
 
 def remove_shared_memory(worker_places: Iterable[Topology]) -> None:

@@ -10,18 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config import Fp8Config
-from nbaccel.config.capabilities import (
-    DEVICES,
-    FP8_RECIPE_CAPABILITIES,
-    PRECISIONS,
-    STRATEGIES,
-    computes_in,
-    device_row,
-    fp8_backend,
-    strategy_fits,
-    strategy_row,
-)
+from nbaccel.config import Fp8Config, capabilities as rows
 from nbaccel.config.capability_rows import DeviceRow, Fp8Choice, Fp8Row, PrecisionRow, StrategyRow
 from nbaccel.config.text_forms import changed_settings
 from nbaccel.plan.contracts.training import Source, TrainingRequest, Wanted
@@ -45,7 +34,7 @@ def precision_mistakes(
             f'mixed_precision="{name}" is not available here: {fp8.problem}. Install it, give fp8 '
             'another backend, or give "bf16".'
         )
-    elif not computes_in(device, row):
+    elif not rows.computes_in(device, row):
         reason = dict(device.refused).get(name, f"it needs {row.needs}")
         best = "".join(f'"{trained}" or ' for trained in device.precisions[-1:])
         remedy = 'fp8={"backend": "native"}, which emulates it, or ' if fp8.row else ""
@@ -119,7 +108,7 @@ def fp8_mistakes(
             f"{', '.join(row.recipes)}, or another backend."
         )
     elif capability is not None and not _gpu_has(recipe, capability):
-        lowest, above = FP8_RECIPE_CAPABILITIES[recipe]
+        lowest, above = rows.FP8_RECIPE_CAPABILITIES[recipe]
         bound = f" and below {_dotted(above)}" if above < (99, 0) else ""
         yield (
             f"fp8.recipe={recipe!r} needs a GPU of compute capability {_dotted(lowest)} or newer"
@@ -165,7 +154,7 @@ def unfit_precision(
     what: str, strategy: StrategyRow, precision: PrecisionRow, choice: Fp8Choice, level: str
 ) -> str:
     """Why a strategy does not train in a precision; empty where it does."""
-    if strategy_fits(strategy, choice.row or precision):
+    if rows.strategy_fits(strategy, choice.row or precision):
         return ""
     backend = f" (backend {choice.row.name!r})" if choice.row else ""
     reason = f"{strategy.name} trains in {', '.join(strategy.precisions)} alone"
@@ -182,9 +171,9 @@ def unfit_precision(
 
 
 def _gpu_has(recipe: str, compute_capability: tuple[int, int]) -> bool:
-    if recipe not in FP8_RECIPE_CAPABILITIES:
+    if recipe not in rows.FP8_RECIPE_CAPABILITIES:
         return True
-    lowest, above = FP8_RECIPE_CAPABILITIES[recipe]
+    lowest, above = rows.FP8_RECIPE_CAPABILITIES[recipe]
     # A GPU without FP8 emulates, which any recipe allows.
     return lowest <= compute_capability < above or compute_capability < (8, 9)
 
@@ -232,7 +221,7 @@ class TrainingPlan:
 
     def headline(self) -> str:
         """The plan in one line."""
-        row = strategy_row(self.strategy)
+        row = rows.strategy_row(self.strategy)
         text = "float32" if self.mixed_precision == "no" else self.mixed_precision
         parts = [row.headline or row.name, f"on {self.device.upper()}", text]
         if self.num_processes > 1:
@@ -283,7 +272,9 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
         num_processes=found.world_size,
         choices=all_choices,
         warnings=(
-            *_judge_precision(asked, found, strategy_row(str(strategy_choice.value)), fp8_choice),
+            *_judge_precision(
+                asked, found, rows.strategy_row(str(strategy_choice.value)), fp8_choice
+            ),
             *_effect_warnings(asked.strategy, found),
         ),
     )
@@ -291,15 +282,17 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
 
 def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
     if strategy is not None and _takes_effect(strategy, found):
-        row = strategy_row(strategy.strategy)
+        row = rows.strategy_row(strategy.strategy)
         if problem := unfit_count(row, strategy.what, found.world_size):
             raise ConfigError(problem)
         return Choice("strategy", row.name, strategy.reason)
     word = "one" if found.world_size == 1 else "several"
     row = next(
         row
-        for row in STRATEGIES
-        if row.is_default and row.processes == word and strategy_fits(row, device_row(found.device))
+        for row in rows.STRATEGIES
+        if row.is_default
+        and row.processes == word
+        and rows.strategy_fits(row, rows.device_row(found.device))
     )
     return Choice("strategy", row.name, row.default_reason.format(world_size=found.world_size))
 
@@ -318,7 +311,7 @@ def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
 
 def _takes_effect(strategy: Wanted, found: ProcessFacts) -> bool:
     # A strategy that shards needs a group, which a process without a launcher cannot make.
-    return found.can_join or not strategy_row(strategy.strategy).needs_group
+    return found.can_join or not rows.strategy_row(strategy.strategy).needs_group
 
 
 def _effect_warnings(strategy: Wanted | None, found: ProcessFacts) -> Iterator[str]:
@@ -330,10 +323,10 @@ def _effect_warnings(strategy: Wanted | None, found: ProcessFacts) -> Iterator[s
 
 
 def _device_reason(asked: TrainingRequest, found: ProcessFacts) -> str:
-    device = device_row(found.device)
+    device = rows.device_row(found.device)
     if asked.device == device.name:
         return f"the {device.noun} was asked for"
-    if device == DEVICES[0]:
+    if device == rows.DEVICES[0]:
         return "no GPU was found"
     # Without a word of what it is: a dry run of torch_xla has a device and no chip.
     return f"this process computes on {found.device_name}"
@@ -356,21 +349,21 @@ def _source_text(source: Source, default_text: str) -> str:
 
 def _fp8_choice(asked: TrainingRequest, found: ProcessFacts) -> Fp8Choice:
     """The library that computes; none where the precision is one of torch's own."""
-    if asked.mixed_precision not in (row.name for row in PRECISIONS if row.has_backends):
+    if asked.mixed_precision not in (row.name for row in rows.PRECISIONS if row.has_backends):
         return Fp8Choice()
     backend = "auto" if asked.fp8 is None else asked.fp8.backend
-    return fp8_backend(backend, device_row(found.device), found.compute_capability)
+    return rows.fp8_backend(backend, rows.device_row(found.device), found.compute_capability)
 
 
 def _judge_precision(
     asked: TrainingRequest, found: ProcessFacts, strategy: StrategyRow, fp8: Fp8Choice
 ) -> Iterator[str]:
     """Refuse what is not supported; yield warnings."""
-    rows_by_name = {row.name: row for row in PRECISIONS}
+    rows_by_name = {row.name: row for row in rows.PRECISIONS}
     if asked.mixed_precision not in rows_by_name:
         known = ", ".join(rows_by_name)
         raise ConfigError(f"mixed_precision={asked.mixed_precision!r} is unknown. Give {known}.")
-    device = device_row(found.device)
+    device = rows.device_row(found.device)
     precision = rows_by_name[asked.mixed_precision]
     capability = found.compute_capability
     gpus = {f"this GPU ({found.device_name})": capability} if capability else {}

@@ -20,24 +20,11 @@ from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import count_noun, format_bytes
-from nbaccel.config import Fp8Config, RunConfig, run_config_of
-from nbaccel.config.capabilities import (
-    DEVICES,
-    FP8_BACKENDS,
-    device_row,
-    fp8_backend,
-    precision_row,
-)
+from nbaccel.config import Fp8Config, RunConfig, capabilities as rows, run_config_of
 from nbaccel.config.given_values import closest
+from nbaccel.memory import settings_form
 from nbaccel.memory.estimate import MemoryBar, MemoryNeed, refuse_unsized
 from nbaccel.memory.memory_model import MemoryModel
-from nbaccel.memory.settings_form import (
-    ChoiceOption,
-    FilledConfig,
-    Setting,
-    SettingsForm,
-    settings_forms,
-)
 from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
 from nbaccel.notebook.picker import choices
 from nbaccel.notebook.picker.config_text import faces_of, read_settings_source
@@ -99,13 +86,13 @@ class PickerModel:
             self._finder = CandidateFinder(self._memory_model)
         self.is_memory_postponed = False  # whether the memory is still to be estimated
         self._past: list[RunConfig] = []
-        self._before: dict[SettingsForm, RunConfig] = {}
+        self._before: dict[settings_form.SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
         # What `_kept` keeps; cleared with every change.
         self._known: dict[tuple[Any, ...], Any] = {}
         self._take_over(self.config, ())
 
-    def setting(self, name: str) -> Setting:
+    def setting(self, name: str) -> settings_form.Setting:
         """A choice by its name."""
         found = choices.by_name().get(name)
         if found is None:
@@ -147,7 +134,7 @@ class PickerModel:
         place = 0
         for (kind, text, is_used), equal_units in groupby(described):
             last = place + len(list(equal_units)) - 1
-            noun = device_row(kind).noun
+            noun = rows.device_row(kind).noun
             numbers = [f"{noun} {number}" for number in range(place, last + 1)]
             if len(numbers) > _MAX_SINGLE_UNITS:
                 numbers = [f"{noun} {place} to {last}"]
@@ -174,7 +161,7 @@ class PickerModel:
         if self.plan is None or self._memory_model is None:
             return ""
         document = next(iter(self._documents().values()), {})
-        told = (form.batch_size(document) for form in settings_forms())
+        told = (form.batch_size(document) for form in settings_form.settings_forms())
         per_process = next(told, None) or self._memory_model.num_samples
         if per_process is None:
             return ""
@@ -187,19 +174,19 @@ class PickerModel:
         return f"{total} per step{product}."
 
     @_kept
-    def offers(self, name: str) -> tuple[tuple[ChoiceOption, str], ...]:
+    def offers(self, name: str) -> tuple[tuple[settings_form.ChoiceOption, str], ...]:
         """The options of a choice, each with why it cannot be chosen; empty where it can."""
         setting = self.setting(name)
         return tuple((one, self._option_refusal(setting, one.value)) for one in setting.options)
 
-    def _option_refusal(self, setting: Setting, value: Any) -> str:
+    def _option_refusal(self, setting: settings_form.Setting, value: Any) -> str:
         if value == self.value(setting.name):
             return ""  # the present value stays selectable, whatever is wrong with it
         form = choices.form_of(setting.name)
         if form is not None:
             return form.option_refusal(self.config, setting, value)
         if setting.name == "fp8.backend":
-            row = {row.name: row for row in FP8_BACKENDS}.get(value)
+            row = {row.name: row for row in rows.FP8_BACKENDS}.get(value)
             if row is not None and row.package and not is_installed(row.package):
                 return f"{row.package} is not installed"
         try:
@@ -225,7 +212,7 @@ class PickerModel:
     def is_shown(self, name: str) -> bool:
         """Whether a choice means anything as things are."""
         if name.startswith(choices.FP8):
-            if not precision_row(self.config.mixed_precision).has_backends:
+            if not rows.precision_row(self.config.mixed_precision).has_backends:
                 return False
             return name == "fp8.backend" or self._is_read(name.removeprefix(choices.FP8))
         form = choices.form_of(name)
@@ -238,14 +225,14 @@ class PickerModel:
     def _is_read(self, fp8_name: str) -> bool:
         """Whether the FP8 backend, with its recipe, reads a setting."""
         fp8 = self.config.fp8 or Fp8Config()
-        row = {row.name: row for row in FP8_BACKENDS}.get(fp8.backend)
+        row = {row.name: row for row in rows.FP8_BACKENDS}.get(fp8.backend)
         if row is None:
             units = registry.usable_units(self.inventory)
             name = self.config.device
             if name == "auto":
-                name = units[0].kind if units else DEVICES[0].name
+                name = units[0].kind if units else rows.DEVICES[0].name
             known = [unit.compute_capability for unit in units if unit.kind == name]
-            row = fp8_backend("auto", device_row(name), min(known, default=None)).row
+            row = rows.fp8_backend("auto", rows.device_row(name), min(known, default=None)).row
         if row is None or fp8_name not in row.settings:
             return False
         return fp8_name not in HISTORY_SETTINGS or recipe_of(fp8, row) == "delayed"
@@ -287,7 +274,7 @@ class PickerModel:
 
     def editable_text(self) -> str:
         """The configuration as JSON that `load` takes: a strategy's own, or the `RunConfig`."""
-        documents = (form.document(self.config) for form in settings_forms())
+        documents = (form.document(self.config) for form in settings_form.settings_forms())
         settings = next(filter(None, documents), None)
         if settings is None:
             settings = json.loads(self.config.model_dump_json(exclude_defaults=True))
@@ -311,7 +298,7 @@ class PickerModel:
     def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
         if config != self.config:
-            for form in settings_forms():
+            for form in settings_form.settings_forms():
                 if form.is_chosen(self.config):
                     self._before[form] = self.config
             # A new list of at most `_MAX_UNDO` entries, the present state included.
@@ -373,8 +360,7 @@ class PickerModel:
             remedy_text = "Give the model: configure(model, batch)."
             return FitVerdict(None, "Memory is not shown.", remedy_text)
         if self.need is None:
-            reason = self._measured()[1]
-            return FitVerdict(None, "Memory cannot be estimated.", reason)
+            return FitVerdict(None, "Memory cannot be estimated.", self._measured()[1])
         if self.need.lacking:
             would_fit = "" if self._finder is None else remedy(self._finder, self.config)
             return FitVerdict(False, f"Does not fit: {self.need.lacking_text}.", would_fit)
@@ -397,11 +383,11 @@ class PickerModel:
         return {name: document for name, document in filled if document is not None}
 
     @_kept
-    def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
+    def _filled(self) -> list[tuple[settings_form.SettingsForm, settings_form.FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
         batch = None if self._memory_model is None else self._memory_model.sample_batch
         inputs = (self.config, self.plan, self.module, batch)
-        return [(form, form.filled_in(*inputs)) for form in settings_forms()]
+        return [(form, form.filled_in(*inputs)) for form in settings_form.settings_forms()]
 
     @property
     def suggest_refusal(self) -> str:
@@ -473,7 +459,10 @@ class PickerModel:
     def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
         with contextlib.suppress(ConfigError):  # reported when it is chosen
             config = self.config.changed(**changes)
-            sizes = (form.batch_size(form.document(config) or {}) for form in settings_forms())
+            sizes = (
+                form.batch_size(form.document(config) or {})
+                for form in settings_form.settings_forms()
+            )
             model.activation_bytes(config, next(filter(None, sizes), None))
 
 

@@ -454,8 +454,7 @@ class PickerView:
         self._messages = self._form.new_html()
         self.actions: ActionsRow | None = None
         self._syncs: list[Callable[[], None]] = []  # each shows a part of the model's present state
-        is_whole = tuple(panels) == PANELS
-        inside = self._whole(panels) if is_whole else self._panels(panels)
+        inside = self._whole(panels) if tuple(panels) == PANELS else self._panels(panels)
         self.root = self._form.new_box([widget, *inside], "nbaccel-picker")
         self.sync()
 
