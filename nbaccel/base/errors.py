@@ -130,8 +130,7 @@ class PortTaken(UserMistake, OSError):
 
     def __init__(self, message: str, *, port: int | None = None) -> None:
         super().__init__(message)
-        # OSError reads (errno, text) from two arguments and then renders them itself. One
-        # argument keeps the message as written; the number is what `except OSError` code tests.
+        # From two arguments OSError would make a text of its own; code tests the number.
         self.errno = errno.EADDRINUSE
         self.port = port
 

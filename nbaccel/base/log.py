@@ -20,9 +20,7 @@ ROOT_LOGGER_NAME = "nbaccel"
 class _RankAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Puts ``[rank 1]`` before a message, as the environment says: a launch here restores it."""
 
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, Any]:
         text = env.read("RANK")
         return (msg if text is None else f"[rank {text}] {msg}"), kwargs
 

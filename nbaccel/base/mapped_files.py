@@ -18,8 +18,7 @@ from nbaccel.base import env
 _BOOT_NUMBER = Path("/proc/sys/kernel/random/boot_id")  # drawn anew by each start of a system
 _PAGE_BYTES = mmap.PAGESIZE
 
-# Mappings of `transfer.memfd`, which is above this module. An address belongs to one of them in the
-# life of a process's memory; weak, so that a mapping ends with its last tensor.
+# Mappings of `transfer.memfd`; weak, so that a mapping ends with its last tensor.
 _LIVING_MAPPINGS: WeakSet[Any] = WeakSet()
 
 

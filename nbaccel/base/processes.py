@@ -91,8 +91,7 @@ def describe_process(process_id: int) -> str:
         facts = psutil.Process(process_id).as_dict(["cmdline", "name"])
     except psutil.NoSuchProcess:
         return f"process {process_id}"
-    # A process has no command line for a moment after it was started, and as a zombie; that of
-    # another user may be hidden.
+    # One that was just started, a zombie, or of another user has no command line.
     command = " ".join(facts["cmdline"] or ())[:_LONGEST_COMMAND] or facts["name"]
     return f"process {process_id} ({command})" if command else f"process {process_id}"
 

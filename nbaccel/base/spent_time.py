@@ -28,8 +28,7 @@ class SpentTime:
     communication_s: float  # in collectives, which includes waiting for other ranks there
     # Whether some exchange of gradients could not be measured; it is part of the computing.
     is_partial: bool = False
-    # What the first step computed for longer than the second: devices and libraries start in it,
-    # which tells nothing of the steps to come.
+    # What the first step computed for longer than the second: libraries start in it.
     starting_s: float = 0.0
 
     @property

@@ -196,9 +196,8 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
     """The shape of this rank's part of a DTensor, and where it begins in the whole."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     return tuple(shape), tuple(offset)
 
 
@@ -438,8 +437,8 @@ def has_state_loading_hooks(optimizer: Any) -> bool:
 
 
 def _scaling_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    # `LossScaler` could count stages itself. Flags of infinite gradients, which a fused optimizer
-    # looks at on the device, are nowhere else; and a precision from outside may use torch's class.
+    # Flags of infinite gradients are nowhere else, and a precision from outside may use torch's
+    # class.
     states: dict[int, dict[str, Any]] = scaler._per_optimizer_states
     return states
 
@@ -479,9 +478,7 @@ def has_stepped(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     return state is not None and state["stage"].name == "STEPPED"
 
 
-def infinity_flags(
-    scaler: torch.amp.GradScaler, optimizer: Any | None = None
-) -> list[torch.Tensor]:
+def infinity_flags(scaler: torch.amp.GradScaler, optimizer: Any = None) -> list[torch.Tensor]:
     """The flags of infinite gradients, float tensors of one element: above 0 if there are any."""
     states = _scaling_states(scaler)
     chosen = states.values() if optimizer is None else [states.get(id(optimizer), {})]

@@ -73,8 +73,7 @@ class _ModulePatcher(MetaPathFinder):
 
 
 # --------------------------------------------------------------------------- Accelerate
-# Its state is set up by the first `Accelerator` and then used by all later ones: in a worker forked
-# from a notebook that has used it, each would take itself for the only process.
+# In a worker forked from a notebook that has used it, each would take itself for the only process.
 
 # Accelerate sets it on what it has prepared, and returns what has it as it is. Seen in 1.15.
 _MARK = "_is_accelerate_prepared"
@@ -154,8 +153,7 @@ def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 # ------------------------------------------------------------------------- transformers
-# A Trainer's accelerator was made for the notebook's single process. Before it trains, evaluates or
-# predicts in a worker for the first time, it gets one for the worker's place.
+# A Trainer's accelerator was made for the notebook's single process; in a worker it gets another.
 
 
 def is_sharding_new_models() -> bool:
@@ -207,9 +205,8 @@ def _rebuild_accelerator(trainer: Any) -> None:
 
 
 # ---------------------------------------------------------------------------- Lightning
-# A Trainer's strategy and launcher are chosen once, in the constructor, for the process it runs in.
-# Seen with Lightning 2.6 in a launch of two workers: a trainer of one process trained alone in
-# each, on all of the data, and one with `ddp_notebook` waited for processes that never started.
+# A Trainer's strategy is chosen in the constructor. Seen with Lightning 2.6 in two workers: one of
+# one process trained alone in each, and one with `ddp_notebook` waited for ever.
 
 _BUILT_IN = "_nbaccel_built_in_process"
 

@@ -60,8 +60,7 @@ def head_of_file(
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, list[int]]:
     """All that comes before the first tensor, and where each tensor begins in the file."""
-    # Tensors are given by name, type, shape and bytes; those with the largest elements should come
-    # first, so that each begins at a multiple of its element's size.
+    # Tensors are given by name, type, shape and bytes, those with the largest elements first.
     # Hugging Face's libraries look for "format".
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     begins: list[int] = []

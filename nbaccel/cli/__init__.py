@@ -49,9 +49,7 @@ def terminal_console() -> TerminalConsole:
 
 def plain_table(title: str, *columns: str) -> Table:
     """A table without lines, whose long cells are wrapped."""
-    table = Table(
-        title=title or None, title_justify="left", box=None, pad_edge=False, show_edge=False
-    )
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, header_style="bold", overflow="fold")
     return table

@@ -121,22 +121,20 @@ def _tell_changes(made_script: MadeScript, config_file: str | None) -> None:
         )
 
 
-def _settings(
-    made_script: MadeScript, config_file: str | None, further_options: dict[str, Any]
-) -> RunConfig:
+def _settings(made: MadeScript, config_file: str | None, further: dict[str, Any]) -> RunConfig:
     from nbaccel.cli.launch_request import SettingsFile, read_launch_request, read_settings_file
     from nbaccel.config.text_forms import changed_settings
 
     file = read_settings_file(config_file)
-    if made_script.launch is not None:
+    if made.launch is not None:
         file_config = file.merge({})
         settings = changed_settings(file_config)
-        told = made_script.launch.settings
+        told = made.launch.settings
         # A file that was given for this comes after the notebook, one that was saved before it.
         first, last = (told, settings) if config_file else (settings, told)
         config = type(file_config)().changed(**{**first, **last})
         file = SettingsFile(config=config, name=file.name or "the notebook")
-    request = read_launch_request(further_options, file)
+    request = read_launch_request(further, file)
     for note in request.notes:
         print(f"nbaccel: {note}", file=sys.stderr)
     return request.config
@@ -165,9 +163,7 @@ def _files(
 def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
     already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
     if already and not overwrite:
-        raise ConfigError(
-            f"{', '.join(already)} would be replaced. Give --overwrite, or another --output."
-        )
+        raise ConfigError(f"{', '.join(already)} would be replaced. Give --overwrite or --output.")
     folder.mkdir(parents=True, exist_ok=True)
     for exported_file in exported_files:
         atomic.write_text(folder / exported_file.name, exported_file.text)
@@ -523,9 +519,8 @@ def add_others(app: typer.Typer) -> None:
         # Accelerate takes several words after --dtypes.
         context_settings={"allow_extra_args": True},
     )(_estimate)
-    app.command("merge-weights", help=_MERGE_HELP, short_help="whole weights out of FSDP's shards")(
-        _merge
-    )
+    short_help = "whole weights out of FSDP's shards"
+    app.command("merge-weights", help=_MERGE_HELP, short_help=short_help)(_merge)
     app.command(
         "status",
         help="Show the runs of this user on this machine that go on: of notebooks, scripts and "

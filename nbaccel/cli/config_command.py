@@ -122,9 +122,7 @@ def _import(
     from nbaccel.config.config_files import accelerate_path, load_config_file
 
     if source is None and not accelerate_path().is_file():
-        raise ConfigError(
-            f"Accelerate has no configuration file {accelerate_path()}. Give the path of one."
-        )
+        raise ConfigError(f"Accelerate has no configuration file {accelerate_path()}. Give one.")
     console = _console()
     loaded = load_config_file(source or accelerate_path())
     _show_mapped(console, loaded)
@@ -203,9 +201,8 @@ def _console() -> Console:
 def _show_yaml(console: Console, yaml_text: str) -> None:
     from rich.syntax import Syntax
 
-    console.print(
-        Syntax(yaml_text.rstrip() or "{}", "yaml", theme="ansi_dark", background_color="default")
-    )
+    text = yaml_text.rstrip() or "{}"
+    console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
 
 
 def _show_mapped(console: Console, loaded: LoadedConfig) -> None:

@@ -6,6 +6,7 @@ An answer is judged by the rules of its setting before the next question.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -23,10 +24,9 @@ from nbaccel.plan.resolving import resolve
 
 _NO_ANSWER = "-"  # Stands for "leave it open" where an empty line means the default
 
-# The place of the answer (with a question mark it goes nowhere), the question, the default (yes and
-# no make it a question for these, none at all one that must be answered), the words to choose from,
-# and when it is asked: answers that were given, or properties of them. An answer with a star leaves
-# its place empty.
+# The place of the answer (`?`: nowhere), the question, the default (yes and no make it a question
+# for these, none one that must be answered), the words to choose from, and when it is asked. An
+# answer with a star leaves its place empty.
 _TABLE = """
 ?several                    | Do several machines take part?                       | no
 engine                      | What brings their workers together?                  | auto     | {engines} | ?several=yes
@@ -166,9 +166,8 @@ class _Questions:
         if choices:
             shown = "  ".join(f"[cyan]{n}[/cyan] {word}" for n, word in enumerate(choices))
             self._console.print(f"[dim]  {shown.replace('*', '')}[/dim]")
-        prompt = _Prompt(
-            text, lambda answer: self.read(place, answer, choices), console=self._console
-        )
+        read = partial(self.read, place, choices=choices)
+        prompt = _Prompt(text, read, console=self._console)
         answer = prompt(default=default.rstrip("*") or ...)
         # An empty line gives the default as it stands, unread.
         is_unread = isinstance(answer, str) and answer == default.rstrip("*")

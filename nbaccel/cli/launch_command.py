@@ -35,9 +35,8 @@ shows where each value is from and what would happen.
 
 def add_to(app: typer.Typer) -> None:
     """Add the subcommand."""
-    add_command(
-        app, "launch", _launch, description=_LAUNCH_HELP, short_help="a script on all devices"
-    )
+    short_help = "a script on all devices"
+    add_command(app, "launch", _launch, description=_LAUNCH_HELP, short_help=short_help)
 
 
 _PeerOptions = Annotated[
@@ -115,9 +114,7 @@ def _read_script(
     from nbaccel.config.call_arguments import Script
 
     if is_module and is_program:
-        raise ConfigError(
-            f"-m and --no-python contradict each other for {target!r}. Leave one of them out."
-        )
+        raise ConfigError(f"-m and --no-python contradict each other: {target!r}. Leave one out.")
     if is_module:
         return Script(kind="module", target=target, arguments=arguments)
     return Script(kind="program" if is_program else "file", target=target, arguments=arguments)

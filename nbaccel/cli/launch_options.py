@@ -64,10 +64,9 @@ class PeerOption:
         return f"refused: {self.reason}" if self.effect == "refused" else self.reason
 
 
-# A heading has the command, the effect, and the strategy that it needs. Below it stand the flags,
-# with `=value` behind those of a switch, and the target or the reason; `*` stands for each of the
-# names in `_FAMILIES`. argparse, which torchrun uses, takes beginnings of names: its guides write
-# --nnode.
+# A heading has the command, the effect, and the strategy that it needs; below it stand flags, with
+# `=value` behind those of a switch, and the target or the reason. `*`: see `_FAMILIES`. argparse
+# takes beginnings of names: torchrun's guides write --nnode.
 _TABLE = """
 accelerate launch: setting
     --cpu=cpu                            device

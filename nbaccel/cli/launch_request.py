@@ -284,9 +284,8 @@ class _OptionReader:
         gpu_ids = str(given.get("gpu_ids") or "all").replace(" ", "")
         given_flags = [flag for _, _, flag in filters] + ["--gpu-ids"] * (gpu_ids != "all")
         if len(given_flags) > 1:
-            self.mistakes.append(
-                f"{' and '.join(given_flags)} choose devices twice. Leave one of them out."
-            )
+            flags = " and ".join(given_flags)
+            self.mistakes.append(f"{flags} choose devices twice. Leave one of them out.")
         elif gpu_ids != "all":
             self._choose_visible(gpu_ids.split(","), "--gpu-ids")
         elif filters:
@@ -311,9 +310,8 @@ class _OptionReader:
     def _choose_visible(self, numbers: list[str], flag: str) -> None:
         """A setting, not a variable of this command, so that the plan knows what is left out."""
         if not all(number.isdecimal() for number in numbers):
-            self.mistakes.append(
-                f"{flag} must name devices by number: got {','.join(numbers)!r}. Write 0,1."
-            )
+            got = ",".join(numbers)
+            self.mistakes.append(f"{flag} must name devices by number: got {got!r}. Write 0,1.")
             return
         variables = self.settings.get("variables", self.file.config.variables) or {}
         if isinstance(variables, dict):  # the setting itself says what else is wrong

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from nbaccel import __version__
 from nbaccel.base import env
@@ -56,8 +56,7 @@ class ExportedFile:
     submit: str = ""  # the command that starts what is in it; empty for a file that others read
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """How the nodes of a job find each other, as words of a shell."""
 
     node_rank: str
@@ -136,8 +135,7 @@ def _meeting_words(config: RunConfig) -> list[str]:
 
 def _accelerate_words(config: RunConfig, place: _Place | None) -> list[str]:
     num_processes = (config.num_processes or 1) * config.num_nodes
-    # Under --cpu it starts one process, whatever the number; so workers on the CPU are asked for
-    # by a variable.
+    # Under --cpu it starts one process; so workers on the CPU are asked for by a variable.
     several = ["--multi_gpu"] if num_processes > 1 and not config.uses_deepspeed else []
     deepspeed = ["--use_deepspeed"] if config.uses_deepspeed else []
     count_words = [f"--num_processes {num_processes}"]
@@ -197,9 +195,7 @@ def _has_accelerators(config: RunConfig) -> bool:
 
 
 def _slurm_job(config: RunConfig, stem: str) -> ExportedFile:
-    place = _Place(
-        node_rank='"$SLURM_NODEID"', master_addr='"$MASTER_ADDR"', master_port='"$MASTER_PORT"'
-    )
+    place = _Place('"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
     num_workers = config.num_processes or 1
     text = _filled(
         "slurm.sbatch",
@@ -249,8 +245,7 @@ JOBS = {"slurm": _slurm_job, "ray": _ray_job}
 
 
 _IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a job
-# Without it nodes never meet again after one was lost: the first keeps the address of its first
-# round and publishes it in no later one (torch 2.13).
+# Without it nodes never meet again after one was lost (torch 2.13).
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # What no option and no variable of these commands says.
 _NOT_TORCHRUN = (

@@ -73,9 +73,8 @@ def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:
     frame = user_frame(reversed(record.raised.frames))
     place_text = f" ({place(frame)})" if frame else ""
     status = exit_status_of(int(code_text) if is_number else code_text)
-    print(
-        f"nbaccel: rank {record.rank} left with exit status {status}{place_text}", file=sys.stderr
-    )
+    left = f"rank {record.rank} left with exit status {status}{place_text}"
+    print(f"nbaccel: {left}", file=sys.stderr)
     return status
 
 

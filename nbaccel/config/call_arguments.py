@@ -110,8 +110,7 @@ def _function_name(function: Any) -> str:
 
 
 def _signature_of(function: Any) -> inspect.Signature | None:
-    # A decorator may pass further arguments to the function that it wraps, so its own signature
-    # counts, not the wrapped one's.
+    # A decorator may pass further arguments to the function that it wraps.
     try:
         return inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some functions written in C have no signature

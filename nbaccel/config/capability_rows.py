@@ -94,8 +94,7 @@ class Fp8Row:
     auto_with: str = ""  # The module with which ``auto`` takes it, where that is not `package`
     refused_below: tuple[int, int] = (0, 0)  # Compute capability under which a GPU cannot do it
     emulated_below: tuple[int, int] = (0, 0)  # Where products are computed in another format
-    # ``module:function`` that gives a module its own layers back, and returns the parameters that
-    # it replaced, each with the one in its place
+    # ``module:function`` that restores a module's layers; returns pairs of replaced parameters
     restore: str = ""
     library: str = ""  # What must be imported for its layers to exist
     shards: str = ""  # ``module:object`` that reads weights in parts, a `nbaccel.abc.ShardReader`
@@ -128,8 +127,7 @@ class StrategyRow:
     default_reason: str = ""  # Why it is taken then, with ``{world_size}``
     needs_group: bool = False  # Whether it does nothing where no process group can be made
     distributed_type: str = ""  # What Accelerate calls it; empty where that depends on the device
-    # ``module:Class`` of its settings; an object of it among ``kwargs_handlers`` asks for the
-    # strategy, unless it is a default one. The module is light.
+    # ``module:Class`` of its settings, which ask for it as a handler unless it is a default; light
     settings: str = ""
     arguments: tuple[str, ...] = ()  # Arguments of `Accelerator` that take them, and so ask for it
     # ``module:function`` that makes them of what such an argument was given, or of a run's
@@ -144,11 +142,10 @@ class StrategyRow:
     library: str = ""  # What must be imported for its shards to exist
     shards: str = ""  # Module that reads them, a :class:`~nbaccel.abc.ShardReader`
     enter: str = ""  # ``module:function`` that prepares a worker, given its device's type; light
-    # ``module:function`` that knows why a signal has ended a worker in its library, given the
-    # signal's name and the functions on the worker's stack; it is light
+    # ``module:function`` that explains a signal, given its name and the functions on the stack;
+    # light
     explain_signal: str = ""
-    # ``module:function`` that looks at a process before the library is in it, for the reader's
-    # ``tear_down``; it is light
+    # ``module:function`` that looks at a process beforehand, for the reader's ``tear_down``; light
     observe: str = ""
     form: str = ""  # ``module:Class`` of its `memory.settings_form.SettingsForm` for pickers
     advisor: str = ""  # ``module:function`` that finds its fastest configuration that fits

@@ -116,9 +116,7 @@ class _Reading:
         """A section; empty, and a mistake, where it is none."""
         if isinstance(value, Mapping):
             return {str(name): inner_value for name, inner_value in value.items()}
-        self.mistakes.append(
-            f"{key}={shown(value)} must be a section. Write names and values below it."
-        )
+        self.mistakes.append(f"{key}={shown(value)} must be a section, names with values below it.")
         return {}
 
     def is_of_type(self, distributed_type: str) -> bool:
@@ -206,15 +204,10 @@ def is_accelerate_file(settings: Mapping[str, Any]) -> bool:
 
 def read_accelerate_yaml(
     source: str | Path, changes: Mapping[str, Any] | None = None
-) -> AccelerateFile:
-    """Read a configuration file of Accelerate: YAML, or JSON, of any version.
+) -> LoadedConfig:
+    """Read a configuration file of Accelerate, or its text: YAML, or JSON, of any version.
 
-    Args:
-        source: The file's path, or its text.
-        changes: Settings of `RunConfig` that replace the file's, before they are judged.
-
-    Returns:
-        The settings, and what each key became.
+    `changes` are settings of `RunConfig` that replace the file's, before they are judged.
 
     Raises:
         ConfigError: It cannot be read, names something unknown, or asks for what nbaccel lacks;
@@ -650,14 +643,9 @@ def default_config_path() -> Path:
 def load_config_file(
     path: str | Path | None = None, changes: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
-    """Read a configuration file, of nbaccel or of Accelerate.
+    """Read a configuration file, of nbaccel or of Accelerate; None: the default one, if there.
 
-    Args:
-        path: The file; None for the default file, which need not be there.
-        changes: Settings that replace the file's, before all are judged together.
-
-    Returns:
-        The settings, and what became of Accelerate's keys.
+    `changes` replace the file's settings, before all are judged together.
 
     Raises:
         ConfigError: It cannot be read, or settings in it are wrong; all mistakes.

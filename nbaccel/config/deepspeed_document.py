@@ -157,11 +157,9 @@ def stage_left_open(document: Mapping[str, Any]) -> int:
     return _AUTO_STAGE if isinstance(section, Mapping) and section.get("stage") == _AUTO_WORD else 0
 
 
-def disagreements(
-    config_document: Mapping[str, Any], given_settings: Mapping[str, Any]
-) -> list[str]:
+def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]) -> list[str]:
     """Contradictions between a run and its DeepSpeed configuration."""
-    decided_settings = taken_out(config_document)[1]
+    decided_settings = taken_out(document)[1]
     config_mistakes = [
         f"{setting_name}={given_settings[setting_name]!r} contradicts the DeepSpeed configuration, "
         f'which says {decided_value!r}. Leave one out, or write "auto" there.'
@@ -170,7 +168,7 @@ def disagreements(
     ]
     # A section that only turns its own precision off decides none, and still contradicts that one.
     precision_name = given_settings.get("mixed_precision")
-    section = config_document.get(str(precision_name))
+    section = document.get(str(precision_name))
     if "mixed_precision" in decided_settings or not isinstance(section, Mapping):
         return config_mistakes
     if section.get("enabled") is False:
@@ -199,8 +197,7 @@ def engine_config(run_config: Any) -> dict[str, Any] | None:
     config |= open_settings
     if run_config.gradient_accumulation_steps is not None:
         config["gradient_accumulation_steps"] = run_config.gradient_accumulation_steps
-    # These are known only where the training is prepared; without them DeepSpeed would refuse the
-    # configuration or take its default.
+    # Known only where the training is prepared; DeepSpeed would refuse or take its default.
     for open_key in (*BATCH_SIZES, "gradient_clipping"):
         config.setdefault(open_key, _AUTO_WORD)
     return config

@@ -219,9 +219,8 @@ class FullyShardedDataParallelPlugin(Settings):
         self._warn_of_fsdp1()
         # The default depends on the version that was given, so it is read before it becomes 2.
         if self.state_dict_type is None:
-            self.state_dict_type = (
-                _kind_of(self.state_dict_config) or _STATE_TYPES[self.fsdp_version != 1]
-            )
+            usual = _STATE_TYPES[self.fsdp_version != 1]
+            self.state_dict_type = _kind_of(self.state_dict_config) or usual
         self.fsdp_version = 2
         choice = self.sharding_strategy or self.reshard_after_forward
         if choice is None or isinstance(choice, bool):

@@ -362,8 +362,7 @@ class RunConfig(Exchangeable):
         def __init__(self, **settings: Any) -> None:
             # Before pydantic sees them: an enum's member or a scalar of torch would be refused.
             given_settings = {name: plain_value(value) for name, value in settings.items()}
-            # The document decides only settings that were not given; `disagreements` compares the
-            # others.
+            # The document decides only settings that were not given.
             config_document, file_settings = _read_document(given_settings)
             settings = {**file_settings, **given_settings}
             all_mistakes: list[str] = []
@@ -376,8 +375,7 @@ class RunConfig(Exchangeable):
                 validation_error = error
                 all_mistakes = [*explain_mistakes(type(self), error, settings, said_by=said_by)]
                 wrong_names = {str(detail["loc"][0]) for detail in error.errors()}
-                # Built again from the valid settings, so that contradictions among them are
-                # reported at once, too. The object is never returned: an error follows.
+                # Built again, for contradictions among the valid ones; an error follows.
                 super().__init__(
                     **{name: value for name, value in settings.items() if name not in wrong_names}
                 )
@@ -458,13 +456,7 @@ class Configured(Protocol):
 
 
 def run_config_of(given_config: Any) -> RunConfig:
-    """The settings that were given as ``config=``.
-
-    Args:
-        given_config: A `RunConfig`, or an object with one as its ``config``, such as a picker.
-
-    Returns:
-        The settings as they are now.
+    """The settings of a `RunConfig`, or of an object with one as its ``config``, such as a picker.
 
     Raises:
         ConfigError: It is neither.

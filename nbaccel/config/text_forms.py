@@ -34,9 +34,7 @@ def read_file(file_path: str | Path) -> dict[str, Any]:
     try:
         source_text = Path(file_path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
-        raise ConfigError(
-            f"{source} cannot be read: {error}. Give the path of a JSON file."
-        ) from error
+        raise ConfigError(f"{source} cannot be read: {error}. Give the path of a file.") from error
     return read_object(source_text, source)
 
 
@@ -145,9 +143,8 @@ def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, A
         key_names = [name for name, _ in key_pairs]
         repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
         if repeated_names:
-            raise ConfigError(
-                f"{source_name} names {', '.join(repeated_names)} more than once. Remove one."
-            )
+            names = ", ".join(repeated_names)
+            raise ConfigError(f"{source_name} names {names} more than once. Remove one.")
         return dict(key_pairs)
 
     return once

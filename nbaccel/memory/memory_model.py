@@ -44,9 +44,8 @@ class MemoryLimits:
         """The machine with no more than that, and with devices where some are asked for."""
         # A size of 0 would stand for one that is not known.
         if self.device is not None:
-            units = machine.gpus or tuple(
-                Gpu(index=number, name="device") for number in range(num_processes)
-            )
+            made_up = (Gpu(index=number, name="device") for number in range(num_processes))
+            units = machine.gpus or tuple(made_up)
             gpus = [
                 replace(one, total_bytes=self.device or 1, free_bytes=self.device) for one in units
             ]
@@ -150,8 +149,7 @@ class MemoryModel:
         precision = "fp32" if config.mixed_precision == "no" else "bf16"
         key = (samples, precision, config.activation_checkpointing)
         if key not in self._activations and samples > own_samples:
-            # In proportion: what does not grow with the batch is counted too often then, and a
-            # measurement of a large model takes a second.
+            # In proportion, as a measurement of a large model takes a second.
             own_bytes = self.activation_bytes(config, own_samples)
             return -(-own_bytes * samples // max(1, own_samples))
         if key not in self._activations:
@@ -256,12 +254,10 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
 
 
 # ------------------------------------------------------------------------------ FSDP
-# torch's ``fully_shard`` (FSDP2): each process keeps one part of parameters, gradients and
-# optimizer states, in the parameters' own format (Rajbhandari et al. 2020, ZeRO, section 5.3; the
-# same as ZeRO-3). The layers that are wrapped on their own are gathered for their forward and
-# backward pass, in the format of the computation, and the next one is gathered ahead. What no
-# wrapped layer holds belongs to the model itself, which stays gathered from the forward to the
-# backward pass (torch's documentation of ``reshard_after_forward``).
+# torch's ``fully_shard``: each process keeps one part of parameters, gradients and optimizer
+# states, in the parameters' own format (Rajbhandari et al. 2020, ZeRO, section 5.3). Wrapped layers
+# are gathered in the format of the computation, the next one ahead. What none holds stays gathered
+# from the forward to the backward pass (torch's documentation of ``reshard_after_forward``).
 
 _GATHERED_LAYERS = 2
 """The one that computes and the one that is gathered ahead (torch's default prefetching)."""
@@ -319,9 +315,8 @@ def fsdp_estimate(
         # Gradients are whole until they are reduced, from a copy in float32.
         layer_moment = (_GATHERED_LAYERS + 1) * layer_bytes + _REDUCED_BYTES * sizes.largest_layer
         root_moment = (compute_bytes + _REDUCED_BYTES) * sizes.root
-        gathered = Bytes(
-            buckets=compute_bytes * sizes.root, in_backward=max(layer_moment, root_moment)
-        )
+        moment = max(layer_moment, root_moment)
+        gathered = Bytes(buckets=compute_bytes * sizes.root, in_backward=moment)
     return torch_estimate(
         shape,
         strategy="FSDP, parameters and optimizer on cpu" if offloads else "FSDP",

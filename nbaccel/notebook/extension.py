@@ -114,8 +114,7 @@ class WorkerBoard:
         # A cell that captures its output would get the board, too.
         if self._is_captured():
             return
-        # After a restart with other settings it is another one; after a stop, which is told once
-        # and then for ever, it is the last one.
+        # After a restart it is another one; after a stop, which is told for ever, the last one.
         pool = self._pool = self._session.pool or self._pool
         status = pool.status()
         if self._session.pool is None and self._shown is not None and self._shown.rows:
@@ -134,8 +133,7 @@ def hint_after_cells(session: Session) -> Callable[[], None]:
 
     def on_cell_end(result: Any = None) -> None:
         error = getattr(result, "error_in_exec", None)
-        # Kernel and engines do not know each other's names: ipython/ipyparallel#897. A failed cell
-        # of workers raises an error of both classes; there a worker lacks the name.
+        # Not one of a worker, which lacks the name itself (see ipython/ipyparallel#897).
         if not isinstance(error, NameError) or isinstance(error, WorkerFailed):
             return
         name = getattr(error, "name", None)
@@ -228,8 +226,8 @@ def _run_cell(session: Session, line: MagicLine, source: CellSource) -> None:
 
 
 def _read_line(session: Session, text: str, subcommand: str = "") -> MagicLine:
-    # A cell's options are compared with the settings of the running workers; those of a restart
-    # are laid over what `%accelerate config` has set for it.
+    # A cell's options are compared with the running workers', those of a restart with the next
+    # start's.
     pool = None if subcommand else session.living_pool
     config = session.config if pool is None else pool.config
     return read_magic_line(

@@ -86,9 +86,8 @@ class Picker(HasTraits):
         sample_batch: Any = None,
         inventory: Inventory | None = None,
     ) -> None:
-        self._model = PickerModel(
-            config, model=model, sample_batch=sample_batch, inventory=inventory
-        )
+        inputs = {"model": model, "sample_batch": sample_batch, "inventory": inventory}
+        self._model = PickerModel(config, **inputs)
         # After the model: setting the trait calls `_on_config`, which reads it.
         super().__init__(config=self._model.config)
         self._css_class = f"nbaccel-static-{uuid.uuid4().hex[:12]}"
@@ -295,9 +294,6 @@ def configure(model: Any = None, sample_batch: Any = None, *, config: Any = None
 
     Returns:
         The picker: give it as ``config`` to a launch, or read its ``config``.
-
-    Raises:
-        ConfigError: What was given is no module, no batch or no configuration.
     """
     picker = Picker(config, model=model, sample_batch=sample_batch)
     picker.show()

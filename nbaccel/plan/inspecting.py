@@ -83,8 +83,7 @@ def _path_below_mount(group_path: str, mounted_path: str) -> PurePosixPath:
     try:
         return PurePosixPath(group_path).relative_to(mounted_path)
     except ValueError:
-        # The path is that of the host, of which the container sees no part: its own group is the
-        # mount itself.
+        # The path is that of the host: the container's own group is the mount itself.
         return PurePosixPath()
 
 
@@ -194,8 +193,7 @@ def _usable_cores(limits: Limits) -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    # Half a core rounds down: with one thread more than the quota, the kernel throttles the
-    # process, and all threads wait for the slowest.
+    # Rounded down: the kernel throttles a process with more threads than its quota.
     return max(1, cores if limits.cpu_cores is None else min(cores, int(limits.cpu_cores)))
 
 

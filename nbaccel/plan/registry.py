@@ -177,9 +177,8 @@ def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
         return _wanted(row, said, "argument", type(handler).__name__)
     if row.run_flag and said.run is not None and getattr(said.run, row.run_flag):
         stage = said.run.zero_stage or 0
-        choice = Choice(
-            "zero_stage", stage, f"asked for: {_ZERO_SHARDS[stage]} in shards, by DeepSpeed"
-        )
+        reason = f"asked for: {_ZERO_SHARDS[stage]} in shards, by DeepSpeed"
+        choice = Choice("zero_stage", stage, reason)
         request = _wanted(row, said, "config", f"zero_stage={said.run.zero_stage}")
         return replace(request, headline=f"ZeRO-{stage}", choices=(choice,))
     if said.run is not None and said.run.strategy == row.name:

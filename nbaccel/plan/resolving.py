@@ -66,14 +66,8 @@ def resolve(
 ) -> Plan:
     """Decide what a launch will do.
 
-    Args:
-        config: What the user said.
-        inventory: What the machine has; inspected where not given.
-        num_local: Workers on that machine, where others have some, too; None: all that are asked
-            for. With an engine that starts workers on hosts, the notebook's machine has none.
-
-    Returns:
-        The plan, with the reason for each choice.
+    `num_local` are the workers on the machine of the inventory, where others have some, too. With
+    an engine that starts workers on hosts, the notebook's machine has none.
 
     Raises:
         ConfigError: This machine cannot serve the settings; every mistake is listed.
@@ -81,7 +75,6 @@ def resolve(
     """
     findings = _Findings()
     found = _inspect(config, inventory, findings)
-    findings.warnings.extend(found.problems)
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
     engine = _choose_engine(config, findings)
@@ -142,13 +135,13 @@ def resolve(
 def _inspect(config: RunConfig, inventory: Inventory | None, findings: _Findings) -> Inventory:
     """The machine with the GPUs that workers will see."""
     found = inspect_machine() if inventory is None else inventory
+    findings.warnings.extend(found.problems)
     if not found.gpus:
         return found
     found, mistake = with_named_gpus(found, named_setting(config))
     # GPUs of the notebook's machine do not matter where workers run on hosts.
-    is_of_workers = (
-        inventory is not None or not rows.engine_row(chosen_engine(config)[0]).runs_on_hosts
-    )
+    engine = rows.engine_row(chosen_engine(config)[0])
+    is_of_workers = inventory is not None or not engine.runs_on_hosts
     if mistake and is_of_workers:
         findings.mistakes.append(mistake)
     return found
@@ -355,13 +348,11 @@ def _choose_fp8(run: _Run) -> Fp8Choice:
     said = run.config.fp8 or Fp8Config()
     choice = rows.fp8_backend(said.backend, run.device, capability)
     if choice.row is not None and not choice.problem:
-        mistakes = training_plan.fp8_mistakes(
-            said, choice.row, capability, world_size=run.world_size
-        )
+        count = run.world_size
+        mistakes = training_plan.fp8_mistakes(said, choice.row, capability, world_size=count)
         run.findings.mistakes.extend(mistakes)
-        run.findings.warnings.extend(
-            training_plan.fp8_warnings(said, choice.row, run.device, capability)
-        )
+        warnings = training_plan.fp8_warnings(said, choice.row, run.device, capability)
+        run.findings.warnings.extend(warnings)
     return choice
 
 
@@ -453,9 +444,7 @@ def _describe_units(device: DeviceRow, device_units: tuple[Gpu, ...]) -> str:
 
 
 # ---------------------------------------------------------------------------- named GPUs
-# The inventory is of this process, which sees more than its workers will where the configuration
-# names GPUs (`gpu_ids` of Accelerate's files): a plan that counted all of them would start workers
-# without one.
+# Workers see fewer GPUs than this process where the configuration names some (`gpu_ids` of files).
 
 _NONE_AT_ALL = ("", "-1", "NoDevFiles")
 

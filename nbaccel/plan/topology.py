@@ -106,8 +106,8 @@ class Topology:
         }
         variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
         given = env.snapshot() if environ is None else environ
-        # On one machine the host name may resolve to an address that no worker can reach
-        # (containers, VPNs): gloo would then hang in its first connection.
+        # On one machine the host name may resolve to an address that no worker reaches: gloo would
+        # hang.
         unset = [
             name for name in INTERFACE_VARIABLES if self.num_nodes == 1 and not given.get(name)
         ]
@@ -133,8 +133,7 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
         launch_variables["ACCELERATE_USE_DEEPSPEED"] = "true"
         launch_variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(run_config.zero_stage or 0)
     if run_config.deepspeed is not None:
-        # As text, not as a file, which might be removed, and needs a folder that all nodes can
-        # read.
+        # As text: a file might be removed, and all nodes would have to read it.
         config_json = json.dumps(engine_config(run_config))
         encoded_config = base64.urlsafe_b64encode(config_json.encode()).decode()
         launch_variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = encoded_config
@@ -149,14 +148,10 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
 # ------------------------------------------------------------------- DeepSpeed's shared memory
 
 # Its name says the place: deepspeed_allreduce_buffer_<user>_<MASTER_ADDR>_<MASTER_PORT>_<rank>, of
-# 66 MiB for each rank; made in `init_distributed`, where LOCAL_SIZE says that all ranks are on this
-# machine.
-#
-# Without LOCAL_SIZE the first ``inference_all_reduce`` of a CPU worker crashes it (a null pointer);
-# with it DeepSpeed leaves the files there for ever. So workers get it where there is room, and the
-# files are removed when the workers have ended. Every launch of several does so: any function may
-# use DeepSpeed. DeepSpeed writes to the files from C++: where there is no room, the process ends by
-# a signal.
+# 66 MiB for each rank, made in `init_distributed` where LOCAL_SIZE says that all are on this
+# machine. Without LOCAL_SIZE the first ``inference_all_reduce`` of a CPU worker crashes it; with it
+# the files stay for ever, and where there is no room for them the process ends by a signal. So
+# workers get it where there is room, and the files are removed when they have ended.
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - DeepSpeed chooses the name
 FILE_BYTES = (66 << 20) + 4096
@@ -170,8 +165,7 @@ def shared_memory_variables(place: Topology, device: str) -> dict[str, str]:
     process_count = place.local_world_size
     if process_count == 1:
         return {}
-    # Only ranks on CPUs of one machine make the files. "0" and not unset, because a variable of the
-    # notebook's own would be inherited.
+    # Only ranks on CPUs of one machine make the files. "0" hides a variable of the notebook's own.
     is_enough = (
         not device_row(device).in_host_memory
         or place.num_nodes > 1

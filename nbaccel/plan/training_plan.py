@@ -191,8 +191,7 @@ class ProcessFacts:
     world_size: int = 1  # processes in total
     rank: int = 0  # number of this one
     backend: str = ""  # process group backend; empty where there is no group
-    # Whether a process group exists or can be made: one process without a launcher has nothing to
-    # make it from.
+    # Whether there is a process group, or a launcher to make one from.
     can_join: bool = True
     compute_capability: tuple[int, int] | None = None  # of the GPU, if it is one
 
@@ -241,6 +240,7 @@ class TrainingPlan:
 def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     """Decide how models will be trained in this process."""
     strategy_choice = _strategy_choice(asked.strategy, found)
+    strategy = rows.strategy_row(str(strategy_choice.value))
     fp8_choice = _fp8_choice(asked, found)
     count_reason = f"from the process group ({found.backend}); this is process {found.rank}"
     if found.world_size == 1:
@@ -266,15 +266,13 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     )
     return TrainingPlan(
         device=found.device,
-        strategy=str(strategy_choice.value),
+        strategy=strategy.name,
         mixed_precision=asked.mixed_precision,
         accumulation_steps=asked.accumulation_steps,
         num_processes=found.world_size,
         choices=all_choices,
         warnings=(
-            *_judge_precision(
-                asked, found, rows.strategy_row(str(strategy_choice.value)), fp8_choice
-            ),
+            *_judge_precision(asked, found, strategy, fp8_choice),
             *_effect_warnings(asked.strategy, found),
         ),
     )

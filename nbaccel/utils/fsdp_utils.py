@@ -53,12 +53,8 @@ def merge_fsdp_weights(
 ) -> None:
     """Make one file of weights that every process wrote a shard of; process 0 does it.
 
-    Args:
-        checkpoint_dir: The model's folder in a checkpoint, ``pytorch_model_fsdp_0``, or the
-            checkpoint, where it has only one.
-        output_path: Folder of the file: ``model.safetensors``.
-        safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
-        remove_checkpoint_dir: Whether the shards are deleted then.
+    `checkpoint_dir` is a model's folder in a checkpoint, ``pytorch_model_fsdp_0``, or a checkpoint
+    of one model. Without `safe_serialization` the file is ``pytorch_model.bin``, a pickle.
 
     Raises:
         ConfigError: There are no shards of a model.
@@ -100,8 +96,7 @@ def _shards_in(folder: Path) -> Path:
 
 def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
     """Metadata of a model's tensors, after a look at the files that hold them, and their reader."""
-    # Not at the top: these import torch's elastic launcher, and `nbaccel.utils` is often imported
-    # for `set_seed` alone.
+    # Not at the top: these import torch's elastic launcher.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from nbaccel.strategies.sharded_checkpoints import read_entries, read_metadata, shard_problems
@@ -151,8 +146,8 @@ def _write_merged_file(
     with weight_files.publishing(output_folder, total_bytes) as workshop:
         path = workshop / SAFE_FILE
         with path.open("wb") as file:
-            # All its blocks at once: on a full disk a write to a page would kill the process. macOS
-            # has no such call.
+            # All its blocks at once, or a full disk kills the process later. macOS has no such
+            # call.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, total_bytes)
             else:

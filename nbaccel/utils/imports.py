@@ -273,7 +273,6 @@ def _required(func: _Function, is_there: Callable[[], bool], package: str, extra
 
 name_own(globals())
 
-# Pickle sends a function as module and name, and those made by the tables above would all be named
-# `is_available`: a cell that uses one could not be sent to workers.
+# Pickle sends a function by its name: those of the tables would all be `is_available`.
 for _name in globals()["__all__"]:
     globals()[_name].__name__ = globals()[_name].__qualname__ = _name

@@ -96,24 +96,18 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 
 def _offloading_hook(module: nn.Module) -> Any:
-    return next(
-        (hook for hook in each_hook(module) if getattr(hook, "offload", False) is True), None
-    )
+    hooks = (hook for hook in each_hook(module) if getattr(hook, "offload", False) is True)
+    return next(hooks, None)
 
 
 @contextlib.contextmanager
 def align_module_device(
     module: nn.Module, execution_device: torch.device | str | int | None = None
 ) -> Iterator[None]:
-    """A block in which a module has its weights, on one device.
+    """A block in which a module has its weights, on one device; afterwards all is where it was.
 
-    Args:
-        module: The module. What is in its submodules moves only where its hook includes them.
-        execution_device: Where to; None: where its hook computes, or nothing happens where it has
-            none that offloads.
-
-    Yields:
-        Nothing. Afterwards everything is where it was.
+    What is in its submodules moves only where its hook includes them. Without `execution_device`
+    that is where its hook computes, or nothing happens where it has none that offloads.
     """
     hook = _offloading_hook(module)
     if hook is not None:

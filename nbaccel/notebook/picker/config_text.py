@@ -84,8 +84,7 @@ def _is_run(settings: Mapping[str, Any]) -> bool:
 
 def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
     """Mistakes, by the choice that each names first."""
-    # A strategy's messages may name a key without its section; whole names below override these.
-    # Reversed, so that of equal last parts the first choice is kept.
+    # By the last part of a key, the first choice winning, or by the whole, which overrides that.
     names = {name.rpartition(".")[2]: name for name in reversed(by_name()) if "." in name}
     names |= {setting.strategy_key: name for name, setting in by_name().items()}
     names |= {name: name for name in by_name()} | {"": ""}
@@ -100,9 +99,7 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     text, name = _source_text(source)
     example = 'a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example'
     if not text.strip():
-        raise ConfigError(
-            f"{name} is empty: got {text!r}. Give {example}, or a RunConfig, as JSON or YAML."
-        )
+        raise ConfigError(f"{name} is empty: got {text!r}. Give {example}, or a RunConfig.")
     # Text in braces is meant as JSON, whose reader names the place of a mistake.
     if text.lstrip().startswith("{"):
         return read_object(text, name)
@@ -111,9 +108,8 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise unreadable(name, "JSON or YAML", error) from error
     if not isinstance(settings, Mapping):
-        raise ConfigError(
-            f"{name} holds no settings: got {str(settings)[:60]!r}. Give {example}, or a path."
-        )
+        got = str(settings)[:60]
+        raise ConfigError(f"{name} holds no settings: got {got!r}. Give {example}, or a path.")
     return settings
 
 

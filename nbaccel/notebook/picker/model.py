@@ -70,8 +70,7 @@ class PickerModel:
         inventory: Inventory | None = None,
     ) -> None:
         check_model_and_batch(model, sample_batch)
-        # Taken by whoever changes or shows it. Reentrant, because a choice sets the trait of a
-        # picker, whose observer takes it again.
+        # Taken by whoever changes or shows it; a picker's observer takes it again.
         self.lock = threading.RLock()
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()  # what the last change changed besides
@@ -291,9 +290,7 @@ class PickerModel:
         try:
             atomic.write_text(Path(path).expanduser(), faces[face].rstrip("\n") + "\n")
         except OSError as error:
-            raise ConfigError(
-                f"{str(path)!r} cannot be written: {error}. Give another path."
-            ) from error
+            raise ConfigError(f"{str(path)!r} cannot be written: {error}. Give another.") from error
 
     def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
@@ -413,9 +410,8 @@ class PickerModel:
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Take one of the `proposals`, as one change."""
-        self._become(
-            proposal.config, (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
-        )
+        remarks = (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
+        self._become(proposal.config, remarks)
 
     @_kept
     def candidates(self) -> tuple[Candidate, ...]:
@@ -529,10 +525,8 @@ def _repeated_layers(module: Any) -> str:
     """The kind of child that stands most often below one parent, if it has parameters."""
     most: tuple[str, int] = ("", 1)
     for parent in module.modules():
-        children = (
-            one for one in parent.children() if next(iter(one.parameters()), None) is not None
-        )
-        for found in Counter(type(child).__name__ for child in children).most_common(1):
+        names = (type(child).__name__ for child in parent.children() if [*child.parameters()])
+        for found in Counter(names).most_common(1):
             most = max(most, found, key=lambda one: one[1])
     return f"{most[1]} {most[0]}" if most[0] else ""
 
@@ -562,9 +556,8 @@ def check_model_and_batch(model: Any, sample_batch: Any) -> None:
     refuse_unsized(model)
     # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):
-        raise ConfigError(
-            f"model={type(model).__name__} is no module. Give one of torch; it may be on meta."
-        )
+        name = type(model).__name__
+        raise ConfigError(f"model={name} is no module. Give one of torch; it may be on meta.")
     if model is None and sample_batch is not None:
         raise ConfigError(
             f"sample_batch={type(sample_batch).__name__} was given without a model. Give it, too."

@@ -506,13 +506,11 @@ def resolved_html(choices: Sequence[Choice]) -> str:
         f"<td>{escape(choice.reason)}</td></tr>"
         for choice in choices
     )
-    table_head = (
-        '<tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">why</th></tr>'
-    )
+    heads = "".join(f'<th scope="col">{word}</th>' for word in ("setting", "value", "why"))
     # With `tabindex` the keyboard can scroll the table.
     return (
         '<div class="nbaccel-scroll" tabindex="0"><table class="nbaccel-resolved">'
-        f"<thead>{table_head}</thead><tbody>{table_rows}</tbody></table></div>"
+        f"<thead><tr>{heads}</tr></thead><tbody>{table_rows}</tbody></table></div>"
     )
 
 

@@ -260,8 +260,8 @@ class Device(LaunchHooks, DeviceRuntime):
     own_process: ClassVar[bool] = False  # whether a process keeps the device until it ends
     # Whether its workers need a template of their own: its library would disturb other workers.
     own_template: ClassVar[bool] = False
-    # ``module:function`` of the entry point ``torch.backends`` by which its library extends torch,
-    # where that is left to :meth:`prepare_template`.
+    # ``module:function`` of its entry point in ``torch.backends``, left to
+    # :meth:`prepare_template`.
     extension: ClassVar[str] = ""
     torch_type: ClassVar[str] = ""  # what torch calls its kind; the name where it is empty
     # What any of its :meth:`hazards` would do to a forked worker: one clause.

@@ -25,8 +25,7 @@ class Host:
     """A machine that takes part."""
 
     name: str  # by which messages call it; no two hosts have the same
-    # Host name or address at which other machines reach it; the notebook's machine takes the
-    # interface that leads there.
+    # Host name or address at which other machines reach it.
     address: str
     slots: int | None = None  # how many workers it takes at most; None: as many as it has devices
     is_here: bool = False  # whether it is the notebook's own machine

@@ -87,8 +87,7 @@ class Said:
     run: RunConfig | None = None  # the configuration; None where none was given
     arguments: Mapping[str, Any] = field(default_factory=dict)  # plugins by the argument's name
     handlers: tuple[Any, ...] = ()  # its ``kwargs_handlers``
-    # Whether environment variables count: they do in a process that trains, and not where a launch
-    # is planned, whose workers get variables of their own.
+    # Whether environment variables count, as where training begins, and not in a launch's plan.
     has_environment: bool = False
 
 
@@ -209,8 +208,7 @@ class Strategy:
     choices: tuple[Choice, ...] = ()  # what was decided while preparing, each with its reason
     # Lays out a tensor of a batch, of shape ``[rows, ...]``, on the device; None leaves it.
     place_batch: Callable[[torch.Tensor], None] | None = None
-    # Is given the models while they are where they were built, most often in host memory, and may
-    # be a collective; None where :meth:`wrap` is early enough.
+    # Is given the models where they were built; may be a collective. None: `wrap` is early enough.
     before_placement: Callable[[Iterable[nn.Module]], None] | None = None
 
     def __init__(self, place: Place) -> None:
@@ -461,9 +459,8 @@ class ShardReader:
 
 
 # ----------------------------------------------------------------------------- stand-ins
-# A training loop has an optimizer and a schedule; where DeepSpeed's file says which they are, the
-# loop is written with these and `prepare` puts the real ones in their place. Names and arguments
-# are Accelerate's.
+# Where DeepSpeed's file says which optimizer and schedule there are, a loop is written with these,
+# and `prepare` puts the real ones in their place. Names and arguments are Accelerate's.
 
 
 class _Unsaid(float):
