@@ -45,8 +45,6 @@ def uninterrupted() -> Iterator[None]:
 
 
 class _HeldInterrupt:
-    """A handler that remembers an interrupt."""
-
     def __init__(self) -> None:
         self.pressed = False
 
@@ -138,11 +136,7 @@ def loopback(host_address: str) -> str:
 
 
 def listen(
-    host: str,
-    port: int | None,
-    *,
-    setting: str = "use_port",
-    waiting_processes: str = "the workers",
+    host: str, port: int | None, *, setting: str = "use_port", waiters: str = "the workers"
 ) -> socket.socket:
     """A listening socket for the store: who connects before the store serves it waits."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -156,7 +150,7 @@ def listen(
         if error.errno != errno.EADDRINUSE:
             raise
         raise PortTaken(
-            f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiting_processes} "
+            f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiters} "
             f"could not find each other there. Leave {setting} out to take a free port.",
             port=port,
         ) from error

@@ -106,8 +106,6 @@ XLA_INSTALLATION = LaterPart(
 
 
 class _MissingName:
-    """Base of the stand-ins."""
-
     _name: str
     _part: LaterPart
 
@@ -121,19 +119,14 @@ class _MissingName:
 
 def missing_name_of(missing_name: str, missing_part: LaterPart, module_name: str) -> Any:
     """A stand-in for a class or function of Accelerate."""
-    docstring = (
+    docs = (
         f"Of Accelerate; not in this version, which lacks {missing_part.what}. "
         f"{missing_part.instead}."
     )
     return type(
         missing_name,
         (_MissingName,),
-        {
-            "_name": missing_name,
-            "_part": missing_part,
-            "__doc__": docstring,
-            "__module__": module_name,
-        },
+        {"_name": missing_name, "_part": missing_part, "__doc__": docs, "__module__": module_name},
     )
 
 

@@ -54,7 +54,6 @@ PRIVATE_NAMES = (
 
 
 def _check_names() -> None:
-    """Refuse a torch that lacks one of the names."""
     lacking = [name for name in PRIVATE_NAMES if not _exists(name)]
     if lacking:
         raise PlatformUnsupported(

@@ -212,7 +212,6 @@ _BUILT_IN = "_nbaccel_built_in_process"
 
 
 def _guard_trainer(trainer_module: ModuleType) -> None:
-    """Refuse trainers that were not built in this worker."""
     trainer_class = trainer_module.Trainer
     _wrap_method(trainer_class, "__init__", _mark)
     for name in ("fit", "validate", "test", "predict"):

@@ -433,7 +433,6 @@ def _show_env(
 
 
 def _report_text(facts: Facts) -> str:
-    """The facts as lines to paste."""
     lines: list[str] = []
     for section, values in facts.items():
         lines.append(f"## {section}")

@@ -213,11 +213,8 @@ def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
         table.add_column(title, overflow="fold")
     for key in loaded.mapped_keys:
         if key.outcome != "empty":
-            table.add_row(
-                key.key,
-                str(key.value),
-                key.outcome if key.is_used else f"[dim]- {key.outcome}[/dim]",
-            )
+            outcome = key.outcome if key.is_used else f"[dim]- {key.outcome}[/dim]"
+            table.add_row(key.key, str(key.value), outcome)
     console.print(table)
     num_empty = sum(key.outcome == "empty" for key in loaded.mapped_keys)
     if num_empty:

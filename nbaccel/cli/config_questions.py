@@ -101,14 +101,10 @@ def ask_config(
 
 
 class _YesOrNo(Confirm):
-    """Asks for yes or no."""
-
     prompt_suffix = " "  # questions end with a question mark
 
 
 class _Prompt(PromptBase[Any]):
-    """Asks until the answer can be read."""
-
     prompt_suffix = " "
 
     def __init__(self, text: str, read: Any, *, console: Console) -> None:
@@ -124,8 +120,6 @@ class _Prompt(PromptBase[Any]):
 
 
 class _Questions:
-    """Asks, and collects the answers."""
-
     def __init__(self, console: Console, inventory: Inventory) -> None:
         self._console = console
         self._inventory = inventory

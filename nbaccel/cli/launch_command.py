@@ -101,15 +101,12 @@ def _launch(
         command.take_over()
     from nbaccel.cli.script_run import run_to_exit_status
 
-    raise typer.Exit(
-        run_to_exit_status(read_script, request, is_quiet=quiet, shows_tracebacks=debug)
-    )
+    raise typer.Exit(run_to_exit_status(read_script, request, is_quiet=quiet, is_debug=debug))
 
 
 def _read_script(
     target: str, arguments: tuple[str, ...], is_module: bool, is_program: bool
 ) -> Script:
-    """What is to be run."""
     # Here, so that --help needs none of the machinery of launches.
     from nbaccel.config.call_arguments import Script
 
@@ -121,7 +118,6 @@ def _read_script(
 
 
 def _check_script(script: Script, *, is_given: bool) -> None:
-    """Refuse what is not there."""
     target = script.target
     if not is_given:
         raise ConfigError(

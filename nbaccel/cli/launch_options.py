@@ -382,9 +382,7 @@ def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parame
 
 
 def _keyword(name: str, kind: Any, option_info: Any) -> inspect.Parameter:
+    how = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option_info],
+        name, how, default=None, annotation=Annotated[kind | None, option_info]
     )

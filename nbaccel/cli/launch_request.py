@@ -117,8 +117,6 @@ def plan_of_command(config: RunConfig) -> Plan:
 
 @dataclass(kw_only=True)
 class _OptionReader:
-    """Takes options one by one, and collects the mistakes in them."""
-
     file: SettingsFile
     settings: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
@@ -374,11 +372,9 @@ class _OptionReader:
             self.mistakes += error.mistakes
         if self.mistakes:
             raise ConfigError(*dict.fromkeys(self.mistakes))
+        sources = self._sources(config)
         return LaunchRequest(
-            config=config,
-            sources=self._sources(config),
-            variables=self.variables,
-            notes=tuple(self.notes),
+            config=config, sources=sources, variables=self.variables, notes=tuple(self.notes)
         )
 
     def _sources(self, launch_config: RunConfig) -> dict[str, str]:

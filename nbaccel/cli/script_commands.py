@@ -367,7 +367,6 @@ def _srun(request: LaunchRequest, script: Script) -> EngineCommand:
 
 
 def _even_count(config: RunConfig, hosts: Sequence[Host]) -> str:
-    """How many workers torchrun starts on each host."""
     if config.num_processes is None and all(host.slots is None for host in hosts):
         return "gpu"
     num_workers = config.num_processes or sum(host.slots or 1 for host in hosts)

@@ -340,10 +340,7 @@ def _of_tagged_cells(
 
 
 def _of_launch(
-    launch: LaunchCall,
-    statements: Sequence[Statement],
-    cells: Sequence[NotebookCell],
-    notebook_name: str,
+    launch: LaunchCall, statements: Sequence[Statement], cells: Sequence[NotebookCell], title: str
 ) -> MadeScript:
     before = list(statements[: statements.index(launch.statement)])
     function_needs = _needed(before, names_of(launch.function).needed)
@@ -361,7 +358,7 @@ def _of_launch(
     return MadeScript(
         text=_joined(
             [
-                _heading(notebook_name),
+                _heading(title),
                 _top_level_text(top_level),
                 "def main():\n" + textwrap.indent("\n".join(body), "    "),
                 'if __name__ == "__main__":\n    main()',
@@ -421,7 +418,6 @@ def _top_level_text(statements: Sequence[Statement]) -> str:
 
 
 def _without_launchers(statement: Statement) -> str:
-    """An import without the launcher, which is not needed any more."""
     node = statement.node
     if not isinstance(node, ast.ImportFrom):
         return statement.text

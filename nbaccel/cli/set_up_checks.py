@@ -43,8 +43,6 @@ def _targets_of(inputs: torch.Tensor) -> torch.Tensor:
 
 
 class _CheckedTraining:
-    """One training, prepared once, and what is checked of it."""
-
     def __init__(self, config: RunConfig, world_size: int, folder: Path) -> None:
         self.config = config
         self.world_size = world_size

@@ -144,8 +144,6 @@ _ReadKey: TypeAlias = Callable[[_Reading, str, Any], None]
 
 
 def _as_setting(name: str) -> _ReadKey:
-    """A reader of a key that is a setting of `RunConfig` under another name."""
-
     def read(reading: _Reading, key: str, value: Any) -> None:
         reading.origins[name] = key
         reading.set(name, value, key)
@@ -154,8 +152,6 @@ def _as_setting(name: str) -> _ReadKey:
 
 
 def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value: value) -> _ReadKey:
-    """A reader of a key that belongs to a section of `RunConfig`."""
-
     def read(reading: _Reading, key: str, value: Any) -> None:
         converted = convert(value)
         put_at(reading.settings.setdefault(section, {}), name, converted)
@@ -165,8 +161,6 @@ def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value:
 
 
 def _as_variable(name: str) -> _ReadKey:
-    """A reader of a key that workers get as a variable."""
-
     def read(reading: _Reading, key: str, value: Any) -> None:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         reading.variables[name] = text
@@ -176,7 +170,6 @@ def _as_variable(name: str) -> _ReadKey:
 
 
 def _without_effect(reason: str) -> _ReadKey:
-    """A reader of a key that nothing of nbaccel follows."""
     return lambda reading, key, value: reading.note_unused(key, value, reason)
 
 
@@ -475,7 +468,6 @@ _FSDP_READERS: Mapping[str, _ReadKey] = {
 
 
 def _read_fsdp(reading: _Reading, key: str, value: Any) -> None:
-    """Read ``fsdp_config``, of FSDP's versions 1 and 2."""
     if not reading.is_of_type("FSDP"):
         reading.note_section(key, value)
         return

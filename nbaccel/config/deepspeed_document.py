@@ -37,9 +37,7 @@ SECTION_RULES = {
 }
 """Sections that are taken apart here, and their rules."""
 _ENABLED_RULE = FieldRule(
-    must="true or false",
-    why="It decides in which number format the model is trained",
-    do="Give one of them",
+    must="true or false", why="It decides the number format", do="Give one of them"
 )
 _AUTO_STAGE = 2  # Accelerate's stage for ``"auto"``
 

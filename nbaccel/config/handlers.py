@@ -314,7 +314,6 @@ class FullyShardedDataParallelPlugin(Settings):
         return settings
 
     def _warn_of_fsdp1(self) -> None:
-        """Warn once of settings that are FSDP1's and change no number."""
         given = self.to_dict()
         fsdp1_settings = ["fsdp_version=1"] * (self.fsdp_version == 1)
         fsdp1_settings += [f"{name}={given[name]!r}" for name in _OWN_WAY if given[name]]

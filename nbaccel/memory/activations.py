@@ -56,11 +56,7 @@ class LiveBytes(_Mode):  # type: ignore[misc]
                 finalizer.atexit = False  # or all that live then would run it
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation, and count what it made."""
         if func is _ASKS_DEVICE:

@@ -401,7 +401,6 @@ def _fitting_copies(finder: CandidateFinder, config: RunConfig, cores: int) -> i
 def _leaner(
     finder: CandidateFinder, config: RunConfig, best: Candidate, samples: int | None
 ) -> Candidate | None:
-    """The fastest way that leaves enough free, where the best does not."""
     if not _is_tight(best):
         return None
     if finder.can_checkpoint:

@@ -69,7 +69,6 @@ class Cells:
         self._raw = info.raw_cell or ""
 
     def _count(self) -> int:
-        """The number that the running cell is shown with."""
         # IPython 9 increments its counter before a cell, others afterwards; the name has the right
         # one.
         user_lines = self._stack or _user_lines()

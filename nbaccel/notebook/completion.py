@@ -33,8 +33,6 @@ Ask = Callable[[str, int, int], Matches]  # given the cell's text, the cursor's 
 
 
 def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    """IPython 8.6 and later."""
-
     @completer.context_matcher(identifier="nbaccel")  # type: ignore[untyped-decorator]
     def matcher(context: completer.CompletionContext) -> completer.SimpleMatcherResult:
         ours = ask_matches(context.full_text, context.cursor_line, context.cursor_position)

@@ -102,10 +102,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         names=True,
     ),
     Subcommand(
-        "push",
-        "Copy names from the notebook to the workers, changed or not.",
-        ("ranks",),
-        names=True,
+        "push", "Copy names of the notebook to the workers, changed or not.", ("ranks",), names=True
     ),
     Subcommand(
         "config",
@@ -121,8 +118,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     ),
     Subcommand("runs", "Lay the last launches and cells side by side: figures and curves."),
     Subcommand(
-        "traceback",
-        "Show the whole tracebacks of the last launch or cell that failed, of all ranks.",
+        "traceback", "Show whole tracebacks of the last launch or cell that failed, of all ranks."
     ),
     Subcommand("help", "Show this."),
 )
@@ -276,8 +272,6 @@ def ranks_as_text(ranks: Sequence[int]) -> str:
 
 @dataclass
 class _LineReader:
-    """Reads words one by one, and collects the mistakes in them."""
-
     options: tuple[MagicOption, ...]
     subcommand: str
     namespace: Mapping[str, Any]

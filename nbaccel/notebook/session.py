@@ -218,10 +218,8 @@ class Session:
             mistakes.append("The workers run with dist=False, without a process group: got --dist.")
         if mistakes:
             # One remedy for all mistakes, after the last of them.
-            flags = [
-                *(magic_line.flag_of(line.wanted, name) for name in differing),
-                *["--dist"] * line.dist,
-            ]
+            flags = [magic_line.flag_of(line.wanted, name) for name in differing]
+            flags += ["--dist"] * line.dist
             mistakes[-1] += (
                 f" %accelerate restart {' '.join(flags)} starts others, without the variables of "
                 "these; or leave it out here."

@@ -129,7 +129,6 @@ def _smallest_limit(values: Iterable[_LimitNumber | None]) -> _LimitNumber | Non
 
 
 def _host_memory() -> tuple[int, int]:
-    """Bytes of main memory: in all, and available now."""
     try:
         memory = psutil.virtual_memory()
     except OSError:  # no /proc: the C library has numbers, too, but counts no caches as free

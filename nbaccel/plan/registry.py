@@ -196,13 +196,8 @@ def _wanted(row: StrategyRow, said: Said, source: Source, what: str, plugin: Any
             return load_object(row.make_settings)(plugin, said.run)
         return strategy_settings(row.name, said.handlers) if plugin is None else plugin
 
-    return Wanted(
-        strategy=row.name,
-        source=source,
-        what=what,
-        reason=f"{what} was given: {row.meaning}",
-        settings=settings,
-    )
+    reason = f"{what} was given: {row.meaning}"
+    return Wanted(strategy=row.name, source=source, what=what, reason=reason, settings=settings)
 
 
 def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:

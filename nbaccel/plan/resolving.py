@@ -175,7 +175,6 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
 
 
 def _idle_devices_text(device_name: str, found: Inventory) -> str:
-    """The devices that are there beside the requested one."""
     if not rows.device_row(device_name).in_host_memory:
         return ""
     idle_devices = [
@@ -235,7 +234,6 @@ def _choose_num_processes(
 
 
 def _check_device(run: _Run) -> tuple[Choice, ...]:
-    """What the device itself decides, refuses and warns of."""
     device = registry.device(run.device.name)
     if text := device.launch_problem(run.found, run.config, run.num_processes):
         run.findings.mistakes.append(text)
@@ -372,7 +370,6 @@ def _choose_precision(run: _Run, fp8_choice: Fp8Choice) -> Choice:
 
 
 def _choose_strategy(run: _Run, fp8_choice: Fp8Choice) -> tuple[Wanted | None, tuple[Choice, ...]]:
-    """The strategy of the training, where the configuration requests one."""
     mistakes = run.findings.mistakes
     try:
         wanted = registry.wanted_strategy(Said(run=run.config))

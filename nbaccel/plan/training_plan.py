@@ -356,7 +356,6 @@ def _fp8_choice(asked: TrainingRequest, found: ProcessFacts) -> Fp8Choice:
 def _judge_precision(
     asked: TrainingRequest, found: ProcessFacts, strategy: StrategyRow, fp8: Fp8Choice
 ) -> Iterator[str]:
-    """Refuse what is not supported; yield warnings."""
     rows_by_name = {row.name: row for row in rows.PRECISIONS}
     if asked.mixed_precision not in rows_by_name:
         known = ", ".join(rows_by_name)

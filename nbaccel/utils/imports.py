@@ -34,8 +34,6 @@ def _is_there(module: str, *distributions: str, versions: str = "") -> bool:
 
 
 def _finder(*package: str, versions: str = "") -> Callable[[], bool]:
-    """A function that says whether a package is installed."""
-
     def is_available() -> bool:
         return _is_there(*package, versions=versions)
 
@@ -183,8 +181,6 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def _device(kind: str, package: str) -> Callable[..., bool]:
-    """A function that says whether torch has devices of a kind."""
-
     def is_available(check_device: bool = False) -> bool:
         return _has_device(kind, package)
 

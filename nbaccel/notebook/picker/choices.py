@@ -182,7 +182,6 @@ def _options_of(name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ...]:
 
 
 def _of_model(name: str, field: FieldInfo, panel: str, section: str) -> Setting:
-    """A setting of `RunConfig` or `Fp8Config`, by its type."""
     words = words_of(field.annotation)
     kind_names = {bool: "truth", int: "whole", float: "number", str: "text"}
     kind = kind_names.get(kinds_of(field.annotation)[0], "table")

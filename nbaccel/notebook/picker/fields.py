@@ -176,11 +176,8 @@ class SettingField:
         self._form = form
         self._note = form.new_html("", "nbaccel-field-note")
         self._errors: w.HTML | None = None
-        self.box = form.new_box(
-            [*self._controls(), self._note],
-            "nbaccel-setting",
-            f"nbaccel-{rendering.css_name(setting.name)}",
-        )
+        css_class = f"nbaccel-{rendering.css_name(setting.name)}"
+        self.box = form.new_box([*self._controls(), self._note], "nbaccel-setting", css_class)
         self.sync()
 
     def sync(self) -> None:

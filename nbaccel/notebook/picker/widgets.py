@@ -500,7 +500,6 @@ class PickerView:
             field.messages = ()  # the text stays visible until the next attempt is judged
 
     def _place(self, error: ConfigError, field: SettingField | None) -> None:
-        """Show each mistake at its field, if that is visible."""
         others: list[str] = []
         for name, messages in mistakes_by_setting(error).items():
             named = [
@@ -526,7 +525,6 @@ class PickerView:
         yield from self._listed.values()
 
     def _whole(self, panels: Sequence[str]) -> list[w.Widget]:
-        """The three questions, what was taken, and everything else folded."""
         form = self._form
         trained = form.new_html(rendering.trained_html(self._model), "nbaccel-part-1")
         machine = self._live_html("nbaccel-machine", lambda: rendering.machine_html(self._model))
