@@ -114,8 +114,7 @@ def process_use(pid: int) -> ProcessUse | None:
     return None
 
 
-LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
-"""Addresses that lead to this machine alone: version 4, version 6."""
+LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")  # of version 4, and of version 6
 
 _LISTEN_BACKLOG = 4096  # connections that may wait for the store: all workers of all nodes
 

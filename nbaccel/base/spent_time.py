@@ -113,8 +113,7 @@ class TimeAccount:
 
 
 _process_account: TimeAccount | None = None
-_exchange_sources: list[ExchangeSource] = []
-"""Of this process, also from before its present account."""
+_exchange_sources: list[ExchangeSource] = []  # also from before the present account
 
 
 class _TimedBlock:

@@ -27,14 +27,11 @@ from nbaccel.base.errors import PlatformUnsupported
 
 _SEEN_IN = "2.6 to 2.15"
 
-COMPILED_PREFIX = "_orig_mod."
-"""What stands before names in the state of a module that `torch.compile` wrapped."""
+COMPILED_PREFIX = "_orig_mod."  # of names in the state of a module that was compiled
 
-COPIES_TO_DEVICE = torch.ops.aten._to_copy.default
-"""The operation behind ``Tensor.to``."""
+COPIES_TO_DEVICE = torch.ops.aten._to_copy.default  # the operation behind ``Tensor.to``
 
-CREATES_GROUP = "_new_process_group_helper"
-"""The function that a process is in while it creates a process group."""
+CREATES_GROUP = "_new_process_group_helper"  # what a process is in while it creates one
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """What every module has: tensors, submodules, hooks and flags."""
@@ -57,9 +54,8 @@ def _check_names() -> None:
     lacking = [name for name in PRIVATE_NAMES if not _exists(name)]
     if lacking:
         raise PlatformUnsupported(
-            f"torch {torch.__version__} lacks {', '.join(lacking)}: workers could not be launched "
-            f"and models not shared. These names were seen in torch {_SEEN_IN}: install one of "
-            "these, or a newer nbaccel."
+            f"torch {torch.__version__} lacks {', '.join(lacking)}: workers could not be launched. "
+            f"These names were seen in torch {_SEEN_IN}: install one of these, or a newer nbaccel."
         )
 
 
@@ -241,8 +237,7 @@ def storage_use_count(storage: torch.UntypedStorage) -> int | None:
         # Not in silence: values would be old ones.
         warnings.warn(
             f"torch {torch.__version__} lacks torch._C._storage_Use_Count: arrays and tensors that "
-            "share memory with a model passed to workers are not noticed, and keep the old values "
-            "when the model is moved to shared memory.",
+            "share memory with a model passed to workers are not noticed, and keep old values.",
             RuntimeWarning,
             stacklevel=2,
         )

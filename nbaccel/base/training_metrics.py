@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from nbaccel.base.spent_time import SpentTime
 
-Point = tuple[float, float]
-"""Step and value."""
+Point = tuple[float, float]  # step and value
 
 _MAX_BUCKETS = 400
 _MAX_UNSORTED = 32

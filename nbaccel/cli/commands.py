@@ -373,8 +373,7 @@ def _show_runs(
     terminal_console().print(table)
 
 
-Facts = dict[str, dict[str, Any]]
-"""Values by name, in sections."""
+Facts = dict[str, dict[str, Any]]  # values by name, in sections
 
 _PACKAGES = (
     *("torch", "numpy", "transformers", "accelerate", "deepspeed", "torchao"),

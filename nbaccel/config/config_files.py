@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, words_of_rows
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import closest, put_at, shown
 from nbaccel.config.handlers import FSDP_VARIABLES, sharding_word
@@ -53,8 +53,7 @@ class LoadedConfig:
     mapped_keys: tuple[MappedKey, ...] = ()
 
 
-AccelerateFile = LoadedConfig
-"""What `read_accelerate_yaml` gives."""
+AccelerateFile = LoadedConfig  # what `read_accelerate_yaml` gives
 
 
 class _Reading:
@@ -508,15 +507,9 @@ def _read_dynamo(reading: _Reading, key: str, value: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------- FP8
-def _plain_word(word: str) -> str:
-    """``MS-AMP`` and ``MSAMP`` are the same."""
-    return word.lower().replace("-", "").replace("_", "")
-
-
 def _fp8_backend(value: Any) -> Any:
-    names = {_plain_word(word): row.name for row in FP8_BACKENDS for word in row.words}
-    names |= {_plain_word(row.name): row.name for row in FP8_BACKENDS}
-    return names.get(_plain_word(str(value)), value)
+    names = words_of_rows(FP8_BACKENDS) | {row.name: row.name for row in FP8_BACKENDS}
+    return names.get(str(value).lower().replace("-", ""), value)
 
 
 def _truth_values(value: Any) -> Any:

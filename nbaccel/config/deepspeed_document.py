@@ -270,9 +270,8 @@ def kept_slots(
             )
             continue
         mistakes += [
-            f"{setting_name} names slot {number} of host {host_name!r}, which has "
-            f"slots={num_slots[full_name]}: 0 to {num_slots[full_name] - 1}. Name another slot, or "
-            "write more slots into the hostfile."
+            f"{setting_name} names slot {number} of host {host_name!r}, which has slots="
+            f"{num_slots[full_name]}: 0 to {num_slots[full_name] - 1}. Name another slot."
             for number in numbers
             if number >= num_slots[full_name]
         ]

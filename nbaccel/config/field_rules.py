@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 
 _UNKNOWN_SETTING = "extra_forbidden"  # pydantic's type of that error
-_CHECK_KEY = "nbaccel.check"
-"""Key of a dataclass field's metadata under which its :class:`FieldCheck` stands."""
+_CHECK_KEY = "nbaccel.check"  # of a dataclass field's metadata, for its :class:`FieldCheck`
 
 
 class FieldMistake(str):

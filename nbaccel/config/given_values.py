@@ -16,8 +16,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
-RESUME_HERE = "here"
-"""What a stopped launch keeps goes with this process."""
+RESUME_HERE = "here"  # what a stopped launch keeps goes with this process
 
 
 def plain_value(value: Any) -> Any:

@@ -47,8 +47,7 @@ def _of_nodes(config: RunConfig) -> Iterator[str]:
     if config.num_nodes > 1 and _is_loopback(address):
         yield (
             f"{'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'} cannot be {address!r} "
-            f"with num_nodes={config.num_nodes}: on each node that is the node itself. Give the "
-            "address of the first node as the others reach it."
+            f"with num_nodes={config.num_nodes}: each node is that itself. Give the first node's."
         )
     # Only static rendezvous needs the port; other backends have a default port.
     if config.rdzv_endpoint and config.rdzv_backend == "static" and not is_port:

@@ -217,9 +217,8 @@ def measure_activations(
             raise
         except Exception as error:  # a batch of another form makes the model fail in any way
             raise ConfigError(
-                f"{type(model).__name__} does not run with this sample_batch, so its activations "
-                f"cannot be measured: it raised {type(error).__name__}: {error}. Give a batch as "
-                "the training loop hands it to the model."
+                f"{type(model).__name__} does not run with this sample_batch: it raised "
+                f"{type(error).__name__}: {error}. Give a batch as the training loop does."
             ) from error
 
 

@@ -259,8 +259,7 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
 # are gathered in the format of the computation, the next one ahead. What none holds stays gathered
 # from the forward to the backward pass (torch's documentation of ``reshard_after_forward``).
 
-_GATHERED_LAYERS = 2
-"""The one that computes and the one that is gathered ahead (torch's default prefetching)."""
+_GATHERED_LAYERS = 2  # the one that computes and the one that is gathered ahead
 _REDUCED_BYTES = 4
 
 

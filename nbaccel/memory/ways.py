@@ -284,8 +284,7 @@ def _cost_of(placement: StatePlacement) -> str:
     return "weights are fetched for each pass" if placement.divided > 2 else ""
 
 
-_TIGHT_SHARE = 0.15
-"""Of a device's memory: with less than that left free, an estimate may be wrong enough to fail."""
+_TIGHT_SHARE = 0.15  # of a device's memory: with less left free, an estimate may be too wrong
 _MAX_NOT_CHOSEN = 5
 
 
@@ -347,9 +346,8 @@ def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...
         lacking = min(-one.spare for one in candidates if one.need is not None)
     smaller = "" if batch is None else ", even one sample at a time"
     raise ConfigError(
-        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free. "
-        f"Training would run out of memory with {config}. Use more devices, a smaller model, or "
-        "free memory that others use."
+        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free, "
+        f"with {config}. Use more devices, a smaller model, or free memory that others use."
     )
 
 
@@ -448,8 +446,7 @@ def _proposal(
     )
 
 
-_HALVES = ("bf16", "fp16")
-"""Formats of 16 bits, the one that needs no scaling of gradients first."""
+_HALVES = ("bf16", "fp16")  # formats of 16 bits, the one that needs no scaling of gradients first
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 

@@ -306,8 +306,7 @@ def _unknown_subcommand(word: str, options: str) -> ConfigError:
     return ConfigError(f"%accelerate has no subcommand {word!r}.{text}")
 
 
-_LOADED: dict[int, ExitStack] = {}
-"""Shell → what removes all that was added to it; only tests have several shells."""
+_LOADED: dict[int, ExitStack] = {}  # shell → what removes all that was added to it
 
 
 def load_extension(shell: InteractiveShell) -> None:

@@ -153,9 +153,8 @@ def wanted_strategy(said: Said) -> Wanted | None:
         if len(requests_of_source) > 1:
             first_request, second_request, *_ = requests_of_source
             raise ConfigError(
-                f"{first_request.what} and {second_request.what} were both given: each shards "
-                f"models in its own way ({first_request.strategy} and {second_request.strategy}), "
-                "and only one can. Give one of them."
+                f"{first_request.what} and {second_request.what} were both given: one alone can "
+                f"shard, {first_request.strategy} or {second_request.strategy}. Give one of them."
             )
         if requests_of_source:
             return requests_of_source[0]

@@ -416,9 +416,8 @@ def _platform_problem(found: Inventory, method: Choice) -> str:
         return ""
     if found.platform == "linux":
         return (
-            "Separate workers cannot be started: they share the model through memory files, and "
-            "this Python has no os.memfd_create. Give num_processes=1 to run in this process, or "
-            "use a Python that was built for Linux 3.17 and glibc 2.27 or later."
+            "Separate workers cannot be started: this Python has no os.memfd_create. Give "
+            "num_processes=1, or use one that was built for Linux 3.17 and glibc 2.27 or later."
         )
     return (
         f"Separate workers cannot be started on {found.platform!r}: they are forked and share "

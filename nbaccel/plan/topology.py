@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -22,16 +21,11 @@ from nbaccel.config.capabilities import device_row, precision_row, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.handlers import DYNAMO_VARIABLES, FSDP_VARIABLES, setting_variables
 
-ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"
-"""Accelerate has a variable for it with FSDP only."""
-FOLDER_VARIABLE = "NBACCEL_RESUME"
-"""The folder in which a stopped launch keeps what the next one goes on with."""
-MOST_STEPS_VARIABLE = "NBACCEL_MOST_STEPS"
-"""After how many steps a launch ends that only measures its speed."""
-STRATEGY_VARIABLE = "NBACCEL_STRATEGY"
-"""It has the name in ``RunConfig.strategy``, unless that is ``auto``."""
-DEVICE_VARIABLE = "NBACCEL_DEVICE"
-"""Environment variable with the row of a worker's device, which torch may call otherwise."""
+ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"  # Accelerate's is of FSDP only
+FOLDER_VARIABLE = "NBACCEL_RESUME"  # the folder of what a stopped launch goes on with
+MOST_STEPS_VARIABLE = "NBACCEL_MOST_STEPS"  # of a launch that only measures its speed
+STRATEGY_VARIABLE = "NBACCEL_STRATEGY"  # ``RunConfig.strategy``, unless that is ``auto``
+DEVICE_VARIABLE = "NBACCEL_DEVICE"  # the row of a worker's device
 
 _LOOPBACK_INTERFACE = "lo"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -56,23 +50,23 @@ class Topology:
         cls, workers_per_host: Sequence[int], *, master_addr: str, master_port: int
     ) -> tuple[Topology, ...]:
         """The workers of several hosts, each with so many of them: one per worker, by rank."""
-        first_ranks = itertools.accumulate(workers_per_host, initial=0)
+        workers = [
+            (node_rank, local_rank)
+            for node_rank, num_workers in enumerate(workers_per_host)
+            for local_rank in range(num_workers)
+        ]
         return tuple(
             cls(
-                rank=first_rank + local_rank,
+                rank=rank,
                 local_rank=local_rank,
-                world_size=sum(workers_per_host),
-                local_world_size=num_workers,
+                world_size=len(workers),
+                local_world_size=workers_per_host[node_rank],
                 node_rank=node_rank,
                 num_nodes=len(workers_per_host),
                 master_addr=master_addr,
                 master_port=master_port,
             )
-            # Not strict: the sum of all is no host's first rank.
-            for node_rank, (num_workers, first_rank) in enumerate(
-                zip(workers_per_host, first_ranks, strict=False)
-            )
-            for local_rank in range(num_workers)
+            for rank, (node_rank, local_rank) in enumerate(workers)
         )
 
     @property
@@ -156,8 +150,7 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - DeepSpeed chooses the name
 FILE_BYTES = (66 << 20) + 4096
 _SEGMENT_PREFIX = "deepspeed_allreduce_buffer_"
-_MIN_AGE_S = 60.0
-"""A younger file may be one that its workers are just opening, in another container."""
+_MIN_AGE_S = 60.0  # a younger file may be one that workers in another container just open
 
 
 def shared_memory_variables(place: Topology, device: str) -> dict[str, str]:

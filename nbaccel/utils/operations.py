@@ -152,8 +152,7 @@ def recursively_apply(
         if error_on_other_type:
             raise TypeError(
                 f"{_name(func)} cannot be applied to a {type(leaf).__name__}, which "
-                f"{_name(test_type)} does not accept. Give lists, tuples and dictionaries of what "
-                "it does."
+                f"{_name(test_type)} does not accept. Give containers of what it does."
             )
         return leaf
 

@@ -36,18 +36,16 @@ class StepHooks:
     """What a training process does differently on a device; the defaults suit most of them."""
 
     def place_module(self, module: nn.Module, device: torch.device) -> None:
-        """Move a module's parameters and buffers to a device of this kind, in place.
+        """Move a module's tensors to a device of this kind, in place.
 
-        Parameters stay the same objects, so an optimizer made before holds them still; what is tied
-        stays tied.
+        Parameters stay the same objects, and what is tied stays tied.
         """
         module.to(device)
 
     def downcast_floats(self) -> str:
-        """Keep float tensors as bfloat16 and double tensors as float on the device, from now on.
+        """Keep float tensors as bfloat16 and doubles as float on the device, from now on.
 
-        Returns why nothing was changed, a clause; empty where it was. Raises `ConfigError` where it
-        is too late.
+        Returns why nothing was changed, a clause. Raises `ConfigError` where it is too late.
         """
         return (
             "only torch_xla, on TPUs, keeps float tensors as bfloat16. Here autocast computes in "
@@ -58,10 +56,9 @@ class StepHooks:
         """Run what was recorded for the device so far, where operations are recorded first."""
 
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """Average tensors of equal shapes over all processes in place, by the device's own links.
+        """Average tensors over all processes in place, by the device's own links.
 
-        False where the device has no way of its own: nothing has happened, and the process group
-        has to do it.
+        False where there is no such way: nothing has happened, and the process group has to do it.
         """
         return False
 
@@ -71,16 +68,12 @@ class StepHooks:
 
 
 class LaunchHooks:
-    """What a device has to say before, and for, a launch; the defaults have nothing to say.
-
-    All of it is asked in the notebook's process but :meth:`prepare_template`.
-    """
+    """What a device has to say before, and for, a launch; asked in the notebook's process."""
 
     def launch_problem(self, inventory: Inventory, config: RunConfig, num_processes: int) -> str:
         """Why a launch could not use these devices as it was configured; empty where it can.
 
-        A whole message: the value, why, and what to do. Devices of this kind are among the
-        inventory; `num_processes` counts workers on this node.
+        A whole message; `num_processes` counts workers on this node.
         """
         return ""
 
@@ -95,18 +88,13 @@ class LaunchHooks:
         return ()
 
     def busy_reason(self, plan: Plan) -> str:
-        """Why workers could not have the devices at this moment; empty where they can.
-
-        A whole message that says who has them, and what to do; asked when the launch is about to
-        start.
-        """
+        """Why workers could not have the devices now: a message that says who has them."""
         return ""
 
     def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
-        """Environment variables of one launch's workers, found anew for each launch.
+        """Environment variables of one launch's workers, by local rank, found anew each time.
 
-        For each worker on this node, by local rank; None removes a variable that it would inherit
-        from the notebook. Empty where workers need none.
+        None removes a variable of the notebook's. Empty: workers need none.
         """
         return ()
 
@@ -117,30 +105,22 @@ class LaunchHooks:
     def explain_signal(self, signal_name: str) -> tuple[str, str] | None:
         """Why a signal (``SIGSEGV``) has probably ended a worker on a machine with these devices.
 
-        The likely cause and what to do, a sentence each; None where the device knows no more than
-        is known of the signal.
+        The likely cause and what to do, a sentence each; None where the device knows no more.
         """
         return None
 
     def expects_launches(self) -> bool:
-        """Whether launches of this notebook will probably use it: it is there, and chosen first.
-
-        Asked when a notebook loads nbaccel: milliseconds, and no import.
-        """
+        """Whether launches of this notebook will probably use it; asked without an import."""
         return False
 
     def keep_asleep(self) -> None:
-        """Keep the notebook's process from taking the device by an import, where that can be done.
-
-        Called when a notebook loads nbaccel.
-        """
+        """Keep the notebook's process from taking the device by an import, where possible."""
 
     def prepare_template(self) -> None:
         """Import this device's library into the process that its workers are forked from.
 
-        It is called once, after torch has been imported, where ``Device.own_template`` is set. It
-        must leave the process as it was in all that a fork cannot live with: no runtime
-        initialised, no thread started, nothing seeded.
+        Called once, after torch, where ``Device.own_template`` is set. Nothing may be left that a
+        fork cannot live with: no runtime initialised, no thread started, nothing seeded.
         """
 
 
@@ -281,10 +261,7 @@ class Device(LaunchHooks, DeviceRuntime):
         return device_row(self.name)
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Look for devices of this kind on this machine.
-
-        It is called in notebooks: it initialises no runtime and imports no torch, but reads device
-        files, or asks the driver's library for management.
+        """Look for devices of this kind here, without initialising or importing anything.
 
         Returns fields of the :class:`~nbaccel.plan.inventory.Inventory`: ``accelerators``, a tuple
         of ``Gpu(kind=...)``, for every device but those that have fields of their own.
@@ -311,19 +288,16 @@ class Device(LaunchHooks, DeviceRuntime):
         return ""
 
     def hazards(self) -> tuple[str, ...]:
-        """What this device has done to the calling process that makes forking it unsafe.
+        """What this device has done to the calling process that makes forking it unsafe: clauses.
 
-        Facts, each a clause; what they would do to a worker is :attr:`after_fork`. Looked up
-        without initialising the device: the answer in an untouched process is empty and leaves it
-        untouched.
+        Asking does not initialise the device.
         """
         return ()
 
     def driver_meter(self) -> Any:
-        """What measures the memory of processes on devices of this kind, used in the notebook.
+        """What measures the memory of processes on these devices; None where nothing can.
 
-        An object with ``read()``, which gives bytes by process id, and ``close()``; None where
-        nothing can measure it.
+        An object with ``read()``, which gives bytes by process id, and ``close()``.
         """
         return None
 
@@ -340,8 +314,7 @@ class Device(LaunchHooks, DeviceRuntime):
     def process_group_backend(self, num_local: int) -> str:
         """What ``torch.distributed.init_process_group`` is told in a worker.
 
-        The row's backend where each of the node's workers has a device of its own; beside another
-        than gloo also gloo, by which objects and tensors in host memory travel.
+        Beside another backend than gloo also gloo, by which objects and host tensors travel.
         """
         import torch.distributed as dist
 

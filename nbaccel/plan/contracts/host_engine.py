@@ -38,10 +38,7 @@ class NodeCrew(ABC):
     actors: Mapping[str, Any]  # name of a host → Ray's handle of the actor there
 
     def problems(self) -> Mapping[str, str]:
-        """Hosts that the engine itself knows to be lost, each with what is known of it.
-
-        Never waits. By default none: Ray's own errors tell.
-        """
+        """Hosts that the engine knows to be lost, with what is known of each; never waits."""
         return {}
 
     @abstractmethod
@@ -56,39 +53,26 @@ class Engine(ABC):
 
     @abstractmethod
     def unavailable_reason(self, config: RunConfig) -> str:
-        """Why its hosts cannot be used here and now, with what to do; empty where they can.
-
-        Asked while planning: it starts nothing and takes milliseconds.
-        """
+        """Why its hosts cannot be used here and now, with what to do; starts nothing."""
 
     def unready_reason(self) -> str:
-        """Why a notebook cannot use its hosts though they are there; empty where it can.
-
-        Scripts, which another launcher starts there, need none of this. By default it can.
-        """
+        """Why a notebook, unlike a script, cannot use its hosts though they are there."""
         return ""
 
     def connect(self) -> None:  # noqa: B027  # few have something to do
-        """Connect a process that a command has started to what the engine runs on.
-
-        A notebook does that itself. Raises `ConfigError` where nothing answers there.
-        """
+        """Connect a process that a command has started; `ConfigError` where nothing answers."""
 
     @abstractmethod
     def hosts(self, config: RunConfig) -> Sequence[Host]:
-        """The hosts that a launch takes, in the order of ranks.
+        """The hosts that a launch takes, in the order of ranks, but those without a worker.
 
-        `config.num_processes` counts the workers on all hosts together; hosts that would have none
-        are left out. Raises `ConfigError` where there are none, or they have too few slots; every
-        mistake at once.
+        `config.num_processes` counts all workers. Raises `ConfigError` where there are no hosts, or
+        they have too few slots; every mistake at once.
         """
 
     @abstractmethod
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
-        """Start an actor on each host; returns once Ray has been asked for them.
-
-        Raises `StartupFailed`, which says which host did not come up.
-        """
+        """Ask Ray for an actor on each host; `StartupFailed` says which host did not come up."""
 
     def replacements(self, config: RunConfig, lost: Sequence[str]) -> Sequence[Host]:
         """The hosts for the next attempt after some, by name, were lost: those that are left."""

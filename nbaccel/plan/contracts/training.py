@@ -66,8 +66,8 @@ class Place:
 class Bundle:
     """Models and optimizers during preparation.
 
-    They are kept together because FSDP2, FP8 and ZeRO replace parameters: the optimizer must follow
-    its model. A step takes a bundle and returns a bundle of the same lengths and order.
+    FSDP2, FP8 and ZeRO replace parameters: the optimizer must follow its model. A step takes a
+    bundle and returns a bundle of the same lengths and order.
     """
 
     models: tuple[nn.Module, ...] = ()  # models that are to be trained
@@ -220,8 +220,7 @@ class Strategy:
     ) -> Self:
         """One for this process.
 
-        `settings` are of the class that the capability row names, None where it has none; `asked`
-        is what else the `Accelerator` was asked.
+        `settings` are of the class that the capability row names; `asked` is what else was asked.
         """
         return cls(place)
 
@@ -231,10 +230,7 @@ class Strategy:
         return SaidBySettings()
 
     def wrap(self, bundle: Bundle) -> Bundle:
-        """Make models ready to train, and let the optimizers hold the parameters that result.
-
-        The models are on their device.
-        """
+        """Make models, which are on their device, ready to train; optimizers hold the result."""
         return bundle
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -242,10 +238,9 @@ class Strategy:
         return model
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
-        """Compute gradients, with options of ``Tensor.backward``.
+        """Compute gradients of a scaled loss, with options of ``Tensor.backward``.
 
-        The loss is a 0-d tensor, scaled already for accumulation and for the precision; `sync`:
-        whether the batch at hand ends a group of accumulated ones.
+        `sync`: whether the batch at hand ends a group of accumulated ones.
         """
         loss.backward(**options)  # type: ignore[no-untyped-call]
 
@@ -260,19 +255,13 @@ class Strategy:
     def join(
         self, models: Iterable[nn.Module], **options: Any
     ) -> AbstractContextManager[None] | None:
-        """A context in which processes may run out of batches at different times.
-
-        None where the strategy cannot do it.
-        """
+        """A context in which processes may run out of batches at other times; None: it cannot."""
         return nullcontext()
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale gradients down to a norm over the whole model, wherever its pieces are.
-
-        Returns the norm before, a 0-d tensor equal on all processes.
-        """
+        """Scale gradients down to a norm over the whole model; returns the norm before, on all."""
         import torch
 
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -281,10 +270,7 @@ class Strategy:
         """Release what :meth:`wrap` made for these models; None for all."""
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The whole state dict of the unwrapped model; a collective where it is sharded.
-
-        Tensors by name on process 0; elsewhere it may be empty.
-        """
+        """The whole state dict of the unwrapped model, on process 0; collective where it is cut."""
         return self.unwrap(model).state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
@@ -295,10 +281,10 @@ class Strategy:
         self.unwrap(model).load_state_dict(state, **options)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state dict of a model's optimizer; a collective where it is sharded.
+        """The whole state dict of a model's optimizer on process 0; a collective where it is cut.
 
-        What ``Optimizer.state_dict`` gives where nothing is sharded, so that another strategy or
-        another number of processes can load it. On process 0; elsewhere it may be empty.
+        It is what ``Optimizer.state_dict`` gives where nothing is sharded, so that another strategy
+        or number of processes can load it.
         """
         return optimizer.state_dict()
 
@@ -333,10 +319,9 @@ class ShardedCheckpoints(Protocol):
     ) -> None:
         """Write weights, and the optimizer's state if one is given; a collective.
 
-        The model is as :meth:`Strategy.wrap` returned it; the folder is one that all processes see,
-        or each host has its own. `left_out` names frozen parameters of the user's own module that
-        are not written. `ranks_by_folder`: where hosts have folders of their own, the ranks that
-        write into one, for each; each has to suffice for them. Empty where all see one folder.
+        The model is as :meth:`Strategy.wrap` returned it. All processes see the folder, or each
+        host has its own: then `ranks_by_folder` has the ranks that write into each, which has to
+        suffice for them. `left_out` names frozen parameters that are not written.
         """
 
     def check_sharded(
@@ -350,12 +335,9 @@ class ShardedCheckpoints(Protocol):
     ) -> None:
         """Refuse a folder that :meth:`load_sharded` could not read into these; no collective.
 
-        Nothing is changed. Sizes and checksums of whole files have been looked at before.
-        What was left out need not be there: it stays as it is in the model. `ranks_there` are the
-        ranks whose shards are there, if it is one host's folder; this process is one of them.
-
-        Raises `CheckpointDamaged` where files are missing, or not what was saved, and `ConfigError`
-        where they are of another model, or another number of processes.
+        What was left out stays as it is in the model. `ranks_there` are the ranks whose shards are
+        there, if it is one host's folder. Raises `CheckpointDamaged` where files are missing or not
+        what was saved, `ConfigError` where they are of another model or number of processes.
         """
 
     def load_sharded(
@@ -390,10 +372,9 @@ def remember(module: nn.Module) -> Remembered:
 class ShardReader:
     """Reads one library's shards: a module with these functions, or an object of a subclass.
 
-    DTensors say themselves which elements a process has. A library that puts placeholders in the
-    place of parameters (ZeRO-3), or trains copies of higher precision beside them (ZeRO-1 and 2,
-    MS-AMP's O3), has a reader in its capability row, so that trained weights are copied back from
-    wherever they are. The defaults are those of a library without engines and placeholders.
+    DTensors say themselves which elements a process has; a library with placeholders (ZeRO-3), or
+    with copies of higher precision (ZeRO-1 and 2, MS-AMP's O3), has a reader in its capability row.
+    The defaults are those of a library without engines and placeholders.
     """
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
@@ -425,20 +406,14 @@ class ShardReader:
         return None
 
     def check_whole(self, module_or_state: Any, what: str) -> None:
-        """Refuse, with `ConfigError`, a module or state dict whose weights are placeholders.
-
-        The message begins with `what` was asked for.
-        """
+        """Refuse, with `ConfigError`, a module or state with placeholders; `what` was asked for."""
 
     def remember(self, module: nn.Module) -> Remembered:
         """The state of a module before the library took it over, if it did."""
         return remember(module)
 
     def take_back(self, module: nn.Module, remembered: Remembered) -> bool:
-        """Make a module that the library took apart in this one process what it was.
-
-        Returns whether it had been taken apart.
-        """
+        """Make a module that the library took apart what it was; False where it was not."""
         raise NotImplementedError
 
     def building_whole(self) -> AbstractContextManager[None]:
@@ -452,10 +427,7 @@ class ShardReader:
         """Torch's process groups are gone: forget those that the library made from them."""
 
     def tear_down(self, before: Any) -> None:
-        """End the library's part of this process: engines, groups, variables.
-
-        `before` is what the ``observe`` of the capability row saw.
-        """
+        """End the library's part of this process; `before` is what the row's ``observe`` saw."""
 
 
 # ----------------------------------------------------------------------------- stand-ins
@@ -485,11 +457,7 @@ def _given(arguments: dict[str, Any]) -> frozenset[str]:
 class DummyOptim:
     """Stands for the optimizer of a DeepSpeed configuration.
 
-    Args:
-        params: Parameters, or parameter groups; kept as a list.
-        lr: Learning rate, where the file has ``"auto"``.
-        weight_decay: Weight decay, where the file has ``"auto"``.
-        **kwargs: Further arguments (``betas``, ``eps``), where the file has ``"auto"``.
+    Rate, decay and further arguments (``betas``, ``eps``) are taken where the file has ``"auto"``.
     """
 
     def __init__(
@@ -512,8 +480,7 @@ class DummyScheduler:
 
     Args:
         optimizer: The optimizer, or what stands for it.
-        total_num_steps: Calls of ``step`` in a loop of one process; divided by the number of
-            processes, as a loop of several makes fewer.
+        total_num_steps: Calls of ``step`` in a loop of one process; a loop of several makes fewer.
         warmup_num_steps: Steps of warm-up.
         lr_scheduler_callable: Makes the schedule from the optimizer, in place of the file's.
         **kwargs: Kept.
