@@ -1,8 +1,7 @@
 """Files that appear whole or not at all: written beside their place, then given their names.
 
-What a killed process has left is removed by the next one that writes to that place; a lock beside
-the hidden folder, which the system releases when its holder dies, tells it from what is being
-written. Folders that nobody will write to again are reported to the notebook beforehand.
+The next process that writes there removes what a killed one has left: its lock, which the system
+releases when its holder dies, tells it. Other such folders are reported to the notebook beforehand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The process environment: the only file that touches ``os.environ``.
-
-What the system says of itself in small files is read here, too.
-"""
+"""The process environment, and small files of the system: nothing else touches ``os.environ``."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A `UserMistake` is answered by asking differently, `MissingBackend` by an installation, a
 `WorkerFailed` by a look at what the worker raised. Each leaf is also the built-in exception that a
-reader would expect. Every message says what was wrong (with the value), why it matters and what to
-do. In a notebook they are shown with the user's own lines only (`nbaccel.base.frames`).
+reader would expect. Every message has the value, the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -98,19 +97,13 @@ def _shortened(mistake: str) -> str:
 
 
 class CheckpointDamaged(ConfigError):
-    """Files of a checkpoint are truncated, changed, missing or of something else.
-
-    Nothing has been loaded then; all files that are not as they were saved are listed together.
-    """
+    """Files of a checkpoint are not as they were saved, all of them listed; nothing was loaded."""
 
     _what = "files of the checkpoint cannot be used"
 
 
 class WrongArguments(ConfigError, TypeError):
-    """A call of nbaccel, or of a function to be launched, whose arguments do not fit.
-
-    What Python itself would raise a ``TypeError`` for, with the argument that was probably meant.
-    """
+    """A call of nbaccel, or of a function to be launched, whose arguments do not fit."""
 
 
 class ModelNotShareable(UserMistake, ValueError):

@@ -73,10 +73,7 @@ def of_traceback(traceback_object: TracebackType | None) -> tuple[Frame, ...]:
 
 
 def within_worker(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """What a worker has called, of the stack of its main thread.
-
-    Before that stands what was running where it was forked.
-    """
+    """What a worker has called, of the stack of its main thread: no frame of before its fork."""
     beginnings = (
         index
         for index, frame in enumerate(frames)

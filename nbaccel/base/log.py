@@ -68,10 +68,7 @@ def write_notice(text: str) -> None:
 
 
 def progress_bar(**options: Any) -> Any:
-    """A bar of tqdm without the thread that watches over all bars of a process.
-
-    That thread outlives the bar, and nbaccel warns of threads before it forks a notebook.
-    """
+    """A bar of tqdm without its thread, which outlives the bar and makes forks unsafe."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]

@@ -1,7 +1,6 @@
 """Files that this process has mapped copy-on-write: which bytes it sees, and pages given back.
 
-Whoever makes a mapping registers it; strategies that cut a tensor into shards then drop the pages
-that they have read.
+Who maps one registers it; strategies that cut tensors into shards drop the pages they have read.
 """
 
 from __future__ import annotations

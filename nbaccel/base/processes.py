@@ -1,7 +1,4 @@
-"""Processes from outside: names, use, causes of death. Held interrupts; ports where they meet.
-
-A port is bound once, never chosen first and bound later.
-"""
+"""Processes from outside: names, use, causes of death; held interrupts; ports where they meet."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The names of a package: imported when they are first used (PEP 562), and those it lacks.
 
-A package lists them once, as imports under ``if TYPE_CHECKING:``, each ``as`` itself; here the same
-block is read from its source. Names of Accelerate that nbaccel does not have can be imported,
-compared with and subclassed; using one raises an error that says what to do instead.
+A package lists them once, as imports under ``if TYPE_CHECKING:``, each ``as`` itself; that block is
+read from its source. Using a name of Accelerate that nbaccel lacks says what to do instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The parts of torch without a public name that nbaccel uses, each in one small function.
 
-Seen in torch 2.6 to 2.15. Those that every launch depends on are looked for when this module is
-imported: a torch that lacks one is refused before any process starts (`PlatformUnsupported`). No
-other module uses private names of torch; `tests/house` checks it.
+Seen in torch 2.6 to 2.15. A torch that lacks one that every launch needs is refused on import
+(`PlatformUnsupported`). No other module uses private names of torch; `tests/house` checks it.
 """
 
 from __future__ import annotations
@@ -69,9 +68,6 @@ def _exists(name: str) -> bool:
             return False
         found = getattr(found, part)
     return True
-
-
-# ------------------------------------------------------------------------- process groups
 
 
 def process_groups() -> tuple[Any, ...]:
@@ -196,9 +192,6 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(shape), tuple(offset)
 
 
-# ------------------------------------------------------------------------- tensors and storages
-
-
 def tensor_version(tensor: torch.Tensor) -> int:
     """Grows whenever a tensor is written to, by what torch counts; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
@@ -210,10 +203,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def replace_in_place(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
-    """Let a Python object stand for another tensor, which may be on another kind of device.
-
-    ``Tensor.data`` refuses that, and ``torch.utils.swap_tensors`` an object with weak references.
-    """
+    """Let a Python object stand for another tensor; `Tensor.data` keeps the kind of device."""
     untyped: Any = tensor
     hooks = {name: getattr(untyped, name) for name in _HOOK_ATTRIBUTES}
     torch._C._swap_tensor_impl(tensor, replacement)
@@ -321,9 +311,6 @@ def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> An
     return tree_map_only(torch.Tensor, replacement, tree)
 
 
-# ------------------------------------------------------------------------- modules
-
-
 def exclude_from_ddp(module: nn.Module, parameter_names: list[str]) -> None:
     """Let `DistributedDataParallel` leave parameters of a module alone."""
     ddp: Any = nn.parallel.DistributedDataParallel
@@ -398,16 +385,10 @@ def forget_compiled_call(module: nn.Module) -> None:
 
 
 def recompute_activations(module: nn.Module) -> None:
-    """Let a module's backward compute activations again; `fully_shard` comes after it.
-
-    Unlike a wrapper around `forward`, it changes neither the module's attributes nor its class.
-    """
+    """Let a module's backward compute activations again, in place, before `fully_shard`."""
     from torch.distributed._composable.checkpoint_activation import checkpoint
 
     checkpoint(module)
-
-
-# ------------------------------------------------------------------------- optimizers
 
 
 def has_step_hooks(optimizer: Any) -> bool:
@@ -431,8 +412,7 @@ def has_state_loading_hooks(optimizer: Any) -> bool:
 
 
 def _scaling_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    # Flags of infinite gradients are nowhere else, and a precision from outside may use torch's
-    # class.
+    # Nowhere else are flags of infinite gradients; a precision from outside may use this class.
     states: dict[int, dict[str, Any]] = scaler._per_optimizer_states
     return states
 
@@ -445,10 +425,7 @@ def gradients_are_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool
 
 
 def watch_steps_again(scheduler: Any) -> None:
-    """Let a scheduler see the first step of its optimizer, which it watched before both were sent.
-
-    Pickling leaves the watch behind, and torch then warns of a step that nobody has overridden.
-    """
+    """Let a scheduler watch its optimizer's first step again, which pickling made it forget."""
     optimizer: Any = getattr(scheduler, "optimizer", None)
     if not isinstance(optimizer, torch.optim.Optimizer) or "step" in vars(optimizer):
         return
@@ -482,9 +459,6 @@ def infinity_flags(scaler: torch.amp.GradScaler, optimizer: Any = None) -> list[
 def scale_tensor(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
     """The factor as a tensor; None before the first loss was multiplied with it."""
     return scaler._scale
-
-
-# ------------------------------------------------------------------------- loaders
 
 
 # torchdata's `StatefulDataLoader` has a public way, but a user's plain `DataLoader` is no such.

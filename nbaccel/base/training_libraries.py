@@ -1,7 +1,6 @@
 """Accelerate, transformers and Lightning in a worker: what they found out in the notebook is wrong.
 
-Each keeps what it found where it was first used. None is imported here: modules are changed when
-they are imported, or at once where they have been.
+None is imported here: modules are changed when they are imported, or at once where they have been.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.units import count_noun
 
 PatchModule = Callable[[ModuleType], None]
 _AroundTraining = Callable[[], AbstractContextManager[None]]
@@ -72,7 +72,6 @@ class _ModulePatcher(MetaPathFinder):
         return module_spec
 
 
-# --------------------------------------------------------------------------- Accelerate
 # In a worker forked from a notebook that has used it, each would take itself for the only process.
 
 # Accelerate sets it on what it has prepared, and returns what has it as it is. Seen in 1.15.
@@ -114,10 +113,7 @@ def forget_accelerate() -> None:
 
 
 def _patch_preparing(module: ModuleType) -> None:
-    """Let models and loaders be prepared in this worker that were prepared in the notebook.
-
-    By the mark that they carry each rank would train a model of its own.
-    """
+    """Let this worker prepare what has the mark of the notebook's `prepare`, too."""
     for name in ("prepare_model", "prepare_data_loader"):
         around = functools.partial(_prepare, weakref.WeakSet[Any]())
         _wrap_method(module.Accelerator, name, around)
@@ -151,7 +147,6 @@ def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-# ------------------------------------------------------------------------- transformers
 # A Trainer's accelerator was made for the notebook's single process; in a worker it gets another.
 
 
@@ -203,7 +198,6 @@ def _rebuild_accelerator(trainer: Any) -> None:
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
 
 
-# ---------------------------------------------------------------------------- Lightning
 # A Trainer's strategy is chosen in the constructor. Seen with Lightning 2.6 in two workers: one of
 # one process trained alone in each, and one with `ddp_notebook` waited for ever.
 
@@ -235,27 +229,17 @@ def _guard(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) 
 
 def _trainer_refusal(trainer: Any, entry_name: str, num_workers: int) -> str:
     strategy_name = type(getattr(trainer, "strategy", None)).__name__
-    num_built_for = getattr(trainer, "world_size", 1)
-    if num_built_for == 1:
-        processes = "one process"
-        outcome = "Each worker would train alone, on all of the data."
-    else:
-        processes = f"{num_built_for} processes of its own"
-        outcome = "It would wait for processes that never start."
+    processes = count_noun(getattr(trainer, "world_size", 1), "process")
     return (
-        f"trainer.{entry_name}() cannot be called in {num_workers} workers: trainer is a Lightning "
-        f"Trainer that was built outside of them, for {processes} ({strategy_name}). {outcome} "
-        "Build it in the function or cell that the workers run: "
-        f'Trainer(devices={num_workers}, strategy="ddp").{entry_name}(...); or call it in the '
-        "notebook, without workers: Lightning starts processes by itself."
+        f"trainer.{entry_name}() cannot be called in {num_workers} workers: this Lightning Trainer "
+        f"was built outside of them, for {processes} ({strategy_name}). Build it in the function "
+        f'or cell that the workers run: Trainer(devices={num_workers}, strategy="ddp").'
+        f"{entry_name}(...); or call it in the notebook: Lightning starts processes by itself."
     )
 
 
 def _tell_lightning(rank: int) -> None:
-    """Correct what Lightning 2.6 has found when it was imported, before this process was forked.
-
-    It refused to start in workers, as it does where somebody types (`sys.ps1`).
-    """
+    """Correct what Lightning 2.6 found before the fork, such as that somebody types here."""
     rank_module = sys.modules.get("lightning_utilities.core.rank_zero")
     if (rank_zero_only := getattr(rank_module, "rank_zero_only", None)) is not None:
         rank_zero_only.rank = rank

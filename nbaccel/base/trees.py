@@ -1,7 +1,6 @@
 """Batches and outputs as trees: tensors nested in lists, tuples, named tuples and mappings.
 
-Containers keep their type, a `BatchEncoding` or a `ModelOutput` included. Many tensors can also be
-one, for a collective that takes them all at once.
+Containers keep their type. Many tensors can also be one, for one collective of them all.
 """
 
 from __future__ import annotations

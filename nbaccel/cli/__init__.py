@@ -1,7 +1,4 @@
-"""The command nbaccel and its subcommands, and what they show in a terminal.
-
-A strategy's module may add a subcommand of its own.
-"""
+"""The command nbaccel and its subcommands, to which strategies may add; what a terminal shows."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ from nbaccel.config.capabilities import STRATEGIES
 
 
 def as_people_read_it(command: Any, parent: typer.Context | None = None) -> Any:
-    """Leave `<bool>`, `<str>` and `<int range>` out of the help of a command and its subcommands.
-
-    Typer writes Python's types there. It writes groups last, and `config`, a group, comes first.
-    """
+    """Leave Python's types out of the help that Typer writes, and put the group `config` first."""
     context = typer.Context(command, parent=parent, **command.context_settings)
     for option in command.get_params(context):
         option.display_type = lambda _: ""

@@ -1,7 +1,4 @@
-"""Subcommands: ``export``, ``test``, ``estimate-memory``, ``merge-weights``, ``status``, ``env``.
-
-What they need beyond their options is imported when one of them runs.
-"""
+"""Commands: ``export``, ``test``, ``estimate-memory``, ``merge-weights``, ``status``, ``env``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What ``nbaccel config`` asks: a table of questions, each of which depends on earlier answers.
-
-An answer is judged by the rules of its setting before the next question.
-"""
+"""What ``nbaccel config`` asks: questions, of which each depends on earlier answers."""
 
 from __future__ import annotations
 

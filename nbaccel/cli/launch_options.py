@@ -1,7 +1,6 @@
 """The options of ``nbaccel launch``: settings of `RunConfig`, its own, and those of its peers.
 
-What people type after ``accelerate launch``, ``torchrun`` or ``deepspeed`` is a line of a table.
-All become one signature, from which typer makes the parser.
+The peers' are lines of a table. All become one signature, from which typer makes the parser.
 """
 
 from __future__ import annotations

@@ -269,10 +269,7 @@ class _OptionReader:
         ]
 
     def _read_devices(self, given: Mapping[str, Any]) -> None:
-        """Read ``--gpu-ids``, ``--include`` and ``--exclude``.
-
-        Without a hostfile what names this machine alone becomes ``CUDA_VISIBLE_DEVICES``.
-        """
+        """Read ``--gpu-ids``, ``--include`` and ``--exclude``; they may name this machine alone."""
         filters = [
             (kind, str(given[name]), f"--{name.replace('_', '-')}")
             for kind, names in _FILTER_NAMES.items()
@@ -320,10 +317,7 @@ class _OptionReader:
             self._put("num_processes", len(numbers), flag)
 
     def _read_output(self, given: Mapping[str, Any]) -> None:
-        """Read ``--tee``, ``--redirects`` and ``--local-ranks-filter`` of torchrun.
-
-        A stream that is redirected goes to its file alone, unless tee shows it beside.
-        """
+        """Read torchrun's ``--tee``, ``--redirects`` and ``--local-ranks-filter``."""
         redirects = self._streams(given, "redirects")
         tees = self._streams(given, "tee")
         has_log_dir = bool("log_dir" in self.settings or self.file.config.log_dir)

@@ -1,7 +1,6 @@
 """What ``nbaccel estimate-memory`` tells: a model loaded, and trained in each of the ways.
 
-Its sizes come from the headers of its safetensors, or from transformers, which builds it with its
-parameters on ``meta``. The ways and their table are those of the form that ``configure`` shows.
+Sizes come from headers of safetensors, or from transformers, which builds the model on ``meta``.
 """
 
 from __future__ import annotations
@@ -154,8 +153,8 @@ def _named_model(name: str) -> ModelSizes:
     if name not in kinds:
         raise ConfigError(
             f"{name!r} is no file or folder here, and no kind of model of transformers."
-            f"{closest(name, kinds)} Nothing is downloaded. Fetch it first: hf download {name} "
-            "--local-dir FOLDER (--include config.json is enough), and give the folder."
+            f"{closest(name, kinds)} Fetch it first, and give the folder: hf download {name} "
+            "--local-dir FOLDER (--include config.json is enough)."
         )
     note = f"The size is the default of this kind. Others are in the config.json of a {name}."
     return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))

@@ -2,8 +2,7 @@
 
     settings ─► torchrun, deepspeed, srun torchrun or ray job submit, in the place of this process
 
-A command line holds what was said and nothing of this machine. Settings travel as options of the
-command, and as the variables from which training code reads them.
+Settings travel as options of the command, or in variables; nothing of this machine does.
 """
 
 from __future__ import annotations

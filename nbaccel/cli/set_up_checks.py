@@ -1,7 +1,4 @@
-"""What ``nbaccel test`` tries in the workers: each step a training needs, with a known answer.
-
-The order is that in which one needs the other; the first that fails ends the launch with its name.
-"""
+"""What ``nbaccel test`` tries in the workers: each step a training needs, with a known answer."""
 
 from __future__ import annotations
 

@@ -122,9 +122,8 @@ def _binding_message(name: str, signature: inspect.Signature, args: Any, error: 
     text = f"{name}{signature} cannot be called with args={shown(tuple(args))}: {error}. "
     if first in _RANK_NAMES and len(args) == len(others):
         return (
-            f"{text}mp.spawn passes the rank as the first argument, and this launcher does not: "
-            f"workers have it in the environment. Leave {first} out, and write {first} = int("
-            'os.environ["RANK"]) in the function.'
+            f"{text}mp.spawn passes the rank first, and this launcher does not. Leave {first} out, "
+            f'and write {first} = int(os.environ["RANK"]) in the function.'
         )
     return (
         f"{text}Give args as many values as it takes; what goes by its name alone by "

@@ -1,8 +1,7 @@
-"""What works with what, as data.
+"""What works with what, as data: a row for every device, precision, strategy and engine.
 
-Every device, precision, strategy, start method and engine has a row here, from which plans judge,
-implementations are loaded, pickers disable options, and tables and tests are made. To add a backend
-is to add a row: here, or from another package by an entry point (:func:`rows_from_outside`).
+From these plans judge, implementations are loaded, pickers disable options, and tables are made. A
+backend is a row: here, or from another package by an entry point (:func:`rows_from_outside`).
 """
 
 from __future__ import annotations
@@ -394,10 +393,7 @@ _ENGINES: tuple[EngineRow, ...] = (
 def rows_from_outside(
     group: str, row_class: type[_AnyRow], built_in: tuple[_AnyRow, ...], problems: list[str]
 ) -> tuple[_AnyRow, ...]:
-    """The built-in rows with those of installed packages behind them; why others cannot be used.
-
-    An entry point of a package names its row (see CONTRIBUTING.md). Nothing depends on its success.
-    """
+    """The built-in rows and those of entry points of packages; why others cannot be used."""
     rows_by_name = {row.name: row for row in built_in}
     points: Iterable[EntryPoint] = _all_entry_points().select(group=group)
     # Sorted: of two rows with one name the first is used, which must not depend on the machine.

@@ -28,11 +28,7 @@ class DeviceSigns:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRow:
-    """What workers can compute on.
-
-    Two rows fit each other if either of them names the other, so that a package which adds a
-    device can name the strategies that are there, and one which adds a strategy the devices.
-    """
+    """What workers can compute on. Two rows fit each other if either names the other."""
 
     name: str  # As in ``RunConfig.device``
     meaning: str  # What it is, for people
@@ -142,8 +138,7 @@ class StrategyRow:
     library: str = ""  # What must be imported for its shards to exist
     shards: str = ""  # Module that reads them, a :class:`~nbaccel.abc.ShardReader`
     enter: str = ""  # ``module:function`` that prepares a worker, given its device's type; light
-    # ``module:function`` that explains a signal, given its name and the functions on the stack;
-    # light
+    # ``module:function`` that explains a signal by its name and the functions on the stack; light
     explain_signal: str = ""
     # ``module:function`` that looks at a process beforehand, for the reader's ``tear_down``; light
     observe: str = ""

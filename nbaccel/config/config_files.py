@@ -253,7 +253,6 @@ def _read_keys(
     return reading
 
 
-# ------------------------------------------------------------------------- where it runs
 def _read_environment(reading: _Reading, key: str, value: Any) -> None:
     if str(value) == "LOCAL_MACHINE":
         reading.note_unused(key, value, _DEFAULT)
@@ -308,7 +307,6 @@ def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
         reading.use(key, value, f"num_processes={value // num_nodes}{per_node}")
 
 
-# ------------------------------------------------------------------- precision and others
 def _read_precision(reading: _Reading, key: str, value: Any) -> None:
     precision = "no" if value is False else str(value).strip().lower()
     section = reading.given.get("deepspeed_config")
@@ -348,11 +346,11 @@ def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
     reading.use(key, value, "variables")
 
 
-# ---------------------------------------------------------------------------- DeepSpeed
 _DOCUMENT_KEY = "deepspeed_config_file"
 _DEFAULT_STAGE = 2
 _STARTED_ON_EACH = ("standard", "nossh")  # Launchers of DeepSpeed that do not reach other machines
 _ZERO = "zero_optimization"
+# What a file of DeepSpeed's own says, too.
 _DOCUMENT_READERS: Mapping[str, _ReadKey] = {
     "zero_stage": _as_setting("zero_stage"),
     "gradient_accumulation_steps": _as_setting("gradient_accumulation_steps"),
@@ -365,7 +363,6 @@ _DOCUMENT_READERS: Mapping[str, _ReadKey] = {
         "deepspeed", f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
     ),
 }
-"""What a file of DeepSpeed's own says, too."""
 _DEEPSPEED_READERS: Mapping[str, _ReadKey] = {
     **_DOCUMENT_READERS,
     "zero3_init_flag": _as_variable("ACCELERATE_DEEPSPEED_ZERO3_INIT"),
@@ -417,7 +414,6 @@ def _document_path(reading: _Reading, document: str) -> str:
     return str(beside) if is_beside else document
 
 
-# --------------------------------------------------------------------------------- FSDP
 def _plain_truth(value: Any) -> Any:
     is_truth = isinstance(value, str) and value.strip().lower() in ("true", "false")
     return value.strip().lower() == "true" if is_truth else value
@@ -483,7 +479,6 @@ def _read_fsdp(reading: _Reading, key: str, value: Any) -> None:
         reading.settings["fsdp"] = settings
 
 
-# ------------------------------------------------------------------------ torch.compile
 _DYNAMO_READERS: Mapping[str, _ReadKey] = {
     "dynamo_backend": _into("dynamo", "backend", lambda value: str(value).lower()),
     "dynamo_mode": _into("dynamo", "mode"),
@@ -495,18 +490,16 @@ _DYNAMO_READERS: Mapping[str, _ReadKey] = {
 
 def _read_dynamo(reading: _Reading, key: str, value: Any) -> None:
     """Read ``dynamo_config``, or ``dynamo_backend`` of older versions."""
-    # YAML 1.1 reads a bare NO as False.
-    word = "NO" if value is False else value
     if key == "dynamo_backend":
-        reading.read({key: word}, _DYNAMO_READERS)
+        # YAML 1.1 reads a bare NO as False.
+        reading.read({key: "NO" if value is False else value}, _DYNAMO_READERS)
     else:
-        reading.read(reading.mapping(key, word), _DYNAMO_READERS, section=key, prefix="dynamo_")
+        reading.read(reading.mapping(key, value), _DYNAMO_READERS, section=key, prefix="dynamo_")
     # Without a backend nothing is compiled, whatever the others say.
     if reading.settings.get("dynamo", {}).get("backend", "no") in ("no", "false"):
         reading.settings.pop("dynamo", None)
 
 
-# ---------------------------------------------------------------------------------- FP8
 def _fp8_backend(value: Any) -> Any:
     names = words_of_rows(FP8_BACKENDS) | {row.name: row.name for row in FP8_BACKENDS}
     return names.get(str(value).lower().replace("-", ""), value)
@@ -549,7 +542,6 @@ def _read_fp8(reading: _Reading, key: str, value: Any) -> None:
     reading.read(reading.mapping(key, value), _FP8_READERS, section=key, prefix="fp8_")
 
 
-# ----------------------------------------------------------------------------- all keys
 _OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel has no such part"
 
 _KEY_READERS: Mapping[str, _ReadKey] = {
@@ -713,12 +705,10 @@ def config_text(config: RunConfig) -> str:
 
 def write_config_file(config: RunConfig, path: Path) -> None:
     """Write a configuration file and the schema that it names; each appears whole or not at all."""
-    file = schema_path()
     try:
-        for folder in (file.parent, path.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(file, schema_text())
-        atomic.write_text(path, config_text(config))
+        for file, text in ((schema_path(), schema_text()), (path, config_text(config))):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(file, text)
     except OSError as error:
         raise ConfigError(
             f"The configuration cannot be written to {path}: {error}. Give a file in a folder "

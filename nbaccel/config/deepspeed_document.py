@@ -1,11 +1,9 @@
 """DeepSpeed's own forms of settings: its document in a ``RunConfig``, and filters of hosts.
 
-DeepSpeed's file and the run's settings both have the stage, the precision, and how many batches
-make a step. Here they are taken out of the file, so that two places cannot contradict each other,
-and put back where DeepSpeed reads them.
+Stage, precision and accumulation are settings of the run, too: they are taken out of the document,
+so that nothing is said twice, and put back where DeepSpeed reads them.
 
-Its ``--include`` and ``--exclude`` say which hosts and slots of a hostfile take part. Slots 0 and 2
-of one host, and all of another, are ``worker-1:0,2@worker-2``; what is named twice is refused.
+Filters (``--include``, ``--exclude``) name hosts and slots: ``worker-1:0,2@worker-2``.
 """
 
 from __future__ import annotations
@@ -73,10 +71,7 @@ def _infinite_keys(value: Any, path: str = "") -> Iterator[str]:
 
 
 def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
-    """A configuration in which the stage and the precision have their proper types.
-
-    DeepSpeed reads ``"true"`` as true, and older names of some sections.
-    """
+    """A configuration whose stage and precision have proper types, and sections their new names."""
     if "bfloat16" in config_settings:
         config_settings.setdefault("bf16", config_settings.pop("bfloat16"))
     if isinstance(config_settings.get(_ZERO_SECTION), bool):
@@ -306,9 +301,8 @@ def filter_contradictions(config: Any) -> Iterator[str]:
         )
     if config.hostfile is None:
         yield (
-            f"{name}={text!r} needs hostfile=..., whose hosts it chooses among. Give the file; "
-            "devices of this machine alone are chosen by variables="
-            '{"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.'
+            f"{name}={text!r} chooses among the hosts of hostfile=...: give it. For this machine "
+            'give variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.'
         )
     devices = (config.variables or {}).get("CUDA_VISIBLE_DEVICES")
     if devices is not None:

@@ -1,7 +1,6 @@
 """What a setting must be, and the message about a value that is not.
 
-pydantic checks the value by its type; the :class:`FieldRule` beside the type says what would be
-right, why it matters and what to do. Nothing in this file knows which settings exist.
+pydantic checks the value by its type; the :class:`FieldRule` beside it says the rest.
 """
 
 from __future__ import annotations

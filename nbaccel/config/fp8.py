@@ -112,11 +112,7 @@ class Fp8Config(Plain):
 
     @classmethod
     def read(cls, value: Any) -> Any:
-        """Settings of a mapping, or of the name of a backend; other values are left as they are.
-
-        Raises:
-            ConfigError: A setting in the mapping is wrong.
-        """
+        """Settings of a mapping, or of the name of a backend; other values are left as they are."""
         if isinstance(value, str):
             return cls(backend=value)
         return cls(**value) if isinstance(value, Mapping) else value
@@ -139,11 +135,7 @@ class Fp8Config(Plain):
 
     @classmethod
     def from_environment(cls) -> Fp8Config | None:
-        """The settings that :meth:`variables` passed to this process; None where there are none.
-
-        Raises:
-            ConfigError: A variable has a wrong value.
-        """
+        """The settings that :meth:`variables` passed to this process; None where there are none."""
         values = {
             name.removeprefix(_VARIABLE_PREFIX): value
             for name, value in env.snapshot().items()
@@ -200,20 +192,9 @@ class Fp8Handler(Handler):
 
 @dataclass
 class TERecipeKwargs(Fp8Handler):
-    """TransformerEngine and its recipe.
+    """TransformerEngine and its recipe: settings of :class:`Fp8Config`, by Accelerate's names.
 
-    Attributes:
-        use_autocast_during_eval: Whether evaluation computes in FP8, too.
-        margin: Headroom of scales, in powers of two.
-        interval: Steps between two computations of scales.
-        fp8_format: ``HYBRID`` or ``E4M3``.
-        amax_history_len: Steps that are remembered for a scale.
-        amax_compute_algo: ``max`` or ``most_recent``.
-        override_linear_precision: Whether forward, input gradient and weight gradient are computed
-            in higher precision.
-        use_mxfp8_block_scaling: ``recipe="mxfp8"``.
-        recipe: ``delayed``, ``current``, ``block``, ``mxfp8`` or ``nvfp4``.
-        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
+    `use_mxfp8_block_scaling` is its word for ``recipe="mxfp8"``.
     """
 
     BACKEND: ClassVar[str] = "te"
@@ -232,13 +213,7 @@ class TERecipeKwargs(Fp8Handler):
 
 @dataclass
 class MSAMPRecipeKwargs(Fp8Handler):
-    """MS-AMP's levels.
-
-    Attributes:
-        opt_level: ``O1``, ``O2`` (the default) or ``O3``.
-        optimization_level: The same, as some guides spell it.
-        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
-    """
+    """MS-AMP's levels: settings of :class:`Fp8Config`, `opt_level` also by its longer name."""
 
     BACKEND: ClassVar[str] = "msamp"
 
@@ -249,15 +224,11 @@ class MSAMPRecipeKwargs(Fp8Handler):
 
 @dataclass
 class AORecipeKwargs(Fp8Handler):
-    """torchao.
+    """torchao: settings of :class:`Fp8Config`, or of its own.
 
     Attributes:
         config: A ``torchao.float8.Float8LinearConfig``; it wins over all else.
         module_filter_func: Called with a layer and its name: whether it is converted.
-        pad_inner_dim: Whether matrices are padded whose sizes 16 does not divide.
-        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in FP8.
-        recipe: ``current`` or ``rowwise``.
-        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
     """
 
     BACKEND: ClassVar[str] = "ao"
@@ -272,13 +243,7 @@ class AORecipeKwargs(Fp8Handler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Any backend; see the classes of each.
-
-    Attributes:
-        backend: ``te``, ``msamp``, ``ao`` or ``native``; None takes what is installed.
-        pad_inner_dim: Whether torchao pads matrices whose sizes 16 does not divide.
-        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in FP8, with torchao.
-    """
+    """Settings of :class:`Fp8Config` for any backend; None takes what is installed."""
 
     BACKEND: ClassVar[str] = "auto"
 

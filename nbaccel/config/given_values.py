@@ -1,7 +1,6 @@
 """Given values: read, found under dotted keys, and as messages show them.
 
-Each reader takes one value, from YAML, a variable, NumPy or an enum, and returns a plain one; what
-it cannot read it returns unchanged, so that the validator refuses it.
+A reader returns what it cannot read unchanged, so that the validator refuses it.
 """
 
 from __future__ import annotations

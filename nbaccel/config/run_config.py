@@ -1,7 +1,6 @@
 """``RunConfig``: the user's settings of a run, without anything found out about the machine.
 
-It is frozen, complete and can be written as JSON or YAML. Values that contradict each other are
-refused here, values that this machine does not support by ``nbaccel.plan.resolve``.
+Contradictions are refused here, what this machine does not support by ``nbaccel.plan.resolve``.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def _of_start(config: RunConfig) -> Iterator[str]:
     if is_inline and (config.num_nodes > 1 or config.max_restarts > 0):
         yield (
             f'start_method="inline" cannot go with num_nodes={config.num_nodes} and '
-            f"max_restarts={config.max_restarts}: this very process meets no other node and cannot "
-            'be started again. Give start_method="auto", or leave them out.'
+            f"max_restarts={config.max_restarts}: it means this very process alone. "
+            'Give start_method="auto", or leave them out.'
         )
     if config.fsdp is not None and config.strategy not in sharding:
         yield (
@@ -86,9 +85,8 @@ def _of_start(config: RunConfig) -> Iterator[str]:
         )
     if config.num_nodes > 1 and starts_all:
         yield (
-            f"num_nodes={config.num_nodes} contradicts engine={engine!r}: it counts machines with "
-            "a notebook of their own each, and here one starts the workers of all. Leave "
-            "num_nodes and node_rank out; num_processes counts the workers on all hosts."
+            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, which starts the workers "
+            "of all machines. Leave num_nodes and node_rank out: num_processes counts them all."
         )
     if config.hostfile is not None and config.engine not in ("auto", owner):
         yield (
@@ -455,11 +453,7 @@ class Configured(Protocol):
 
 
 def run_config_of(given_config: Any) -> RunConfig:
-    """The settings of a `RunConfig`, or of an object with one as its ``config``, such as a picker.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """The settings of a `RunConfig`, or of what has one as ``config``, such as a picker."""
     if isinstance(given_config, RunConfig):
         return given_config
     # By the attribute and not by class: this package must not import the pickers.

@@ -34,7 +34,8 @@ def read_file(file_path: str | Path) -> dict[str, Any]:
     try:
         source_text = Path(file_path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
-        raise ConfigError(f"{source} cannot be read: {error}. Give the path of a file.") from error
+        text = f"{source} cannot be read: {error}. Give the path of a JSON file."
+        raise ConfigError(text) from error
     return read_object(source_text, source)
 
 
@@ -52,7 +53,8 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
         raise  # from `each_once`; it is a `ValueError`, too
     except ValueError as error:  # NaN, or a number of thousands of digits
         before, found, _ = source_text.partition("NaN")
-        place = f": line {before.count(chr(10)) + 1}" if found else ""
+        line_number = before.count("\n") + 1
+        place = f": line {line_number}" if found else ""
         raise unreadable(source_name, "JSON", f"{error}{place}") from error
     if not isinstance(read_values, dict):
         type_name = "null" if read_values is None else type(read_values).__name__
@@ -176,11 +178,7 @@ class Plain(BaseModel):
     """A model whose `repr` is code with the settings that differ from the defaults."""
 
     def changed(self, **settings: Any) -> Self:
-        """A copy with other values, validated like a new one.
-
-        Raises:
-            ConfigError: The new settings are wrong.
-        """
+        """A copy with other values, validated like a new one: `ConfigError` if they are wrong."""
         # Not pydantic's `model_copy`, which validates nothing.
         return type(self)(**{**dict(self), **settings})
 
@@ -200,11 +198,7 @@ class Exchangeable(Plain):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote, or any JSON object of settings.
-
-        Raises:
-            ConfigError: The text is no JSON object, or its settings are wrong.
-        """
+        """Read what :meth:`to_json` wrote, or any JSON object; `ConfigError` where it is wrong."""
         try:
             settings = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -219,11 +213,7 @@ class Exchangeable(Plain):
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        """Read what :meth:`to_yaml` wrote, or any YAML mapping; an empty text gives the defaults.
-
-        Raises:
-            ConfigError: The text is no YAML mapping, or its settings are wrong.
-        """
+        """Read what :meth:`to_yaml` wrote, or any YAML mapping; empty text gives the defaults."""
         try:
             settings = read_yaml(text)
         except ValueError as error:
@@ -239,8 +229,7 @@ class Exchangeable(Plain):
     def _from_mapping(cls, read_settings: object, language: str) -> Self:
         if not isinstance(read_settings, dict):
             raise ConfigError(
-                f"A {cls.__name__} cannot be read from {language} of "
-                f"{type(read_settings).__name__}: got {str(read_settings)[:50]!r}. Settings need "
-                "names."
+                f"{cls.__name__} cannot be read from {language}: got "
+                f"{str(read_settings)[:50]!r}. Settings need names."
             )
         return cls(**{str(name): value for name, value in read_settings.items()})

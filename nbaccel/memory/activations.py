@@ -1,8 +1,7 @@
 """Activations: what a forward pass keeps for the backward pass, measured on the model itself.
 
-Each storage is counted from the operation that made it until it is freed. The pass is run on a copy
-whose tensors are fake: they have shapes and no memory, so a model of any size is measured in
-seconds, also one on ``meta``. The user's model is not touched.
+Each storage counts from the operation that made it until it is freed, in a pass of a copy whose
+tensors are fake: they have no memory, so any size is measured in seconds, also one on ``meta``.
 """
 
 from __future__ import annotations
@@ -275,10 +274,9 @@ def _check_small(model: nn.Module, error: Exception) -> None:
     free_bytes = inspect_machine().host_available_bytes
     if any(tensor.is_meta for tensor in tensors) or num_bytes > free_bytes // 16:
         raise ConfigError(
-            f"The activations of {type(model).__name__} cannot be measured without running it: "
-            f"with tensors that have no values it raised {type(error).__name__}: {error}. A real "
-            f"run would need a copy of {format_bytes(num_bytes)} with values. Measure them where "
-            "the model fits and give activation_bytes."
+            f"Activations of {type(model).__name__} cannot be measured with tensors that have no "
+            f"values: it raised {type(error).__name__}: {error}. A real run needs a copy of "
+            f"{format_bytes(num_bytes)}. Measure where it fits, and give activation_bytes."
         ) from error
 
 

@@ -1,7 +1,6 @@
 """How large a model is; what a run needs on device, host and disk, as bars beside what there is.
 
-Tied weights count once. Parameters on ``meta`` count with their future size, and ZeRO-3's
-placeholders with the size of what they stand for. DeepSpeed's count, by address, finds one or none.
+Tied weights count once; those on ``meta``, or cut by ZeRO-3, count with their whole size.
 """
 
 from __future__ import annotations

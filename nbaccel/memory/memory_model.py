@@ -253,7 +253,6 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
     )
 
 
-# ------------------------------------------------------------------------------ FSDP
 # torch's ``fully_shard``: each process keeps one part of parameters, gradients and optimizer
 # states, in the parameters' own format (Rajbhandari et al. 2020, ZeRO, section 5.3). Wrapped layers
 # are gathered in the format of the computation, the next one ahead. What none holds stays gathered

@@ -1,7 +1,6 @@
 """The interface of strategies with settings of their own to the pickers.
 
-What a library's configuration holds, how much memory it needs and how it is written comes from that
-library's folder through `SettingsForm`; a picker without any has none of these choices.
+A library's settings, their memory and their text come from its folder through `SettingsForm`.
 """
 
 from __future__ import annotations

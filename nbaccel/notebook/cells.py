@@ -69,8 +69,7 @@ class Cells:
         self._raw = info.raw_cell or ""
 
     def _count(self) -> int:
-        # IPython 9 increments its counter before a cell, others afterwards; the name has the right
-        # one.
+        # IPython 9 increments its counter before a cell, others afterwards; the name is right.
         user_lines = self._stack or _user_lines()
         self._stack = None
         cell_numbers = (cell_number(name) for name, _ in user_lines)

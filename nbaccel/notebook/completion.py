@@ -1,7 +1,6 @@
 """Completion, `name?` and tooltips: of magic lines, and of names that only workers have.
 
-From 8.6 on IPython takes matchers that see the whole cell; in earlier versions, such as Colab's
-7.34, the method behind all completions is wrapped.
+IPython before 8.6, such as Colab's, has no matchers that see the cell: its method is wrapped.
 """
 
 from __future__ import annotations

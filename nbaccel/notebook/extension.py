@@ -1,8 +1,7 @@
 """`%load_ext nbaccel`: `%%accelerate` and `%accelerate`, and what else is added to a notebook.
 
-The board of live workers that `%accelerate` shows is kept up to date: while a cell runs, after each
-cell, and between cells by a timer of the kernel's own event loop. A thread could send a display
-while a cell prints, and ipykernel would give it that cell as its parent.
+The board of live workers is renewed while a cell runs, after it, and by a timer of the kernel's own
+loop: what a thread displays would get the running cell as its parent.
 """
 
 from __future__ import annotations
@@ -226,8 +225,7 @@ def _run_cell(session: Session, line: MagicLine, source: CellSource) -> None:
 
 
 def _read_line(session: Session, text: str, subcommand: str = "") -> MagicLine:
-    # A cell's options are compared with the running workers', those of a restart with the next
-    # start's.
+    # A cell's options are compared with the running workers', a restart's with the next start's.
     pool = None if subcommand else session.living_pool
     config = session.config if pool is None else pool.config
     return read_magic_line(

@@ -1,7 +1,4 @@
-"""The options of `%%accelerate` and `%accelerate`; a line of them, read; and their help.
-
-A setting of `RunConfig` is an option of the same name; beside them stand the cell's own.
-"""
+"""The options of `%%accelerate` and `%accelerate`; a line of them, read; and their help."""
 
 from __future__ import annotations
 

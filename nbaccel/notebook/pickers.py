@@ -54,17 +54,11 @@ def _missing_widget_part(shell: Any) -> str:
 
 
 class Picker(HasTraits):
-    """All settings of a run, to be chosen by looking.
+    """All settings of a run, to be chosen by looking; made as by :func:`configure`.
 
     Give it as ``config`` wherever a `RunConfig` is taken; as the last line of a cell it shows
     itself. What is chosen with the mouse, from Python (`choose`) or by setting ``config`` is the
-    same everywhere at once.
-
-    Args:
-        config: Where to begin, a `RunConfig` or another picker; None: the defaults.
-        model: The module whose memory is shown; it may be on ``meta``.
-        sample_batch: A batch of one process, for the activations.
-        inventory: The machine; None looks at this one.
+    same everywhere at once. `inventory` is another machine than this one.
 
     Attributes:
         config: The chosen settings.
@@ -108,11 +102,7 @@ class Picker(HasTraits):
             self._model.choose(name, value)
 
     def suggest(self) -> str:
-        """Take the fastest settings that fit, and tell which; one `undo` takes them back.
-
-        Raises:
-            ConfigError: Nothing fits, or no model was given.
-        """
+        """Take the fastest settings that fit, and tell which; `ConfigError` where nothing fits."""
         with self._model.lock:
             return self._model.suggest()
 
@@ -122,20 +112,12 @@ class Picker(HasTraits):
             self._model.undo()
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Take over a DeepSpeed configuration or a `RunConfig`: a path, JSON or YAML, or a mapping.
-
-        Raises:
-            ConfigError: It cannot be read, or holds mistakes, all of them listed.
-        """
+        """Take over a DeepSpeed configuration or a `RunConfig`: path, JSON, YAML or mapping."""
         with self._model.lock:
             self._model.load(source)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
-        """Write the configuration as ``YAML``, ``DeepSpeed JSON``, ``Python`` or ``Command line``.
-
-        Raises:
-            ConfigError: There is no such face now, or the file cannot be written.
-        """
+        """Write a face: ``YAML``, ``DeepSpeed JSON``, ``Python`` or ``Command line``."""
         with self._model.lock:
             self._model.save(path, face)
 

@@ -1,7 +1,4 @@
-"""``Inventory``: what a machine has, as the plan uses it.
-
-`plan.inspecting` makes that of this machine.
-"""
+"""``Inventory``: what a machine has; `plan.inspecting` makes that of this machine."""
 
 from __future__ import annotations
 

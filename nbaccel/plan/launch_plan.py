@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nbaccel.base.errors import ConfigError
@@ -94,11 +94,7 @@ class Plan:
         return self.explain()
 
     def with_start_method(self, method: str, reason: str) -> Plan:
-        """The same plan with workers started by another `method`; :meth:`explain` has the `reason`.
-
-        Raises:
-            ConfigError: There is no such start method, or it cannot serve this plan.
-        """
+        """The same plan with workers started by another `method`, for a `reason`."""
         methods = [row.name for row in START_METHODS]
         if method not in methods:
             raise ConfigError(f"start_method must be one of {', '.join(methods)}: got {method!r}.")
@@ -137,11 +133,10 @@ def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[s
     return "\n".join(table_lines)
 
 
-def _hanging_lines(head: str, text: str) -> Iterator[str]:
+def _hanging_lines(head: str, text: str) -> list[str]:
     """The text beside a head, with its further lines indented to the same column."""
     # Beside a long value a reason still gets a readable width, beyond the line's limit.
-    width = max(_TABLE_LINE_CHARS - len(head), 30)
-    first_line, *other_lines = textwrap.wrap(text, width, break_long_words=False) or [""]
-    yield f"{head}{first_line}".rstrip()
-    for line in other_lines:
-        yield f"{' ' * len(head)}{line}"
+    width = max(_TABLE_LINE_CHARS, len(head) + 30)
+    below = " " * len(head)
+    wrapper = textwrap.TextWrapper(width, head, below, break_long_words=False)
+    return wrapper.wrap(text) or [head.rstrip()]

@@ -1,7 +1,4 @@
-"""Implementations by name, imported when first needed and not before.
-
-``capabilities`` says what exists and where; this file imports it.
-"""
+"""Implementations of what ``capabilities`` names, imported when first needed."""
 
 from __future__ import annotations
 
@@ -249,9 +246,8 @@ def load_advisor() -> Any:
         if row.advisor:
             return load_object(row.advisor)
     raise MissingBackend(
-        "advise finds configurations of strategies that have an advisor, and of "
-        f"{', '.join(row.name for row in rows.STRATEGIES)} none has one. Nothing can be compared. "
-        "Install nbaccel with its DeepSpeed backend."
+        f"No strategy of {', '.join(row.name for row in rows.STRATEGIES)} has an advisor. Install "
+        "nbaccel with its DeepSpeed backend."
     )
 
 

@@ -200,10 +200,10 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
     elif rows.engine_row(name).starts_scripts_only:
         text = elastic_reason(config) or f"engine={name!r}"
         findings.mistakes.append(
-            f"{text} needs torchrun's agent on every machine, which starts no functions of a "
-            "notebook. Run `nbaccel launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint "
-            "HOST:PORT script.py` on each (`nbaccel export` writes the script), or have this "
-            'notebook start all workers: engine="ray", with max_restarts if a machine may be lost.'
+            f"{text} needs torchrun's agent, which starts no functions of a notebook. Run `nbaccel "
+            "launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT script.py` on each "
+            "machine (`nbaccel export` writes the script), or have this notebook start all "
+            'workers: engine="ray", with max_restarts if a machine may be lost.'
         )
     return Choice("engine", name, reason)
 
@@ -307,9 +307,8 @@ def _choose_backend(run: _Run) -> Choice:
     backend_text = row.group_backend.upper()
     if num_workers > num_units > 0:
         run.findings.warnings.append(
-            f"{num_workers} workers share {devices_text}, over {row.shared_group_backend}: "
-            f"{backend_text} refuses two ranks on one {row.noun}. Each worker has a "
-            f"separate {row.name.upper()} context; num_processes={num_units} is faster."
+            f"{num_workers} workers share {devices_text}, over {row.shared_group_backend}, since "
+            f"{backend_text} refuses two ranks on one. num_processes={num_units} is faster."
         )
         reason = f"{num_workers} workers share {devices_text}, which {backend_text} refuses"
         return Choice(setting_name, backend_name, reason)
@@ -403,9 +402,8 @@ def _check_memory(run: _Run, method: Choice) -> None:
     # A warning only, since the free memory changes.
     if needed_bytes > free_bytes:
         run.findings.warnings.append(
-            f"{count_noun(run.num_processes, 'worker')} take about {format_bytes(needed_bytes)} "
-            f"before their first tensor, and {format_bytes(free_bytes)} are free: "
-            "the system may kill one. Use fewer workers."
+            f"{count_noun(run.num_processes, 'worker')} take about {format_bytes(needed_bytes)} at "
+            f"their start, and {format_bytes(free_bytes)} are free. Use fewer workers."
         )
 
 
@@ -420,9 +418,8 @@ def _platform_problem(found: Inventory, method: Choice) -> str:
             "num_processes=1, or use one that was built for Linux 3.17 and glibc 2.27 or later."
         )
     return (
-        f"Separate workers cannot be started on {found.platform!r}: they are forked and share "
-        "the model through memory files (os.memfd_create), which only Linux has. "
-        "Give num_processes=1 to run in this process, or use Linux (WSL, Docker)."
+        f"Separate workers cannot be started on {found.platform!r}: they need os.memfd_create of "
+        "Linux. Give num_processes=1 to run in this process, or use Linux (WSL, Docker)."
     )
 
 
@@ -439,7 +436,6 @@ def _describe_units(device: DeviceRow, device_units: tuple[Gpu, ...]) -> str:
     return count_noun(len(device_units), device.noun) + (f" ({', '.join(names)})" if names else "")
 
 
-# ---------------------------------------------------------------------------- named GPUs
 # Workers see fewer GPUs than this process where the configuration names some (`gpu_ids` of files).
 
 _NONE_AT_ALL = ("", "-1", "NoDevFiles")
@@ -468,8 +464,7 @@ def with_named_gpus(found: Inventory, setting: str | None) -> tuple[Inventory, s
             problem = "twice" if gpu in named_gpus else f"and here are {here}"
             return found, (
                 f"CUDA_VISIBLE_DEVICES={setting!r} of the workers (gpu_ids, or slots of a filter) "
-                f"names GPU {name!r}, {problem}. CUDA would hide it and all that follow, and "
-                "workers would have none. Name others, or leave it out to take all."
+                f"names GPU {name!r}, {problem}. Name others, or leave it out to take all."
             )
         named_gpus.append(gpu)
     note = found.gpu_note if names else f"CUDA_VISIBLE_DEVICES={setting!r} hides all"

@@ -1,7 +1,4 @@
-"""Who a worker is: its rank, its node, where they meet; and what is named or told by that.
-
-Its variables are those of `torch.distributed` and of Accelerate.
-"""
+"""Who a worker is: rank, node, meeting place; in variables of torch.distributed and Accelerate."""
 
 from __future__ import annotations
 
@@ -100,8 +97,7 @@ class Topology:
         }
         variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
         given = env.snapshot() if environ is None else environ
-        # On one machine the host name may resolve to an address that no worker reaches: gloo would
-        # hang.
+        # On one machine the host name may resolve to an address without a way: gloo would hang.
         unset = [
             name for name in INTERFACE_VARIABLES if self.num_nodes == 1 and not given.get(name)
         ]
@@ -139,13 +135,10 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
     return launch_variables | (run_config.variables or {})
 
 
-# ------------------------------------------------------------------- DeepSpeed's shared memory
-
 # Its name says the place: deepspeed_allreduce_buffer_<user>_<MASTER_ADDR>_<MASTER_PORT>_<rank>, of
 # 66 MiB for each rank, made in `init_distributed` where LOCAL_SIZE says that all are on this
-# machine. Without LOCAL_SIZE the first ``inference_all_reduce`` of a CPU worker crashes it; with it
-# the files stay for ever, and where there is no room for them the process ends by a signal. So
-# workers get it where there is room, and the files are removed when they have ended.
+# machine. Without it the first ``inference_all_reduce`` of a CPU worker crashes; with it the files
+# stay, or end a process for want of room. So workers get it where there is room; we remove them.
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - DeepSpeed chooses the name
 FILE_BYTES = (66 << 20) + 4096

@@ -1,7 +1,6 @@
 """``TrainingPlan``: what an `Accelerator` will do in this process, with the reason for each choice.
 
-It is made of facts that the caller found out. First stand the rules of precisions, which plans of
-launches ask, too.
+First stand the rules of precisions, which plans of launches ask, too.
 """
 
 from __future__ import annotations
@@ -160,9 +159,8 @@ def unfit_precision(
     reason = f"{strategy.name} trains in {', '.join(strategy.precisions)} alone"
     if choice.row is not None and "opt_level" in choice.row.settings:
         reason = (
-            f"MS-AMP's level {level} keeps each weight under a scale of its own, and "
-            f"{strategy.name} cuts weights into flat pieces. O3 without it divides the optimizer's "
-            "state over the processes by itself"
+            f"MS-AMP's level {level} scales each weight, and {strategy.name} cuts weights into "
+            "flat pieces. O3 without it divides the optimizer's state by itself"
         )
     return (
         f"{what} is not supported with mixed_precision={precision.name!r}{backend}: {reason}. Use "

@@ -42,10 +42,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Let a test's function leave no variable ``ACCELERATE_...`` behind.
-
-    Of a class all test methods are meant, with inherited ones and those of its subclasses.
-    """
+    """Let a test's function, or all of a test's class, leave no variable ``ACCELERATE_...``."""
     if not inspect.isclass(func_or_cls):
         return _purged(func_or_cls)
     _purge_methods(func_or_cls)

@@ -89,8 +89,7 @@ def _shards_in(folder: Path) -> Path:
         return inside[0]
     raise ConfigError(
         f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: found "
-        f"were {[path.name for path in inside] or 'none'}. Give the folder pytorch_model_fsdp_0 of "
-        "a checkpoint that save_state wrote with state_dict_type='SHARDED_STATE_DICT'."
+        f"{[path.name for path in inside]}. Give pytorch_model_fsdp_0 of a checkpoint."
     )
 
 
@@ -125,9 +124,9 @@ def _refuse_missing_shards(tensors: dict[str, Any], folder: Path) -> None:
         if num_stored < math.prod(kept.size):
             raise ConfigError(
                 f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has {num_stored} of the "
-                f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: it is one "
-                "host's part of a checkpoint that was saved without a shared disk. Load it with "
-                "the processes that saved it, and write whole weights by accelerator.save_model."
+                f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: one host's part "
+                "of a checkpoint. Load it with the processes that saved it, and write whole "
+                "weights by accelerator.save_model."
             )
 
 
@@ -146,8 +145,7 @@ def _write_merged_file(
     with weight_files.publishing(output_folder, total_bytes) as workshop:
         path = workshop / SAFE_FILE
         with path.open("wb") as file:
-            # All its blocks at once, or a full disk kills the process later. macOS has no such
-            # call.
+            # All its blocks at once, or a full disk kills the process later; macOS has none.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, total_bytes)
             else:

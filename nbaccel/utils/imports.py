@@ -1,7 +1,4 @@
-"""What is installed and what this machine has: the ``is_..._available`` functions.
-
-A device's package is imported when the device is asked for, because torch knows it only with it.
-"""
+"""What is installed and what this machine has: the ``is_..._available`` functions."""
 
 from __future__ import annotations
 
@@ -22,11 +19,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _is_there(module: str, *distributions: str, versions: str = "") -> bool:
-    """Whether a package is installed, in one of these versions, as pip writes them.
-
-    One of the distributions that pip knows it by (the module's name where none is given) must be
-    there: a folder that happens to have the module's name (trackers leave such) is no package.
-    """
+    """Whether pip knows the package in such a version; a folder with its name is none."""
     found = (installed_version(name) for name in distributions or (module,))
     # By default a specifier matches no pre-release: an installed one would count as missing.
     wanted = SpecifierSet(versions, prereleases=True)

@@ -82,9 +82,8 @@ def find_executable_batch_size(
         if args and len(args) >= len(positional) and not takes_any:
             names = ", ".join(p.name for p in positional[1:])
             raise TypeError(
-                f"{function.__name__} gets its batch size from find_executable_batch_size: got "
-                f"{len(args)} arguments besides it, and it takes {len(positional) - 1}. Call it as "
-                f"{function.__name__}({names})."
+                f"find_executable_batch_size gives the batch size: got {len(args)} arguments "
+                f"besides it. Call it as {function.__name__}({names})."
             )
         size = starting_batch_size
         while size > 0:

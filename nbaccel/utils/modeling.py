@@ -143,10 +143,7 @@ def _brought_in(module: nn.Module, hook: Any, execution_device: Any) -> Iterator
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with offloaded weights, all of it in host memory.
-
-    Weights that nothing has values of are left out, with a warning.
-    """
+    """A state dict in host memory, with offloaded weights; warns of those without values."""
     state: dict[str, Any] = {
         name: value.to("cpu") if _has_values(value) else value
         for name, value in model.state_dict().items()
@@ -177,10 +174,7 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> dict[str, Any]:
-    """Put a module's tensors into a state dict that has their names already.
-
-    `module_name` is the whole name of one of them; what is not offloaded stays where it is.
-    """
+    """Put the offloaded tensors of `module_name`'s module into a state dict with their names."""
     owner_name = module_name.rpartition(".")[0]
     target = device_to_put_offload if has_offloaded_params(module) else None
     with align_module_device(module, target):

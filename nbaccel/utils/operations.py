@@ -141,10 +141,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to everything of a kind in containers, which keep their type.
-
-    What `test_type` does not accept stays, or is refused.
-    """
+    """Apply a function to everything of a kind in containers; others stay, or are refused."""
 
     def apply(leaf: Any) -> Any:
         if test_type(leaf):
@@ -260,10 +257,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def GatheredParameters(  # noqa: N802 - Accelerate's name
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> AbstractContextManager[Any]:
-    """Whole parameters in a block, where DeepSpeed's ZeRO-3 has cut them up; else nothing happens.
-
-    What process `modifier_rank` changes counts for all.
-    """
+    """Whole parameters of DeepSpeed's ZeRO-3; what process `modifier_rank` changes counts."""
     # A single parameter is iterable, too, but by rows.
     single = isinstance(params, torch.Tensor) or not isinstance(params, Iterable)
     params = [params] if single else list(params)

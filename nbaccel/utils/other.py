@@ -150,10 +150,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def clean_state_dict_for_safetensors(state_dict: MutableMapping[str, Any]) -> dict[str, Any]:
-    """A state dict in which no two tensors share memory, which safetensors do not hold.
-
-    Of those that share memory only the first stays in it.
-    """
+    """A state dict with the first of those tensors that share memory."""
     dropped = _sharing_names(state_dict)
     for name in dropped:
         del state_dict[name]

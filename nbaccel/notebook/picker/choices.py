@@ -1,7 +1,4 @@
-"""Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
-
-Settings come from `RunConfig`, `Fp8Config` and the forms of strategies; here are order and labels.
-"""
+"""Every choice that a picker offers, from `RunConfig`, `Fp8Config` and the forms of strategies."""
 
 from __future__ import annotations
 

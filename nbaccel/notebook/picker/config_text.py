@@ -1,7 +1,4 @@
-"""A picked configuration as text, and back: JSON, YAML, a magic's line, Python, files.
-
-A mistake in a text is told at its line: the decoder's, or that of the key that it names.
-"""
+"""A picked configuration as text, and back: JSON, YAML, a magic's line, Python, files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The fields of a picker: one setting each, with what it comes to and what it means.
 
-The only state of a field is text that was typed and refused. Its widgets are made once; later only
-their values change, so the keyboard's focus stays where it is.
+Widgets are made once, so the keyboard's focus stays; a field's only state is refused text.
 """
 
 from __future__ import annotations

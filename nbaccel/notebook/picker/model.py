@@ -1,7 +1,6 @@
 """``PickerModel``: what a picker shows and decides, without widgets.
 
-Its state is one frozen `RunConfig`; all that is shown is computed from it, the inventory and the
-rows of ``nbaccel.config.capabilities``.
+Its state is one frozen `RunConfig`; all else follows from it, the inventory and capability rows.
 """
 
 from __future__ import annotations

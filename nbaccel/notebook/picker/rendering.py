@@ -1,7 +1,4 @@
-"""A picker as HTML and as text: three questions, the table of memory, and what settings come to.
-
-The HTML stands in the widgets and in what a saved notebook keeps; the text is for a terminal.
-"""
+"""A picker as HTML, for widgets and saved notebooks, and as text, for a terminal."""
 
 from __future__ import annotations
 

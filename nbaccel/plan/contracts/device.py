@@ -36,17 +36,11 @@ class StepHooks:
     """What a training process does differently on a device; the defaults suit most of them."""
 
     def place_module(self, module: nn.Module, device: torch.device) -> None:
-        """Move a module's tensors to a device of this kind, in place.
-
-        Parameters stay the same objects, and what is tied stays tied.
-        """
+        """Move a module's tensors to such a device, in place; parameters stay the same objects."""
         module.to(device)
 
     def downcast_floats(self) -> str:
-        """Keep float tensors as bfloat16 and doubles as float on the device, from now on.
-
-        Returns why nothing was changed, a clause. Raises `ConfigError` where it is too late.
-        """
+        """Keep floats as bfloat16, doubles as float from now on; returns why not, a clause."""
         return (
             "only torch_xla, on TPUs, keeps float tensors as bfloat16. Here autocast computes in "
             "bfloat16, and weights and doubles stay as they are"
@@ -56,10 +50,7 @@ class StepHooks:
         """Run what was recorded for the device so far, where operations are recorded first."""
 
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """Average tensors over all processes in place, by the device's own links.
-
-        False where there is no such way: nothing has happened, and the process group has to do it.
-        """
+        """Average tensors over processes in place by the device's own links; False: it has none."""
         return False
 
     def compile_counts(self) -> CompileCounts | None:
@@ -71,10 +62,7 @@ class LaunchHooks:
     """What a device has to say before, and for, a launch; asked in the notebook's process."""
 
     def launch_problem(self, inventory: Inventory, config: RunConfig, num_processes: int) -> str:
-        """Why a launch could not use these devices as it was configured; empty where it can.
-
-        A whole message; `num_processes` counts workers on this node.
-        """
+        """Why a launch could not use these devices as configured, a message; empty where it can."""
         return ""
 
     def plan_choices(
@@ -92,10 +80,7 @@ class LaunchHooks:
         return ""
 
     def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
-        """Environment variables of one launch's workers, by local rank, found anew each time.
-
-        None removes a variable of the notebook's. Empty: workers need none.
-        """
+        """Variables of one launch's workers by local rank; None removes one of the notebook's."""
         return ()
 
     def idle_variables(self) -> Mapping[str, str]:
@@ -103,10 +88,7 @@ class LaunchHooks:
         return {}
 
     def explain_signal(self, signal_name: str) -> tuple[str, str] | None:
-        """Why a signal (``SIGSEGV``) has probably ended a worker on a machine with these devices.
-
-        The likely cause and what to do, a sentence each; None where the device knows no more.
-        """
+        """Why a signal has probably ended a worker, and what to do, in sentences; None: unknown."""
         return None
 
     def expects_launches(self) -> bool:
@@ -240,8 +222,7 @@ class Device(LaunchHooks, DeviceRuntime):
     own_process: ClassVar[bool] = False  # whether a process keeps the device until it ends
     # Whether its workers need a template of their own: its library would disturb other workers.
     own_template: ClassVar[bool] = False
-    # ``module:function`` of its entry point in ``torch.backends``, left to
-    # :meth:`prepare_template`.
+    # ``module:function`` of its entry point in ``torch.backends``, for :meth:`prepare_template`.
     extension: ClassVar[str] = ""
     torch_type: ClassVar[str] = ""  # what torch calls its kind; the name where it is empty
     # What any of its :meth:`hazards` would do to a forked worker: one clause.
@@ -288,17 +269,11 @@ class Device(LaunchHooks, DeviceRuntime):
         return ""
 
     def hazards(self) -> tuple[str, ...]:
-        """What this device has done to the calling process that makes forking it unsafe: clauses.
-
-        Asking does not initialise the device.
-        """
+        """Clauses: why forking a process that used this device is unsafe; initialises nothing."""
         return ()
 
     def driver_meter(self) -> Any:
-        """What measures the memory of processes on these devices; None where nothing can.
-
-        An object with ``read()``, which gives bytes by process id, and ``close()``.
-        """
+        """Has ``read()``, of memory by process id, and ``close()``; None: nothing measures."""
         return None
 
     def torch_device(self, local_rank: int) -> torch.device:
@@ -312,10 +287,7 @@ class Device(LaunchHooks, DeviceRuntime):
         self.make_current(self.torch_device(local_rank))
 
     def process_group_backend(self, num_local: int) -> str:
-        """What ``torch.distributed.init_process_group`` is told in a worker.
-
-        Beside another backend than gloo also gloo, by which objects and host tensors travel.
-        """
+        """What ``init_process_group`` is told: beside another backend than gloo also gloo."""
         import torch.distributed as dist
 
         from nbaccel.config.capabilities import group_backend

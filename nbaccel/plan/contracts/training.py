@@ -218,10 +218,7 @@ class Strategy:
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
-        """One for this process.
-
-        `settings` are of the class that the capability row names; `asked` is what else was asked.
-        """
+        """One for this process; `settings` as the row names them, `asked`: what else was asked."""
         return cls(place)
 
     @classmethod
@@ -238,10 +235,7 @@ class Strategy:
         return model
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
-        """Compute gradients of a scaled loss, with options of ``Tensor.backward``.
-
-        `sync`: whether the batch at hand ends a group of accumulated ones.
-        """
+        """Compute gradients of a scaled loss; `sync`: it ends a group of accumulated batches."""
         loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -274,18 +268,11 @@ class Strategy:
         return self.unwrap(model).state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        """Load what :meth:`model_state` gave, with options of ``Module.load_state_dict``.
-
-        A collective where the model is sharded: then the state of process 0 counts.
-        """
+        """Load what :meth:`model_state` gave, by a collective of process 0's if cut."""
         self.unwrap(model).load_state_dict(state, **options)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state dict of a model's optimizer on process 0; a collective where it is cut.
-
-        It is what ``Optimizer.state_dict`` gives where nothing is sharded, so that another strategy
-        or number of processes can load it.
-        """
+        """What ``Optimizer.state_dict`` gives on process 0; a collective where it is cut."""
         return optimizer.state_dict()
 
     def load_optimizer_state(
@@ -430,7 +417,6 @@ class ShardReader:
         """End the library's part of this process; `before` is what the row's ``observe`` saw."""
 
 
-# ----------------------------------------------------------------------------- stand-ins
 # Where DeepSpeed's file says which optimizer and schedule there are, a loop is written with these,
 # and `prepare` puts the real ones in their place. Names and arguments are Accelerate's.
 
@@ -455,10 +441,7 @@ def _given(arguments: dict[str, Any]) -> frozenset[str]:
 
 
 class DummyOptim:
-    """Stands for the optimizer of a DeepSpeed configuration.
-
-    Rate, decay and further arguments (``betas``, ``eps``) are taken where the file has ``"auto"``.
-    """
+    """Stands for the optimizer of a DeepSpeed configuration, whose ``"auto"`` it has values for."""
 
     def __init__(
         self,
