@@ -52,32 +52,27 @@ class SettingsFile:
     config: RunConfig = field(default_factory=RunConfig)
     name: str = ""  # what to call their source
     path: str | None = None  # the file; None for the default one
-    is_judged: bool = True  # whether the file alone is right
-    # Whether it counts the processes of all machines, as Accelerate's files do.
-    counts_all: bool = False
+    # Whether it is read with the settings that change it: it is wrong alone, or Accelerate's, which
+    # counts the processes of all machines.
+    is_read_again: bool = False
 
     def merge(self, changes: Mapping[str, Any]) -> RunConfig:
         """Put settings over the file's, and judge them together."""
-        if self.is_judged and not (self.counts_all and "num_nodes" in changes):
-            return self.config.changed(**changes)
-        return load_config_file(self.path, changes).config
+        if self.is_read_again:
+            return load_config_file(self.path, changes).config
+        return self.config.changed(**changes)
 
 
 def read_settings_file(file_path: str | None) -> SettingsFile:
     """Read the settings of a run."""
-    is_judged = True
     try:
-        loaded_file = load_config_file(file_path)
+        file = load_config_file(file_path)
+        reads_again = file.is_accelerate
     except ConfigError:
-        loaded_file = peek_config_file(file_path)
-        is_judged = False
-    return SettingsFile(
-        config=loaded_file.config,
-        name="" if loaded_file.path is None else loaded_file.path.name,
-        path=file_path,
-        is_judged=is_judged,
-        counts_all=loaded_file.is_accelerate,
-    )
+        file = peek_config_file(file_path)
+        reads_again = True
+    name = "" if file.path is None else file.path.name
+    return SettingsFile(config=file.config, name=name, path=file_path, is_read_again=reads_again)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

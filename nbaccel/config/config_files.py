@@ -199,11 +199,8 @@ def read_accelerate_yaml(
 ) -> LoadedConfig:
     """Read a configuration file of Accelerate, or its text: YAML, or JSON, of any version.
 
-    `changes` are settings of `RunConfig` that replace the file's, before they are judged.
-
-    Raises:
-        ConfigError: It cannot be read, names something unknown, or asks for what nbaccel lacks;
-            all mistakes.
+    `changes` are settings of `RunConfig` that replace the file's, before all are judged: a
+    `ConfigError` has every mistake, and what the file asks for that nbaccel lacks.
     """
     is_text = isinstance(source, str) and ("\n" in source or ":" in source)
     file_path = None if is_text else Path(source)
@@ -622,10 +619,7 @@ def load_config_file(
 ) -> LoadedConfig:
     """Read a configuration file, of nbaccel or of Accelerate; None: the default one, if there.
 
-    `changes` replace the file's settings, before all are judged together.
-
-    Raises:
-        ConfigError: It cannot be read, or settings in it are wrong; all mistakes.
+    `changes` replace the file's settings, before all are judged: a `ConfigError` has every mistake.
     """
     changes = changes or {}
     file_path = Path(path).expanduser() if path is not None else default_config_path()

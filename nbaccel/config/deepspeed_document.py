@@ -301,7 +301,7 @@ def filter_contradictions(config: Any) -> Iterator[str]:
         )
     if config.hostfile is None:
         yield (
-            f"{name}={text!r} chooses among the hosts of hostfile=...: give it. For this machine "
+            f"{name}={text!r} needs hostfile=..., the hosts to choose among. For this machine "
             'give variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.'
         )
     devices = (config.variables or {}).get("CUDA_VISIBLE_DEVICES")

@@ -391,13 +391,10 @@ class RunConfig(Exchangeable):
         return self.deepspeed is not None or bool(self.zero_stage)
 
     def changed(self, **settings: Any) -> RunConfig:
-        """A copy with other values, validated like a new one.
+        """A copy with other values, validated like a new one: `ConfigError` if they are wrong.
 
         A DeepSpeed configuration among them decides stage, precision and accumulation where it
         has them, unless they are given beside it.
-
-        Raises:
-            ConfigError: The new settings are wrong or contradict the others.
         """
         return type(self)(**merged_settings(dict(self), settings))
 

@@ -91,9 +91,7 @@ class Picker(HasTraits):
         self._model.observe(self._follow)
 
     def choose(self, name: str, value: Any) -> None:
-        """Make a choice, as with the mouse: ``"mixed_precision"``, or a key of DeepSpeed.
-
-        None leaves it open.
+        """Make a choice: ``"mixed_precision"``, or a key of DeepSpeed; None leaves it open.
 
         Raises:
             ConfigError: It cannot be taken; everything stays as it was.

@@ -233,9 +233,6 @@ def write_basic_config(
 
     The file is the one that `accelerate launch` reads; `notebook_launcher` needs none. One that is
     there stays as it is, and False is returned.
-
-    Raises:
-        ConfigError: The precision is unknown.
     """
     path = Path(save_location)
     precision = mixed_precision.lower()
