@@ -1,11 +1,7 @@
 """Files that appear whole or not at all: written beside their place, then given their names.
 
-The files that a killed process has left are removed by the next one that writes to that place. A
-lock (a file beside the hidden folder, locked by the system) tells them from what a living process
-is writing: the system releases the lock when its holder dies.
-
-Folders that nobody will write to again are reported to the notebook beforehand: a worker that ends
-by itself removes its own, and of one that is killed the notebook removes what is still there.
+The next process that writes there removes what a killed one has left: its lock, which the system
+releases when its holder dies, tells it. Other such folders are reported to the notebook beforehand.
 """
 
 from __future__ import annotations
@@ -172,14 +168,10 @@ def sync_path(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Wait until a folder with all it holds is on the disk."""
-    for current_folder, _, file_names in os.walk(folder):
-        for path in [
-            *(Path(current_folder, file_name) for file_name in file_names),
-            Path(current_folder),
-        ]:
-            # Another process may just be giving a file its final name.
-            with contextlib.suppress(FileNotFoundError):
-                sync_path(path)
+    for path in (*folder.rglob("*"), folder):
+        # Another process may just be giving a file its final name.
+        with contextlib.suppress(FileNotFoundError):
+            sync_path(path)
 
 
 def free_bytes(folder: Path) -> int:
@@ -189,12 +181,8 @@ def free_bytes(folder: Path) -> int:
 
 def nearest_folder(folder: Path) -> Path:
     """The folder, or the nearest above it that is there."""
-    absolute_folder = folder.expanduser().absolute()
-    return next(
-        existing_folder
-        for existing_folder in (absolute_folder, *absolute_folder.parents)
-        if existing_folder.exists()
-    )
+    absolute = folder.expanduser().absolute()
+    return next(path for path in (absolute, *absolute.parents) if path.exists())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,4 @@
-"""The process environment: the only file that touches ``os.environ``.
-
-All other modules use these functions, so that it is visible which code reads and changes it.
-What the system says of itself in small files is read here, too.
-"""
+"""The process environment, and small files of the system: nothing else touches ``os.environ``."""
 
 from __future__ import annotations
 

@@ -2,10 +2,7 @@
 
 A `UserMistake` is answered by asking differently, `MissingBackend` by an installation, a
 `WorkerFailed` by a look at what the worker raised. Each leaf is also the built-in exception that a
-reader would expect, so code which catches ``ValueError`` or ``TimeoutError`` keeps working. Every
-message says what was wrong (with the value), why it matters and what to do. In a notebook they are
-shown with the user's own lines only (`nbaccel.base.frames`); a bug of nbaccel keeps its whole
-traceback.
+reader would expect. Every message has the value, the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -100,19 +97,13 @@ def _shortened(mistake: str) -> str:
 
 
 class CheckpointDamaged(ConfigError):
-    """Files of a checkpoint are truncated, changed, missing or of something else.
-
-    Nothing has been loaded then; all files that are not as they were saved are listed together.
-    """
+    """Files of a checkpoint are not as they were saved, all of them listed; nothing was loaded."""
 
     _what = "files of the checkpoint cannot be used"
 
 
 class WrongArguments(ConfigError, TypeError):
-    """A call of nbaccel, or of a function to be launched, whose arguments do not fit.
-
-    What Python itself would raise a ``TypeError`` for, with the argument that was probably meant.
-    """
+    """A call of nbaccel, or of a function to be launched, whose arguments do not fit."""
 
 
 class ModelNotShareable(UserMistake, ValueError):
@@ -132,8 +123,7 @@ class PortTaken(UserMistake, OSError):
 
     def __init__(self, message: str, *, port: int | None = None) -> None:
         super().__init__(message)
-        # OSError reads (errno, text) from two arguments and then renders them itself. One
-        # argument keeps the message as written; the number is what `except OSError` code tests.
+        # From two arguments OSError would make a text of its own; code tests the number.
         self.errno = errno.EADDRINUSE
         self.port = port
 

@@ -1,8 +1,7 @@
 """Frames of code and errors, as a notebook's user knows them: `Cell In[7], line 3`, and the source.
 
-Whether a frame is the user's own or a library's is decided by its file alone, so that this works
-for frames from another process, too. IPython uses an exception's `_render_traceback_`, if it has
-one, instead of a full traceback, which here would be mostly frames of nbaccel.
+Whether a frame is the user's own or a library's is decided by its file alone. IPython uses an
+exception's `_render_traceback_`, if it has one, instead of a full traceback.
 """
 
 from __future__ import annotations
@@ -74,11 +73,7 @@ def of_traceback(traceback_object: TracebackType | None) -> tuple[Frame, ...]:
 
 
 def within_worker(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """What a worker has called, of the stack of its main thread.
-
-    Before a worker begins stands what was running where it was forked: its template's own calls,
-    or the cell in which the notebook was forked.
-    """
+    """What a worker has called, of the stack of its main thread: no frame of before its fork."""
     beginnings = (
         index
         for index, frame in enumerate(frames)
@@ -207,9 +202,12 @@ _NO_DEBUGGER_HINT = (
 
 def render_mistake(error: BaseException) -> list[str]:
     """An error whose reason is in the cell: the user's frames, then the text."""
-    user_frames = [f for f in of_traceback(error.__traceback__) if not f.is_library]
     # What `%%time` compiles has no lines: IPython 7 shows its errors without the cell's own frame.
-    user_frames = [frame for frame in user_frames if not frame.file.startswith("<timed ")]
+    user_frames = [
+        frame
+        for frame in of_traceback(error.__traceback__)
+        if not frame.is_library and not frame.file.startswith("<timed ")
+    ]
     lines: list[str] = []
     for frame in user_frames[-4:]:
         function_text = "" if frame.function == MODULE_LEVEL else f", in {frame.function}"
@@ -264,10 +262,5 @@ def coloured(text: str, *, stands_out: bool = False) -> str:
     if stands_out:
         return f"{_ANSI_BOLD}{_ANSI_RED}{text}{_ANSI_OFF}"
     if _ARROW_LINE.match(text):
-        arrow = text[:7]
-        code = text[7:]
-        return f"{_ANSI_BOLD}{_ANSI_RED}{arrow}{_ANSI_OFF}{_ANSI_BOLD}{code}{_ANSI_OFF}"
-    place_match = _PLACE_LINE.match(text)
-    if place_match:
-        return f"  {_ANSI_GREEN}{place_match['place']}{_ANSI_OFF}{place_match['rest']}"
-    return text
+        return f"{_ANSI_BOLD}{_ANSI_RED}{text[:7]}{_ANSI_OFF}{_ANSI_BOLD}{text[7:]}{_ANSI_OFF}"
+    return _PLACE_LINE.sub(rf"  {_ANSI_GREEN}\g<place>{_ANSI_OFF}\g<rest>", text)

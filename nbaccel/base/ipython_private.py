@@ -1,8 +1,7 @@
 """The parts of IPython and ipykernel without a public name that nbaccel uses.
 
-Seen in IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4. Each function takes the object that has the
-name, so nothing is imported here, and does without the name as its docstring says. No other module
-uses private names of IPython; `tests/house` checks it.
+Seen in IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4. Nothing is imported here, and each function
+does without the name as its docstring says. No other module uses them; `tests/house` checks it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Logging under the name ``nbaccel``, with the rank in front where there is one.
 
 Where nobody has set up logging, warnings are written as notices, each once. As soon as there is a
-handler, for ``nbaccel`` or for all, messages are its alone; other levels are asked for as with any
-library: ``logging.getLogger("nbaccel").setLevel("DEBUG")`` and a handler.
+handler, for ``nbaccel`` or for all, messages are its alone.
 """
 
 from __future__ import annotations
@@ -19,15 +18,9 @@ ROOT_LOGGER_NAME = "nbaccel"
 
 # Subscripting works at run time only from Python 3.11 on.
 class _RankAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """Puts ``[rank 1]`` before a message.
+    """Puts ``[rank 1]`` before a message, as the environment says: a launch here restores it."""
 
-    The rank is read from the environment at each message and kept nowhere: a launch in this
-    very process sets and restores it, and nothing must survive a launch.
-    """
-
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, Any]:
         text = env.read("RANK")
         return (msg if text is None else f"[rank {text}] {msg}"), kwargs
 
@@ -75,10 +68,7 @@ def write_notice(text: str) -> None:
 
 
 def progress_bar(**options: Any) -> Any:
-    """A bar of tqdm without the thread that watches over all bars of a process.
-
-    That thread outlives the bar, and nbaccel warns of threads before it forks a notebook.
-    """
+    """A bar of tqdm without its thread, which outlives the bar and makes forks unsafe."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]

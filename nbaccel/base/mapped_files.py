@@ -1,13 +1,10 @@
 """Files that this process has mapped copy-on-write: which bytes it sees, and pages given back.
 
-A tensor in such a mapping costs memory only for pages that were read, which all processes share,
-and for pages that were written, which are this process's own. Whoever makes a mapping registers it;
-strategies that cut a tensor into shards then drop the pages that they have read.
+Who maps one registers it; strategies that cut tensors into shards drop the pages they have read.
 """
 
 from __future__ import annotations
 
-import functools
 import mmap
 import platform
 from collections.abc import Iterable
@@ -18,11 +15,9 @@ from weakref import WeakSet
 from nbaccel.base import env
 
 _BOOT_NUMBER = Path("/proc/sys/kernel/random/boot_id")  # drawn anew by each start of a system
-
 _PAGE_BYTES = mmap.PAGESIZE
 
-# Mappings of `transfer.memfd`, which is above this module. An address belongs to one of them in the
-# life of a process's memory; weak, so that a mapping ends with its last tensor.
+# Mappings of `transfer.memfd`; weak, so that a mapping ends with its last tensor.
 _LIVING_MAPPINGS: WeakSet[Any] = WeakSet()
 
 
@@ -62,7 +57,8 @@ def drop_pages(address: int, num_bytes: int, *, keep_written: bool = False) -> N
 def same_bytes(spans: Iterable[tuple[int, int] | None]) -> tuple[object, ...] | None:
     """What tells that another process sees the same bytes of the same files."""
     is_written: dict[int, bool] = {}
-    places: list[object] = [_machine_identity()]
+    # What no two nodes of a run share: the numbers of devices and inodes may well be equal.
+    places: list[object] = [(platform.node(), env.read_file(_BOOT_NUMBER))]
     for span in spans:
         if span is None:
             return None
@@ -74,9 +70,3 @@ def same_bytes(spans: Iterable[tuple[int, int] | None]) -> tuple[object, ...] | 
             return None
         places.append((*mapping.identity, address - mapping.address, num_bytes))
     return tuple(places)
-
-
-@functools.cache
-def _machine_identity() -> tuple[str, str]:
-    """What no two nodes of a run share: the numbers of devices and inodes may well be equal."""
-    return platform.node(), env.read_file(_BOOT_NUMBER)

@@ -56,8 +56,7 @@ def is_installed(module_name: str) -> bool:
 
 def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
     """Whether a module could be imported and belongs to an installed package."""
-    names = distributions or (module,)
-    return is_installed(module) and any(map(installed_version, names))
+    return is_installed(module) and any(map(installed_version, distributions or (module,)))
 
 
 def installed_version(distribution_name: str) -> str:
@@ -80,11 +79,7 @@ def metadata_version(distribution: importlib.metadata.Distribution) -> str:
 
 @lru_cache
 def install_line(extra: str = "") -> str:
-    """What to type to install what an extra of nbaccel names.
-
-    The packages themselves: nbaccel may be on no index, and `pip install "nbaccel[deepspeed]"` then
-    ends in "No matching distribution found", as a reader of the guides has met.
-    """
+    """What to type to install what an extra of nbaccel names, which may be on no index itself."""
     from packaging.requirements import Requirement
 
     try:

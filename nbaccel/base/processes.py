@@ -1,7 +1,4 @@
-"""Processes from outside: names, use, causes of death. Held interrupts; ports where they meet.
-
-A port is bound once, never chosen first and bound later.
-"""
+"""Processes from outside: names, use, causes of death; held interrupts; ports where they meet."""
 
 from __future__ import annotations
 
@@ -45,8 +42,6 @@ def uninterrupted() -> Iterator[None]:
 
 
 class _HeldInterrupt:
-    """A handler that remembers an interrupt."""
-
     def __init__(self) -> None:
         self.pressed = False
 
@@ -91,8 +86,7 @@ def describe_process(process_id: int) -> str:
         facts = psutil.Process(process_id).as_dict(["cmdline", "name"])
     except psutil.NoSuchProcess:
         return f"process {process_id}"
-    # A process has no command line for a moment after it was started, and as a zombie; that of
-    # another user may be hidden.
+    # One that was just started, a zombie, or of another user has no command line.
     command = " ".join(facts["cmdline"] or ())[:_LONGEST_COMMAND] or facts["name"]
     return f"process {process_id} ({command})" if command else f"process {process_id}"
 
@@ -117,10 +111,7 @@ def process_use(pid: int) -> ProcessUse | None:
     return None
 
 
-# ------------------------------------------------------------------------- ports
-
-LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
-"""Addresses that lead to this machine alone: version 4, version 6."""
+LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")  # of version 4, and of version 6
 
 _LISTEN_BACKLOG = 4096  # connections that may wait for the store: all workers of all nodes
 
@@ -141,17 +132,9 @@ def loopback(host_address: str) -> str:
 
 
 def listen(
-    host: str,
-    port: int | None,
-    *,
-    setting: str = "use_port",
-    waiting_processes: str = "the workers",
+    host: str, port: int | None, *, setting: str = "use_port", waiters: str = "the workers"
 ) -> socket.socket:
-    """A listening socket for the store.
-
-    It listens from the first moment: a process that connects before the store serves it waits, and
-    no other process can take the port.
-    """
+    """A listening socket for the store: who connects before the store serves it waits."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         # Without it a port is unusable for minutes after a store on it has closed (TIME_WAIT).
@@ -163,9 +146,8 @@ def listen(
         if error.errno != errno.EADDRINUSE:
             raise
         raise PortTaken(
-            f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiting_processes} "
-            f"could not find each other there. Leave {setting} out: a free port is found and "
-            "reserved.",
+            f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiters} "
+            f"could not find each other there. Leave {setting} out to take a free port.",
             port=port,
         ) from error
     return listener

@@ -1,12 +1,7 @@
 """The names of a package: imported when they are first used (PEP 562), and those it lacks.
 
-A package lists them once, as imports under ``if TYPE_CHECKING:``, each ``as`` itself, which tells
-type checkers that it is handed on; here the same block is read from its source. Modules that only
-hand names on, at once, list them as such imports, too.
-
-Names of Accelerate that belong to a part which nbaccel does not have yet can be imported, compared
-with and subclassed, so that code which only mentions them runs; using one raises an error that says
-what is missing and what to do instead.
+A package lists them once, as imports under ``if TYPE_CHECKING:``, each ``as`` itself; that block is
+read from its source. Using a name of Accelerate that nbaccel lacks says what to do instead.
 """
 
 from __future__ import annotations
@@ -32,18 +27,14 @@ def names_handed_on(file_path: str) -> dict[str, str]:
 def hand_on(module: dict[str, Any], *own_names: str) -> None:
     """Let a module's ``__all__`` be what it imports, each ``as`` itself, and some names of its own.
 
-    Not assigned in the module: type checkers, and what reads the source for the documentation,
-    take an ``__all__`` that is computed for an empty one.
+    Not assigned there: type checkers and the documentation take a computed one for an empty one.
     """
     tree = ast.parse(Path(module["__file__"]).read_text(encoding="utf-8"))
     module["__all__"] = [*(name for name, _ in _imported_as(tree.body)), *own_names]
 
 
 def name_own(module: dict[str, Any], *others: str) -> None:
-    """Let a module's ``__all__`` be the functions and classes that it defines, and some others.
-
-    Names of Accelerate that it lacks have their stand-ins in it.
-    """
+    """Let a module's ``__all__`` be what it defines, stand-ins of missing names, and others."""
     module.update(missing_names_of(module["__name__"]))
     is_own = {name: getattr(value, "__module__", "") for name, value in module.items()}
     own_names = [name for name, home in is_own.items() if home == module["__name__"]]
@@ -84,8 +75,7 @@ PIPELINE_PARALLELISM = LaterPart(
 )
 MIXED_PARALLELISMS = LaterPart(
     "mixing tensor, context, sequence and data parallelism",
-    "Give Accelerator a fsdp_plugin, or a deepspeed_plugin with stage 3, for models too big for "
-    "one device",
+    "Give Accelerator a fsdp_plugin, or a deepspeed_plugin with stage 3, for models too big",
 )
 NOT_INSTALLED = LaterPart(
     "a strategy that was left out of this installation of nbaccel",
@@ -94,13 +84,11 @@ NOT_INSTALLED = LaterPart(
 MEGATRON_LM = LaterPart("Megatron-LM", "Give Accelerator a fsdp_plugin or a deepspeed_plugin")
 QUANTIZED_LOADING = LaterPart(
     "loading models in 8 or 4 bits",
-    "Load with from_pretrained(quantization_config=...) of transformers, and train adapters of "
-    "peft on it",
+    "Load with from_pretrained(quantization_config=...) of transformers; train adapters of peft",
 )
 DEEPSPEED_INTERNALS = LaterPart(
     "the inside of Accelerate's DeepSpeed",
-    "Use prepare of an Accelerator with a deepspeed_plugin; its configuration is "
-    "accelerator.deepspeed_config",
+    "Use prepare of an Accelerator with a deepspeed_plugin, and accelerator.deepspeed_config",
 )
 FSDP_INTERNALS = LaterPart(
     "the inside of Accelerate's FSDP",
@@ -117,8 +105,6 @@ XLA_INSTALLATION = LaterPart(
 
 
 class _MissingName:
-    """Base of the stand-ins."""
-
     _name: str
     _part: LaterPart
 
@@ -132,19 +118,14 @@ class _MissingName:
 
 def missing_name_of(missing_name: str, missing_part: LaterPart, module_name: str) -> Any:
     """A stand-in for a class or function of Accelerate."""
-    docstring = (
+    docs = (
         f"Of Accelerate; not in this version, which lacks {missing_part.what}. "
         f"{missing_part.instead}."
     )
     return type(
         missing_name,
         (_MissingName,),
-        {
-            "_name": missing_name,
-            "_part": missing_part,
-            "__doc__": docstring,
-            "__module__": module_name,
-        },
+        {"_name": missing_name, "_part": missing_part, "__doc__": docs, "__module__": module_name},
     )
 
 
@@ -213,7 +194,6 @@ def _stand_in_magic(line: str, text: str | None = None) -> None:
     """A magic of nbaccel, which `%load_ext nbaccel` brings."""
     name = "%accelerate" if text is None else "%%accelerate"
     raise UserMistake(
-        f"{name} is a magic of nbaccel's extension, which this notebook has not loaded: "
-        "`import nbaccel` alone does not bring it. Run %load_ext nbaccel in a cell of its own, "
-        "then this cell again."
+        f"{name} is a magic of nbaccel's extension, which `import nbaccel` alone does not bring. "
+        "Run %load_ext nbaccel in a cell of its own, then this cell again."
     )

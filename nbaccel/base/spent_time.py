@@ -4,8 +4,7 @@
     with spent_time.communicating:    a collective; within reading_data, it counts as communication
     spent_time.end_step()             the first two tell what the first took to start
 
-Only a worker that reports to a notebook keeps an account (`open_account`); elsewhere a block costs
-a comparison. Only the thread that opened it is measured: what other threads do, they do beside it.
+Only a worker that reports to a notebook keeps an account (`open_account`), of one thread.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class SpentTime:
     communication_s: float  # in collectives, which includes waiting for other ranks there
     # Whether some exchange of gradients could not be measured; it is part of the computing.
     is_partial: bool = False
-    # What the first step computed for longer than the second: devices and libraries start in it,
-    # which tells nothing of the steps to come.
+    # What the first step computed for longer than the second: libraries start in it.
     starting_s: float = 0.0
 
     @property
@@ -115,8 +113,7 @@ class TimeAccount:
 
 
 _process_account: TimeAccount | None = None
-_exchange_sources: list[ExchangeSource] = []
-"""Of this process, also from before its present account."""
+_exchange_sources: list[ExchangeSource] = []  # also from before the present account
 
 
 class _TimedBlock:

@@ -1,8 +1,7 @@
 """The parts of torch without a public name that nbaccel uses, each in one small function.
 
-Seen in torch 2.6 to 2.15. Those that every launch depends on are looked for when this module is
-imported: a torch that lacks one is refused before any process starts (`PlatformUnsupported`). No
-other module uses private names of torch; `tests/house` checks it.
+Seen in torch 2.6 to 2.15. A torch that lacks one that every launch needs is refused on import
+(`PlatformUnsupported`). No other module uses private names of torch; `tests/house` checks it.
 """
 
 from __future__ import annotations
@@ -27,14 +26,11 @@ from nbaccel.base.errors import PlatformUnsupported
 
 _SEEN_IN = "2.6 to 2.15"
 
-COMPILED_PREFIX = "_orig_mod."
-"""What stands before names in the state of a module that `torch.compile` wrapped."""
+COMPILED_PREFIX = "_orig_mod."  # of names in the state of a module that was compiled
 
-COPIES_TO_DEVICE = torch.ops.aten._to_copy.default
-"""The operation behind ``Tensor.to``."""
+COPIES_TO_DEVICE = torch.ops.aten._to_copy.default  # the operation behind ``Tensor.to``
 
-CREATES_GROUP = "_new_process_group_helper"
-"""The function that a process is in while it creates a process group."""
+CREATES_GROUP = "_new_process_group_helper"  # what a process is in while it creates one
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """What every module has: tensors, submodules, hooks and flags."""
@@ -54,13 +50,11 @@ PRIVATE_NAMES = (
 
 
 def _check_names() -> None:
-    """Refuse a torch that lacks one of the names."""
     lacking = [name for name in PRIVATE_NAMES if not _exists(name)]
     if lacking:
         raise PlatformUnsupported(
-            f"torch {torch.__version__} lacks {', '.join(lacking)}: workers could not be launched "
-            f"and models not shared. These names were seen in torch {_SEEN_IN}: install one of "
-            "these, or a newer nbaccel."
+            f"torch {torch.__version__} lacks {', '.join(lacking)}: workers could not be launched. "
+            f"These names were seen in torch {_SEEN_IN}: install one of these, or a newer nbaccel."
         )
 
 
@@ -74,9 +68,6 @@ def _exists(name: str) -> bool:
             return False
         found = getattr(found, part)
     return True
-
-
-# ------------------------------------------------------------------------- process groups
 
 
 def process_groups() -> tuple[Any, ...]:
@@ -196,13 +187,9 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
     """The shape of this rank's part of a DTensor, and where it begins in the whole."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     return tuple(shape), tuple(offset)
-
-
-# ------------------------------------------------------------------------- tensors and storages
 
 
 def tensor_version(tensor: torch.Tensor) -> int:
@@ -216,11 +203,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def replace_in_place(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
-    """Let a Python object stand for another tensor, which may be on another kind of device.
-
-    ``Tensor.data`` refuses a tensor of another kind, and ``torch.utils.swap_tensors`` an object
-    with weak references, which stay right here, because the object is the same.
-    """
+    """Let a Python object stand for another tensor; `Tensor.data` keeps the kind of device."""
     untyped: Any = tensor
     hooks = {name: getattr(untyped, name) for name in _HOOK_ATTRIBUTES}
     torch._C._swap_tensor_impl(tensor, replacement)
@@ -244,8 +227,7 @@ def storage_use_count(storage: torch.UntypedStorage) -> int | None:
         # Not in silence: values would be old ones.
         warnings.warn(
             f"torch {torch.__version__} lacks torch._C._storage_Use_Count: arrays and tensors that "
-            "share memory with a model passed to workers are not noticed, and keep the old values "
-            "when the model is moved to shared memory.",
+            "share memory with a model passed to workers are not noticed, and keep old values.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -329,9 +311,6 @@ def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> An
     return tree_map_only(torch.Tensor, replacement, tree)
 
 
-# ------------------------------------------------------------------------- modules
-
-
 def exclude_from_ddp(module: nn.Module, parameter_names: list[str]) -> None:
     """Let `DistributedDataParallel` leave parameters of a module alone."""
     ddp: Any = nn.parallel.DistributedDataParallel
@@ -406,16 +385,10 @@ def forget_compiled_call(module: nn.Module) -> None:
 
 
 def recompute_activations(module: nn.Module) -> None:
-    """Let a module's backward compute activations again; `fully_shard` comes after it.
-
-    Unlike a wrapper around `forward`, it changes neither the module's attributes nor its class.
-    """
+    """Let a module's backward compute activations again, in place, before `fully_shard`."""
     from torch.distributed._composable.checkpoint_activation import checkpoint
 
     checkpoint(module)
-
-
-# ------------------------------------------------------------------------- optimizers
 
 
 def has_step_hooks(optimizer: Any) -> bool:
@@ -439,8 +412,7 @@ def has_state_loading_hooks(optimizer: Any) -> bool:
 
 
 def _scaling_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    # `LossScaler` could count stages itself. Flags of infinite gradients, which a fused optimizer
-    # looks at on the device, are nowhere else; and a precision from outside may use torch's class.
+    # Nowhere else are flags of infinite gradients; a precision from outside may use this class.
     states: dict[int, dict[str, Any]] = scaler._per_optimizer_states
     return states
 
@@ -453,10 +425,7 @@ def gradients_are_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool
 
 
 def watch_steps_again(scheduler: Any) -> None:
-    """Let a scheduler see the first step of its optimizer, which it watched before both were sent.
-
-    Pickling leaves the watch behind, and torch then warns of a step that nobody has overridden.
-    """
+    """Let a scheduler watch its optimizer's first step again, which pickling made it forget."""
     optimizer: Any = getattr(scheduler, "optimizer", None)
     if not isinstance(optimizer, torch.optim.Optimizer) or "step" in vars(optimizer):
         return
@@ -480,9 +449,7 @@ def has_stepped(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     return state is not None and state["stage"].name == "STEPPED"
 
 
-def infinity_flags(
-    scaler: torch.amp.GradScaler, optimizer: Any | None = None
-) -> list[torch.Tensor]:
+def infinity_flags(scaler: torch.amp.GradScaler, optimizer: Any = None) -> list[torch.Tensor]:
     """The flags of infinite gradients, float tensors of one element: above 0 if there are any."""
     states = _scaling_states(scaler)
     chosen = states.values() if optimizer is None else [states.get(id(optimizer), {})]
@@ -492,9 +459,6 @@ def infinity_flags(
 def scale_tensor(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
     """The factor as a tensor; None before the first loss was multiplied with it."""
     return scaler._scale
-
-
-# ------------------------------------------------------------------------- loaders
 
 
 # torchdata's `StatefulDataLoader` has a public way, but a user's plain `DataLoader` is no such.

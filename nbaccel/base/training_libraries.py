@@ -1,8 +1,6 @@
 """Accelerate, transformers and Lightning in a worker: what they found out in the notebook is wrong.
 
-Each keeps what it found where it was first used: Accelerate a state of the process, a `Trainer` of
-transformers an accelerator, one of Lightning its strategy and its launcher. None is imported here:
-modules are changed when they are imported, or at once where they have been.
+None is imported here: modules are changed when they are imported, or at once where they have been.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from typing import Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.units import count_noun
 
 PatchModule = Callable[[ModuleType], None]
 _AroundTraining = Callable[[], AbstractContextManager[None]]
@@ -73,9 +72,7 @@ class _ModulePatcher(MetaPathFinder):
         return module_spec
 
 
-# --------------------------------------------------------------------------- Accelerate
-# Its state is set up by the first `Accelerator` and then used by all later ones: in a worker forked
-# from a notebook that has used it, each would take itself for the only process.
+# In a worker forked from a notebook that has used it, each would take itself for the only process.
 
 # Accelerate sets it on what it has prepared, and returns what has it as it is. Seen in 1.15.
 _MARK = "_is_accelerate_prepared"
@@ -94,10 +91,7 @@ def accelerates_precision() -> str | None:
 
 
 def _has_shared_state(name: str) -> bool:
-    """Whether a class is set up. `initialized` is public, and making the object to ask sets it up.
-
-    Seen in Accelerate 1.15. A version without the attribute counts as not set up.
-    """
+    """Whether a class is set up, in Accelerate 1.15: making the object to ask sets it up."""
     state = getattr(sys.modules.get("accelerate.state"), name, None)
     return bool(getattr(state, "_shared_state", None))
 
@@ -113,18 +107,13 @@ def forget_accelerate() -> None:
         if reset is None:
             raise PlatformUnsupported(
                 f"This version of Accelerate has no {name}._reset_state: workers would take over "
-                "what the notebook's Accelerator found, a process alone. Restart the kernel and "
-                "create no Accelerator before the launch, or use accelerate 1.15."
+                "the notebook's. Restart the kernel and create no Accelerator, or use 1.15."
             )
         reset(*arguments)
 
 
 def _patch_preparing(module: ModuleType) -> None:
-    """Let models and loaders be prepared in this worker that were prepared in the notebook.
-
-    They carry a mark by which they would stay what a single process needs: each rank would train a
-    model of its own. A `Trainer` that has evaluated in the notebook leaves it on its model.
-    """
+    """Let this worker prepare what has the mark of the notebook's `prepare`, too."""
     for name in ("prepare_model", "prepare_data_loader"):
         around = functools.partial(_prepare, weakref.WeakSet[Any]())
         _wrap_method(module.Accelerator, name, around)
@@ -158,9 +147,7 @@ def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-# ------------------------------------------------------------------------- transformers
-# A Trainer's accelerator was made for the notebook's single process. Before it trains, evaluates or
-# predicts in a worker for the first time, it gets one for the worker's place.
+# A Trainer's accelerator was made for the notebook's single process; in a worker it gets another.
 
 
 def is_sharding_new_models() -> bool:
@@ -211,16 +198,13 @@ def _rebuild_accelerator(trainer: Any) -> None:
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
 
 
-# ---------------------------------------------------------------------------- Lightning
-# A Trainer's strategy and launcher are chosen once, in the constructor, for the process it runs in.
-# Seen with Lightning 2.6 in a launch of two workers: a trainer of one process trained alone in
-# each, on all of the data, and one with `ddp_notebook` waited for processes that never started.
+# A Trainer's strategy is chosen in the constructor. Seen with Lightning 2.6 in two workers: one of
+# one process trained alone in each, and one with `ddp_notebook` waited for ever.
 
 _BUILT_IN = "_nbaccel_built_in_process"
 
 
 def _guard_trainer(trainer_module: ModuleType) -> None:
-    """Refuse trainers that were not built in this worker."""
     trainer_class = trainer_module.Trainer
     _wrap_method(trainer_class, "__init__", _mark)
     for name in ("fit", "validate", "test", "predict"):
@@ -245,29 +229,17 @@ def _guard(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) 
 
 def _trainer_refusal(trainer: Any, entry_name: str, num_workers: int) -> str:
     strategy_name = type(getattr(trainer, "strategy", None)).__name__
-    num_built_for = getattr(trainer, "world_size", 1)
-    if num_built_for == 1:
-        processes = "one process"
-        outcome = "Each worker would train alone, on all of the data."
-    else:
-        processes = f"{num_built_for} processes of its own"
-        outcome = "It would wait for processes that never start."
+    processes = count_noun(getattr(trainer, "world_size", 1), "process")
     return (
-        f"trainer.{entry_name}() cannot be called in {num_workers} workers: trainer is a Lightning "
-        f"Trainer that was built outside of them, for {processes} ({strategy_name}), and that "
-        f"cannot be changed afterwards. {outcome} Build it in the function or cell that the "
-        f'workers run: Trainer(devices={num_workers}, strategy="ddp").{entry_name}(...); or call '
-        f"trainer.{entry_name}(...) in the notebook, without workers: Lightning starts processes "
-        "by itself."
+        f"trainer.{entry_name}() cannot be called in {num_workers} workers: this Lightning Trainer "
+        f"was built outside of them, for {processes} ({strategy_name}). Build it in the function "
+        f'or cell that the workers run: Trainer(devices={num_workers}, strategy="ddp").'
+        f"{entry_name}(...); or call it in the notebook: Lightning starts processes by itself."
     )
 
 
 def _tell_lightning(rank: int) -> None:
-    """Correct what Lightning has found when it was imported: before this process was forked.
-
-    Seen with Lightning 2.6 in a kernel: Trainer and Fabric refused to start in workers, as they do
-    where somebody types (`sys.ps1`).
-    """
+    """Correct what Lightning 2.6 found before the fork, such as that somebody types here."""
     rank_module = sys.modules.get("lightning_utilities.core.rank_zero")
     if (rank_zero_only := getattr(rank_module, "rank_zero_only", None)) is not None:
         rank_zero_only.rank = rank

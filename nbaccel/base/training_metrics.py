@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from nbaccel.base.spent_time import SpentTime
 
-Point = tuple[float, float]
-"""Step and value."""
+Point = tuple[float, float]  # step and value
 
 _MAX_BUCKETS = 400
 _MAX_UNSORTED = 32
@@ -95,12 +94,10 @@ class ProgressBar:
     description: str = ""
     done: str = ""  # in the bar's own words: `2`, `1.5k`
     total: str = ""  # empty where that is not known
-    # How much is done, from 0 to 1; None where the total is not known.
-    fraction: float | None = None
+    fraction: float | None = None  # from 0 to 1; None where the total is not known
     left_s: float | None = None  # seconds that are left, as the bar estimates them
     elapsed_s: float = 0.0  # seconds since it began
-    # Whether it is drawn elsewhere in the cell, so that the panel uses its numbers only.
-    is_elsewhere: bool = False
+    is_elsewhere: bool = False  # drawn elsewhere in the cell: the panel uses its numbers only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,30 +120,22 @@ class Metrics:
     steps: int | None  # None where nothing counts them
     # Metric → pairs of step and value since the last message.
     points: tuple[tuple[str, tuple[Point, ...]], ...] = ()
-    # Metrics whose earlier points were nbaccel's own: the function logs them itself.
-    replaced: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()  # metrics that the function logs itself from now on
     device_bytes: int | None = None  # what torch holds on this worker's device; None on a CPU
-    # What the step under way is doing beside training: `compiling, step 2 of about 3`.
-    phase: str = ""
-    # Programs that the device's compiler has made; None for a device that compiles none.
-    programs: int | None = None
+    phase: str = ""  # what the step does beside training: `compiling, step 2 of about 3`
+    programs: int | None = None  # that the device's compiler has made; None where it compiles none
     compile_s: float = 0.0  # time that took, in seconds
-    # Where the time has gone; None before the first loop over batches.
-    spent: SpentTime | None = None
-    # Whether the process has been in a process group of torch's since the task began.
-    had_group: bool = False
+    spent: SpentTime | None = None  # where the time has gone; None before the first loop
+    had_group: bool = False  # whether the process has been in a process group since it began
     loop_name: str = ""  # what the loop over batches is called; empty for no name
-    # How many loops of this name and length have begun, this one included; 0 before the first.
-    epoch: int = 0
+    epoch: int = 0  # how many loops of this name and length have begun, with this one
     batches: int = 0  # batches used in that loop
     total_batches: int | None = None  # batches that it has; None where that is not known
     loop_began_at_step: int = 0
-    # Whether the loop was seen from outside, and did not say itself that it begins.
-    loop_is_seen: bool = False
+    loop_is_seen: bool = False  # seen from outside: it did not say itself that it begins
     batches_in_all: int = 0  # batches that this rank has used in all its loops
     samples: int = 0  # samples that this rank has used in all its loops
-    # The loop over epochs around the loop over batches; None where its length is not known.
-    outer: OuterLoop | None = None
+    outer: OuterLoop | None = None  # the loop over epochs; None where its length is not known
     bars: tuple[ProgressBar, ...] = ()  # progress bars that its code has made, the outer one first
     bar_is_whole: bool = False  # whether the outer one is that of the whole training
     num_left_out: int = 0  # metrics that it has logged beside those that it reports

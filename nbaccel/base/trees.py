@@ -1,7 +1,6 @@
 """Batches and outputs as trees: tensors nested in lists, tuples, named tuples and mappings.
 
-Containers keep their type, a `BatchEncoding` or a `ModelOutput` included. Many tensors can also be
-one, for a collective that takes them all at once.
+Containers keep their type. Many tensors can also be one, for one collective of them all.
 """
 
 from __future__ import annotations
@@ -53,14 +52,8 @@ def send_to_device(
 ) -> Any:
     """Move all tensors, and other leaves that have a method ``to``, to a device.
 
-    Args:
-        tensor: A batch.
-        device: Where to.
-        non_blocking: Whether the copies may still be under way when this returns.
-        skip_keys: Keys of mappings, at any depth, whose values stay where they are.
-
-    Returns:
-        The batch, there; containers keep their type.
+    With `non_blocking` the copies may still be under way when this returns. Values of mappings
+    under `skip_keys`, at any depth, stay where they are. Containers keep their type.
     """
     stay_keys = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
 

@@ -1,9 +1,8 @@
 """Files of weights: heads of safetensors, files that appear together, and whether one is intact.
 
 The format (https://github.com/huggingface/safetensors): length of the header as 8 bytes, little
-end first; the header, JSON, filled up with blanks; all tensors without gaps, and no checksum. What
-`torch.save` writes is a zip archive with a checksum (CRC-32) for each record, which `torch.load`
-does not check.
+end first; the header, JSON, filled up with blanks; all tensors without gaps. What `torch.save`
+writes is a zip archive with checksums (CRC-32), which `torch.load` does not check.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def head_of_file(
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, list[int]]:
     """All that comes before the first tensor, and where each tensor begins in the file."""
-    # Tensors are given by name, type, shape and bytes; those with the largest elements should come
-    # first, so that each begins at a multiple of its element's size.
+    # Tensors are given by name, type, shape and bytes, those with the largest elements first.
     # Hugging Face's libraries look for "format".
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     begins: list[int] = []
@@ -82,9 +80,8 @@ def check_room(folder: Path, num_bytes: int, remark: str = "") -> None:
     available_bytes = free_bytes(folder)
     if num_bytes > available_bytes:
         raise ConfigError(
-            f"{folder}: {format_bytes(num_bytes)} of weights are to be written, and its disk "
-            f"has {format_bytes(available_bytes)} free. Make room, or give a folder on another "
-            f"disk.{remark}"
+            f"{folder}: {format_bytes(num_bytes)} of weights are to be written, and its disk has "
+            f"{format_bytes(available_bytes)} free. Make room, or give another folder.{remark}"
         )
 
 
@@ -113,9 +110,8 @@ def publishing(folder: Path, num_bytes: int, pattern: str = FILE_PATTERN) -> Ite
         if isinstance(error, NbaccelError) or not is_of_disk:
             raise
         raise CheckpointFailed(
-            f"Writing weights to {folder} failed: {error}. What was there before is as it "
-            f"was, and what was written is gone; {format_bytes(free_bytes(folder))} are free. "
-            "Remove the cause, or give a folder on another disk."
+            f"Writing weights to {folder} failed: {error}. What was there before is as it was; "
+            f"{format_bytes(free_bytes(folder))} are free. Remove the cause or give another folder."
         ) from error
 
 
@@ -157,19 +153,15 @@ def file_problem(path: Path, recorded: Recorded | None = None) -> str:
     if not path.is_file():
         return "is missing"
     try:
-        return _size_problem(path, recorded) or _content_problem(path, recorded)
+        num_bytes = path.stat().st_size
+        if not num_bytes and (recorded is None or recorded.num_bytes):
+            return "is empty"
+        if recorded is not None and num_bytes != recorded.num_bytes:
+            verdict = "it is truncated" if num_bytes < recorded.num_bytes else "it is another file"
+            return f"has {num_bytes:,} bytes, and {recorded.num_bytes:,} were saved: {verdict}"
+        return _content_problem(path, recorded)
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-
-
-def _size_problem(path: Path, recorded: Recorded | None) -> str:
-    num_bytes = path.stat().st_size
-    if not num_bytes and (recorded is None or recorded.num_bytes):
-        return "is empty"
-    if recorded is not None and num_bytes != recorded.num_bytes:
-        verdict = "it is truncated" if num_bytes < recorded.num_bytes else "it is another file"
-        return f"has {num_bytes:,} bytes, and {recorded.num_bytes:,} were saved: {verdict}"
-    return ""
 
 
 def _content_problem(path: Path, recorded: Recorded | None) -> str:

@@ -1,7 +1,4 @@
-"""The command nbaccel and its subcommands, and what they show in a terminal.
-
-A strategy's module may add a subcommand of its own.
-"""
+"""The command nbaccel and its subcommands, to which strategies may add; what a terminal shows."""
 
 from __future__ import annotations
 
@@ -17,21 +14,12 @@ from rich.table import Table
 from typer.main import get_command
 
 from nbaccel import __version__
-from nbaccel.base.errors import (
-    InternalError,
-    MissingBackend,
-    NbaccelError,
-    PlatformUnsupported,
-    UserMistake,
-)
+from nbaccel.base import errors
 from nbaccel.config.capabilities import STRATEGIES
 
 
 def as_people_read_it(command: Any, parent: typer.Context | None = None) -> Any:
-    """Leave `<bool>`, `<str>` and `<int range>` out of the help of a command and its subcommands.
-
-    Typer writes Python's types there. It writes groups last, and `config`, a group, comes first.
-    """
+    """Leave Python's types out of the help that Typer writes, and put the group `config` first."""
     context = typer.Context(command, parent=parent, **command.context_settings)
     for option in command.get_params(context):
         option.display_type = lambda _: ""
@@ -55,9 +43,7 @@ def terminal_console() -> TerminalConsole:
 
 def plain_table(title: str, *columns: str) -> Table:
     """A table without lines, whose long cells are wrapped."""
-    table = Table(
-        title=title or None, title_justify="left", box=None, pad_edge=False, show_edge=False
-    )
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, header_style="bold", overflow="fold")
     return table
@@ -74,7 +60,6 @@ _COMMANDS: tuple[str, ...] = (
     "nbaccel.cli.commands:add_test",
     "nbaccel.cli.launch_command:add_to",
     "nbaccel.cli.commands:add_others",
-    "nbaccel.cli.env_command:add_to",
 )
 """Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
 
@@ -93,17 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         # Typer ends so after an interrupt, without a word.
         return _tell_interrupt() if status == _INTERRUPTED else status
-    except InternalError:
+    except errors.InternalError:
         # A bug of nbaccel needs its traceback.
         raise
-    except NbaccelError as error:
+    except errors.NbaccelError as error:
         for line in f"nbaccel: {error}".splitlines():
             filled = textwrap.fill(
                 line, _WIDTH_CHARS, break_long_words=False, break_on_hyphens=False
             )
             print(filled, file=sys.stderr)
-        is_correctable = isinstance(error, (UserMistake, MissingBackend, PlatformUnsupported))
-        return _MISTAKE if is_correctable else _FAILED
+        correctable = (errors.UserMistake, errors.MissingBackend, errors.PlatformUnsupported)
+        return _MISTAKE if isinstance(error, correctable) else _FAILED
     except KeyboardInterrupt:
         return _tell_interrupt()
     return 0

@@ -1,24 +1,25 @@
-"""Subcommands: ``export``, ``test``, ``estimate-memory``, ``merge-weights`` and ``status``.
-
-What they need beyond their options is imported when one of them runs: `nbaccel --help` waits for
-nothing heavy.
-"""
+"""Commands: ``export``, ``test``, ``estimate-memory``, ``merge-weights``, ``status``, ``env``."""
 
 from __future__ import annotations
 
 import json
+import platform
 import re
 import sys
 import tempfile
+import textwrap
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nbaccel import __version__
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError, WorkerFailed
+from nbaccel.base.optional_packages import installed_version
 from nbaccel.base.units import format_bytes, format_number, format_seconds
 from nbaccel.cli import plain_table, terminal_console
 from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from nbaccel.cli.script_commands import ExportedFile
     from nbaccel.cli.script_making import MadeScript
     from nbaccel.config import RunConfig
+    from nbaccel.plan.inventory import Inventory
 
 
 _CLUSTERS = ("slurm", "ray")
@@ -43,62 +45,71 @@ nbaccel launch, come last.
 """
 
 
-_NotebookOption = Annotated[
-    str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
-]
-_ToOption = Annotated[
-    str, own_option("--to", metavar="|".join(_TARGETS), help="What runs the script.")
-]
-_OutputOption = Annotated[
-    str | None,
-    own_option(
-        *("-o", "--output"),
-        metavar="SCRIPT",
-        help="The script's file; left out: the notebook's name, here.",
-        show_default=False,
-    ),
-]
-_FunctionOption = Annotated[
-    str,
-    own_option(
-        "--function",
-        metavar="NAME",
-        help="The launched function, where the notebook launches several.",
-        show_default=False,
-    ),
-]
-_ReplaceOption = Annotated[bool, own_option("--overwrite", help="Replace files that are there.")]
-
-
 def _export(
-    notebook: _NotebookOption,
-    to: _ToOption = "nbaccel",
-    output: _OutputOption = None,
-    function: _FunctionOption = "",
-    overwrite: _ReplaceOption = False,
+    notebook: Annotated[
+        str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
+    ],
+    to: Annotated[
+        str, own_option("--to", metavar="|".join(_TARGETS), help="What runs the script.")
+    ] = "nbaccel",
+    output: Annotated[
+        str | None,
+        own_option(
+            *("-o", "--output"),
+            metavar="SCRIPT",
+            help="The script's file; left out: the notebook's name, here.",
+            show_default=False,
+        ),
+    ] = None,
+    function: Annotated[
+        str,
+        own_option(
+            "--function",
+            metavar="NAME",
+            help="The launched function, where the notebook launches several.",
+            show_default=False,
+        ),
+    ] = "",
+    overwrite: Annotated[bool, own_option("--overwrite", help="Replace what is there.")] = False,
     config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
     from nbaccel.cli.script_making import make_script, read_notebook
 
     if to not in _TARGETS:
-        raise ConfigError(
-            f"--to must be one of {', '.join(_TARGETS)}: got {to!r}. It says what runs the script. "
-            "Leave it out for nbaccel launch."
-        )
+        raise ConfigError(f"--to must be one of {', '.join(_TARGETS)}: got {to!r}.")
     notebook_path = Path(notebook)
     # As the name of a script that can be imported: no blanks and dashes.
     stem = re.sub(r"\W", "_", notebook_path.stem)
     script_path = Path(output or f"{'notebook_' * stem[:1].isdecimal()}{stem}.py")
     made_script = make_script(read_notebook(notebook_path), notebook_path.name, function)
-    _check_script(made_script.text)
+    try:
+        compile(made_script.text, "script", "exec")
+    except SyntaxError as error:
+        raise ConfigError(
+            f"The script would not run: line {error.lineno}: {error.msg}: got {error.text!r}. Put "
+            "what the function needs into cells with the tag export."
+        ) from error
     if to in _CLUSTERS:
         # The job finds its first node itself.
         further_options["master_addr"] = "first-node"
     config = _settings(made_script, config_file, further_options)
     exported_files, command = _files(to, config, script_path, made_script.text)
     _write_files(script_path.parent, exported_files, overwrite=overwrite)
-    _tell_result(script_path.parent, exported_files, made_script, command)
+    cells = ", ".join(map(str, made_script.cell_numbers))
+    print(f"{script_path}: code cells {cells}")
+    for exported_file in exported_files[1:]:
+        print(script_path.parent / exported_file.name)
+    _tell_changes(made_script, config_file)
+    print(f"Run it:\n\n    {command}\n")
+
+
+def _tell_changes(made_script: MadeScript, config_file: str | None) -> None:
+    if made_script.num_magics:
+        print(
+            f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",
+            file=sys.stderr,
+        )
     if made_script.launch is not None and made_script.launch.unread and config_file is None:
         print(
             f"nbaccel: {', '.join(made_script.launch.unread)} of the launch cannot be read without "
@@ -107,33 +118,20 @@ def _export(
         )
 
 
-def _check_script(script_text: str) -> None:
-    try:
-        compile(script_text, "script", "exec")
-    except SyntaxError as error:
-        raise ConfigError(
-            f"The script would not run: line {error.lineno}: {error.msg}: got "
-            f"{(error.text or '').strip()!r}. Nothing was written. Put what the function needs "
-            "into cells with the tag export."
-        ) from error
-
-
-def _settings(
-    made_script: MadeScript, config_file: str | None, further_options: dict[str, Any]
-) -> RunConfig:
+def _settings(made: MadeScript, config_file: str | None, further: dict[str, Any]) -> RunConfig:
     from nbaccel.cli.launch_request import SettingsFile, read_launch_request, read_settings_file
     from nbaccel.config.text_forms import changed_settings
 
     file = read_settings_file(config_file)
-    if made_script.launch is not None:
+    if made.launch is not None:
         file_config = file.merge({})
         settings = changed_settings(file_config)
-        told = made_script.launch.settings
+        told = made.launch.settings
         # A file that was given for this comes after the notebook, one that was saved before it.
         first, last = (told, settings) if config_file else (settings, told)
         config = type(file_config)().changed(**{**first, **last})
         file = SettingsFile(config=config, name=file.name or "the notebook")
-    request = read_launch_request(further_options, file)
+    request = read_launch_request(further, file)
     for note in request.notes:
         print(f"nbaccel: {note}", file=sys.stderr)
     return request.config
@@ -162,28 +160,10 @@ def _files(
 def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
     already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
     if already and not overwrite:
-        raise ConfigError(
-            f"{', '.join(already)} would be replaced: what is in there may be yours. Give "
-            "--overwrite, or another --output."
-        )
+        raise ConfigError(f"{', '.join(already)} would be replaced. Give --overwrite or --output.")
     folder.mkdir(parents=True, exist_ok=True)
     for exported_file in exported_files:
         atomic.write_text(folder / exported_file.name, exported_file.text)
-
-
-def _tell_result(
-    folder: Path, exported_files: list[ExportedFile], made_script: MadeScript, command: str
-) -> None:
-    cells = ", ".join(map(str, made_script.cell_numbers))
-    print(f"{folder / exported_files[0].name}: code cells {cells}")
-    for exported_file in exported_files[1:]:
-        print(folder / exported_file.name)
-    if made_script.num_magics:
-        print(
-            f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",
-            file=sys.stderr,
-        )
-    print(f"Run it:\n\n    {command}\n")
 
 
 _TEST_HELP = """\
@@ -390,6 +370,133 @@ def _show_runs(
     terminal_console().print(table)
 
 
+Facts = dict[str, dict[str, Any]]  # values by name, in sections
+
+_PACKAGES = (
+    *("torch", "numpy", "transformers", "accelerate", "deepspeed", "torchao"),
+    *("transformer-engine", "torch-xla", "torch-tpu", "triton", "ray", "safetensors"),
+    *("pydantic", "typer", "ipykernel", "ipython", "ipywidgets", "jupyterlab", "notebook"),
+)
+_SHOWN_PREFIXES = (
+    *("NBACCEL_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "DS_", "NCCL_", "GLOO_", "CUDA_"),
+    *("TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "XLA_", "TPU_"),
+    *("PJRT_", "LIBTPU_", "SLURM_", "RAY_", "PARALLELISM_CONFIG_", "MEGATRON_LM_"),
+)
+_REPORTED_NAMES = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    | {"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "CONDA_DEFAULT_ENV", "VIRTUAL_ENV"}
+)
+_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
+_SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_HIDDEN_VALUE = "(set; not shown)"
+
+
+def _show_env(
+    config_file: Annotated[
+        str | None,
+        typer.Option("--config-file", metavar="FILE", help="Show this configuration file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    from nbaccel.plan.inspecting import inspect_machine
+
+    inventory = inspect_machine()
+    total_text = format_bytes(inventory.host_total_bytes)
+    shm_text = format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none"
+    facts: Facts = {
+        "nbaccel": {
+            "version": __version__,
+            "folder": str(Path(__file__).parent.parent),
+            "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "executable": sys.executable,
+            "front end": inventory.front_end,
+        },
+        "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
+        "machine": {
+            "system": platform.platform(),
+            "CPU cores": inventory.cpu_cores,
+            "CPU": platform.processor() or platform.machine(),
+            "memory": f"{total_text}, {format_bytes(inventory.host_available_bytes)} available",
+            "shared memory": shm_text,
+            "fork": inventory.fork_supported,
+            "memfd": inventory.memfd_supported,
+        },
+        "devices": _device_facts(inventory),
+        "variables": shown_variables(env.snapshot()),
+        "configuration file": _config_facts(config_file),
+    }
+    print(json.dumps(facts, indent=2) if as_json else _report_text(facts))
+
+
+def _report_text(facts: Facts) -> str:
+    lines: list[str] = []
+    for section, values in facts.items():
+        lines.append(f"## {section}")
+        lines += [f"- {name}: {_line_of(value)}" for name, value in values.items()] or ["- none"]
+    return "\n".join(lines)
+
+
+def _line_of(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {inner_value}" for name, inner_value in value.items())
+    text = str(value)
+    return "\n" + textwrap.indent(text.rstrip(), " " * 6) if "\n" in text else text
+
+
+def _device_facts(inventory: Inventory) -> dict[str, Any]:
+    from nbaccel.devices.cuda import driver_versions
+
+    driver_version, cuda_version = driver_versions()
+    facts: dict[str, Any] = {
+        "NVIDIA driver": driver_version or inventory.gpu_note or "none",
+        **({"CUDA of the driver": cuda_version} if cuda_version else {}),
+    }
+    for unit in (*inventory.gpus, *inventory.accelerators):
+        major, minor = unit.compute_capability
+        facts[f"{unit.kind}:{unit.index}"] = (
+            f"{unit.name}, {format_bytes(unit.total_bytes)}, {format_bytes(unit.free_bytes)} free"
+            + (f", compute capability {major}.{minor}" if major else "")
+        )
+    if inventory.tpu is not None:
+        facts["TPU"] = {
+            name: value for name, value in asdict(inventory.tpu).items() if value not in ("", 0, ())
+        }
+    for number, problem in enumerate(inventory.problems):
+        facts[f"problem {number}"] = problem
+    return facts
+
+
+def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may matter, without secrets."""
+    return {
+        name: _HIDDEN_VALUE if _SECRET_NAME.search(name) else _SECRET_IN_URL.sub("...", value)
+        for name, value in sorted(environment.items())
+        if name in _REPORTED_NAMES or name.startswith(_SHOWN_PREFIXES)
+    }
+
+
+def _config_facts(config_file: str | None) -> dict[str, Any]:
+    from nbaccel.config import default_config_path
+
+    path = Path(config_file).expanduser() if config_file else default_config_path()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        return {"path": str(path), "content": "not there" if is_missing else str(error)}
+    return {"path": str(path), "content": _without_secrets(text)}
+
+
+def _without_secrets(file_text: str) -> str:
+    """Lines of a file; what stands behind a name that speaks of a secret is left out."""
+    lines = []
+    for line in file_text.splitlines():
+        name, separator, _ = line.partition(":")
+        is_secret = separator and _SECRET_NAME.search(name)
+        lines.append(f"{name}: {_HIDDEN_VALUE}" if is_secret else _SECRET_IN_URL.sub("...", line))
+    return "\n".join(lines)
+
+
 def add_others(app: typer.Typer) -> None:
     """Add the subcommands that come after ``launch``."""
     add_command(
@@ -407,12 +514,17 @@ def add_others(app: typer.Typer) -> None:
         # Accelerate takes several words after --dtypes.
         context_settings={"allow_extra_args": True},
     )(_estimate)
-    app.command("merge-weights", help=_MERGE_HELP, short_help="whole weights out of FSDP's shards")(
-        _merge
-    )
+    short_help = "whole weights out of FSDP's shards"
+    app.command("merge-weights", help=_MERGE_HELP, short_help=short_help)(_merge)
     app.command(
         "status",
         help="Show the runs of this user on this machine that go on: of notebooks, scripts and "
         "nbaccel launch. Runs that have ended are not shown.",
         short_help="what trains on this machine, and how far it is",
     )(_show_runs)
+    app.command(
+        "env",
+        help="Show versions, hardware, variables and the default configuration, to paste in a bug "
+        "report. Nothing is initialised for it, and values that may be secret are left out.",
+        short_help="what to paste in a bug report",
+    )(_show_env)

@@ -119,10 +119,12 @@ def _import(
     config_file: _FileOption = None,
     overwrite: _OverwriteOption = False,
 ) -> None:
-    from nbaccel.config import load_config_file
+    from nbaccel.config.config_files import accelerate_path, load_config_file
 
+    if source is None and not accelerate_path().is_file():
+        raise ConfigError(f"Accelerate has no configuration file {accelerate_path()}. Give one.")
     console = _console()
-    loaded = load_config_file(source or _accelerate_path())
+    loaded = load_config_file(source or accelerate_path())
     _show_mapped(console, loaded)
     _save(console, loaded.config, _file_path(config_file), overwrite=overwrite)
 
@@ -143,7 +145,6 @@ def _schema() -> None:
     print(schema_text(), end="")
 
 
-# -------------------------------------------------------------------------------- files
 def _file_path(config_file: Path | None) -> Path:
     from nbaccel.config import default_config_path
 
@@ -154,20 +155,7 @@ def _existing_file(config_file: Path | None) -> Path:
     path = _file_path(config_file)
     if not path.is_file():
         raise ConfigError(
-            f"There is no configuration file {path}. Without one every launch takes the defaults. "
-            "Write one with nbaccel config, or give --config_file."
-        )
-    return path
-
-
-def _accelerate_path() -> Path:
-    from nbaccel.config.config_files import accelerate_path
-
-    path = accelerate_path()
-    if not path.is_file():
-        raise ConfigError(
-            f"Accelerate has no configuration file {path}. There is nothing to take over. Give "
-            "the path of one."
+            f"There is no configuration file {path}. Run nbaccel config, or give --config_file."
         )
     return path
 
@@ -202,12 +190,10 @@ def _is_confirmed(console: Console, path: Path, old_text: str, new_text: str) ->
         return Confirm.ask("Replace it?", console=console, default=False)
     except EOFError as error:
         raise ConfigError(
-            f"{path} is there already, and there is nobody to ask. It was left as it is. Give "
-            "--overwrite, or another --config_file."
+            f"{path} is there already, with nobody to ask. Give --overwrite, or --config_file."
         ) from error
 
 
-# ------------------------------------------------------------------------------ showing
 def _console() -> Console:
     return Console(highlight=False)
 
@@ -215,9 +201,8 @@ def _console() -> Console:
 def _show_yaml(console: Console, yaml_text: str) -> None:
     from rich.syntax import Syntax
 
-    console.print(
-        Syntax(yaml_text.rstrip() or "{}", "yaml", theme="ansi_dark", background_color="default")
-    )
+    text = yaml_text.rstrip() or "{}"
+    console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
 
 
 def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
@@ -228,11 +213,8 @@ def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
         table.add_column(title, overflow="fold")
     for key in loaded.mapped_keys:
         if key.outcome != "empty":
-            table.add_row(
-                key.key,
-                str(key.value),
-                key.outcome if key.is_used else f"[dim]- {key.outcome}[/dim]",
-            )
+            outcome = key.outcome if key.is_used else f"[dim]- {key.outcome}[/dim]"
+            table.add_row(key.key, str(key.value), outcome)
     console.print(table)
     num_empty = sum(key.outcome == "empty" for key in loaded.mapped_keys)
     if num_empty:

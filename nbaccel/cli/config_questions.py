@@ -1,12 +1,9 @@
-"""What ``nbaccel config`` asks: a table of questions, each of which depends on earlier answers.
-
-An answer goes to a setting of `RunConfig`, or into a section of it, and is judged by the rules of
-these before the next question.
-"""
+"""What ``nbaccel config`` asks: questions, of which each depends on earlier answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -15,16 +12,7 @@ from rich.panel import Panel
 from rich.prompt import Confirm, InvalidResponse, PromptBase
 
 from nbaccel.base.errors import ConfigError, UserMistake
-from nbaccel.config import RunConfig
-from nbaccel.config.capabilities import (
-    DEVICES,
-    ENGINES,
-    FP8_BACKENDS,
-    PRECISIONS,
-    device_row,
-    engine_row,
-    precision_row,
-)
+from nbaccel.config import RunConfig, capabilities as rows
 from nbaccel.config.field_rules import FieldCheck
 from nbaccel.config.given_values import numbers_read, put_at
 from nbaccel.plan import registry
@@ -33,10 +21,9 @@ from nbaccel.plan.resolving import resolve
 
 _NO_ANSWER = "-"  # Stands for "leave it open" where an empty line means the default
 
-# The place of the answer (with a question mark it goes nowhere), the question, the default (yes and
-# no make it a question for these, none at all one that must be answered), the words to choose from,
-# and when it is asked: answers that were given, or properties of them. An answer with a star leaves
-# its place empty.
+# The place of the answer (`?`: nowhere), the question, the default (yes and no make it a question
+# for these, none one that must be answered), the words to choose from, and when it is asked. An
+# answer with a star leaves its place empty.
 _TABLE = """
 ?several                    | Do several machines take part?                       | no
 engine                      | What brings their workers together?                  | auto     | {engines} | ?several=yes
@@ -97,9 +84,8 @@ def ask_config(
             questions.ask(*(column.strip() for column in line.split("|")))
     except EOFError as error:
         raise ConfigError(
-            f"The input has ended with questions left; {len(questions.settings())} settings were "
-            "answered. Nothing was written. Run nbaccel config in a terminal, or use nbaccel "
-            "config default."
+            f"The input has ended with questions left, after {len(questions.settings())} answers. "
+            "Nothing was written. Run it in a terminal, or use nbaccel config default."
         ) from error
     config = RunConfig(**questions.settings())
     try:
@@ -112,14 +98,10 @@ def ask_config(
 
 
 class _YesOrNo(Confirm):
-    """Asks for yes or no."""
-
     prompt_suffix = " "  # questions end with a question mark
 
 
 class _Prompt(PromptBase[Any]):
-    """Asks until the answer can be read."""
-
     prompt_suffix = " "
 
     def __init__(self, text: str, read: Any, *, console: Console) -> None:
@@ -135,8 +117,6 @@ class _Prompt(PromptBase[Any]):
 
 
 class _Questions:
-    """Asks, and collects the answers."""
-
     def __init__(self, console: Console, inventory: Inventory) -> None:
         self._console = console
         self._inventory = inventory
@@ -164,20 +144,21 @@ class _Questions:
             self.answers[place] = is_on if is_on or default != "no*" else None
             return
         devices_here = [
-            row.name for row in DEVICES if not registry.device(row.name).refusal(self._inventory)
+            row.name
+            for row in rows.DEVICES
+            if not registry.device(row.name).refusal(self._inventory)
         ]
         choices = words.format(
-            engines=" ".join(["auto", *(row.name for row in ENGINES)]),
+            engines=" ".join(["auto", *(row.name for row in rows.ENGINES)]),
             devices=" ".join(["auto", *devices_here]),
-            precisions=" ".join(row.name for row in PRECISIONS),
-            backends=" ".join(["auto", *(row.name for row in FP8_BACKENDS)]),
+            precisions=" ".join(row.name for row in rows.PRECISIONS),
+            backends=" ".join(["auto", *(row.name for row in rows.FP8_BACKENDS)]),
         ).split()
         if choices:
             shown = "  ".join(f"[cyan]{n}[/cyan] {word}" for n, word in enumerate(choices))
             self._console.print(f"[dim]  {shown.replace('*', '')}[/dim]")
-        prompt = _Prompt(
-            text, lambda answer: self.read(place, answer, choices), console=self._console
-        )
+        read = partial(self.read, place, choices=choices)
+        prompt = _Prompt(text, read, console=self._console)
         answer = prompt(default=default.rstrip("*") or ...)
         # An empty line gives the default as it stands, unread.
         is_unread = isinstance(answer, str) and answer == default.rstrip("*")
@@ -219,16 +200,16 @@ class _Questions:
             return wanted == (("no", "yes")[value] if isinstance(value, bool) else str(value))
         device = answers.get("device", "auto")
         engine = answers.get("engine", "auto")
-        row = ENGINES[0] if engine == "auto" else engine_row(engine)
+        row = rows.ENGINES[0] if engine == "auto" else rows.engine_row(engine)
         # With "auto" a file of hosts decides.
         own_command = bool(answers["?several"]) and not row.runs_on_hosts
         told: dict[str, bool] = {
             "has-hosts": bool(row.setting),
             "own-command": own_command,
             "one-command": not own_command,
-            "on-cpu": device_row(self._device if device == "auto" else device).in_host_memory,
+            "on-cpu": rows.device_row(self._device if device == "auto" else device).in_host_memory,
             "no-precision": "mixed_precision" not in answers,
-            "in-fp8": precision_row(answers.get("mixed_precision", "no")).has_backends,
+            "in-fp8": rows.precision_row(answers.get("mixed_precision", "no")).has_backends,
             "no-document": not answers.get("?document"),
             "shards-gradients": answers.get("zero_stage", 0) >= 2,
         }

@@ -35,34 +35,11 @@ shows where each value is from and what would happen.
 
 def add_to(app: typer.Typer) -> None:
     """Add the subcommand."""
-    add_command(
-        app, "launch", _launch, description=_LAUNCH_HELP, short_help="a script on all devices"
-    )
+    short_help = "a script on all devices"
+    add_command(app, "launch", _launch, description=_LAUNCH_HELP, short_help=short_help)
 
 
-_ScriptOption = Annotated[
-    str | None,
-    typer.Argument(metavar="SCRIPT", help="A script; a module with -m.", show_default=False),
-]
-_ArgumentsOption = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
-]
-_ModuleOption = Annotated[bool, own_option("-m", "--module", help="SCRIPT is a module: python -m.")]
-_NoPythonOption = Annotated[bool, own_option("--no-python", help="SCRIPT is a program.")]
-_DryRunOption = Annotated[
-    bool,
-    own_option(
-        "--dry-run", help="Show every setting, where it is from and the plan; start nothing."
-    ),
-]
-_DebugOption = Annotated[
-    bool, own_option("--debug", help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
-]
-_QuietOption = Annotated[
-    bool, own_option("-q", "--quiet", help="Leave out notes and warnings before the start.")
-]
-_PeerOptionsOption = Annotated[
+_PeerOptions = Annotated[
     bool,
     own_option(
         "--peer-options",
@@ -72,15 +49,32 @@ _PeerOptionsOption = Annotated[
 
 
 def _launch(
-    script: _ScriptOption = None,
-    arguments: _ArgumentsOption = None,
+    script: Annotated[
+        str | None,
+        typer.Argument(metavar="SCRIPT", help="A script; a module with -m.", show_default=False),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
+    ] = None,
     config_file: ConfigFile = None,
-    module: _ModuleOption = False,
-    no_python: _NoPythonOption = False,
-    dry_run: _DryRunOption = False,
-    debug: _DebugOption = False,
-    quiet: _QuietOption = False,
-    peer_options: _PeerOptionsOption = False,
+    module: Annotated[
+        bool, own_option("-m", "--module", help="SCRIPT is a module: python -m.")
+    ] = False,
+    no_python: Annotated[bool, own_option("--no-python", help="SCRIPT is a program.")] = False,
+    dry_run: Annotated[
+        bool,
+        own_option(
+            "--dry-run", help="Show every setting, where it is from and the plan; start nothing."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool, own_option("--debug", help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
+    ] = False,
+    quiet: Annotated[
+        bool, own_option("-q", "--quiet", help="Leave out notes and warnings before the start.")
+    ] = False,
+    peer_options: _PeerOptions = False,
     **further_options: Any,
 ) -> None:
     from nbaccel.cli import launch_request
@@ -91,14 +85,9 @@ def _launch(
     request = launch_request.read_launch_request(
         {**further_options, "debug": debug}, launch_request.read_settings_file(config_file)
     )
-    if script is None and not dry_run:
-        raise ConfigError(
-            f"SCRIPT must be given: got {script!r}. Nothing says what to run. Write nbaccel launch "
-            "[options] script.py [its arguments]."
-        )
     read_script = _read_script(script or "SCRIPT", tuple(arguments or ()), module, no_python)
     if not dry_run:
-        _check_script(read_script)
+        _check_script(read_script, is_given=script is not None)
     from nbaccel.cli.script_commands import command_of_engine
 
     command = command_of_engine(request, read_script)
@@ -112,48 +101,44 @@ def _launch(
         command.take_over()
     from nbaccel.cli.script_run import run_to_exit_status
 
-    raise typer.Exit(
-        run_to_exit_status(read_script, request, is_quiet=quiet, shows_tracebacks=debug)
-    )
+    raise typer.Exit(run_to_exit_status(read_script, request, is_quiet=quiet, is_debug=debug))
 
 
 def _read_script(
     target: str, arguments: tuple[str, ...], is_module: bool, is_program: bool
 ) -> Script:
-    """What is to be run."""
     # Here, so that --help needs none of the machinery of launches.
     from nbaccel.config.call_arguments import Script
 
     if is_module and is_program:
-        raise ConfigError(
-            f"-m and --no-python contradict each other: {target!r} cannot be a module and a "
-            "program. Leave one of them out."
-        )
+        raise ConfigError(f"-m and --no-python contradict each other: {target!r}. Leave one out.")
     if is_module:
         return Script(kind="module", target=target, arguments=arguments)
     return Script(kind="program" if is_program else "file", target=target, arguments=arguments)
 
 
-def _check_script(script: Script) -> None:
-    """Refuse what is not there."""
+def _check_script(script: Script, *, is_given: bool) -> None:
     target = script.target
+    if not is_given:
+        raise ConfigError(
+            f"{target} must be given: got nothing. Write nbaccel launch [options] script.py [...]."
+        )
     if script.kind == "module":
         top_name = target.partition(".")[0]
-        path = [str(Path.cwd()), *sys.path]
         # Not find_spec of the whole name, which imports the packages above it.
-        found = importlib.machinery.PathFinder.find_spec(top_name, path)
+        found = importlib.machinery.PathFinder.find_spec(top_name, [str(Path.cwd()), *sys.path])
         if found is None and top_name not in sys.builtin_module_names:
             raise ConfigError(
                 f"-m {target!r}: there is no module {top_name!r} here or among the installed "
-                f"packages. Nothing would run. Start where it can be imported: now {Path.cwd()}."
+                f"packages. Start where it can be imported: now {Path.cwd()}."
             )
     elif script.kind == "program" and shutil.which(target) is None:
         raise ConfigError(
-            f"--no-python {target!r}: there is no such program. Nothing would run. Give its "
-            "path, or leave --no-python out for a Python script."
+            f"--no-python {target!r}: there is no such program. Give its path, or leave "
+            "--no-python out for a Python script."
         )
     elif script.kind == "file" and not Path(target).exists():
         raise ConfigError(
-            f"{target!r} is not there: looked for it in {Path.cwd()}. Nothing would run. Give the "
-            "path of the script, after all options and before its own arguments."
+            f"{target!r} is not there: looked for it in {Path.cwd()}. Give the path of the script, "
+            "after all options and before its own arguments."
         )

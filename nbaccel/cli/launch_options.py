@@ -1,8 +1,6 @@
 """The options of ``nbaccel launch``: settings of `RunConfig`, its own, and those of its peers.
 
-A setting's option is made from its field; one that people type after ``accelerate launch``,
-``torchrun`` or ``deepspeed`` is a line of a table, which says what becomes of it here. All become
-one signature, from which typer makes the parser.
+The peers' are lines of a table. All become one signature, from which typer makes the parser.
 """
 
 from __future__ import annotations
@@ -65,10 +63,9 @@ class PeerOption:
         return f"refused: {self.reason}" if self.effect == "refused" else self.reason
 
 
-# A heading has the command, the effect, and the strategy that it needs. Below it stand the flags,
-# with `=value` behind those of a switch, and the target or the reason; `*` stands for each of the
-# names in `_FAMILIES`. argparse, which torchrun uses, takes beginnings of names: its guides write
-# --nnode.
+# A heading has the command, the effect, and the strategy that it needs; below it stand flags, with
+# `=value` behind those of a switch, and the target or the reason. `*`: see `_FAMILIES`. argparse
+# takes beginnings of names: torchrun's guides write --nnode.
 _TABLE = """
 accelerate launch: setting
     --cpu=cpu                            device
@@ -384,9 +381,7 @@ def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parame
 
 
 def _keyword(name: str, kind: Any, option_info: Any) -> inspect.Parameter:
+    how = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option_info],
+        name, how, default=None, annotation=Annotated[kind | None, option_info]
     )

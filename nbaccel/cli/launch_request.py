@@ -1,8 +1,6 @@
 """What a command line and a file ask for: one `RunConfig`, and where each value is from.
 
-Every mistake is found before anything is started; ``--dry-run`` shows what was found.
-
-    defaults ◄── file (--config-file) ◄── flags, in the spelling of any of the four commands
+defaults ◄── file (--config-file) ◄── flags, in the spelling of any of the four commands
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from nbaccel.plan import Plan, inspect_machine, registry, resolve
 _DEFAULT_SOURCE = "default"
 _PEERS_BY_NAME = {option.name: option for option in PEER_OPTIONS}
 _SETTINGS_BY_NAME = {option.name: option for option in setting_options()}
-# Settings whose options `compute` reads with others.
-_READ_TOGETHER = ("num_processes", "include", "exclude")
+_READ_TOGETHER = ("num_processes", "include", "exclude")  # read by `compute`
 # Both mean a process that has nothing of this one, which workers of the template are.
 _TORCHRUN_START_METHODS = {"spawn": "template", "forkserver": "template"}
 # What torchrun counts by a word.
@@ -55,32 +52,27 @@ class SettingsFile:
     config: RunConfig = field(default_factory=RunConfig)
     name: str = ""  # what to call their source
     path: str | None = None  # the file; None for the default one
-    is_judged: bool = True  # whether the file alone is right
-    # Whether it counts the processes of all machines, as Accelerate's files do.
-    counts_all: bool = False
+    # Whether it is read with the settings that change it: it is wrong alone, or Accelerate's, which
+    # counts the processes of all machines.
+    is_read_again: bool = False
 
     def merge(self, changes: Mapping[str, Any]) -> RunConfig:
         """Put settings over the file's, and judge them together."""
-        if self.is_judged and not (self.counts_all and "num_nodes" in changes):
-            return self.config.changed(**changes)
-        return load_config_file(self.path, changes).config
+        if self.is_read_again:
+            return load_config_file(self.path, changes).config
+        return self.config.changed(**changes)
 
 
 def read_settings_file(file_path: str | None) -> SettingsFile:
     """Read the settings of a run."""
-    is_judged = True
     try:
-        loaded_file = load_config_file(file_path)
+        file = load_config_file(file_path)
+        reads_again = file.is_accelerate
     except ConfigError:
-        loaded_file = peek_config_file(file_path)
-        is_judged = False
-    return SettingsFile(
-        config=loaded_file.config,
-        name="" if loaded_file.path is None else loaded_file.path.name,
-        path=file_path,
-        is_judged=is_judged,
-        counts_all=loaded_file.is_accelerate,
-    )
+        file = peek_config_file(file_path)
+        reads_again = True
+    name = "" if file.path is None else file.path.name
+    return SettingsFile(config=file.config, name=name, path=file_path, is_read_again=reads_again)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +112,6 @@ def plan_of_command(config: RunConfig) -> Plan:
 
 @dataclass(kw_only=True)
 class _OptionReader:
-    """Takes options one by one, and collects the mistakes in them."""
-
     file: SettingsFile
     settings: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
@@ -161,8 +151,7 @@ class _OptionReader:
         if setting_name in self.settings and str(self.settings[setting_name]) != str(value):
             self.mistakes.append(
                 f"{flag} gives {setting_name}={value!r} and {self.flags[setting_name]} gives "
-                f"{self.settings[setting_name]!r}: one would silently override the other. Leave "
-                "one of them out."
+                f"{self.settings[setting_name]!r}. Leave one of them out."
             )
             return
         self.settings[setting_name] = value
@@ -171,8 +160,6 @@ class _OptionReader:
     def _put_variable(self, variable_name: str, value: str, flag: str) -> None:
         self.variables[variable_name] = value
         self.flags[variable_name] = flag
-
-    # ---- options that are read together
 
     def compute(self, given: Mapping[str, Any]) -> None:
         """Read the options whose meaning depends on others."""
@@ -192,8 +179,7 @@ class _OptionReader:
         least_nodes, _, most_nodes = str(text).partition(":")
         if not least_nodes.isdecimal() or (most_nodes and not most_nodes.isdecimal()):
             self.mistakes.append(
-                f"--nnodes={text!r} is no number of machines: the launch waits for so many. "
-                "Write 2, or 1:2 for at least one and at most two."
+                f"--nnodes={text!r} is no number of machines. Write 2, or 1:2 for one or two."
             )
             return
         self._put("num_nodes", most_nodes or least_nodes, "--nnodes")
@@ -225,9 +211,8 @@ class _OptionReader:
             self._put("num_processes", None if is_open else total_text, flag)
         elif int(total_text) % int(node_count):
             self.mistakes.append(
-                f"{flag}={total_text} cannot be shared out over {node_count} machines: it "
-                "counts the workers of all of them, as after accelerate launch. Give a multiple, "
-                "or --nproc-per-node for each machine."
+                f"{flag}={total_text} cannot be shared out over {node_count} machines, whose "
+                "workers it counts. Give a multiple, or --nproc-per-node for each machine."
             )
         else:
             self._put("num_processes", int(total_text) // int(node_count), flag)
@@ -252,8 +237,7 @@ class _OptionReader:
             name, sign, value = assignment.partition("=")
             if not sign or not name:
                 self.mistakes.append(
-                    f"--env must be NAME=VALUE: got {assignment!r}. It is set in all workers. "
-                    "Write for example --env NCCL_DEBUG=INFO."
+                    f"--env must be NAME=VALUE: got {assignment!r}. Write --env NCCL_DEBUG=INFO."
                 )
             else:
                 self._put_variable(name, value, "--env")
@@ -279,14 +263,8 @@ class _OptionReader:
             for strategy_name, flags in idle_flags.items()
         ]
 
-    # ---- which devices, and of which hosts
-
     def _read_devices(self, given: Mapping[str, Any]) -> None:
-        """Read ``--gpu-ids``, ``--include`` and ``--exclude``.
-
-        With a hostfile a filter is a setting, which chooses among its hosts; without, what names
-        this machine alone becomes ``CUDA_VISIBLE_DEVICES``.
-        """
+        """Read ``--gpu-ids``, ``--include`` and ``--exclude``; they may name this machine alone."""
         filters = [
             (kind, str(given[name]), f"--{name.replace('_', '-')}")
             for kind, names in _FILTER_NAMES.items()
@@ -296,10 +274,8 @@ class _OptionReader:
         gpu_ids = str(given.get("gpu_ids") or "all").replace(" ", "")
         given_flags = [flag for _, _, flag in filters] + ["--gpu-ids"] * (gpu_ids != "all")
         if len(given_flags) > 1:
-            self.mistakes.append(
-                f"{' and '.join(given_flags)} choose devices twice: one would silently override "
-                "the other. Leave one of them out."
-            )
+            flags = " and ".join(given_flags)
+            self.mistakes.append(f"{flags} choose devices twice. Leave one of them out.")
         elif gpu_ids != "all":
             self._choose_visible(gpu_ids.split(","), "--gpu-ids")
         elif filters:
@@ -324,10 +300,8 @@ class _OptionReader:
     def _choose_visible(self, numbers: list[str], flag: str) -> None:
         """A setting, not a variable of this command, so that the plan knows what is left out."""
         if not all(number.isdecimal() for number in numbers):
-            self.mistakes.append(
-                f"{flag} must name devices by number: got {','.join(numbers)!r}. Only these are "
-                "used. Give for example 0,1."
-            )
+            got = ",".join(numbers)
+            self.mistakes.append(f"{flag} must name devices by number: got {got!r}. Write 0,1.")
             return
         variables = self.settings.get("variables", self.file.config.variables) or {}
         if isinstance(variables, dict):  # the setting itself says what else is wrong
@@ -337,20 +311,14 @@ class _OptionReader:
         if "num_processes" not in self.settings:
             self._put("num_processes", len(numbers), flag)
 
-    # ---- what is shown
-
     def _read_output(self, given: Mapping[str, Any]) -> None:
-        """Read ``--tee``, ``--redirects`` and ``--local-ranks-filter`` of torchrun.
-
-        A stream that is redirected goes to its file alone, unless tee shows it beside.
-        """
+        """Read torchrun's ``--tee``, ``--redirects`` and ``--local-ranks-filter``."""
         redirects = self._streams(given, "redirects")
         tees = self._streams(given, "tee")
         has_log_dir = bool("log_dir" in self.settings or self.file.config.log_dir)
         if not has_log_dir and any(redirects.values()):
             self.mistakes.append(
-                f"--redirects={given['redirects']!r} needs a folder: what is redirected would be "
-                "lost. Give --log-dir DIR, too."
+                f"--redirects={given['redirects']!r} needs a folder. Give --log-dir DIR, too."
             )
         if not has_log_dir and any(tees.values()):
             self.notes.append("--tee has no effect without --log-dir: everything is shown anyway.")
@@ -365,7 +333,7 @@ class _OptionReader:
         if not _STREAMS_TEXT.fullmatch(text):
             self.mistakes.append(
                 f"--{option_name} must be 0, 1 (stdout), 2 (stderr), 3 (both) or pairs such as "
-                f"0:3,1:2: got {text!r}. It says which streams it is about. Give 3 for both."
+                f"0:3,1:2: got {text!r}."
             )
             return {None: 0}
         parts = [part.rpartition(":") for part in text.split(",")]
@@ -376,12 +344,9 @@ class _OptionReader:
         if all(word.isdecimal() for word in words):
             return [int(word) for word in words]
         self.mistakes.append(
-            f"--local-ranks-filter must be local ranks: got {filter_text!r}. Only these are shown. "
-            "Give for example 0,1."
+            f"--local-ranks-filter must be local ranks: got {filter_text!r}. Give for example 0,1."
         )
         return []
-
-    # ---- the result
 
     def request(self) -> LaunchRequest:
         """What was asked for, if nothing is wrong."""
@@ -396,11 +361,9 @@ class _OptionReader:
             self.mistakes += error.mistakes
         if self.mistakes:
             raise ConfigError(*dict.fromkeys(self.mistakes))
+        sources = self._sources(config)
         return LaunchRequest(
-            config=config,
-            sources=self._sources(config),
-            variables=self.variables,
-            notes=tuple(self.notes),
+            config=config, sources=sources, variables=self.variables, notes=tuple(self.notes)
         )
 
     def _sources(self, launch_config: RunConfig) -> dict[str, str]:
@@ -462,7 +425,6 @@ def _shown_text(
     return ",".join([str(default_streams), *pairs])
 
 
-# ------------------------------------------------------------------------------ what is shown
 _SHOWN_CHARS = 60
 
 

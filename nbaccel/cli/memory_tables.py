@@ -1,8 +1,6 @@
 """What ``nbaccel estimate-memory`` tells: a model loaded, and trained in each of the ways.
 
-Its sizes come from the headers of its safetensors, read without torch, or from transformers, which
-builds it with its parameters on ``meta``. The ways, and what each needs, are those of the form that
-``configure`` shows; so is their table.
+Sizes come from headers of safetensors, or from transformers, which builds the model on ``meta``.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ def read_model(model_path: str, *, trust_remote_code: bool, library_name: str) -
     """Read a model's sizes."""
     if library_name != _KNOWN_LIBRARY:
         raise ConfigError(
-            f"library_name={library_name!r} is not supported: models are built by transformers, or "
-            "read from safetensors. Give a folder with safetensors, and leave it out."
+            f"library_name={library_name!r} is not supported, only transformers. Give a folder "
+            "with safetensors, and leave it out."
         )
     source = Path(model_path).expanduser()
     if not source.exists():
@@ -63,7 +61,6 @@ def read_model(model_path: str, *, trust_remote_code: bool, library_name: str) -
     return _stored_model(source)
 
 
-# ------------------------------------------------------------------------------ headers
 def _stored_model(source: Path) -> ModelSizes:
     numbers_by_tensor: dict[str, int] = {}
     for path in _weight_files(source):
@@ -101,8 +98,8 @@ def _weight_files(source: Path) -> list[Path]:
     files = _indexed_files(index_files[0]) if index_files else sorted(source.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"{source} has neither {_CONFIG_FILE} nor safetensors in it. There is nothing to "
-            "estimate from. Give the folder of a model; weights in .bin have no header to read."
+            f"{source} has neither {_CONFIG_FILE} nor safetensors in it. Give the folder of a "
+            "model; weights in .bin have no header to read."
         )
     return files
 
@@ -114,8 +111,7 @@ def _indexed_files(index_file: Path) -> list[Path]:
     # The file may hold any JSON: a wrong shape shows as one of these.
     except (*(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),) as error:
         raise CheckpointDamaged(
-            f"{index_file} is no index of safetensors: {error!r}. Which files belong to the model "
-            "is not known. Copy it again, or give one of its files."
+            f"{index_file} is no index of safetensors: {error!r}. Copy it again, or give a file."
         ) from error
 
 
@@ -129,12 +125,10 @@ def _header_of(path: Path) -> dict[str, int]:
             return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointDamaged(
-            f"{path} cannot be read as safetensors: {error}. Its sizes are not known. Copy it "
-            "again, or give another file."
+            f"{path} cannot be read as safetensors: {error}. Copy it again, or give another file."
         ) from error
 
 
-# ------------------------------------------------------------------------------- config
 def _built_model(file: Path, *, trust_remote_code: bool) -> ModelSizes:
     transformers: Any = require("transformers", extra="", why=f"Building the model of {file}")
     try:
@@ -144,26 +138,23 @@ def _built_model(file: Path, *, trust_remote_code: bool) -> ModelSizes:
         return _sizes_of(config, file.parent, transformers)
     except Exception as error:  # the configuration may be of any model, with code of its own
         raise ConfigError(
-            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Its "
-            "sizes are not known. Give a file of its safetensors, or --trust-remote-code where "
-            "its folder has code that you trust."
+            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Give a file of "
+            "its safetensors, or --trust-remote-code where its folder has code that you trust."
         ) from error
 
 
 def _named_model(name: str) -> ModelSizes:
     """A kind of model that transformers knows, in the size that is its default."""
     # Without it, what is wrong with a path that was mistyped is not that it is missing.
-    is_there = is_installed("transformers")
-    transformers: Any = (
-        require("transformers", extra="", why="Building a model") if is_there else None
-    )
+    transformers: Any = None
+    if is_installed("transformers"):
+        transformers = require("transformers", extra="", why="Building a model")
     kinds = transformers.CONFIG_MAPPING if transformers else {}
     if name not in kinds:
         raise ConfigError(
             f"{name!r} is no file or folder here, and no kind of model of transformers."
-            f"{closest(name, kinds)} Nothing is downloaded for an estimate. Fetch it first: hf "
-            f"download {name} --local-dir FOLDER (--include config.json is enough), and give the "
-            "folder."
+            f"{closest(name, kinds)} Fetch it first, and give the folder: hf download {name} "
+            "--local-dir FOLDER (--include config.json is enough)."
         )
     note = f"The size is the default of this kind. Others are in the config.json of a {name}."
     return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))
@@ -211,8 +202,7 @@ def print_estimate(
     wanted = [("--dtypes", dtype, [*_BITS]) for dtype in dtypes]
     wanted.append(("--mixed-precision", mixed_precision, [row.name for row in PRECISIONS]))
     mistakes = [
-        f"{option}={word!r} is no format here.{closest(word, known)} Its size is not known. Give "
-        f"of: {', '.join(known)}."
+        f"{option}={word!r} is no format here.{closest(word, known)} Give of: {', '.join(known)}."
         for option, word, known in wanted
         if word not in known
     ]
@@ -287,7 +277,7 @@ class _StoredModel(MemoryModel):
     def shape(self) -> Shape:
         return self.known_shape
 
-    def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
+    def states(self, world_size: int, formats: ShortFormats | None) -> Bytes:
         weight_bytes = 4 * self.shape.total
         return Bytes(
             parameters=weight_bytes,
@@ -300,7 +290,7 @@ class _StoredModel(MemoryModel):
     def _sharded(self, config: RunConfig, plan: Plan, inputs: Mapping[str, Any]) -> MemoryEstimate:
         raise ConfigError(
             f"headers do not tell how the layers of its {len(self.shape.sizes)} tensors are "
-            "wrapped. What is gathered at once is not known. Give a folder with a config.json."
+            "wrapped. Give a folder with a config.json."
         )
 
 

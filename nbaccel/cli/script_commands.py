@@ -2,9 +2,7 @@
 
     settings ─► torchrun, deepspeed, srun torchrun or ray job submit, in the place of this process
 
-A command line holds what was said and nothing of this machine: what was left open is decided where
-the script runs. nbaccel starts the workers of a script itself on one machine alone. Settings travel
-as options of the command, and as the variables from which training code reads them.
+Settings travel as options of the command, or in variables; nothing of this machine does.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from nbaccel import __version__
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.optional_packages import install_line, is_installed
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import ENGINES, device_row, engine_row
 from nbaccel.config.deepspeed_document import engine_config
@@ -57,8 +55,7 @@ class ExportedFile:
     submit: str = ""  # the command that starts what is in it; empty for a file that others read
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """How the nodes of a job find each other, as words of a shell."""
 
     node_rank: str
@@ -137,8 +134,7 @@ def _meeting_words(config: RunConfig) -> list[str]:
 
 def _accelerate_words(config: RunConfig, place: _Place | None) -> list[str]:
     num_processes = (config.num_processes or 1) * config.num_nodes
-    # Under --cpu it starts one process, whatever the number; so workers on the CPU are asked for
-    # by a variable.
+    # Under --cpu it starts one process; so workers on the CPU are asked for by a variable.
     several = ["--multi_gpu"] if num_processes > 1 and not config.uses_deepspeed else []
     deepspeed = ["--use_deepspeed"] if config.uses_deepspeed else []
     count_words = [f"--num_processes {num_processes}"]
@@ -180,9 +176,6 @@ def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
     return [ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n")]
 
 
-# ---------------------------------------------------------------------- jobs
-
-
 class _Template(string.Template):
     """A text with ``@names`` in it: a dollar is the shell's."""
 
@@ -201,9 +194,7 @@ def _has_accelerators(config: RunConfig) -> bool:
 
 
 def _slurm_job(config: RunConfig, stem: str) -> ExportedFile:
-    place = _Place(
-        node_rank='"$SLURM_NODEID"', master_addr='"$MASTER_ADDR"', master_port='"$MASTER_PORT"'
-    )
+    place = _Place('"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
     num_workers = config.num_processes or 1
     text = _filled(
         "slurm.sbatch",
@@ -239,8 +230,8 @@ def _ray_job(config: RunConfig, stem: str) -> ExportedFile:
 def for_ray(command: str) -> str:
     """A command as `ray job submit` has to be given it.
 
-    Ray joins the words with the quotes of Windows, and gives that to a shell, which runs what is in
-    them. A command of plain words comes through; any other goes in letters that mean nothing to it.
+    Ray gives its words, joined with the quotes of Windows, to a shell, which runs what is in them.
+    A command of plain words comes through; any other goes in letters that mean nothing to it.
     """
     if all(word == shlex.quote(word) for word in shlex.split(command)):
         return command
@@ -253,8 +244,7 @@ JOBS = {"slurm": _slurm_job, "ray": _ray_job}
 
 
 _IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a job
-# Without it nodes never meet again after one was lost: the first keeps the address of its first
-# round and publishes it in no later one (torch 2.13).
+# Without it nodes never meet again after one was lost (torch 2.13).
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # What no option and no variable of these commands says.
 _NOT_TORCHRUN = (
@@ -294,19 +284,21 @@ class EngineCommand:
 
 def command_of_engine(request: LaunchRequest, script: Script) -> EngineCommand | None:
     """The command that starts a script on several machines."""
-    config = request.config
-    name, _ = chosen_engine(config)
-    if config.num_nodes > 1 or engine_row(name).starts_scripts_only:
+    name, _ = chosen_engine(request.config)
+    if request.config.num_nodes > 1 or engine_row(name).starts_scripts_only:
         return _torchrun(request, script)
-    maker = _MAKERS.get(name)
-    return None if maker is None else maker(request, script)
+    makers: dict[str, Callable[[LaunchRequest, Script], EngineCommand | None]] = {
+        "slurm": _srun,
+        "deepspeed": _deepspeed,
+        "ray": _ray_submission,
+    }
+    return makers[name](request, script) if name in makers else None
 
 
 def _variables(request: LaunchRequest) -> dict[str, str]:
-    config = request.config
-    variables = settings_variables(config)
-    if config.threads_per_process is not None:
-        variables["OMP_NUM_THREADS"] = str(config.threads_per_process)
+    variables = settings_variables(request.config)
+    if request.config.threads_per_process is not None:
+        variables["OMP_NUM_THREADS"] = str(request.config.threads_per_process)
     return variables | dict(request.variables)
 
 
@@ -323,9 +315,6 @@ def _notes(config: RunConfig, setting_names: Sequence[str], program: str) -> tup
         for name in setting_names
         if name in changed
     )
-
-
-# ------------------------------------------------------------------ torchrun, also by srun
 
 
 def _torchrun(request: LaunchRequest, script: Script) -> EngineCommand:
@@ -377,14 +366,13 @@ def _srun(request: LaunchRequest, script: Script) -> EngineCommand:
 
 
 def _even_count(config: RunConfig, hosts: Sequence[Host]) -> str:
-    """How many workers torchrun starts on each host."""
     if config.num_processes is None and all(host.slots is None for host in hosts):
         return "gpu"
     num_workers = config.num_processes or sum(host.slots or 1 for host in hosts)
     if num_workers % len(hosts):
         raise ConfigError(
             f"num_processes={num_workers} cannot be shared out over the {len(hosts)} nodes of the "
-            "allocation: torchrun starts as many on each. Give a multiple of the number of nodes."
+            "allocation. Give a multiple of the number of nodes."
         )
     return str(num_workers // len(hosts))
 
@@ -396,16 +384,12 @@ def _hosts(config: RunConfig) -> Sequence[Host]:
     return engine.hosts(config)
 
 
-# ------------------------------------------------------------------ deepspeed
-
-
 def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
     config = request.config
     if not is_installed("deepspeed"):
         raise ConfigError(
             f"hostfile={config.hostfile!r} needs DeepSpeed's launcher, and DeepSpeed is not "
-            "installed: nothing would start the script there. Install it with pip install "
-            '"nbaccel[deepspeed]", or use another engine.'
+            f"installed. Install it: {install_line('deepspeed')}; or use another engine."
         )
     options = ["--hostfile", str(config.hostfile)]
     hosts = _hosts(config)
@@ -430,9 +414,6 @@ def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
     )
 
 
-# ------------------------------------------------------------------ ray
-
-
 def _ray_submission(request: LaunchRequest, script: Script) -> EngineCommand | None:
     """The same command as a job of the cluster, where it starts workers on the nodes."""
     if env.read(_IN_RAY_JOB):
@@ -441,20 +422,8 @@ def _ray_submission(request: LaunchRequest, script: Script) -> EngineCommand | N
     if not is_installed("ray"):
         raise ConfigError(registry.engine("ray").unavailable_reason(config))
     assignments = [f"{name}={value}" for name, value in request.variables.items()]
-    command = " ".join(
-        [
-            *(["env", *map(shlex.quote, assignments)] if assignments else []),
-            *COMMANDS["nbaccel"](config, None),
-            shlex.join(_script_words(script)),
-        ]
-    )
+    environment = ["env", *map(shlex.quote, assignments)] if assignments else []
+    words = [*environment, *COMMANDS["nbaccel"](config, None), shlex.join(_script_words(script))]
     submit_words = ["ray", "job", "submit", "--working-dir", ".", "--"]
-    return EngineCommand(words=[*submit_words, *shlex.split(for_ray(command), comments=True)])
-
-
-_MAKERS: dict[str, Callable[[LaunchRequest, Script], EngineCommand | None]] = {
-    "slurm": _srun,
-    "deepspeed": _deepspeed,
-    "ray": _ray_submission,
-}
-"""Engine → what makes its command."""
+    command = shlex.split(for_ray(" ".join(words)), comments=True)
+    return EngineCommand(words=[*submit_words, *command])

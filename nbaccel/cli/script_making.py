@@ -4,10 +4,8 @@
                                              what `model` needs     into main(), before the call
 
 Each process of a script builds what the notebook built once and shared. Definitions stay at the top
-level, where pickle and loader workers find them by name. A line of a magic or a shell command is
-kept as a comment, so that a reader sees what was there; of `%%accelerate`, `%%time` and the like
-the first line is dropped and the cell's code stays; a cell in another language (`%%bash`) becomes a
-comment as a whole.
+level, where pickle and loader workers find them by name. Lines of magics and shell commands, and
+cells in another language, become comments.
 """
 
 from __future__ import annotations
@@ -79,8 +77,8 @@ def _code_cells(notebook_path: Path) -> list[dict[str, Any]]:
         return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{str(notebook_path)!r} cannot be read as a notebook: {error!r}. There is nothing to "
-            "export. Give the path of a saved .ipynb file (format 4)."
+            f"{str(notebook_path)!r} cannot be read as a notebook: {error!r}. Give the path of a "
+            "saved .ipynb file (format 4)."
         ) from error
 
 
@@ -116,13 +114,9 @@ def _syntax_mistake(cell: NotebookCell) -> str:
         text = lines[line_number - 1].strip() if line_number <= len(lines) else ""
         return (
             f"Code cell {cell.number}, line {line_number} is no Python: {error.args[0]}: got "
-            f"{text[:60]!r}. The script would not run. Correct it, or give the cell the tag "
-            f"{SKIP_TAG}."
+            f"{text[:60]!r}. Correct it, or give the cell the tag {SKIP_TAG}."
         )
     return ""
-
-
-# ---------------------------------------------------------------------- statements
 
 
 def statements_of(cell: NotebookCell) -> list[Statement]:
@@ -310,20 +304,16 @@ def _chosen_launch(
         return fitting[-1]
     if len(functions) > 1:
         raise ConfigError(
-            f"The notebook launches {', '.join(functions)}: a script runs one of them. Say which: "
-            f"--function {functions[-1]}; or give cells the tag {EXPORT_TAG}."
+            f"The notebook launches {', '.join(functions)}. Say which: --function {functions[-1]}; "
+            f"or give cells the tag {EXPORT_TAG}."
         )
     launched_text = ", ".join(dict.fromkeys(call.function for call in launches)) or "none"
     text = f" with the function {function_name!r}" if function_name else ""
     raise ConfigError(
-        f"Nothing says what to export. Looked in {len(cells)} code cells for the tag "
-        f"{EXPORT_TAG} and for a call of {' or '.join(_LAUNCHERS)}(function, ...) outside of "
-        f"functions{text}; launched functions found: {launched_text}. Tag the cells that "
-        "belong into the script, or launch the function in a cell."
+        f"Nothing says what to export. Looked in {len(cells)} code cells for the tag {EXPORT_TAG} "
+        f"and for a call of {' or '.join(_LAUNCHERS)}(function, ...) outside of functions{text}; "
+        f"launched functions found: {launched_text}. Tag cells, or launch the function in one."
     )
-
-
-# ---------------------------------------------------------------------- the text
 
 
 def _of_tagged_cells(
@@ -350,10 +340,7 @@ def _of_tagged_cells(
 
 
 def _of_launch(
-    launch: LaunchCall,
-    statements: Sequence[Statement],
-    cells: Sequence[NotebookCell],
-    notebook_name: str,
+    launch: LaunchCall, statements: Sequence[Statement], cells: Sequence[NotebookCell], title: str
 ) -> MadeScript:
     before = list(statements[: statements.index(launch.statement)])
     function_needs = _needed(before, names_of(launch.function).needed)
@@ -371,7 +358,7 @@ def _of_launch(
     return MadeScript(
         text=_joined(
             [
-                _heading(notebook_name),
+                _heading(title),
                 _top_level_text(top_level),
                 "def main():\n" + textwrap.indent("\n".join(body), "    "),
                 'if __name__ == "__main__":\n    main()',
@@ -431,7 +418,6 @@ def _top_level_text(statements: Sequence[Statement]) -> str:
 
 
 def _without_launchers(statement: Statement) -> str:
-    """An import without the launcher, which is not needed any more."""
     node = statement.node
     if not isinstance(node, ast.ImportFrom):
         return statement.text

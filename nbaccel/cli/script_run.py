@@ -27,11 +27,7 @@ _SIGNAL_STATUS = 128
 
 
 def run_to_exit_status(
-    script: Script,
-    request: LaunchRequest,
-    *,
-    is_quiet: bool = False,
-    shows_tracebacks: bool = False,
+    script: Script, request: LaunchRequest, *, is_quiet: bool = False, is_debug: bool = False
 ) -> int:
     """Run a script in the workers that were asked for."""
     received_signals: list[int] = []
@@ -44,7 +40,7 @@ def run_to_exit_status(
                 )
                 if isinstance(script_end, int):
                     return script_end
-                _tell_failure(failure_text([script_end], 1), script_end, shows_tracebacks)
+                _tell_failure(failure_text([script_end], 1), script_end, is_debug)
                 return _FAILURE
             # Imports torch beside this process, which does the same now.
             template_for(registry.prepare_notebook()).start_ahead()
@@ -53,7 +49,7 @@ def run_to_exit_status(
                     run_script, (script,), request.config, tells_warnings=tells_warnings
                 )
         except WorkerFailed as error:
-            return _status_of_failure(error, shows_tracebacks)
+            return _status_of_failure(error, is_debug)
         except KeyboardInterrupt as interruption:
             told = str(interruption) if isinstance(interruption, LaunchInterrupted) else ""
             if not is_quiet:
@@ -62,10 +58,10 @@ def run_to_exit_status(
     return 0
 
 
-def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:
+def _status_of_failure(error: WorkerFailed, is_debug: bool) -> int:
     record = cast("FailureRecord | None", error.failure)
     if record is None or record.raised is None or record.raised.type_name != "SystemExit":
-        _tell_failure(str(error), record, shows_tracebacks)
+        _tell_failure(str(error), record, is_debug)
         return _FAILURE
     # The exception's text is all that is left of its code.
     code_text = record.raised.message.strip()
@@ -73,17 +69,16 @@ def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:
     frame = user_frame(reversed(record.raised.frames))
     place_text = f" ({place(frame)})" if frame else ""
     status = exit_status_of(int(code_text) if is_number else code_text)
-    print(
-        f"nbaccel: rank {record.rank} left with exit status {status}{place_text}", file=sys.stderr
-    )
+    left = f"rank {record.rank} left with exit status {status}{place_text}"
+    print(f"nbaccel: {left}", file=sys.stderr)
     return status
 
 
-def _tell_failure(report_text: str, record: FailureRecord | None, shows_tracebacks: bool) -> None:
+def _tell_failure(report_text: str, record: FailureRecord | None, is_debug: bool) -> None:
     print(f"nbaccel: {report_text}", file=sys.stderr)
     if record is None or record.raised is None:
         return
-    if shows_tracebacks:
+    if is_debug:
         print(record.full_traceback, file=sys.stderr)
     else:
         print("The whole traceback: nbaccel launch --debug.", file=sys.stderr)

@@ -1,7 +1,4 @@
-"""What ``nbaccel test`` tries in the workers: each step a training needs, with a known answer.
-
-The order is that in which one needs the other; the first that fails ends the launch with its name.
-"""
+"""What ``nbaccel test`` tries in the workers: each step a training needs, with a known answer."""
 
 from __future__ import annotations
 
@@ -43,8 +40,6 @@ def _targets_of(inputs: torch.Tensor) -> torch.Tensor:
 
 
 class _CheckedTraining:
-    """One training, prepared once, and what is checked of it."""
-
     def __init__(self, config: RunConfig, world_size: int, folder: Path) -> None:
         self.config = config
         self.world_size = world_size
@@ -128,9 +123,7 @@ class _CheckedTraining:
     def _check_precision(self) -> str:
         wanted = self.config.mixed_precision
         found = self.accelerator.mixed_precision
-        _require(
-            wanted == found, f"{wanted} was asked for, and the Accelerator computes in {found}"
-        )
+        _require(wanted == found, f"{wanted} was asked for, the Accelerator computes in {found}")
         with torch.no_grad(), self.accelerator.autocast():
             outputs = self.model(self.examples)
         _require(bool(torch.isfinite(outputs).all()), f"a forward pass in {found} is not finite")
@@ -151,9 +144,7 @@ class _CheckedTraining:
         loss_before = self._loss()
         self._train()
         loss_after = self._loss()
-        _require(
-            loss_after < loss_before, f"the loss went from {loss_before:.3g} to {loss_after:.3g}"
-        )
+        _require(loss_after < loss_before, f"the loss went {loss_before:.3g} → {loss_after:.3g}")
         outputs = gather(self._outputs().mean().reshape(1)).tolist()
         _require(
             max(outputs) - min(outputs) <= 1e-4 * max(1.0, abs(outputs[0])),

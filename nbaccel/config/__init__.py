@@ -1,8 +1,4 @@
-"""The user's settings, and what may combine.
-
-Its names are imported when they are first used: what only reads a row of a backend needs no
-pydantic.
-"""
+"""The user's settings, and what may combine; names are imported when they are first used."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What is called: a function with its arguments, or a script. What cannot work is found first.
-
-Python's TypeError names the launcher or, seconds later, a worker; the user has to know how to write
-the call.
-"""
+"""What is called: a function with its arguments, or a script. What cannot work is found first."""
 
 from __future__ import annotations
 
@@ -66,8 +62,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
                 if word not in known_names
             ]
             call_mistakes = call_mistakes or [
-                f"{called_name}() cannot be called: {error}. Write for example "
-                f"{called_name}({example})."
+                f"{called_name}() cannot be called: {error}. Write {called_name}({example})."
             ]
             raise WrongArguments(*call_mistakes) from None  # the message has Python's text
         return function(*args, **kwargs)
@@ -98,8 +93,7 @@ def check_call(function: Any, args: Any) -> None:
         )
     if not isinstance(args, (tuple, list)):
         call_mistakes.append(
-            f"args={shown(args)} is no tuple: it is unpacked into the call. For one argument write "
-            "args=(model,), with the comma."
+            f"args={shown(args)} is no tuple. For one argument write args=(model,), with the comma."
         )
     signature = _signature_of(function)
     if not call_mistakes and signature is not None:
@@ -116,8 +110,7 @@ def _function_name(function: Any) -> str:
 
 
 def _signature_of(function: Any) -> inspect.Signature | None:
-    # A decorator may pass further arguments to the function that it wraps, so its own signature
-    # counts, not the wrapped one's.
+    # A decorator may pass further arguments to the function that it wraps.
     try:
         return inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some functions written in C have no signature
@@ -126,15 +119,11 @@ def _signature_of(function: Any) -> inspect.Signature | None:
 
 def _binding_message(name: str, signature: inspect.Signature, args: Any, error: TypeError) -> str:
     first, *others = signature.parameters or ("",)
-    text = (
-        f"{name}{signature} cannot be called with args={shown(tuple(args))}: {error}. Each worker "
-        "would raise that. "
-    )
+    text = f"{name}{signature} cannot be called with args={shown(tuple(args))}: {error}. "
     if first in _RANK_NAMES and len(args) == len(others):
         return (
-            f"{text}mp.spawn passes the rank as the first argument, and this launcher does not: "
-            f"workers have it in the environment. Leave {first} out, and write {first} = int("
-            'os.environ["RANK"]) in the function.'
+            f"{text}mp.spawn passes the rank first, and this launcher does not. Leave {first} out, "
+            f'and write {first} = int(os.environ["RANK"]) in the function.'
         )
     return (
         f"{text}Give args as many values as it takes; what goes by its name alone by "

@@ -1,10 +1,7 @@
-"""What works with what, as data.
+"""What works with what, as data: a row for every device, precision, strategy and engine.
 
-Every device, precision, strategy and start method has a row here. The plan judges by the rows, the
-catalogue loads the implementation a row names, `RunConfig` takes the words that they name, pickers
-disable options by them, and the matrix in the documentation and the contract tests are made from
-them. To add a backend is to add a row: here, or from another package by an entry point
-(:func:`rows_from_outside`).
+From these plans judge, implementations are loaded, pickers disable options, and tables are made. A
+backend is a row: here, or from another package by an entry point (:func:`rows_from_outside`).
 """
 
 from __future__ import annotations
@@ -394,15 +391,10 @@ _ENGINES: tuple[EngineRow, ...] = (
 
 
 def rows_from_outside(
-    group: str, row_class: type[_AnyRow], built_in: tuple[_AnyRow, ...]
-) -> tuple[tuple[_AnyRow, ...], tuple[str, ...]]:
-    """The built-in rows with those of installed packages behind them; what cannot be used, and why.
-
-    An entry point of a package names its row (see CONTRIBUTING.md), whose module is imported with
-    the tables, in notebooks and workers alike. If it fails, nbaccel can be imported all the same.
-    """
+    group: str, row_class: type[_AnyRow], built_in: tuple[_AnyRow, ...], problems: list[str]
+) -> tuple[_AnyRow, ...]:
+    """The built-in rows and those of entry points of packages; why others cannot be used."""
     rows_by_name = {row.name: row for row in built_in}
-    problems = []
     points: Iterable[EntryPoint] = _all_entry_points().select(group=group)
     # Sorted: of two rows with one name the first is used, which must not depend on the machine.
     for entry_point in sorted(points, key=lambda point: (point.name, point.value)):
@@ -422,7 +414,7 @@ def rows_from_outside(
                 f"{_described(entry_point)} has a row named {row.name!r}, and "
                 f"there is one of that name already. The other one is used. {_ROW_REMEDY}"
             )
-    return tuple(rows_by_name.values()), tuple(problems)
+    return tuple(rows_by_name.values())
 
 
 _ROW_REMEDY = "What it adds is missing. Repair or uninstall the package."
@@ -439,21 +431,15 @@ def _described(entry_point: EntryPoint) -> str:
     return f"Entry point {entry_point.name} = {entry_point.value} ({entry_point.group}){text}"
 
 
-DEVICES, _device_problems = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES)
+_problems: list[str] = []
+DEVICES = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES, _problems)
 """The first is always there."""
-PRECISIONS, _precision_problems = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS)
-FP8_BACKENDS, _fp8_problems = rows_from_outside("nbaccel.fp8_backends", Fp8Row, _FP8_BACKENDS)
-STRATEGIES, _strategy_problems = rows_from_outside("nbaccel.strategies", StrategyRow, _STRATEGIES)
-ENGINES, _engine_problems = rows_from_outside("nbaccel.engines", EngineRow, _ENGINES)
+PRECISIONS = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS, _problems)
+FP8_BACKENDS = rows_from_outside("nbaccel.fp8_backends", Fp8Row, _FP8_BACKENDS, _problems)
+STRATEGIES = rows_from_outside("nbaccel.strategies", StrategyRow, _STRATEGIES, _problems)
+ENGINES = rows_from_outside("nbaccel.engines", EngineRow, _ENGINES, _problems)
 """The first is always there."""
-
-ENTRY_POINT_PROBLEMS: tuple[str, ...] = (
-    *_device_problems,
-    *_precision_problems,
-    *_fp8_problems,
-    *_strategy_problems,
-    *_engine_problems,
-)
+ENTRY_POINT_PROBLEMS: tuple[str, ...] = tuple(_problems)
 """Entry points of other packages that cannot be used, and why. Plans report them."""
 
 
@@ -461,10 +447,7 @@ def _row_named(rows: tuple[_AnyRow, ...], name: str) -> _AnyRow:
     for row in rows:
         if row.name == name:
             return row
-    raise InternalError(
-        f"nbaccel has no capability row named {name!r}. "
-        "Nothing can be decided about it. Please report this as a bug."
-    )
+    raise InternalError(f"nbaccel has no capability row named {name!r}. Please report this bug.")
 
 
 device_row = partial(_row_named, DEVICES)
@@ -500,11 +483,6 @@ def fp8_backend(
     compute_capability: tuple[int, int] | None = None,
 ) -> Fp8Choice:
     """Which library computes in 8 bits."""
-
-    # The module with which ``auto`` takes a library; empty where it needs none.
-    def auto_package(row: Fp8Row) -> str:
-        return row.auto_with or row.package
-
     for row in FP8_BACKENDS:
         if row.name == backend_name:
             is_missing = bool(row.package) and not is_installed(row.package)
@@ -512,8 +490,8 @@ def fp8_backend(
             return Fp8Choice(row=row, problem=needs if is_missing else "", reason="asked for")
     passed_over: list[str] = []
     # Those that need no package come last: they are always there.
-    for row in sorted(FP8_BACKENDS, key=lambda row: not auto_package(row)):
-        package = auto_package(row)
+    for row in sorted(FP8_BACKENDS, key=lambda row: not (row.auto_with or row.package)):
+        package = row.auto_with or row.package
         if package and not is_installed(package):
             obstacle = f"{package} is not installed"
         elif device is not None and not computes_in(device, row):

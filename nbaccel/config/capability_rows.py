@@ -1,12 +1,8 @@
-"""The records of which the tables in ``capabilities`` are made.
-
-They stand apart from the tables because a package that adds a backend imports them while the
-tables are being put together.
-"""
+"""The records of the tables in ``capabilities``, which packages that add a backend import."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = [
     "DeviceRow",
@@ -32,39 +28,27 @@ class DeviceSigns:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRow:
-    """What workers can compute on.
-
-    Two rows fit each other if either of them names the other, so that a package which adds a
-    device can name the strategies that are there, and one which adds a strategy the devices.
-    """
+    """What workers can compute on. Two rows fit each other if either names the other."""
 
     name: str  # As in ``RunConfig.device``
     meaning: str  # What it is, for people
     needs: str  # What must be there
-    # ``module:Class`` of its :class:`~nbaccel.abc.Device`. The module is imported in notebooks: it
-    # imports torch inside of methods only.
-    path: str
+    path: str  # ``module:Class`` of its `nbaccel.abc.Device`; imports torch in methods only
     label: str = ""  # What one is called in sentences: ``GPU``; the name where it is empty
     words: tuple[str, ...] = ()  # Other words that people write for the name
     precisions: tuple[str, ...] = ()  # The precisions it can train in
     strategies: tuple[str, ...] = ()  # Strategies that train on it, beside those whose rows name it
-    # Those of its precisions that it only imitates, and why that matters
-    slow: tuple[tuple[str, str], ...] = ()
-    # Precisions of others that it cannot train in, and why
-    refused: tuple[tuple[str, str], ...] = ()
+    slow: tuple[tuple[str, str], ...] = ()  # precisions that it only imitates, and why it matters
+    refused: tuple[tuple[str, str], ...] = ()  # precisions that it cannot train in, and why
     start_methods: tuple[str, ...] = ()  # How its workers can be started
     group_backend: str = "gloo"  # Process group backend where each worker has a device of its own
     shared_group_backend: str = "gloo"  # The one where workers share a device
     in_host_memory: bool = False  # Whether its tensors lie in the host's memory
-    # Whether each copy to it takes as much host memory again until it is through
-    stages_copies: bool = False
-    # What Accelerate calls training on it, whatever the number of processes
-    distributed_type: str = ""
-    # Environment variables from which other libraries in a worker learn of it
-    variables: tuple[tuple[str, str], ...] = ()
+    stages_copies: bool = False  # Whether a copy to it takes as much host memory meanwhile
+    distributed_type: str = ""  # What Accelerate calls training on it
+    variables: tuple[tuple[str, str], ...] = ()  # By which a worker's libraries learn of it
     never_run: bool = False  # Whether it has never been run. ``auto`` passes over it then.
-    # Without one of them its module is not even imported for a launch; None looks always
-    signs: DeviceSigns | None = None
+    signs: DeviceSigns | None = None  # Without one of them its module is not imported
 
     @property
     def noun(self) -> str:
@@ -80,14 +64,9 @@ class PrecisionRow:
     meaning: str  # What it is, for people
     needs: str  # What must be there
     words: tuple[str, ...] = ()  # Other words that people write for the name
-    # ``module:Class`` of its :class:`~nbaccel.abc.Precision`; empty where it has backends
-    path: str = ""
-    # Whether libraries compute it: then class, devices and strategies are those of a row in
-    # ``FP8_BACKENDS``
-    has_backends: bool = False
-    # Name of the torch dtype that layers compute in under it, for the check that training does what
-    # was asked; empty where dtypes do not show it
-    dtype: str = ""
+    path: str = ""  # ``module:Class`` of its `nbaccel.abc.Precision`; empty where it has backends
+    has_backends: bool = False  # Whether class, devices and strategies are those of an `Fp8Row`
+    dtype: str = ""  # Torch's name of what layers compute in; empty where that shows nothing
     refused_below: tuple[int, int] = (0, 0)  # Compute capability under which a GPU cannot do it
     imitated_below: tuple[int, int] = (0, 0)  # Compute capability under which a GPU does it slowly
     devices: tuple[str, ...] = ()  # Devices that train in it, beside those whose rows name it
@@ -107,19 +86,14 @@ class Fp8Row:
     devices: tuple[str, ...] = ()  # What it can compute on
     strategies: tuple[str, ...] = ()  # Strategies that train with it
     settings: tuple[str, ...] = ()  # Those of ``Fp8Config`` that it reads
-    # Ways to find scales, as in ``Fp8Config.recipe``; the first is its default
-    recipes: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()  # As in ``Fp8Config.recipe``; the first is its default
     auto_with: str = ""  # The module with which ``auto`` takes it, where that is not `package`
     refused_below: tuple[int, int] = (0, 0)  # Compute capability under which a GPU cannot do it
-    # Compute capability under which products are computed in another format
-    emulated_below: tuple[int, int] = (0, 0)
-    # ``module:function`` that gives a module its own layers back, and returns the parameters that
-    # it replaced, each with the one in its place
+    emulated_below: tuple[int, int] = (0, 0)  # Where products are computed in another format
+    # ``module:function`` that restores a module's layers; returns pairs of replaced parameters
     restore: str = ""
     library: str = ""  # What must be imported for its layers to exist
-    # ``module:object`` that reads weights of which each process has a part, a
-    # :class:`~nbaccel.abc.ShardReader`
-    shards: str = ""
+    shards: str = ""  # ``module:object`` that reads weights in parts, a `nbaccel.abc.ShardReader`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,24 +117,19 @@ class StrategyRow:
     words: tuple[str, ...] = ()  # Other words that people write for the name
     devices: tuple[str, ...] = ()  # What it can compute on
     precisions: tuple[str, ...] = ()  # The precisions it can train in
-    # ``one`` where it trains one process alone, ``several`` where it needs others; empty where it
-    # does both
-    processes: str = ""
+    processes: str = ""  # ``one``, or ``several`` where it needs others; empty where it does both
     drives_all: bool = False  # Whether its one process drives all devices of the machine
     is_default: bool = False  # Whether it is taken for so many processes where none was asked for
-    # Why it is taken then; ``{world_size}`` stands for the number of processes
-    default_reason: str = ""
+    default_reason: str = ""  # Why it is taken then, with ``{world_size}``
     needs_group: bool = False  # Whether it does nothing where no process group can be made
     distributed_type: str = ""  # What Accelerate calls it; empty where that depends on the device
-    # ``module:Class`` of its settings; an object of it among ``kwargs_handlers`` asks for the
-    # strategy, unless it is a default one. The module is light.
+    # ``module:Class`` of its settings, which ask for it as a handler unless it is a default; light
     settings: str = ""
     arguments: tuple[str, ...] = ()  # Arguments of `Accelerator` that take them, and so ask for it
     # ``module:function`` that makes them of what such an argument was given, or of a run's
     # configuration, one of which is None; empty where they are what was given
     make_settings: str = ""
-    # Attribute of a `RunConfig` that says whether that asks for it beside its name
-    run_flag: str = ""
+    run_flag: str = ""  # Attribute of a `RunConfig` that asks for it beside its name
     # Environment variables from which other libraries in a worker learn of it, where it was
     # requested by its name. The first of them asks for it, where a user sets it.
     variables: tuple[tuple[str, str], ...] = ()
@@ -168,18 +137,12 @@ class StrategyRow:
     judge: str = ""  # ``module:function`` that refuses mistakes in a run's configuration of it
     library: str = ""  # What must be imported for its shards to exist
     shards: str = ""  # Module that reads them, a :class:`~nbaccel.abc.ShardReader`
-    # ``module:function`` that prepares a worker for it, given the type of its device
-    enter: str = ""
-    # ``module:function`` that knows why a signal has ended a worker in its library, given the
-    # signal's name and the functions on the worker's stack; it is light
+    enter: str = ""  # ``module:function`` that prepares a worker, given its device's type; light
+    # ``module:function`` that explains a signal by its name and the functions on the stack; light
     explain_signal: str = ""
-    # ``module:function`` that looks at a process before the library is in it, for the reader's
-    # ``tear_down``. This one and ``enter`` are loaded even where the library is never used, so they
-    # are light.
+    # ``module:function`` that looks at a process beforehand, for the reader's ``tear_down``; light
     observe: str = ""
-    # ``module:Class`` of what a picker offers of it, a
-    # :class:`~nbaccel.memory.settings_form.SettingsForm`; empty where it has none
-    form: str = ""
+    form: str = ""  # ``module:Class`` of its `memory.settings_form.SettingsForm` for pickers
     advisor: str = ""  # ``module:function`` that finds its fastest configuration that fits
     command: str = ""  # ``module:function`` that adds its subcommand to the command line
 
@@ -202,19 +165,15 @@ class EngineRow:
     name: str  # As in ``RunConfig.engine``
     meaning: str  # What it does, for people
     needs: str  # What must be there
-    # ``module:Class`` of its :class:`~nbaccel.abc.Engine`, with which this notebook's workers run
-    # on other hosts; empty where every machine has a notebook or command of its own. The module is
-    # light.
+    # ``module:Class`` of its `nbaccel.abc.Engine`, with which this notebook's workers run on other
+    # hosts; empty where every machine has a notebook or command of its own. It is light.
     path: str = ""
     words: tuple[str, ...] = ()  # Other words that people write for the name
-    # The setting of ``RunConfig`` that names its hosts, which asks for it; empty where it finds
-    # them itself
-    setting: str = ""
-    # Whether it is for scripts, which `nbaccel launch` hands to it, and not for notebooks
-    starts_scripts_only: bool = False
-    # The extra of nbaccel that installs what it needs; empty where nothing is needed
-    extra: str = ""
-    runs_on_hosts: bool = field(init=False)  # Whether this notebook's workers run on other hosts
+    setting: str = ""  # That of ``RunConfig`` that names its hosts; empty where there is none
+    starts_scripts_only: bool = False  # Whether it is for `nbaccel launch`, and not for notebooks
+    extra: str = ""  # The extra of nbaccel that installs what it needs
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "runs_on_hosts", bool(self.path))
+    @property
+    def runs_on_hosts(self) -> bool:
+        """Whether this notebook's workers run on other hosts."""
+        return bool(self.path)

@@ -10,11 +10,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, words_of_rows
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import closest, put_at, shown
 from nbaccel.config.handlers import FSDP_VARIABLES, sharding_word
@@ -27,8 +27,7 @@ _TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}
 _FILE_DECIDES = "DeepSpeed's file decides"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MappedKey:
+class MappedKey(NamedTuple):
     """One key of a file."""
 
     key: str  # with dots, where it is in a section
@@ -38,16 +37,23 @@ class MappedKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AccelerateFile:
-    """What a configuration file of Accelerate says.
+class LoadedConfig:
+    """A configuration file that was read.
 
     Attributes:
         config: The settings.
-        mapped_keys: Every key of the file, with what it became.
+        path: The file; None for a text, and for a default file that is not there.
+        is_accelerate: Whether it has Accelerate's form.
+        mapped_keys: What each of Accelerate's keys became; empty for a file of ours.
     """
 
     config: RunConfig
-    mapped_keys: tuple[MappedKey, ...]
+    path: Path | None = None
+    is_accelerate: bool = False
+    mapped_keys: tuple[MappedKey, ...] = ()
+
+
+AccelerateFile = LoadedConfig  # what `read_accelerate_yaml` gives
 
 
 class _Reading:
@@ -60,8 +66,7 @@ class _Reading:
         self.variables: dict[str, str] = {}
         self.mapped_keys: list[MappedKey] = []
         self.mistakes: list[str] = []
-        self.origins: dict[str, str] = {}
-        """The file's key of a setting that has another name there."""
+        self.origins: dict[str, str] = {}  # the file's key of a setting with another name there
 
     def read(
         self,
@@ -87,11 +92,11 @@ class _Reading:
 
     def use(self, key: str, value: Any, outcome: str) -> None:
         """Note what a key became."""
-        self.mapped_keys.append(MappedKey(key=key, value=value, outcome=outcome, is_used=True))
+        self.mapped_keys.append(MappedKey(key, value, outcome, is_used=True))
 
     def note_unused(self, key: str, value: Any, reason: str) -> None:
         """Note why a key has no effect."""
-        self.mapped_keys.append(MappedKey(key=key, value=value, outcome=reason, is_used=False))
+        self.mapped_keys.append(MappedKey(key, value, reason, is_used=False))
 
     def set(self, name: str, value: Any, key: str, given: Any = None) -> None:
         """Take a setting of `RunConfig` from a key."""
@@ -110,9 +115,7 @@ class _Reading:
         """A section; empty, and a mistake, where it is none."""
         if isinstance(value, Mapping):
             return {str(name): inner_value for name, inner_value in value.items()}
-        self.mistakes.append(
-            f"{key}={shown(value)} must be a section. Write names and values below it."
-        )
+        self.mistakes.append(f"{key}={shown(value)} must be a section, names with values below it.")
         return {}
 
     def is_of_type(self, distributed_type: str) -> bool:
@@ -140,8 +143,6 @@ _ReadKey: TypeAlias = Callable[[_Reading, str, Any], None]
 
 
 def _as_setting(name: str) -> _ReadKey:
-    """A reader of a key that is a setting of `RunConfig` under another name."""
-
     def read(reading: _Reading, key: str, value: Any) -> None:
         reading.origins[name] = key
         reading.set(name, value, key)
@@ -150,8 +151,6 @@ def _as_setting(name: str) -> _ReadKey:
 
 
 def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value: value) -> _ReadKey:
-    """A reader of a key that belongs to a section of `RunConfig`."""
-
     def read(reading: _Reading, key: str, value: Any) -> None:
         converted = convert(value)
         put_at(reading.settings.setdefault(section, {}), name, converted)
@@ -161,8 +160,6 @@ def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value:
 
 
 def _as_variable(name: str) -> _ReadKey:
-    """A reader of a key that workers get as a variable."""
-
     def read(reading: _Reading, key: str, value: Any) -> None:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         reading.variables[name] = text
@@ -172,7 +169,6 @@ def _as_variable(name: str) -> _ReadKey:
 
 
 def _without_effect(reason: str) -> _ReadKey:
-    """A reader of a key that nothing of nbaccel follows."""
     return lambda reading, key, value: reading.note_unused(key, value, reason)
 
 
@@ -200,28 +196,30 @@ def is_accelerate_file(settings: Mapping[str, Any]) -> bool:
 
 def read_accelerate_yaml(
     source: str | Path, changes: Mapping[str, Any] | None = None
-) -> AccelerateFile:
-    """Read a configuration file of Accelerate: YAML, or JSON, of any version.
+) -> LoadedConfig:
+    """Read a configuration file of Accelerate, or its text: YAML, or JSON, of any version.
 
-    Args:
-        source: The file's path, or its text.
-        changes: Settings of `RunConfig` that replace the file's, before they are judged.
-
-    Returns:
-        The settings, and what each key became.
-
-    Raises:
-        ConfigError: It cannot be read, names something unknown, or asks for what nbaccel lacks;
-            all mistakes.
+    `changes` are settings of `RunConfig` that replace the file's, before all are judged: a
+    `ConfigError` has every mistake, and what the file asks for that nbaccel lacks.
     """
     is_text = isinstance(source, str) and ("\n" in source or ":" in source)
     file_path = None if is_text else Path(source)
-    source_name = f"Accelerate's file {file_path}" if file_path else "Accelerate's configuration"
-    file_settings = _read_settings(file_path or str(source), source_name)
+    name = _name_of(file_path)
+    file_settings = _read_settings(file_path or str(source), name)
     if file_settings is None:
-        raise _no_settings(source_name, file_settings)
-    changes = changes or {}
+        raise _no_settings(name, file_settings)
+    return _accelerates_config(file_settings, file_path, changes or {})
+
+
+def _name_of(file_path: Path | None) -> str:
+    return f"Accelerate's file {file_path}" if file_path else "Accelerate's configuration"
+
+
+def _accelerates_config(
+    file_settings: Mapping[str, Any], file_path: Path | None, changes: Mapping[str, Any]
+) -> LoadedConfig:
     reading = _read_keys(file_settings, file_path, changes)
+    source_name = _name_of(file_path)
     mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
     config = RunConfig()
     try:
@@ -234,7 +232,8 @@ def read_accelerate_yaml(
             mistakes.append(mistake if name in changes else f"{source_name}: {mistake}{origin}")
     if mistakes:
         raise ConfigError(*mistakes)
-    return AccelerateFile(config=config, mapped_keys=tuple(reading.mapped_keys))
+    mapped_keys = tuple(reading.mapped_keys)
+    return LoadedConfig(config=config, path=file_path, is_accelerate=True, mapped_keys=mapped_keys)
 
 
 def _read_keys(
@@ -251,14 +250,13 @@ def _read_keys(
     return reading
 
 
-# ------------------------------------------------------------------------- where it runs
 def _read_environment(reading: _Reading, key: str, value: Any) -> None:
     if str(value) == "LOCAL_MACHINE":
         reading.note_unused(key, value, _DEFAULT)
         return
     reading.mistakes.append(
-        f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not: it would "
-        "train on this machine instead. Use accelerate launch for it."
+        f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not. Use "
+        "accelerate launch for it."
     )
 
 
@@ -297,9 +295,8 @@ def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
         reading.note_unused(key, value, "the plan chooses")
     elif not is_counted or value % num_nodes:
         reading.mistakes.append(
-            f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: "
-            "Accelerate counts the processes of all machines, and each must have as many. Give a "
-            "multiple."
+            f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: it counts "
+            "the processes of all machines. Give a multiple."
         )
     else:
         reading.settings["num_processes"] = value // num_nodes
@@ -307,7 +304,6 @@ def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
         reading.use(key, value, f"num_processes={value // num_nodes}{per_node}")
 
 
-# ------------------------------------------------------------------- precision and others
 def _read_precision(reading: _Reading, key: str, value: Any) -> None:
     precision = "no" if value is False else str(value).strip().lower()
     section = reading.given.get("deepspeed_config")
@@ -332,8 +328,8 @@ def _read_parallelism(reading: _Reading, key: str, value: Any) -> None:
         is_several = isinstance(entry_value, int) and entry_value > 1
         if is_several and not entry_key.endswith("dp_shard_size"):
             reading.mistakes.append(
-                f"{dotted_key}={entry_value} mixes parallelisms, which this version does not do: "
-                "it would train in another way. Set it to 1; FSDP shards over all processes."
+                f"{dotted_key}={entry_value} mixes parallelisms, which this version does not do. "
+                "Set it to 1; FSDP shards over all processes."
             )
         else:
             reading.note_unused(dotted_key, entry_value, "FSDP shards over all processes")
@@ -347,11 +343,11 @@ def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
     reading.use(key, value, "variables")
 
 
-# ---------------------------------------------------------------------------- DeepSpeed
 _DOCUMENT_KEY = "deepspeed_config_file"
 _DEFAULT_STAGE = 2
 _STARTED_ON_EACH = ("standard", "nossh")  # Launchers of DeepSpeed that do not reach other machines
 _ZERO = "zero_optimization"
+# What a file of DeepSpeed's own says, too.
 _DOCUMENT_READERS: Mapping[str, _ReadKey] = {
     "zero_stage": _as_setting("zero_stage"),
     "gradient_accumulation_steps": _as_setting("gradient_accumulation_steps"),
@@ -364,7 +360,6 @@ _DOCUMENT_READERS: Mapping[str, _ReadKey] = {
         "deepspeed", f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
     ),
 }
-"""What a file of DeepSpeed's own says, too."""
 _DEEPSPEED_READERS: Mapping[str, _ReadKey] = {
     **_DOCUMENT_READERS,
     "zero3_init_flag": _as_variable("ACCELERATE_DEEPSPEED_ZERO3_INIT"),
@@ -416,7 +411,6 @@ def _document_path(reading: _Reading, document: str) -> str:
     return str(beside) if is_beside else document
 
 
-# --------------------------------------------------------------------------------- FSDP
 def _plain_truth(value: Any) -> Any:
     is_truth = isinstance(value, str) and value.strip().lower() in ("true", "false")
     return value.strip().lower() == "true" if is_truth else value
@@ -438,8 +432,8 @@ def _read_least_params(reading: _Reading, key: str, value: Any) -> None:
 
 def _refuse_offloaded_activations(reading: _Reading, key: str, value: Any) -> None:
     reading.mistakes.append(
-        f"{key}=true is not supported: this version recomputes activations and does not move them "
-        "to host memory, so it would need more. Set it to false."
+        f"{key}=true is not supported: this version does not move them to host memory. Set it to "
+        "false."
     )
 
 
@@ -466,7 +460,6 @@ _FSDP_READERS: Mapping[str, _ReadKey] = {
 
 
 def _read_fsdp(reading: _Reading, key: str, value: Any) -> None:
-    """Read ``fsdp_config``, of FSDP's versions 1 and 2."""
     if not reading.is_of_type("FSDP"):
         reading.note_section(key, value)
         return
@@ -483,7 +476,6 @@ def _read_fsdp(reading: _Reading, key: str, value: Any) -> None:
         reading.settings["fsdp"] = settings
 
 
-# ------------------------------------------------------------------------ torch.compile
 _DYNAMO_READERS: Mapping[str, _ReadKey] = {
     "dynamo_backend": _into("dynamo", "backend", lambda value: str(value).lower()),
     "dynamo_mode": _into("dynamo", "mode"),
@@ -495,27 +487,19 @@ _DYNAMO_READERS: Mapping[str, _ReadKey] = {
 
 def _read_dynamo(reading: _Reading, key: str, value: Any) -> None:
     """Read ``dynamo_config``, or ``dynamo_backend`` of older versions."""
-    # YAML 1.1 reads a bare NO as False.
-    word = "NO" if value is False else value
     if key == "dynamo_backend":
-        reading.read({key: word}, _DYNAMO_READERS)
+        # YAML 1.1 reads a bare NO as False.
+        reading.read({key: "NO" if value is False else value}, _DYNAMO_READERS)
     else:
-        reading.read(reading.mapping(key, word), _DYNAMO_READERS, section=key, prefix="dynamo_")
+        reading.read(reading.mapping(key, value), _DYNAMO_READERS, section=key, prefix="dynamo_")
     # Without a backend nothing is compiled, whatever the others say.
     if reading.settings.get("dynamo", {}).get("backend", "no") in ("no", "false"):
         reading.settings.pop("dynamo", None)
 
 
-# ---------------------------------------------------------------------------------- FP8
-def _plain_word(word: str) -> str:
-    """``MS-AMP`` and ``MSAMP`` are the same."""
-    return word.lower().replace("-", "").replace("_", "")
-
-
 def _fp8_backend(value: Any) -> Any:
-    names = {_plain_word(word): row.name for row in FP8_BACKENDS for word in row.words}
-    names |= {_plain_word(row.name): row.name for row in FP8_BACKENDS}
-    return names.get(_plain_word(str(value)), value)
+    names = words_of_rows(FP8_BACKENDS) | {row.name: row.name for row in FP8_BACKENDS}
+    return names.get(str(value).lower().replace("-", ""), value)
 
 
 def _truth_values(value: Any) -> Any:
@@ -555,7 +539,6 @@ def _read_fp8(reading: _Reading, key: str, value: Any) -> None:
     reading.read(reading.mapping(key, value), _FP8_READERS, section=key, prefix="fp8_")
 
 
-# ----------------------------------------------------------------------------- all keys
 _OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel has no such part"
 
 _KEY_READERS: Mapping[str, _ReadKey] = {
@@ -616,23 +599,6 @@ CONFIG_VARIABLE = "NBACCEL_CONFIG"
 _SCHEMA_NAME = "run_config.schema.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedConfig:
-    """A configuration file that was read.
-
-    Attributes:
-        config: The settings.
-        path: The file; None where there is no default file, and the settings are the defaults.
-        is_accelerate: Whether it has Accelerate's form.
-        mapped_keys: What each of Accelerate's keys became; empty for a file of ours.
-    """
-
-    config: RunConfig
-    path: Path | None = None
-    is_accelerate: bool = False
-    mapped_keys: tuple[MappedKey, ...] = ()
-
-
 def accelerate_path() -> Path:
     """Where Accelerate keeps its file."""
     cache = env.read("XDG_CACHE_HOME") or "~/.cache"
@@ -651,17 +617,9 @@ def default_config_path() -> Path:
 def load_config_file(
     path: str | Path | None = None, changes: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
-    """Read a configuration file, of nbaccel or of Accelerate.
+    """Read a configuration file, of nbaccel or of Accelerate; None: the default one, if there.
 
-    Args:
-        path: The file; None for the default file, which need not be there.
-        changes: Settings that replace the file's, before all are judged together.
-
-    Returns:
-        The settings, and what became of Accelerate's keys.
-
-    Raises:
-        ConfigError: It cannot be read, or settings in it are wrong; all mistakes.
+    `changes` replace the file's settings, before all are judged: a `ConfigError` has every mistake.
     """
     changes = changes or {}
     file_path = Path(path).expanduser() if path is not None else default_config_path()
@@ -669,13 +627,7 @@ def load_config_file(
         return LoadedConfig(config=RunConfig(**changes))
     settings = _read_settings(file_path, f"The configuration file {file_path}") or {}
     if is_accelerate_file(settings):
-        accelerate_file = read_accelerate_yaml(file_path, changes)
-        return LoadedConfig(
-            config=accelerate_file.config,
-            path=file_path,
-            is_accelerate=True,
-            mapped_keys=accelerate_file.mapped_keys,
-        )
+        return _accelerates_config(settings, file_path, changes)
     try:
         return LoadedConfig(config=RunConfig(**merged_settings(settings, changes)), path=file_path)
     except ConfigError as error:
@@ -704,8 +656,8 @@ def _read_settings(source: Path | str, source_name: str) -> dict[str, Any] | Non
         text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{source_name} cannot be read: {error}. Nothing would be launched as it says. Give "
-            "the path of a file that is there, or write one with nbaccel config."
+            f"{source_name} cannot be read: {error}. Give the path of a file that is there, or "
+            "write one with nbaccel config."
         ) from error
     try:
         settings = read_yaml(text)
@@ -747,12 +699,10 @@ def config_text(config: RunConfig) -> str:
 
 def write_config_file(config: RunConfig, path: Path) -> None:
     """Write a configuration file and the schema that it names; each appears whole or not at all."""
-    file = schema_path()
     try:
-        for folder in (file.parent, path.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(file, schema_text())
-        atomic.write_text(path, config_text(config))
+        for file, text in ((schema_path(), schema_text()), (path, config_text(config))):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(file, text)
     except OSError as error:
         raise ConfigError(
             f"The configuration cannot be written to {path}: {error}. Give a file in a folder "

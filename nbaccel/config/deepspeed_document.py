@@ -1,12 +1,9 @@
 """DeepSpeed's own forms of settings: its document in a ``RunConfig``, and filters of hosts.
 
-DeepSpeed's file and the run's settings both have the stage, the precision, and how many batches
-make a step. Here they are taken out of the file, so that two places cannot contradict each other,
-and put back where DeepSpeed reads them.
+Stage, precision and accumulation are settings of the run, too: they are taken out of the document,
+so that nothing is said twice, and put back where DeepSpeed reads them.
 
-Its ``--include`` and ``--exclude`` say which hosts and slots of a hostfile take part. Slots 0 and 2
-of one host, and all of another, are ``worker-1:0,2@worker-2``; a host or slot that is named twice,
-which DeepSpeed would silently read in one of two ways, is refused.
+Filters (``--include``, ``--exclude``) name hosts and slots: ``worker-1:0,2@worker-2``.
 """
 
 from __future__ import annotations
@@ -27,21 +24,18 @@ _HALF_FORMATS = ("fp16", "bf16")
 _PART_SECTIONS = ("optimizer", "scheduler")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 DOCUMENT_NAME = "A DeepSpeed configuration"
-_ENABLED_EXAMPLE = 'Write for example {"enabled": true}'
+_HALF_RULE = FieldRule(
+    must="a section", why="It turns the format on or off", do='Write for example {"enabled": true}'
+)
 SECTION_RULES = {
     _ZERO_SECTION: FieldRule(
-        must="a section",
-        why="It holds the stage and what goes with it",
-        do='Write for example {"stage": 2}',
+        must="a section", why="It holds the stage", do='Write for example {"stage": 2}'
     ),
-    "fp16": FieldRule(must="a section", why="It turns float16 on or off", do=_ENABLED_EXAMPLE),
-    "bf16": FieldRule(must="a section", why="It turns bfloat16 on or off", do=_ENABLED_EXAMPLE),
+    **dict.fromkeys(_HALF_FORMATS, _HALF_RULE),
 }
 """Sections that are taken apart here, and their rules."""
 _ENABLED_RULE = FieldRule(
-    must="true or false",
-    why="It decides in which number format the model is trained",
-    do="Give one of them",
+    must="true or false", why="It decides the number format", do="Give one of them"
 )
 _AUTO_STAGE = 2  # Accelerate's stage for ``"auto"``
 
@@ -59,10 +53,7 @@ def read_document(value: Any) -> Any:
         return read_settings
     document = Document(tidied_settings(read_settings))
     if endless_keys := [*_infinite_keys(document)]:
-        text = (
-            f"{endless_keys[0]} is infinite, and workers get the configuration as JSON, which has "
-            "no word for it. They would get another value. Give a large number: 1000000000."
-        )
+        text = f"{endless_keys[0]} is infinite, which JSON cannot hold. Give a large number: 1e9."
         raise ConfigError(FieldMistake(text, endless_keys[0]))
     return document
 
@@ -80,11 +71,7 @@ def _infinite_keys(value: Any, path: str = "") -> Iterator[str]:
 
 
 def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
-    """A configuration in which the stage and the precision have their proper types.
-
-    DeepSpeed reads ``"true"`` as true, and older names of some sections; code that compares with
-    ``True`` would miss them, and train something else.
-    """
+    """A configuration whose stage and precision have proper types, and sections their new names."""
     if "bfloat16" in config_settings:
         config_settings.setdefault("bf16", config_settings.pop("bfloat16"))
     if isinstance(config_settings.get(_ZERO_SECTION), bool):
@@ -100,25 +87,19 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
         part_section = config_settings.get(section_name)
         if isinstance(part_section, dict) and "params" in part_section:
             part_section["params"] = numbers_read(part_section["params"])
-    config_mistakes = [
+    mistakes = [
         FieldMistake(rule.refusal(name, config_settings[name]), name)
         for name, rule in SECTION_RULES.items()
         if not isinstance(config_settings.get(name, {}), (dict, type(None)))
     ]
-    config_mistakes += [
-        mistake
-        for section_name in _HALF_FORMATS
-        for mistake in _read_enabled(config_settings.get(section_name), f"{section_name}.enabled")
-    ]
-    sections = [config_settings.get(section_name) for section_name in _HALF_FORMATS]
-    if all(isinstance(one, dict) and one.get("enabled") is True for one in sections):
-        text = (
-            "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
-            "DeepSpeed refuses two. Turn one of them off."
-        )
-        config_mistakes.append(FieldMistake(text, "fp16.enabled"))
-    if config_mistakes:
-        raise ConfigError(*config_mistakes)
+    halves = {name: config_settings.get(name) for name in _HALF_FORMATS}
+    for name, section in halves.items():
+        mistakes += _read_enabled(section, f"{name}.enabled")
+    if all(isinstance(one, dict) and one.get("enabled") is True for one in halves.values()):
+        text = "fp16.enabled and bf16.enabled are both true: DeepSpeed refuses two. Turn one off."
+        mistakes.append(FieldMistake(text, "fp16.enabled"))
+    if mistakes:
+        raise ConfigError(*mistakes)
     return config_settings
 
 
@@ -169,28 +150,24 @@ def stage_left_open(document: Mapping[str, Any]) -> int:
     return _AUTO_STAGE if isinstance(section, Mapping) and section.get("stage") == _AUTO_WORD else 0
 
 
-def disagreements(
-    config_document: Mapping[str, Any], given_settings: Mapping[str, Any]
-) -> list[str]:
+def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]) -> list[str]:
     """Contradictions between a run and its DeepSpeed configuration."""
-    decided_settings = taken_out(config_document)[1]
+    decided_settings = taken_out(document)[1]
     config_mistakes = [
         f"{setting_name}={given_settings[setting_name]!r} contradicts the DeepSpeed configuration, "
-        f"which says {decided_value!r}. "
-        'One of them would be ignored. Leave one out, or write "auto" there.'
+        f'which says {decided_value!r}. Leave one out, or write "auto" there.'
         for setting_name, decided_value in decided_settings.items()
         if setting_name in given_settings and given_settings[setting_name] != decided_value
     ]
     # A section that only turns its own precision off decides none, and still contradicts that one.
     precision_name = given_settings.get("mixed_precision")
-    section = config_document.get(str(precision_name))
+    section = document.get(str(precision_name))
     if "mixed_precision" in decided_settings or not isinstance(section, Mapping):
         return config_mistakes
     if section.get("enabled") is False:
         config_mistakes.append(
             f"mixed_precision={precision_name!r} contradicts the DeepSpeed configuration, where "
-            f"{precision_name}.enabled is False. One of them would be ignored. Leave one out, or "
-            'write "auto" there.'
+            f'{precision_name}.enabled is False. Leave one out, or write "auto" there.'
         )
     return config_mistakes
 
@@ -213,8 +190,7 @@ def engine_config(run_config: Any) -> dict[str, Any] | None:
     config |= open_settings
     if run_config.gradient_accumulation_steps is not None:
         config["gradient_accumulation_steps"] = run_config.gradient_accumulation_steps
-    # These are known only where the training is prepared; without them DeepSpeed would refuse the
-    # configuration or take its default.
+    # Known only where the training is prepared; DeepSpeed would refuse or take its default.
     for open_key in (*BATCH_SIZES, "gradient_clipping"):
         config.setdefault(open_key, _AUTO_WORD)
     return config
@@ -230,18 +206,15 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
     for part in filter_text.split("@"):
         host_name, colon, slots_text = (word.strip() for word in part.strip().partition(":"))
         if not host_name:
-            mistakes.append(
-                f"{filter_text!r} names a host without a name. Nobody could be left out or taken. "
-                "Write worker-1@worker-2, without an @ at its ends."
-            )
+            mistakes.append(f"{filter_text!r} names a host without a name. Write no @ at its ends.")
             continue
         words = [word.strip() for word in slots_text.split(",")] if colon else []
         mistakes += _slot_mistakes(host_name, words)
         numbers = tuple(int(word) for word in words if word.isdecimal())
         if host_name in slots and not (numbers and slots[host_name]):
             mistakes.append(
-                f"host {host_name!r} is named twice in {filter_text!r}, as a whole and again. One "
-                "would silently override the other. Leave one of them out."
+                f"host {host_name!r} is named twice in {filter_text!r}, as a whole and again. "
+                "Leave one of them out."
             )
         twice = set(numbers) & set(slots.get(host_name, ()))
         mistakes += [_slot_twice(host_name, number) for number in sorted(twice)]
@@ -254,19 +227,13 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
 def _slot_mistakes(name: str, words: list[str]) -> Iterator[str]:
     for word in words:
         if not (word.isascii() and word.isdecimal()):
-            yield (
-                f"slot {word!r} of host {name!r} is no number. It would be unclear which "
-                f"device is meant. {_SLOT_HELP}."
-            )
+            yield f"slot {word!r} of host {name!r} is no number of a device. {_SLOT_HELP}."
         elif [int(other) for other in words if other.isdecimal()].count(int(word)) > 1:
             yield _slot_twice(name, int(word))
 
 
 def _slot_twice(name: str, number: int) -> str:
-    return (
-        f"slot {number} of host {name!r} is named twice. It takes one worker, so one of them "
-        "is a mistake. Name it once."
-    )
+    return f"slot {number} of host {name!r} is named twice. It takes one worker. Name it once."
 
 
 def read_host_filter(value: Any) -> Any:
@@ -291,17 +258,15 @@ def kept_slots(
     for host_name, numbers in slots_by_host(text).items():
         full_name = full_names.get(host_name)
         if full_name is None:
-            known = ", ".join(full_names)
-            remedy = closest(host_name, full_names).lstrip() or f"It has {known}."
+            remedy = closest(host_name, full_names).lstrip() or f"It has {', '.join(full_names)}."
             mistakes.append(
-                f"{setting_name} names host {host_name!r}, which is not in the hostfile. It would "
-                f"silently have no effect. {remedy} Name hosts as the file does, without a user."
+                f"{setting_name} names host {host_name!r}, which is not in the hostfile. {remedy} "
+                "Name hosts as the file does, without a user."
             )
             continue
         mistakes += [
-            f"{setting_name} names slot {number} of host {host_name!r}, which has "
-            f"slots={num_slots[full_name]}: 0 to {num_slots[full_name] - 1}. No worker could have "
-            "it. Name another slot, or write more slots into the hostfile."
+            f"{setting_name} names slot {number} of host {host_name!r}, which has slots="
+            f"{num_slots[full_name]}: 0 to {num_slots[full_name] - 1}. Name another slot."
             for number in numbers
             if number >= num_slots[full_name]
         ]
@@ -309,43 +274,39 @@ def kept_slots(
     if mistakes:
         raise ConfigError(*mistakes)
     takes = setting_name == "include"
-    left = {
-        name: tuple(number for number in numbers if (number in named.get(name, ())) == takes)
-        for name, numbers in every_slot.items()
-    }
-    if not any(left.values()):
+    left = {}
+    for name, numbers in every_slot.items():
+        kept = tuple(number for number in numbers if (number in named.get(name, ())) == takes)
+        if kept:
+            left[name] = kept
+    if not left:
         raise ConfigError(
-            f"{setting_name}={text!r} leaves no slot of {', '.join(num_slots)}. Workers "
-            "would have nowhere to run. Leave fewer hosts or slots out."
+            f"{setting_name}={text!r} leaves no slot of {', '.join(num_slots)} to run on. Leave "
+            "fewer hosts or slots out."
         )
-    return {host_name: numbers for host_name, numbers in left.items() if numbers}
+    return left
 
 
 # `Any` is a `RunConfig` here, whose module imports this one.
-def filter_contradictions(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What a run's filters contradict, each with the settings that it is about."""
+def filter_contradictions(config: Any) -> Iterator[str]:
+    """What a run's filters contradict."""
     name = "include" if config.include is not None else "exclude"
     text = getattr(config, name)
     if text is None:
         return
     if config.include is not None and config.exclude is not None:
         yield (
-            ("include", "exclude"),
             f"include={config.include!r} contradicts exclude={config.exclude!r}: one says what "
-            "is taken, the other what is left out. Leave one of them out.",
+            "is taken, the other what is left out. Leave one of them out."
         )
     if config.hostfile is None:
         yield (
-            ("include", "exclude", "hostfile"),
-            f"{name}={text!r} needs hostfile=...: it chooses among the hosts of that "
-            "file. Nothing would be chosen. Give the file; devices of this machine alone are "
-            'chosen by variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.',
+            f"{name}={text!r} needs hostfile=..., the hosts to choose among. For this machine "
+            'give variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.'
         )
     devices = (config.variables or {}).get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
         yield (
-            ("include", "exclude", "variables"),
             f"CUDA_VISIBLE_DEVICES={devices!r} in variables (gpu_ids of a file) contradicts "
-            "include and exclude, which choose the devices of each host. One would silently "
-            "override the other. Leave one of them out.",
+            "include and exclude, which choose the devices of each host. Leave one of them out."
         )

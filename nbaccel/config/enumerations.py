@@ -1,8 +1,4 @@
-"""Enumerations for settings, with the names that Accelerate's users write.
-
-Not every member is supported: a device or a tool without support is refused where it is requested,
-so that code which only compares with it runs.
-"""
+"""Enumerations with the names that Accelerate's users write; not every member is supported."""
 
 from __future__ import annotations
 
@@ -36,11 +32,7 @@ class _Word(str, Enum, metaclass=_Members):
 
 # Not a `_Word`: as in Accelerate, `str` of a member has the class's name.
 class DistributedType(str, Enum):
-    """How processes train together, by the names that Accelerate's users compare with.
-
-    An `Accelerator` of this version is of type ``NO``, ``MULTI_CPU``, ``MULTI_GPU``, ``FSDP`` or
-    ``DEEPSPEED``.
-    """
+    """How processes train together, by the names that Accelerate's users compare with."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

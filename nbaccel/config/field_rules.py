@@ -1,9 +1,6 @@
 """What a setting must be, and the message about a value that is not.
 
-One vocabulary for all settings: those of `RunConfig` and `Fp8Config`, the sections of a DeepSpeed
-configuration, and the dataclasses that an `Accelerator` takes. pydantic checks the value by its
-type; the :class:`FieldRule` beside the type says what would be right, why it matters and what to
-do. Nothing in this file knows which settings exist.
+pydantic checks the value by its type; the :class:`FieldRule` beside it says the rest.
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ if TYPE_CHECKING:
 
 
 _UNKNOWN_SETTING = "extra_forbidden"  # pydantic's type of that error
-_CHECK_KEY = "nbaccel.check"
-"""Key of a dataclass field's metadata under which its :class:`FieldCheck` stands."""
+_CHECK_KEY = "nbaccel.check"  # of a dataclass field's metadata, for its :class:`FieldCheck`
 
 
 class FieldMistake(str):
@@ -68,23 +64,14 @@ class FieldRule:
     """What a setting must be: stands in ``Annotated`` beside its type."""
 
     do: str  # the remedy, as an instruction without a full stop
-    # What the value must be, after "must be". Where it is empty, the type says it, and how a value
-    # is read, and which words are allowed: see :meth:`completed`.
-    must: str = ""
-    # What the setting does, or what a wrong value would do: one clause. Where it is empty, the
-    # description of the field says it.
-    why: str = ""
-    # Converts a given value to the one that the type checks; raises ValueError for a value that the
-    # type would accept and that is wrong.
+    must: str = ""  # after "must be"; where it is empty, the type says it: see :meth:`completed`
+    why: str = ""  # what the setting does: one clause; else the description of the field says it
+    # Converts a given value to the one that the type checks; ValueError refuses more than the type.
     read: Callable[[Any], Any] | None = None
     allowed: tuple[str, ...] = ()  # the words, where only some are allowed
-    # Words that people write for one of the allowed ones.
-    words: Mapping[str, str] = field(default_factory=dict)
-    # Sentences added to a refusal: backends of other packages that are missing, and why.
-    problems: tuple[str, ...] = ()
-    # The form's kind of input: ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``;
-    # empty where the form has none.
-    value_kind: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)  # what people write for an allowed one
+    problems: tuple[str, ...] = ()  # added to a refusal: backends that are missing
+    value_kind: str = ""  # the form's kind of input, as `Setting.kind`; empty where it has none
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -96,7 +83,7 @@ class FieldRule:
         return BeforeValidator(read).__get_pydantic_core_schema__(source, handler)
 
     def completed(self, annotation: Any, constraints: Iterable[Any] = ()) -> FieldRule:
-        """The rule with what the type says: words, a truth value, or a least whole number."""
+        """The rule with what the type says of the value, and how it is read."""
         if self.must:
             return self
         is_union = get_origin(annotation) in (Union, UnionType)
@@ -104,7 +91,13 @@ class FieldRule:
         or_none = ", or None" if NoneType in options else ""
         value_type = next(option for option in options if option is not NoneType)
         allowed: tuple[str, ...] = ()
-        read: Callable[[Any], Any] = read_number
+        read: Callable[[Any], Any] | None = read_number
+        limits = {
+            name: getattr(item, name)
+            for item in constraints
+            for name in _LIMITS
+            if hasattr(item, name)
+        }
         if get_origin(value_type) is Literal:
             values = get_args(value_type)
             must = f"one of {', '.join(map(str, values))}"
@@ -112,9 +105,14 @@ class FieldRule:
             read = read_word if allowed else read_whole
         elif value_type is bool:
             must, read = "True or False", read_truth
+        elif value_type is float:
+            must = f"a number above {limits.get('gt')}"
+        elif value_type is int:
+            must = f"a whole number of at least {limits.get('ge', 0)}"
         else:
-            least = next((rule.ge for rule in constraints if hasattr(rule, "ge")), 0)
-            must = f"a whole number of at least {least}"
+            must = "text" if value_type is str else "a dictionary"
+            must += " that is not empty" if "min_length" in limits else ""
+            read = None
         return replace(self, must=must + or_none, read=self.read or read, allowed=allowed)
 
     def refusal(self, setting_name: str, value: object, *, owner: str = "", why: str = "") -> str:
@@ -139,9 +137,8 @@ def setting(default: Any, description: str, **limits_and_rule: Any) -> Any:
     limits = {name: limits_and_rule.pop(name) for name in _LIMITS if name in limits_and_rule}
     field_info: FieldInfo = Field(default, description=description, **limits)
     # pydantic treats it as what stands beside the type in `Annotated`.
-    field_info.metadata.append(
-        FieldRule(**{"do": f"Give {default}, the default", **limits_and_rule})
-    )
+    do = "Leave it out" if default in (None, "") else f"Leave it at {default!r}"
+    field_info.metadata.append(FieldRule(**{"do": do, **limits_and_rule}))
     return field_info
 
 

@@ -1,9 +1,7 @@
 """``Fp8Config``: which library computes in 8 bits, and by which recipe.
 
-Names and defaults are Accelerate's (``TERecipeKwargs``, ``MSAMPRecipeKwargs``), so that its
-variables can carry them to whatever reads them in a worker. One default is another:
-Accelerate documents ``amax_compute_algo="most_recent"`` and never passes it on, so that it computes
-with TransformerEngine's ``max``.
+Names and defaults are Accelerate's (``TERecipeKwargs``, ``MSAMPRecipeKwargs``), but for
+``amax_compute_algo="most_recent"``, which Accelerate documents and never passes on.
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ class Fp8Config(Plain):
     backend: BackendName = setting(
         "auto",
         "Library that computes in FP8; auto takes what is installed.",
-        do='Leave it at "auto" to take what is installed',
         words=words_of_rows(FP8_BACKENDS),
         problems=ENTRY_POINT_PROBLEMS,
     )
@@ -66,20 +63,15 @@ class Fp8Config(Plain):
         "auto",
         "How scales are found: delayed from earlier steps, current from the tensor "
         "itself, rowwise or by blocks; auto takes the backend's default.",
-        do='Leave it at "auto"',
     )
     opt_level: Literal["O1", "O2", "O3"] = setting(
         "O2",
         "MS-AMP level: O1 has weights in FP16 and gradients in FP8, O2 also "
         "moments in FP8 and FP16, O3 weights in FP8 and moments divided over processes.",
         read=_upper_case,
-        why="It decides what MS-AMP keeps in 8 bits",
     )
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = setting(
-        "HYBRID",
-        "8-bit format: HYBRID is E4M3 forward and E5M2 for gradients.",
-        read=_upper_case,
-        do="Give HYBRID for training",
+        "HYBRID", "8-bit format: HYBRID is E4M3 forward and E5M2 for gradients.", read=_upper_case
     )
     margin: int = setting(0, "Headroom of the scaling factor, in powers of two.", ge=0)
     interval: int = setting(1, "Steps between two computations of the scaling factor.", ge=1)
@@ -95,35 +87,20 @@ class Fp8Config(Plain):
         "computed in higher precision.",
         read=_three_values,
         must="three truth values",
-        why="They stand for forward, input gradient and weight gradient",
     )
     skip_first_and_last: bool | None = setting(
         None,
         "Whether the first and the last linear layer stay in bfloat16; None: as is "
         "usual with the backend (ao and native leave them).",
         read=lambda value: None if value is None else read_truth(value),
-        must="True, False or None",
-        why="These two layers lose most in 8 bits",
-        do="Leave it out",
     )
     pad_inner_dim: bool = setting(
-        True,
-        "Whether torchao pads matrices whose sizes 16 does not divide.",
-        why="GPUs multiply 8-bit matrices only in multiples of 16",
-        do="Leave it at True",
+        True, "Whether torchao pads matrices whose sizes 16 does not divide."
     )
     enable_fsdp_float8_all_gather: bool = setting(
-        True,
-        "Whether FSDP gathers weights in FP8, with torchao.",
-        why="It halves what FSDP sends of weights",
-        do="Leave it at True",
+        True, "Whether FSDP gathers weights in FP8, with torchao."
     )
-    use_autocast_during_eval: bool = setting(
-        False,
-        "Whether evaluation computes in FP8, too.",
-        why="Metrics are usually better without",
-        do="Leave it at False",
-    )
+    use_autocast_during_eval: bool = setting(False, "Whether evaluation computes in FP8, too.")
 
     if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
 
@@ -135,27 +112,13 @@ class Fp8Config(Plain):
 
     @classmethod
     def read(cls, value: Any) -> Any:
-        """Convert a given value to settings.
-
-        Args:
-            value: Settings, a mapping of them, or the name of a backend.
-
-        Returns:
-            The settings, or the value for a validator to refuse.
-
-        Raises:
-            ConfigError: A setting in the mapping is wrong.
-        """
+        """Settings of a mapping, or of the name of a backend; other values are left as they are."""
         if isinstance(value, str):
             return cls(backend=value)
         return cls(**value) if isinstance(value, Mapping) else value
 
     def variables(self) -> dict[str, str]:
-        """The environment variables by which Accelerate gets the same settings.
-
-        Returns:
-            Names and values.
-        """
+        """The environment variables by which Accelerate gets the same settings."""
         values: dict[str, object] = {
             _variable_name(name): value
             for name, value in dict(self).items()
@@ -172,14 +135,7 @@ class Fp8Config(Plain):
 
     @classmethod
     def from_environment(cls) -> Fp8Config | None:
-        """The settings that :meth:`variables` passed to this process.
-
-        Returns:
-            The settings; None where no variable says anything.
-
-        Raises:
-            ConfigError: A variable has a wrong value.
-        """
+        """The settings that :meth:`variables` passed to this process; None where there are none."""
         values = {
             name.removeprefix(_VARIABLE_PREFIX): value
             for name, value in env.snapshot().items()
@@ -215,11 +171,7 @@ class Fp8Handler(Handler):
         self.to_config()
 
     def to_config(self) -> Fp8Config:
-        """The settings that it stands for, completed by variables of the environment.
-
-        Raises:
-            ConfigError: A value is wrong.
-        """
+        """The settings that it stands for, completed by variables of the environment."""
         said = {name: value for name, value in self.to_dict().items() if value is not None}
         said.pop("config", None)
         said.pop("module_filter_func", None)
@@ -229,7 +181,7 @@ class Fp8Handler(Handler):
             if said.get("opt_level", level) != level:
                 raise ConfigError(
                     f"opt_level={said['opt_level']!r} and optimization_level={level!r} are two "
-                    "names of one setting, and differ. Give one of them."
+                    "names of one setting. Give one of them."
                 )
             said["opt_level"] = level
         from_variables = Fp8Config.from_environment()
@@ -240,20 +192,9 @@ class Fp8Handler(Handler):
 
 @dataclass
 class TERecipeKwargs(Fp8Handler):
-    """TransformerEngine and its recipe.
+    """TransformerEngine and its recipe: settings of :class:`Fp8Config`, by Accelerate's names.
 
-    Attributes:
-        use_autocast_during_eval: Whether evaluation computes in FP8, too.
-        margin: Headroom of scales, in powers of two.
-        interval: Steps between two computations of scales.
-        fp8_format: ``HYBRID`` or ``E4M3``.
-        amax_history_len: Steps that are remembered for a scale.
-        amax_compute_algo: ``max`` or ``most_recent``.
-        override_linear_precision: Whether forward, input gradient and weight gradient are computed
-            in higher precision.
-        use_mxfp8_block_scaling: ``recipe="mxfp8"``.
-        recipe: ``delayed``, ``current``, ``block``, ``mxfp8`` or ``nvfp4``.
-        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
+    `use_mxfp8_block_scaling` is its word for ``recipe="mxfp8"``.
     """
 
     BACKEND: ClassVar[str] = "te"
@@ -272,13 +213,7 @@ class TERecipeKwargs(Fp8Handler):
 
 @dataclass
 class MSAMPRecipeKwargs(Fp8Handler):
-    """MS-AMP's levels.
-
-    Attributes:
-        opt_level: ``O1``, ``O2`` (the default) or ``O3``.
-        optimization_level: The same, as some guides spell it.
-        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
-    """
+    """MS-AMP's levels: settings of :class:`Fp8Config`, `opt_level` also by its longer name."""
 
     BACKEND: ClassVar[str] = "msamp"
 
@@ -289,15 +224,11 @@ class MSAMPRecipeKwargs(Fp8Handler):
 
 @dataclass
 class AORecipeKwargs(Fp8Handler):
-    """torchao.
+    """torchao: settings of :class:`Fp8Config`, or of its own.
 
     Attributes:
         config: A ``torchao.float8.Float8LinearConfig``; it wins over all else.
         module_filter_func: Called with a layer and its name: whether it is converted.
-        pad_inner_dim: Whether matrices are padded whose sizes 16 does not divide.
-        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in FP8.
-        recipe: ``current`` or ``rowwise``.
-        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
     """
 
     BACKEND: ClassVar[str] = "ao"
@@ -312,13 +243,7 @@ class AORecipeKwargs(Fp8Handler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Any backend; see the classes of each.
-
-    Attributes:
-        backend: ``te``, ``msamp``, ``ao`` or ``native``; None takes what is installed.
-        pad_inner_dim: Whether torchao pads matrices whose sizes 16 does not divide.
-        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in FP8, with torchao.
-    """
+    """Settings of :class:`Fp8Config` for any backend; None takes what is installed."""
 
     BACKEND: ClassVar[str] = "auto"
 

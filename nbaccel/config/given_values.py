@@ -1,12 +1,11 @@
 """Given values: read, found under dotted keys, and as messages show them.
 
-Numbers come as text from YAML and environment variables, as scalars from NumPy and torch, and as
-members of enums. Each reader here takes one such value and returns a plain one; what it cannot
-read it returns unchanged, so that the validator refuses it with the value that was given.
+A reader returns what it cannot read unchanged, so that the validator refuses it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import reprlib
@@ -16,8 +15,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
-RESUME_HERE = "here"
-"""What a stopped launch keeps goes with this process."""
+RESUME_HERE = "here"  # what a stopped launch keeps goes with this process
 
 
 def plain_value(value: Any) -> Any:
@@ -47,11 +45,7 @@ def read_whole(value: Any) -> Any:
 
 
 def numbers_read(given_value: Any) -> Any:
-    """A number for text that is one, also inside of lists and mappings: ``"3e-5"``.
-
-    YAML 1.1 has no number without a point before the exponent, so that its readers make text of
-    ``lr: 3e-5``.
-    """
+    """A number for text that is one, also in lists and mappings: ``lr: 3e-5`` of YAML 1.1."""
     if isinstance(given_value, dict):
         return {key: numbers_read(value) for key, value in given_value.items()}
     if isinstance(given_value, list):
@@ -60,11 +54,9 @@ def numbers_read(given_value: Any) -> Any:
         return given_value
     # `int` first, so that "8" stays whole.
     for number_type in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             parsed_number = number_type(given_value)
-        except ValueError:
-            continue
-        return parsed_number if math.isfinite(parsed_number) else given_value
+            return parsed_number if math.isfinite(parsed_number) else given_value
     return given_value
 
 
@@ -113,9 +105,8 @@ def value_at(settings: Mapping[str, Any] | None, dotted_key: str, default: Any =
 
 def has_key(settings: Mapping[str, Any] | None, dotted_key: str) -> bool:
     """Whether there is anything under a key, be it None."""
-    # A new object equals no value, not even None.
-    missing_marker = object()
-    return value_at(settings, dotted_key, missing_marker) is not missing_marker
+    missing = object()
+    return value_at(settings, dotted_key, missing) is not missing
 
 
 def put_at(settings: dict[str, Any], dotted_key: str, new_value: Any) -> None:
@@ -129,9 +120,9 @@ def put_at(settings: dict[str, Any], dotted_key: str, new_value: Any) -> None:
 def drop_at(settings: dict[str, Any], dotted_key: str) -> None:
     """Take a key out, and the sections that it leaves empty."""
     # Recursive, because sections are removed from the innermost outwards.
-    first_step, separator, remaining_key = dotted_key.partition(".")
+    first_step, _, remaining_key = dotted_key.partition(".")
     inner_section = settings.get(first_step)
-    if not separator:
+    if not remaining_key:
         settings.pop(first_step, None)
     elif isinstance(inner_section, dict):
         drop_at(inner_section, remaining_key)
@@ -157,7 +148,6 @@ def closest(word: str, allowed: Iterable[str], words: Mapping[str, str] | None =
 
 def shown(value: object) -> str:
     """A value as it appears in a message."""
-    # Not `repr`: a tensor or a large dictionary would fill the message, and take long.
     short_repr = reprlib.Repr()
     short_repr.maxstring = short_repr.maxother = _MAX_SHOWN_CHARS
     try:
@@ -165,6 +155,4 @@ def shown(value: object) -> str:
     except ValueError:  # Python refuses to write numbers of thousands of digits
         return f"a {type(value).__name__} too large to show"
     # A few entries on each of several levels are still thousands of characters.
-    if len(text) > _MAX_TEXT_CHARS:
-        text = f"{text[:_MAX_TEXT_CHARS]}…"
-    return text
+    return text if len(text) <= _MAX_TEXT_CHARS else f"{text[:_MAX_TEXT_CHARS]}…"

@@ -1,7 +1,6 @@
 """Settings of a training loop, one small class per concern, named as users of Accelerate know them.
 
-They hold and check the user's settings; nothing here imports torch. A wrong value raises
-:class:`~nbaccel.base.errors.ConfigError`, which has the given value and says what to give instead.
+They check what they are given (`ConfigError`); nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,6 +26,7 @@ from nbaccel.config.enumerations import (
 from nbaccel.config.field_rules import (
     NO_SMALLER,
     FieldCheck,
+    FieldMistake,
     FieldRule,
     Handler as Handler,
     OptionalCount,
@@ -35,14 +35,14 @@ from nbaccel.config.field_rules import (
     field_mistakes,
     refuse_mistakes,
 )
-from nbaccel.config.given_values import plain_value, read_whole
+from nbaccel.config.given_values import closest, plain_value, shown
+from nbaccel.config.text_forms import json_like
 
 _PLUGIN_NAME = "FullyShardedDataParallelPlugin"
 WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 _SHARDING_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-# What fully_shard does by itself, whatever is given.
-_OWN_WAY = ("backward_prefetch", "forward_prefetch")
+_OWN_WAY = ("backward_prefetch", "forward_prefetch")  # fully_shard prefetches by itself
 _ALWAYS_DONE = ("use_orig_params", "sync_module_states", "limit_all_gathers")
 FSDP_VARIABLES: Mapping[str, str] = {
     "sharding_strategy": "FSDP_SHARDING_STRATEGY",
@@ -56,10 +56,7 @@ FSDP_VARIABLES: Mapping[str, str] = {
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
     "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
 }
-"""Settings that can be text, and Accelerate's variables, which its launcher and ours set.
-
-FSDP1's settings without effect are not among them.
-"""
+"""Settings that can be text, and Accelerate's variables, which its launcher and ours set."""
 DYNAMO_VARIABLES: Mapping[str, str] = {
     "backend": "ACCELERATE_DYNAMO_BACKEND",
     "mode": "ACCELERATE_DYNAMO_MODE",
@@ -67,12 +64,10 @@ DYNAMO_VARIABLES: Mapping[str, str] = {
     "dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
     "use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
 }
-"""The same of ``TorchDynamoPlugin``."""
-TRUTH_SETTINGS = (
+TRUTH_SETTINGS = (  # of both plugins
     *("reshard_after_forward", "cpu_offload", "activation_checkpointing"),
     *("cpu_ram_efficient_loading", "fullgraph", "dynamic", "use_regional_compilation"),
 )
-"""Those of both that are true or false."""
 SHARDING_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 # Torch's classes by name, since nothing here imports torch.
 _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
@@ -118,13 +113,7 @@ def _wrap_policy(value: Any) -> Any:
 
 
 _VERSION_FIELD = Annotated[
-    Literal[1, 2] | None,
-    FieldRule(
-        read=read_whole,
-        must="1, 2 or None",
-        why="FSDP has these two versions",
-        do="Leave it out to get fully_shard, which is 2",
-    ),
+    Literal[1, 2] | None, FieldRule(do="Leave it out to get fully_shard, which is 2")
 ]
 _WRAP_POLICY = Annotated[
     Any,
@@ -132,7 +121,6 @@ _WRAP_POLICY = Annotated[
         read=_wrap_policy,
         must=f"one of {', '.join(WRAP_POLICIES)}, or a function from a module to True or False",
         allowed=WRAP_POLICIES,
-        why="Nothing says what to shard",
         do="Leave it out to shard the blocks that the model names",
     ),
 ]
@@ -140,9 +128,6 @@ _STATE_TYPE = Annotated[
     Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None,
     FieldRule(
         read=lambda value: None if value is None else plain_name(value),
-        must=f"one of {', '.join(_STATE_TYPES)}",
-        allowed=_STATE_TYPES,
-        why="Checkpoints could not be written",
         do="Leave it out to write shards",
     ),
 ]
@@ -223,9 +208,8 @@ class FullyShardedDataParallelPlugin(Settings):
         self._warn_of_fsdp1()
         # The default depends on the version that was given, so it is read before it becomes 2.
         if self.state_dict_type is None:
-            self.state_dict_type = (
-                _kind_of(self.state_dict_config) or _STATE_TYPES[self.fsdp_version != 1]
-            )
+            usual = _STATE_TYPES[self.fsdp_version != 1]
+            self.state_dict_type = _kind_of(self.state_dict_config) or usual
         self.fsdp_version = 2
         choice = self.sharding_strategy or self.reshard_after_forward
         if choice is None or isinstance(choice, bool):
@@ -261,14 +245,7 @@ class FullyShardedDataParallelPlugin(Settings):
         return plain_name(self.state_dict_type) == "SHARDED_STATE_DICT"
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Let ``save_state`` write in another way from now on: train in shards, save one file.
-
-        Args:
-            state_dict_type: ``FULL_STATE_DICT`` or ``SHARDED_STATE_DICT``; None leaves it.
-
-        Raises:
-            ConfigError: It is another.
-        """
+        """Let ``save_state`` write ``FULL_STATE_DICT`` or ``SHARDED_STATE_DICT`` from now on."""
         if state_dict_type is not None:
             self.state_dict_type = FieldCheck(_STATE_TYPE).read(
                 "state_dict_type", state_dict_type, owner=type(self).__name__
@@ -277,14 +254,7 @@ class FullyShardedDataParallelPlugin(Settings):
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Give the number format, where none was given.
-
-        Args:
-            mixed_precision: ``fp16``, ``bf16`` or ``fp32``.
-            buffer_autocast: FSDP1's, without effect: ``fully_shard`` leaves buffers as they are.
-            override: Whether it replaces one that was given.
-        """
-        del buffer_autocast
+        """Give the number format, if there is none or to override. `buffer_autocast` is unused."""
         if override or self.mixed_precision_policy is None:
             self.mixed_precision_policy = None if mixed_precision == "fp32" else mixed_precision
 
@@ -295,14 +265,12 @@ class FullyShardedDataParallelPlugin(Settings):
         """Nothing to do: `cpu_offload` is a truth value as soon as it is given."""
 
     def _contradictions(self) -> list[str]:
-        if self.state_dict_type is None:
-            return []
         return [
             f"{_PLUGIN_NAME}(state_dict_type={self.state_dict_type!r}) contradicts "
-            f"{name}={getattr(self, name)!r}: checkpoints would be written as only "
-            "one of them says. Leave one of them out."
+            f"{name}={getattr(self, name)!r}. Leave one of them out."
             for name in ("state_dict_config", "optim_state_dict_config")
-            if _kind_of(getattr(self, name)) not in (None, self.state_dict_type)
+            if self.state_dict_type is not None
+            and _kind_of(getattr(self, name)) not in (None, self.state_dict_type)
         ]
 
     def _unfollowed(self) -> list[str]:
@@ -317,33 +285,25 @@ class FullyShardedDataParallelPlugin(Settings):
         ]
         if self.param_init_fn is not None:
             settings.append(
-                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's and would have "
-                "no effect with fully_shard. Leave it out; build the model with its values before "
-                "prepare."
+                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's. Leave it out; "
+                "build the model with its values before prepare."
             )
         if self.activation_checkpointing_offload:
             settings.append(
                 f"{_PLUGIN_NAME}(activation_checkpointing_offload=True) is not supported: this "
-                "version recomputes activations and does not move them to host memory. Leave it "
-                "out."
+                "version does not move activations to host memory. Leave it out."
             )
         return settings
 
     def _warn_of_fsdp1(self) -> None:
-        """Warn once of settings that are FSDP1's and change no number."""
         given = self.to_dict()
         fsdp1_settings = ["fsdp_version=1"] * (self.fsdp_version == 1)
-        fsdp1_settings += [
-            f"{name}={given[name]!r} (it prefetches by itself)" for name in _OWN_WAY if given[name]
-        ]
-        fsdp1_settings += [
-            f"{name}=False (it always does it)" for name in _ALWAYS_DONE if given[name] is False
-        ]
+        fsdp1_settings += [f"{name}={given[name]!r}" for name in _OWN_WAY if given[name]]
+        fsdp1_settings += [f"{name}=False" for name in _ALWAYS_DONE if given[name] is False]
         if fsdp1_settings:
             warnings.warn(
-                f"{_PLUGIN_NAME}({', '.join(fsdp1_settings)}): fully_shard, which is FSDP2, "
-                "trains in FSDP1's place. Losses and weights are the same; parameters are "
-                "DTensors, and none is flattened. Leave these arguments out.",
+                f"{_PLUGIN_NAME}({', '.join(fsdp1_settings)}): fully_shard, which is FSDP2, trains "
+                "in FSDP1's place, with the same losses and weights. Leave these arguments out.",
                 stacklevel=4,  # past __post_init__ and the __init__ that dataclass made
             )
 
@@ -372,7 +332,6 @@ _HOOK_FIELD = Annotated[
         read=plain_value,
         must=f"one of {', '.join(DDPCommunicationHookType.list())}",
         allowed=tuple(DDPCommunicationHookType.list()),
-        why="Gradients would travel uncompressed",
         do='Leave it at "no" to compress nothing',
     ),
 ]
@@ -566,14 +525,7 @@ class ProfileKwargs(Handler):
     output_trace_dir: str | Path | None = None
 
     def build(self) -> Any:
-        """A ``torch.profiler.profile`` with these settings.
-
-        Returns:
-            The profiler, to be used as a context manager.
-
-        Raises:
-            ConfigError: An activity is unknown.
-        """
+        """A context manager: ``torch.profiler.profile`` with these settings."""
         # By name and only here: modules of `config` must not import torch.
         profiler_module: Any = importlib.import_module("torch.profiler")
         kinds = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
@@ -581,37 +533,25 @@ class ProfileKwargs(Handler):
         if unknown_activities:
             raise ConfigError(
                 f"ProfileKwargs(activities={list(self.activities or ())}) has unknown ones: "
-                f"{unknown_activities}. Nothing would be recorded for them. Give some of "
-                f"{', '.join(kinds)}."
+                f"{unknown_activities}. Give some of {', '.join(kinds)}."
             )
-        # These three are not arguments of torch's, or need torch to be converted.
-        plain_settings = replace(self, activities=None, schedule_option=None, output_trace_dir=None)
-        profiler_arguments = {
-            name: value for name, value in plain_settings.to_dict().items() if value is not None
-        }
+        arguments = {name: value for name, value in self.to_dict().items() if value is not None}
+        arguments.pop("output_trace_dir", None)
         if not self.with_modules:  # for TorchScript only: torch warns whenever it is passed
-            del profiler_arguments["with_modules"]
-        # Both need torch's classes, which the settings can only name.
-        if self.schedule_option is not None:
-            profiler_arguments["schedule"] = profiler_module.schedule(**self.schedule_option)
+            del arguments["with_modules"]
+        if (schedule := arguments.pop("schedule_option", None)) is not None:
+            arguments["schedule"] = profiler_module.schedule(**schedule)
         if self.activities is not None:
-            known_activities = profiler_module.ProfilerActivity
-            profiler_arguments["activities"] = [
-                getattr(known_activities, kinds[str(name)]) for name in self.activities
+            arguments["activities"] = [
+                getattr(profiler_module.ProfilerActivity, kinds[str(name)])
+                for name in self.activities
             ]
-        return profiler_module.profile(**profiler_arguments)
+        return profiler_module.profile(**arguments)
 
 
-_CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-_COMPILE_MODES: tuple[str, ...] = get_args(_CompileMode)
 _MODE_FIELD = Annotated[
-    _CompileMode | None,
-    FieldRule(
-        must=f"one of {', '.join(_COMPILE_MODES)}",
-        allowed=_COMPILE_MODES,
-        why="torch.compile would refuse it when the model is prepared",
-        do='Leave it out to take "default"',
-    ),
+    Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
+    FieldRule(do='Leave it out to take "default"'),
 ]
 
 
@@ -677,6 +617,105 @@ class TorchDynamoPlugin(Handler):
             for name, value in compile_arguments.items()
             if value is not None and value != default_arguments.get(name)
         }
+
+
+# Settings of both plugins in a `RunConfig`. Training code gets them by Accelerate's variables.
+
+_PLACE_VARIABLES = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
+    | {"MASTER_ADDR", "MASTER_PORT"}
+)
+
+
+def read_fsdp_settings(value: Any) -> Any:
+    """Settings of `FullyShardedDataParallelPlugin`, as JSON holds them."""
+    if not isinstance(value, Mapping):
+        return value
+    settings = _checked_names(value, FSDP_VARIABLES)
+    if isinstance(class_names := settings.get("transformer_cls_names_to_wrap"), str):
+        settings["transformer_cls_names_to_wrap"] = split_names(class_names)
+    with warnings.catch_warnings():
+        # The plugin is built for its checks alone; the worker's says what it does otherwise.
+        warnings.simplefilter("ignore")
+        plugin = _built_from(FullyShardedDataParallelPlugin, settings)
+    if "min_num_params" in settings:
+        # It may have been text; others are kept as given, since the plugin translates FSDP1's.
+        settings["min_num_params"] = plugin.min_num_params
+    return settings
+
+
+def read_dynamo_settings(value: Any) -> Any:
+    """Settings of `TorchDynamoPlugin`, also from a backend's name alone."""
+    if isinstance(value, str):
+        value = {"backend": value}
+    if not isinstance(value, Mapping):
+        return value
+    settings = _checked_names(value, DYNAMO_VARIABLES)
+    _built_from(TorchDynamoPlugin, settings)
+    return settings
+
+
+def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) -> dict[str, Any]:
+    """The settings as JSON holds them, without those that are None."""
+    plain_settings: dict[str, Any] = json_like(settings)
+    known = ", ".join(known_names)
+    mistakes = [
+        FieldMistake(
+            f"{name} is no setting of it."
+            f"{closest(name, known_names) or f' The settings are: {known}.'}",
+            name,
+        )
+        for name in plain_settings
+        if name not in known_names
+    ]
+    mistakes += [
+        FieldMistake(f"{name}={shown(plain_settings[name])} must be true or false.", name)
+        for name in TRUTH_SETTINGS
+        if not isinstance(plain_settings.get(name), (bool, type(None)))
+    ]
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return {name: value for name, value in plain_settings.items() if value is not None}
+
+
+def _built_from(plugin_class: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    try:
+        return plugin_class(**settings)
+    except ConfigError as error:
+        # Without their paths, since the messages name the class that was called.
+        raise ConfigError(*map(FieldMistake, error.mistakes)) from error
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def read_worker_variables(given_value: Any) -> Any:
+    """Environment variables as text."""
+    if not isinstance(given_value, Mapping):
+        return given_value
+    placed_names = sorted(_PLACE_VARIABLES & {str(name) for name in given_value})
+    if placed_names:
+        raise ConfigError(
+            FieldMistake(
+                f"{', '.join(placed_names)} cannot be given: the launcher tells each worker its "
+                "place by it. Give num_processes, num_nodes, node_rank, master_addr or use_port."
+            )
+        )
+    return {
+        str(name): str(value) if isinstance(value, (bool, int, float)) else value
+        for name, value in given_value.items()
+    }
+
+
+def setting_variables(
+    settings: Mapping[str, Any] | None, variable_names: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that carry settings of a plugin to workers."""
+    variables = {}
+    for name, value in (settings or {}).items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if value is not None:
+            variables[variable_names[name]] = text.lower() if isinstance(value, bool) else text
+    return variables
 
 
 name_own(globals())

@@ -1,175 +1,122 @@
 """``RunConfig``: the user's settings of a run, without anything found out about the machine.
 
-It is frozen, complete and can be written as JSON or YAML; ``nbaccel.plan.resolve`` makes a plan of
-it. Values that contradict each other are refused here, values that this machine does not support
-are refused there.
-
-What settings may say against each other stands first, each with what to do.
+Contradictions are refused here, what this machine does not support by ``nbaccel.plan.resolve``.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 
 from pydantic import ConfigDict, JsonValue, ValidationError
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config import deepspeed_document as zero_engine
-from nbaccel.config.capabilities import (
-    DEVICES,
-    ENGINES,
-    ENTRY_POINT_PROBLEMS,
-    PRECISIONS,
-    START_METHODS,
-    STRATEGIES,
-    engine_row,
-    words_of_rows,
-)
+from nbaccel.config import capabilities as rows, deepspeed_document as zero_engine
 from nbaccel.config.deepspeed_document import filter_contradictions, read_host_filter
 from nbaccel.config.field_rules import explain_mistakes, setting
 from nbaccel.config.fp8 import Fp8Config
-from nbaccel.config.given_values import (
-    plain_value,
-    read_number,
-    read_path,
-    read_port,
-    read_resume,
-    shown,
-)
-from nbaccel.config.plugin_settings import (
-    read_dynamo_settings,
-    read_fsdp_settings,
-    read_worker_variables,
-)
+from nbaccel.config.given_values import plain_value, read_path, read_port, read_resume, shown
+from nbaccel.config.handlers import read_dynamo_settings, read_fsdp_settings, read_worker_variables
 from nbaccel.config.text_forms import Exchangeable
-
-_Rule: TypeAlias = tuple[bool, tuple[str, ...], str]
-"""Whether settings contradict each other, which they are, and the message."""
 
 
 def contradictions(config: RunConfig, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
-    """What settings say against each other; of some it is known already that they are wrong."""
-    rules = (*_of_nodes(config), *_of_start(config))
-    found = (*(rule[1:] for rule in rules if rule[0]), *filter_contradictions(config))
-    return tuple(text for names, text in found if not set(names).intersection(ignoring))
+    """What settings say against each other, but for those that are known to be wrong."""
+    found = (*_of_nodes(config), *_of_start(config), *filter_contradictions(config))
+    return tuple(text for text in found if not set(re.findall(r"\w+", text)).intersection(ignoring))
 
 
-def _of_nodes(config: RunConfig) -> tuple[_Rule, ...]:
+def _of_nodes(config: RunConfig) -> Iterator[str]:
     host_name, separator, port = config.rdzv_endpoint.rpartition(":")
     address = (host_name if separator else port).strip("[]") or config.master_addr
     is_port = port.isdecimal() and 1 <= int(port) <= 65535
-    several = config.num_nodes > 1
-    return (
-        (
-            config.node_rank >= config.num_nodes,
-            ("node_rank", "num_nodes"),
+    if config.node_rank >= config.num_nodes:
+        yield (
             f"node_rank must be below num_nodes: got node_rank={config.node_rank} with "
-            f"num_nodes={config.num_nodes}. The other nodes would wait for a node that never "
-            "comes. Number the nodes from 0, or raise num_nodes.",
-        ),
-        (
-            several and config.num_processes is None,
-            ("num_processes", "num_nodes"),
-            f"num_processes cannot be left out with num_nodes={config.num_nodes}. Every node must "
-            "know how many workers the others have. Give the same num_processes on every node.",
-        ),
-        (
-            several and _is_loopback(address),
-            ("master_addr", "rdzv_endpoint", "num_nodes"),
+            f"num_nodes={config.num_nodes}. Number the nodes from 0, or raise num_nodes."
+        )
+    if config.num_nodes > 1 and config.num_processes is None:
+        yield (
+            f"num_processes cannot be left out with num_nodes={config.num_nodes}: every node must "
+            "know how many workers the others have. Give the same on every node."
+        )
+    if config.num_nodes > 1 and _is_loopback(address):
+        yield (
             f"{'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'} cannot be {address!r} "
-            f"with num_nodes={config.num_nodes}. On each node that address is the node itself, so "
-            "they would never meet. Give the address of the first node as the others reach it.",
-        ),
-        (
-            # Only static rendezvous needs the port; other backends have a default port.
-            bool(config.rdzv_endpoint) and config.rdzv_backend == "static" and not is_port,
-            ("rdzv_endpoint", "rdzv_backend"),
-            f'rdzv_endpoint must be "host:port": got {config.rdzv_endpoint!r}. '
-            "Static rendezvous connects to exactly that port. Add a port from 1 to 65535.",
-        ),
-        (
-            config.rdzv_backend.startswith("etcd") and not config.rdzv_endpoint,
-            ("rdzv_endpoint", "rdzv_backend"),
-            f"rdzv_endpoint cannot be empty with rdzv_backend={config.rdzv_backend!r}. "
-            'The etcd server must be found. Give its "host:port".',
-        ),
-    )
+            f"with num_nodes={config.num_nodes}: each node is that itself. Give the first node's."
+        )
+    # Only static rendezvous needs the port; other backends have a default port.
+    if config.rdzv_endpoint and config.rdzv_backend == "static" and not is_port:
+        yield (
+            f'rdzv_endpoint must be "host:port": got {config.rdzv_endpoint!r}. Static rendezvous '
+            "connects to exactly that port. Add one from 1 to 65535."
+        )
+    if config.rdzv_backend.startswith("etcd") and not config.rdzv_endpoint:
+        yield (
+            f"rdzv_endpoint cannot be empty with rdzv_backend={config.rdzv_backend!r}: the etcd "
+            'server must be found. Give its "host:port".'
+        )
 
 
-def _of_start(config: RunConfig) -> tuple[_Rule, ...]:
+def _of_start(config: RunConfig) -> Iterator[str]:
     is_inline = config.start_method == "inline"
-    several = config.num_nodes > 1
     engine = chosen_engine(config)[0]
-    starts_all = engine_row(engine).runs_on_hosts
-    owner = next(row.name for row in ENGINES if row.setting == "hostfile")
-    sharding = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
-    told_engine = ("engine", "hostfile", "num_nodes", "start_method", "rdzv_backend")
-    return (
-        (
-            is_inline and config.num_processes not in (None, 1),
-            ("start_method", "num_processes"),
-            f'start_method="inline" cannot run num_processes={config.num_processes}. Inline means '
-            'in this very process, which is one. Give num_processes=1, or start_method="auto".',
-        ),
-        (
-            is_inline and (several or config.max_restarts > 0),
-            ("start_method", "num_nodes", "max_restarts"),
+    starts_all = rows.engine_row(engine).runs_on_hosts
+    owner = next(row.name for row in rows.ENGINES if row.setting == "hostfile")
+    sharding = [row.name for row in rows.STRATEGIES if "fsdp_plugin" in row.arguments]
+    if is_inline and config.num_processes not in (None, 1):
+        yield (
+            f'start_method="inline" cannot run num_processes={config.num_processes}: it means this '
+            'very process, which is one. Give num_processes=1, or start_method="auto".'
+        )
+    if is_inline and (config.num_nodes > 1 or config.max_restarts > 0):
+        yield (
             f'start_method="inline" cannot go with num_nodes={config.num_nodes} and '
-            f"max_restarts={config.max_restarts}. Inline is this very process: it meets no other "
-            'node and cannot be started again. Give start_method="auto", or leave them out.',
-        ),
-        (
-            config.fsdp is not None and config.strategy not in sharding,
-            ("fsdp", "strategy"),
+            f"max_restarts={config.max_restarts}: it means this very process alone. "
+            'Give start_method="auto", or leave them out.'
+        )
+    if config.fsdp is not None and config.strategy not in sharding:
+        yield (
             f"fsdp cannot go with strategy={config.strategy!r}: its settings would have no effect. "
-            'Give strategy="fsdp", or leave fsdp out.',
-        ),
-        (
-            several and starts_all,
-            told_engine,
-            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, "
-            "with which one notebook starts the workers of all machines: num_nodes counts machines "
-            "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
-            "counts the workers on all hosts.",
-        ),
-        (
-            config.hostfile is not None and config.engine not in ("auto", owner),
-            ("engine", "hostfile"),
+            'Give strategy="fsdp", or leave fsdp out.'
+        )
+    if config.num_nodes > 1 and starts_all:
+        yield (
+            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, which starts the workers "
+            "of all machines. Leave num_nodes and node_rank out: num_processes counts them all."
+        )
+    if config.hostfile is not None and config.engine not in ("auto", owner):
+        yield (
             f"hostfile={config.hostfile!r} contradicts engine={config.engine!r}, which finds "
-            f"its machines itself. One would be ignored. Leave one out, or give engine={owner!r}.",
-        ),
-        (
-            starts_all and config.start_method not in ("auto", "template"),
-            told_engine,
+            f"its machines itself. Leave one out, or give engine={owner!r}."
+        )
+    if starts_all and config.start_method not in ("auto", "template"):
+        yield (
             f"start_method={config.start_method!r} contradicts engine={engine!r}: workers on "
-            "other machines cannot be forked from this process. Leave start_method out.",
-        ),
-    )
+            "other machines cannot be forked from this process. Leave start_method out."
+        )
 
 
 def chosen_engine(config: RunConfig) -> tuple[str, str]:
     """The engine of a run, and why."""
     if config.engine != "auto":
         return config.engine, "asked for"
-    for row in ENGINES:
+    for row in rows.ENGINES:
         if row.setting and (value := getattr(config, row.setting)) is not None:
             return row.name, f"{row.setting}={value!r} names the hosts"
     if text := elastic_reason(config):
-        name = next(row.name for row in ENGINES if row.starts_scripts_only)
+        name = next(row.name for row in rows.ENGINES if row.starts_scripts_only)
         return name, f"{text}: the nodes agree again on who takes part"
     if config.num_nodes > 1:
-        return ENGINES[0].name, f"a fixed set of {config.num_nodes} nodes"
-    return ENGINES[0].name, "this machine"
+        return rows.ENGINES[0].name, f"a fixed set of {config.num_nodes} nodes"
+    return rows.ENGINES[0].name, "this machine"
 
 
 def elastic_reason(config: RunConfig) -> str:
-    """The settings that need torch elastic, whose nodes agree again on who takes part.
-
-    A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
-    """
+    """The settings that need torch elastic, whose nodes agree again on who takes part."""
     if config.num_nodes == 1:
         return ""
     if config.rdzv_backend != "static":
@@ -195,11 +142,11 @@ if TYPE_CHECKING:
     StartMethodName = str
     EngineName = str
 else:
-    DeviceName = Literal[("auto", *(row.name for row in DEVICES))]
-    PrecisionName = Literal[tuple(row.name for row in PRECISIONS)]
-    StrategyName = Literal[("auto", *(row.name for row in STRATEGIES))]
-    StartMethodName = Literal[("auto", *(row.name for row in START_METHODS))]
-    EngineName = Literal[("auto", *(row.name for row in ENGINES))]
+    DeviceName = Literal[("auto", *(row.name for row in rows.DEVICES))]
+    PrecisionName = Literal[tuple(row.name for row in rows.PRECISIONS)]
+    StrategyName = Literal[("auto", *(row.name for row in rows.STRATEGIES))]
+    StartMethodName = Literal[("auto", *(row.name for row in rows.START_METHODS))]
+    EngineName = Literal[("auto", *(row.name for row in rows.ENGINES))]
 OnStop = Literal["keep", "discard"]
 TpuDriverName = Literal["auto", "torch_tpu", "torch_xla"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -223,71 +170,55 @@ class RunConfig(Exchangeable):
     )
 
     num_processes: int | None = setting(
-        None,
-        "Workers on this node; None lets the plan choose.",
-        do="Give for example 2, or leave it out and the plan chooses",
-        ge=1,
+        None, "Workers on this node; None lets the plan choose.", ge=1
     )
     device: DeviceName = setting(
         "auto",
         "What the workers compute on; auto takes GPUs or TPUs where there are some.",
-        do='Leave it at "auto" to take what this machine has',
-        words=words_of_rows(DEVICES),
-        problems=ENTRY_POINT_PROBLEMS,
+        words=rows.words_of_rows(rows.DEVICES),
+        problems=rows.ENTRY_POINT_PROBLEMS,
     )
     mixed_precision: PrecisionName = setting(
         "no",
         "Number format of the forward and backward pass; no keeps float32.",
-        do='"no" keeps float32',
-        words=words_of_rows(PRECISIONS),
-        problems=ENTRY_POINT_PROBLEMS,
+        words=rows.words_of_rows(rows.PRECISIONS),
+        problems=rows.ENTRY_POINT_PROBLEMS,
     )
     strategy: StrategyName = setting(
         "auto",
         "How workers train one model together; auto goes by the other settings, "
         "and by the plugins that training code gives.",
-        why="It decides what each worker holds of the model",
-        do='Leave it at "auto" to go by the other settings',
-        words=words_of_rows(STRATEGIES),
-        problems=ENTRY_POINT_PROBLEMS,
+        words=rows.words_of_rows(rows.STRATEGIES),
+        problems=rows.ENTRY_POINT_PROBLEMS,
     )
     start_method: StartMethodName = setting(
         "auto",
         "How workers come to be: forked from a clean template or this process.",
-        do='Leave it at "auto": it takes the safest that works',
         words={"spawn": "template", "forkserver": "template", "none": "inline"},
     )
     engine: EngineName = setting(
         "auto",
         "What brings workers on several machines together; auto goes by the other settings.",
-        why="It decides on which machines the workers run",
-        do='Leave it at "auto" to go by the other settings',
-        words=words_of_rows(ENGINES),
-        problems=ENTRY_POINT_PROBLEMS,
+        words=rows.words_of_rows(rows.ENGINES),
+        problems=rows.ENTRY_POINT_PROBLEMS,
     )
     hostfile: str | None = setting(
         None,
         "File of hosts for engine deepspeed, one `name slots=N` a line.",
         read=read_path,
         must="the path of a file with lines such as `worker-1 slots=4`, or None",
-        why="The workers run on the hosts in it",
-        do="Leave it out to use this machine alone",
         min_length=1,
     )
     include: str | None = setting(
         None,
         "Hosts and slots of the hostfile to use alone: worker-1:0,1@worker-2.",
         read=read_host_filter,
-        must="text such as worker-1:0,1@worker-2, or None",
-        do="Leave it out to use all of the hostfile",
         min_length=1,
     )
     exclude: str | None = setting(
         None,
         "Hosts and slots of the hostfile to leave out: worker-1:0,1@worker-2.",
         read=read_host_filter,
-        must="text such as worker-1:0,1@worker-2, or None",
-        do="Leave it out to use all of the hostfile",
         min_length=1,
     )
     use_port: int | None = setting(
@@ -295,70 +226,37 @@ class RunConfig(Exchangeable):
         "TCP port where workers meet; None takes a free one.",
         read=read_port,
         must="a TCP port from 1 to 65535, or None or 0",
-        do="Leave it out and a free port is taken",
         ge=1,
         le=65535,
     )
-    master_addr: str = setting(
-        "127.0.0.1",
-        "Host name or address of the first node.",
-        must="a host name or an address",
-        do='Leave it at "127.0.0.1" on one machine',
-        min_length=1,
-    )
-    node_rank: int = setting(
-        0, "Number of this node among all nodes, from 0.", do="Give 0 on the first node", ge=0
-    )
-    num_nodes: int = setting(
-        1, "Nodes (machines) that take part.", do="Give 1 for this machine alone", ge=1
-    )
+    master_addr: str = setting("127.0.0.1", "Host name or address of the first node.", min_length=1)
+    node_rank: int = setting(0, "Number of this node among all nodes, from 0.", ge=0)
+    num_nodes: int = setting(1, "Nodes (machines) that take part.", ge=1)
     rdzv_backend: str = setting(
         "static",
         "How nodes find each other: static, c10d, etcd, ...",
-        must="the name of a rendezvous backend of torch elastic",
         do='Leave it at "static" in a notebook; "c10d" is for nbaccel launch',
         min_length=1,
     )
     rdzv_endpoint: str = setting(
-        "",
-        "host:port of the rendezvous; empty takes master_addr and use_port.",
-        must='text of the form "host:port", or empty',
-        do="Leave it out to use master_addr and use_port",
+        "", "host:port of the rendezvous; empty takes master_addr and use_port."
     )
     rdzv_conf: dict[str, JsonValue] | None = setting(
         None,
         "Further settings of the rendezvous backend.",
         must="a dictionary of JSON values, or None",
-        why="It is handed to the rendezvous backend and stored as JSON",
         do='Give for example {"timeout": 60}',
     )
-    rdzv_id: str = setting(
-        "none",
-        "Name of this job; equal on all its nodes.",
-        must="a name that is not empty",
-        why="Nodes of one job recognise each other by it",
-        do='Leave it at "none" if no other job shares the rendezvous',
-        min_length=1,
-    )
+    rdzv_id: str = setting("none", "Name of this job; equal on all its nodes.", min_length=1)
     max_restarts: int = setting(
-        0,
-        "How often failed workers are started again, all together.",
-        do="Give 0 to report the first failure",
-        ge=0,
+        0, "How often failed workers are started again, all together.", ge=0
     )
     monitor_interval: float = setting(
-        0.1,
-        "Seconds; taken for compatibility, workers are watched without polling.",
-        read=read_number,
-        must="a number of seconds above 0",
-        why="It is taken for compatibility alone",
-        do="Leave it at 0.1",
-        gt=0,
+        0.1, "Seconds; taken for compatibility, workers are watched without polling.", gt=0
     )
     log_line_prefix_template: str | None = setting(
         None,
         "Prefix of a worker's output lines, with ${rank} and the like.",
-        must="text or None",
         do='Give for example "[${rank}] "',
     )
     log_dir: str | None = setting(
@@ -366,8 +264,6 @@ class RunConfig(Exchangeable):
         "Folder for files with what each rank prints, complete and without "
         "prefix; None writes none.",
         must="the path of a folder, or None",
-        why="What each rank prints is written to files there",
-        do='Give for example "logs", or leave it out to write none',
         min_length=1,
     )
     shown_output: str | None = setting(
@@ -375,29 +271,18 @@ class RunConfig(Exchangeable):
         "What is shown of workers' output: 3 both streams, 1 stdout, 2 stderr, "
         '0 nothing, or by local rank: "0:3,1:2"; None shows all.',
         must='0, 1, 2 or 3, or pairs such as "0:3,1:2", or None',
-        why="It decides which lines of workers are shown; log_dir has all",
-        do='Give for example "0:3" to see rank 0 alone, or leave it out to see all',
         pattern=_SHOWN_OUTPUT,
     )
     timeout: float | None = setting(
-        None,
-        "Seconds after which a launch is ended; None never ends it.",
-        read=read_number,
-        must="a number of seconds above 0, or None",
-        do="Leave it out for no limit",
-        gt=0,
+        None, "Seconds after which a launch is ended; None never ends it.", gt=0
     )
     share_back: bool = setting(
-        True,
-        "Whether trained weights come back into the notebook's own model.",
-        do="Leave it at True to find the trained weights in the notebook",
+        True, "Whether trained weights come back into the notebook's own model."
     )
     on_stop: OnStop = setting(
         "keep",
         "What Stop does to a launch that trains: keep ends it where the step under "
         "way ends, with the weights in the notebook; discard ends it at once, without them.",
-        why="It decides whether the notebook's model has the trained weights after a Stop",
-        do='Leave it at "keep" to go on with what was learned',
     )
     resume: str | None = setting(
         None,
@@ -405,62 +290,47 @@ class RunConfig(Exchangeable):
         "function: here, for as long as this process lives, or the folder that keeps it.",
         read=read_resume,
         must="True, False, or the path of a folder",
-        why="A launch that is stopped keeps there what the next one goes on with",
-        do="Give True to keep it as long as the notebook lives",
         min_length=1,
     )
     compare: int | None = setting(
         None,
         "Steps that one worker takes first, so that it can be told what more "
         "workers are worth; None for none.",
-        do="Give for example 30, or leave it out to compare with earlier runs alone",
         ge=10,
     )
     threads_per_process: int | None = setting(
-        None,
-        "CPU threads of each worker; None shares the cores out.",
-        do="Leave it out to share the cores out",
-        ge=1,
+        None, "CPU threads of each worker; None shares the cores out.", ge=1
     )
     tpu_driver: TpuDriverName = setting(
         "auto",
         "What drives TPU chips; auto takes torch_tpu where it can be used.",
-        do='Leave it at "auto" to take what is installed',
         words={"torchtpu": "torch_tpu", "xla": "torch_xla", "torchxla": "torch_xla"},
     )
     zero_stage: ZeroStage | None = setting(
         None,
         "ZeRO stage: 1 shards the optimizer, 2 also gradients, 3 also weights; "
         "0 or None shards nothing.",
-        why="It decides what each worker holds only a shard of",
-        do="Leave it out and every worker holds the whole model",
     )
     deepspeed: dict[str, JsonValue] | None = setting(
         None,
         "DeepSpeed's configuration: a mapping, JSON text or a file.",
         read=zero_engine.read_document,
         must="a DeepSpeed configuration, as a dictionary, JSON text or the path of a JSON file",
-        why="The engine of each worker is made by it",
         do='Give for example {"gradient_clipping": 1.0}, or leave it out',
     )
     gradient_accumulation_steps: int | None = setting(
-        None,
-        "Batches that make one optimizer step; None leaves it open.",
-        do="Give 1 to step after every batch",
-        ge=1,
+        None, "Batches that make one optimizer step; None leaves it open.", ge=1
     )
     activation_checkpointing: bool = setting(
         False,
         "Compute activations again in the backward pass: less memory, about a "
         "third more time. For models with gradient_checkpointing_enable().",
-        do="Leave it at False where memory suffices",
     )
     fp8: Fp8Config | None = setting(
         None,
         "Backend and recipe of FP8; None takes the defaults.",
         read=Fp8Config.read,
         must="an Fp8Config, a dictionary of its settings, or the name of a backend",
-        why="It decides which library computes in 8 bits, and how it scales",
         do='Give for example {"backend": "te"}, or leave it out',
     )
     fsdp: dict[str, JsonValue] | None = setting(
@@ -468,14 +338,12 @@ class RunConfig(Exchangeable):
         'Settings of FSDP, with strategy="fsdp": those of FullyShardedDataParallelPlugin that can '
         "be text.",
         read=read_fsdp_settings,
-        must="a dictionary of settings of FullyShardedDataParallelPlugin, or None",
         do='Give for example {"cpu_offload": true}, or leave it out',
     )
     dynamo: dict[str, JsonValue] | None = setting(
         None,
         "Settings of torch.compile: a backend's name, or those of TorchDynamoPlugin.",
         read=read_dynamo_settings,
-        must="a backend of torch.compile, a dictionary of settings of TorchDynamoPlugin, or None",
         do='Give for example {"backend": "inductor"}, or leave it out',
     )
     variables: dict[str, str] | None = setting(
@@ -491,8 +359,7 @@ class RunConfig(Exchangeable):
         def __init__(self, **settings: Any) -> None:
             # Before pydantic sees them: an enum's member or a scalar of torch would be refused.
             given_settings = {name: plain_value(value) for name, value in settings.items()}
-            # The document decides only settings that were not given; `disagreements` compares the
-            # others.
+            # The document decides only settings that were not given.
             config_document, file_settings = _read_document(given_settings)
             settings = {**file_settings, **given_settings}
             all_mistakes: list[str] = []
@@ -505,8 +372,7 @@ class RunConfig(Exchangeable):
                 validation_error = error
                 all_mistakes = [*explain_mistakes(type(self), error, settings, said_by=said_by)]
                 wrong_names = {str(detail["loc"][0]) for detail in error.errors()}
-                # Built again from the valid settings, so that contradictions among them are
-                # reported at once, too. The object is never returned: an error follows.
+                # Built again, for contradictions among the valid ones; an error follows.
                 super().__init__(
                     **{name: value for name, value in settings.items() if name not in wrong_names}
                 )
@@ -525,19 +391,10 @@ class RunConfig(Exchangeable):
         return self.deepspeed is not None or bool(self.zero_stage)
 
     def changed(self, **settings: Any) -> RunConfig:
-        """A copy with other values, validated like a new one.
+        """A copy with other values, validated like a new one: `ConfigError` if they are wrong.
 
         A DeepSpeed configuration among them decides stage, precision and accumulation where it
         has them, unless they are given beside it.
-
-        Args:
-            **settings: The settings to change.
-
-        Returns:
-            The copy.
-
-        Raises:
-            ConfigError: The new settings are wrong or contradict the others.
         """
         return type(self)(**merged_settings(dict(self), settings))
 
@@ -593,17 +450,7 @@ class Configured(Protocol):
 
 
 def run_config_of(given_config: Any) -> RunConfig:
-    """The settings that were given as ``config=``.
-
-    Args:
-        given_config: A `RunConfig`, or an object with one as its ``config``, such as a picker.
-
-    Returns:
-        The settings as they are now.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """The settings of a `RunConfig`, or of what has one as ``config``, such as a picker."""
     if isinstance(given_config, RunConfig):
         return given_config
     # By the attribute and not by class: this package must not import the pickers.
@@ -611,8 +458,8 @@ def run_config_of(given_config: Any) -> RunConfig:
     if isinstance(inner_config, RunConfig):
         return inner_config
     raise ConfigError(
-        f"config must be a RunConfig, or a picker: got {shown(given_config)}. All settings are "
-        "taken from it. Make one: RunConfig(num_processes=2), for example."
+        f"config must be a RunConfig, or a picker: got {shown(given_config)}. Make one: "
+        "RunConfig(num_processes=2), for example."
     )
 
 

@@ -1,7 +1,6 @@
 """A configuration as text: JSON for workers, YAML for people, a schema for editors.
 
-DeepSpeed's configuration comes as a file, as text, or as a dictionary. All three are read here and
-nowhere else, so that the same mistake always has the same message.
+DeepSpeed's configuration comes as a file, as text, or as a dictionary: all are read here alone.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ def read_file(file_path: str | Path) -> dict[str, Any]:
     try:
         source_text = Path(file_path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
-        raise ConfigError(
-            f"{source} cannot be read: {error}. "
-            "Training would run without it. Give the path of a JSON file."
-        ) from error
+        text = f"{source} cannot be read: {error}. Give the path of a JSON file."
+        raise ConfigError(text) from error
     return read_object(source_text, source)
 
 
@@ -63,8 +60,7 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
         type_name = "null" if read_values is None else type(read_values).__name__
         raise ConfigError(
             f"{source_name} cannot be read from JSON of {type_name}: got {shown(source_text)}. "
-            "Settings need names. "
-            'Write names and values: {"train_batch_size": 8}, for example.'
+            'Settings need names. Write for example {"train_batch_size": 8}.'
         )
     return read_values
 
@@ -104,8 +100,8 @@ def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str
         values: dict[str, Any] = json_like(read_settings)
     except ValueError as error:
         raise ConfigError(
-            f"{source_name} cannot be read from {shown(read_settings)}: {error}. "
-            "DeepSpeed reads JSON. Give names as text, and plain values."
+            f"{source_name} cannot be read from {shown(read_settings)}: {error}. Give names as "
+            "text, and plain values."
         ) from error
     return values
 
@@ -124,8 +120,7 @@ def read_source(value: Any, source_name: str) -> Any:
 
 
 def _read_constant(name: str) -> float:
-    # Python's reader takes NaN and Infinity, which JSON does not have. DeepSpeed's users write
-    # Infinity, for "never".
+    # Python's reader takes both; DeepSpeed's users write Infinity, for "never".
     if name == "NaN":
         raise ValueError(f"{name} is no number, and JSON has no word for it")
     return float(name)
@@ -138,8 +133,7 @@ _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)
 def unreadable(source_name: str, language: str, error: Exception | str) -> ConfigError:
     """The error about a text that is no JSON, or no YAML."""
     return ConfigError(
-        f"{source_name} cannot be read from {language}: {str(error).rstrip('.')}. "
-        "A setting half read would train something else. Correct the text there."
+        f"{source_name} cannot be read from {language}: {str(error).rstrip('.')}. Correct the text."
     )
 
 
@@ -151,10 +145,8 @@ def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, A
         key_names = [name for name, _ in key_pairs]
         repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
         if repeated_names:
-            raise ConfigError(
-                f"{source_name} names {', '.join(repeated_names)} more than once. "
-                "One of the values would be lost. Remove one of them."
-            )
+            names = ", ".join(repeated_names)
+            raise ConfigError(f"{source_name} names {names} more than once. Remove one.")
         return dict(key_pairs)
 
     return once
@@ -165,7 +157,7 @@ def read_yaml(text: str) -> Any:
     yaml = require("yaml", extra="", why="Reading a configuration file")
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
-        """With the numbers of YAML 1.2; a separate class, because resolvers change their class."""
+        """A separate class, because resolvers change their class."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))
     try:
@@ -186,17 +178,7 @@ class Plain(BaseModel):
     """A model whose `repr` is code with the settings that differ from the defaults."""
 
     def changed(self, **settings: Any) -> Self:
-        """A copy with other values, validated like a new one.
-
-        Args:
-            **settings: The settings to change.
-
-        Returns:
-            The copy.
-
-        Raises:
-            ConfigError: The new settings are wrong.
-        """
+        """A copy with other values, validated like a new one: `ConfigError` if they are wrong."""
         # Not pydantic's `model_copy`, which validates nothing.
         return type(self)(**{**dict(self), **settings})
 
@@ -211,26 +193,12 @@ class Exchangeable(Plain):
     """A model that is written as text and read back."""
 
     def to_json(self) -> str:
-        """All settings as one JSON object, defaults included: a worker needs no other source.
-
-        Returns:
-            Text that :meth:`from_json` reads.
-        """
+        """All settings as one JSON object, which :meth:`from_json` reads; defaults included."""
         return self.model_dump_json()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote, or any JSON object of settings.
-
-        Args:
-            text: A JSON object.
-
-        Returns:
-            The configuration.
-
-        Raises:
-            ConfigError: The text is no JSON object, or its settings are wrong.
-        """
+        """Read what :meth:`to_json` wrote, or any JSON object; `ConfigError` where it is wrong."""
         try:
             settings = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -238,29 +206,14 @@ class Exchangeable(Plain):
         return cls._from_mapping(settings, "JSON")
 
     def to_yaml(self) -> str:
-        """The settings that differ from the defaults as YAML, for a file that people read.
-
-        Returns:
-            Text that :meth:`from_yaml` reads.
-        """
+        """The settings that differ from the defaults as YAML, which :meth:`from_yaml` reads."""
         yaml = require("yaml", extra="", why="Writing a configuration file")
-        # By way of JSON, so that YAML gets plain values: no tuples, enums or paths.
         settings = json.loads(self.model_dump_json(exclude_defaults=True))
         return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        """Read what :meth:`to_yaml` wrote, or any YAML mapping of settings.
-
-        Args:
-            text: A YAML mapping; an empty text gives the defaults.
-
-        Returns:
-            The configuration.
-
-        Raises:
-            ConfigError: The text is no YAML mapping, or its settings are wrong.
-        """
+        """Read what :meth:`to_yaml` wrote, or any YAML mapping; empty text gives the defaults."""
         try:
             settings = read_yaml(text)
         except ValueError as error:
@@ -269,19 +222,14 @@ class Exchangeable(Plain):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema, for editors and forms: type, range, meaning and unit of each setting.
-
-        Returns:
-            A JSON schema as a dictionary.
-        """
+        """The JSON schema, for editors and forms: type, range, meaning and unit of each setting."""
         return cls.model_json_schema()
 
     @classmethod
     def _from_mapping(cls, read_settings: object, language: str) -> Self:
         if not isinstance(read_settings, dict):
             raise ConfigError(
-                f"A {cls.__name__} cannot be read from {language} of "
-                f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
-                "names. Write names and values: num_processes and 2, for example."
+                f"{cls.__name__} cannot be read from {language}: got "
+                f"{str(read_settings)[:50]!r}. Settings need names."
             )
         return cls(**{str(name): value for name, value in read_settings.items()})

@@ -185,7 +185,7 @@ def deepspeed_environment(
             _check_gpu(gpu_index)
         ignore_old_names()
         socket = stack.enter_context(
-            processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
+            processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiters="DeepSpeed")
         )
         port_number = int(socket.getsockname()[1])
         variables = _environment_variables(wanted_kind, gpu_index, port_number)

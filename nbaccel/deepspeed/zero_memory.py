@@ -26,8 +26,8 @@ from nbaccel.memory.estimate import (
     Shape,
     common_notes,
     refuse_unsized,
-    replicated,
     shape_of,
+    torch_estimate,
 )
 from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
@@ -358,14 +358,14 @@ def estimate_memory(
         )
     machine = inventory or inspect_machine()
     if formats is not None:
-        return replicated(
+        return torch_estimate(
             shape,
+            strategy=f"data parallel, fp8 at MS-AMP's {formats.level}",
             states=_short_states(model_or_shape, world_size, formats),
             num_processes=num_processes,
             num_nodes=num_nodes,
             activation_bytes=activation_bytes,
             inventory=machine,
-            level=formats.level,
         )
     # Processes take the first GPUs, one each.
     gpus = machine.gpus[:num_processes]

@@ -1,14 +1,7 @@
 """Activations: what a forward pass keeps for the backward pass, measured on the model itself.
 
-A process's resident memory has libraries, stacks and the allocator's reserve in it, tens of
-megabytes that come and go. Here each storage is counted from the operation that made it until it
-is freed, so that a small model can be measured, and a fake one that allocates nothing.
-
-The first dimension of its tensors counts samples. How many there are can be changed, to try another
-batch size with data of the same kind.
-
-The pass is run on a copy whose tensors are fake: they have shapes and no memory, so a model of any
-size is measured in seconds, also one on ``meta``. The user's model is not touched.
+Each storage counts from the operation that made it until it is freed, in a pass of a copy whose
+tensors are fake: they have no memory, so any size is measured in seconds, also one on ``meta``.
 """
 
 from __future__ import annotations
@@ -59,16 +52,10 @@ class LiveBytes(_Mode):  # type: ignore[misc]
                 self._known.add(key)
                 # Another storage may get the same address once this one is freed.
                 finalizer = weakref.finalize(tensor.untyped_storage(), self._known.discard, key)
-                # Otherwise every storage that still lives would run its callback at interpreter
-                # exit.
-                finalizer.atexit = False
+                finalizer.atexit = False  # or all that live then would run it
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation, and count what it made."""
         if func is _ASKS_DEVICE:
@@ -128,9 +115,8 @@ def num_samples(batch: Any) -> int:
     counts = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
     if not counts:
         raise ConfigError(
-            f"sample_batch is a {type(batch).__name__} without tensors: nothing can be measured "
-            "with it. Give what your loader gives: a tensor, or a dict or tuple of tensors whose "
-            "first dimension counts samples."
+            f"sample_batch is a {type(batch).__name__} without tensors. Give what your loader "
+            "gives: a tensor, or a dict or tuple of tensors whose first dimension counts samples."
         )
     return int(counts[0])
 
@@ -165,8 +151,8 @@ def loss_of(output: Any) -> torch.Tensor:
     parts = [tensor.float().sum() for tensor in _tensors(output) if tensor.requires_grad]
     if not parts:
         raise ConfigError(
-            f"The model returned a {type(output).__name__} without a tensor that has gradients: "
-            "there is no backward pass to measure. Give a model whose parameters are trained."
+            f"The model returned a {type(output).__name__} without a tensor that has gradients. "
+            "Give a model whose parameters are trained."
         )
     return torch.stack(parts).sum()
 
@@ -230,10 +216,8 @@ def measure_activations(
             raise
         except Exception as error:  # a batch of another form makes the model fail in any way
             raise ConfigError(
-                f"{type(model).__name__} does not run with this sample_batch, so its activations "
-                f"cannot be measured: it raised {type(error).__name__}: {error}. Give a batch as "
-                "the training loop hands it to the model: a tensor, or a dict or tuple of the "
-                "model's arguments."
+                f"{type(model).__name__} does not run with this sample_batch: it raised "
+                f"{type(error).__name__}: {error}. Give a batch as the training loop does."
             ) from error
 
 
@@ -247,7 +231,7 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
     for parameter in twin.parameters():
         if parameter.requires_grad:  # dropped at once: gradients are counted with the model states
             hooked: Any = parameter
-            hooked.register_post_accumulate_grad_hook(_drop_gradient)
+            hooked.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,10 +248,6 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
         saved.clear()  # these references would keep the backward pass from freeing anything
         loss.backward()  # type: ignore[no-untyped-call]
     return Activations(saved=num_saved, peak=max(num_saved, live.peak))
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -294,20 +274,15 @@ def _check_small(model: nn.Module, error: Exception) -> None:
     free_bytes = inspect_machine().host_available_bytes
     if any(tensor.is_meta for tensor in tensors) or num_bytes > free_bytes // 16:
         raise ConfigError(
-            f"The activations of {type(model).__name__} cannot be measured without running it: "
-            f"with tensors that have no values it raised {type(error).__name__}: {error}. A real "
-            f"run would need a copy of {format_bytes(num_bytes)} with values. Measure them where "
-            "the model fits and give activation_bytes."
+            f"Activations of {type(model).__name__} cannot be measured with tensors that have no "
+            f"values: it raised {type(error).__name__}: {error}. A real run needs a copy of "
+            f"{format_bytes(num_bytes)}. Measure where it fits, and give activation_bytes."
         ) from error
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Restore random numbers and logging after the block; its warnings concern no real run.
-
-    Meanwhile reference cycles are not looked for: the many small objects of a measurement would
-    start several searches of all that the notebook holds.
-    """
+    """Restore random numbers and logging after the block; its warnings concern no real run."""
     previous_level = logging.root.manager.disable
     was_collecting = gc.isenabled()
     # No devices: saving the state of CUDA's generators would initialise CUDA in the notebook.
@@ -315,7 +290,7 @@ def _undisturbed() -> Iterator[None]:
         warnings.simplefilter("ignore")
         # transformers warns through it; torch tells of each operation that fails without values.
         logging.disable(logging.ERROR)
-        gc.disable()
+        gc.disable()  # so many small objects would have all that the notebook holds searched
         try:
             yield
         finally:

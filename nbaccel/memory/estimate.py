@@ -1,7 +1,6 @@
 """How large a model is; what a run needs on device, host and disk, as bars beside what there is.
 
-Tied weights count once. Parameters on ``meta`` count with their future size, and ZeRO-3's
-placeholders with the size of what they stand for. DeepSpeed's count, by address, finds one or none.
+Tied weights count once; those on ``meta``, or cut by ZeRO-3, count with their whole size.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def refuse_unsized(model: Any) -> None:
     if unsized_names:
         raise ConfigError(
             f"This {type(model).__name__} has weights without a shape "
-            f"({first_few(unsized_names, 2)}), which torch makes in the first forward pass: its "
-            "memory is unknown. Call it once: model(sample_batch)."
+            f"({first_few(unsized_names, 2)}). Call it once: model(sample_batch)."
         )
 
 
@@ -86,8 +84,8 @@ def shape_of(model_or_shape: Any) -> Shape:
         ) from error
     if not 0 < largest <= total:
         raise ConfigError(
-            f"A model of {total:_} parameters cannot have a largest layer of {largest:_}: the "
-            "estimate would mean nothing. Give (parameters, parameters of the largest layer)."
+            f"A model of {total:_} parameters cannot have a largest layer of {largest:_}. Give "
+            "(parameters, parameters of the largest layer)."
         )
     return Shape(total=total, largest_layer=largest, trainable=total)
 
@@ -110,11 +108,8 @@ class Bytes:
     optimizer: int = 0  # its states and its own copy of the parameters
     buckets: int = 0  # room to communicate, to gather parameters and to read from disk
     activations: int = 0  # what the forward pass keeps for the backward pass, and what that adds
-    # What lives for a moment besides the activations: gradients in transfer, gathered parameters.
-    in_backward: int = 0
-    # What lives for a moment when the optimizer begins, and activations are gone: gradients made
-    # flat, or in fp32.
-    in_step: int = 0
+    in_backward: int = 0  # for a moment besides the activations: gradients in transfer, gathered
+    in_step: int = 0  # for a moment when the optimizer begins: gradients made flat, or in fp32
 
     @property
     def model_states(self) -> int:
@@ -148,8 +143,7 @@ _KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "tot
 class MemoryEstimate:
     """What a run needs, and what this machine has."""
 
-    # On each device. Where processes compute on the CPU this is host memory, too.
-    device: Bytes
+    device: Bytes  # on each device; where processes compute on the CPU this is host memory, too
     host: Bytes  # on each host, for all of its processes
     nvme: Bytes  # on each host's disk
     shape: Shape  # the model
@@ -159,8 +153,7 @@ class MemoryEstimate:
     num_nodes: int  # hosts
     device_free: int | None  # free memory of the fullest GPU used; None where there is none
     host_free: int  # free memory of this host
-    # Free space where the configuration swaps to; None where it names no folder.
-    nvme_free: int | None = None
+    nvme_free: int | None = None  # free space in its folders; None where it names none
     nvme_folders: tuple[Path, ...] = ()  # the folders that it swaps to
     notes: tuple[str, ...] = ()  # notes about these numbers
 
@@ -195,10 +188,9 @@ class MemoryEstimate:
         places = (self.device, self.host, self.nvme)
         lines: list[tuple[str, ...]] = [("", "per device", "per host", "NVMe per host")]
         lines += [(kind, *(_size(getattr(p, kind)) for p in places)) for kind in _KINDS]
-        device_free = "" if self.device_free is None else format_bytes(self.device_free)
+        device_free = "(is host)" if self.device_free is None else format_bytes(self.device_free)
         nvme_free = "" if self.nvme_free is None else format_bytes(self.nvme_free)
-        host_free = format_bytes(self.host_free)
-        lines.append(("free now", device_free or "(is host)", host_free, nvme_free))
+        lines.append(("free now", device_free, format_bytes(self.host_free), nvme_free))
         return lines
 
     def __str__(self) -> str:
@@ -208,9 +200,7 @@ class MemoryEstimate:
     def __repr__(self) -> str:
         return f"<MemoryEstimate: {self._head()}: {self._verdict()}>"
 
-    def _repr_mimebundle_(
-        self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
-    ) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
@@ -233,16 +223,6 @@ class MemoryEstimate:
         words = {"device": "per device", "host": "of host memory", "nvme": "of disk"}
         missing = (f"{format_bytes(size)} {words[name]}" for name, size in self.lacking.items())
         return " and ".join(missing)
-
-
-def replicated(shape: Shape, *, states: Bytes, level: str = "", **inputs: Any) -> MemoryEstimate:
-    """Data-parallel training: weights, gradients and Adam in each process.
-
-    Mixed precision changes what activations need, and leaves weights in their own format, but for
-    MS-AMP's levels.
-    """
-    strategy = f"data parallel, fp8 at MS-AMP's {level}" if level else "data parallel"
-    return torch_estimate(shape, strategy=strategy, states=states, **inputs)
 
 
 def torch_estimate(
@@ -292,7 +272,6 @@ def _size(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"
 
 
-# ----------------------------------------------------------------------- tables
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table for a terminal: the first column to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -320,8 +299,6 @@ def paragraphs(texts: Sequence[str]) -> str:
     """A paragraph of HTML for each text."""
     return "".join(f"<p>{escape(text)}</p>" for text in texts)
 
-
-# ------------------------------------------------------------------------------ bars
 
 SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
 """The contents of memory, in the order of the bars; ``moment`` is freed within the step."""

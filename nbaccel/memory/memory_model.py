@@ -1,8 +1,7 @@
 """One model on one machine: what a run of it needs, with what was measured kept.
 
-Parameters, gradients and optimizer states are counted for torch's own strategies, DDP and FSDP:
-weights, gradients and moments have the format of their parameter, whatever the precision. MS-AMP's
-levels are the exception: see the table in `nbaccel.precision.native_fp8`.
+For DDP and FSDP weights, gradients and moments have the format of their parameter, whatever the
+precision, but for MS-AMP's levels: see the table in `nbaccel.precision.native_fp8`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from nbaccel.memory.estimate import (
     Shape,
     bars_of,
     measure,
-    replicated,
     torch_estimate,
 )
 from nbaccel.memory.settings_form import SettingsForm
@@ -46,9 +44,8 @@ class MemoryLimits:
         """The machine with no more than that, and with devices where some are asked for."""
         # A size of 0 would stand for one that is not known.
         if self.device is not None:
-            units = machine.gpus or tuple(
-                Gpu(index=number, name="device") for number in range(num_processes)
-            )
+            made_up = (Gpu(index=number, name="device") for number in range(num_processes))
+            units = machine.gpus or tuple(made_up)
             gpus = [
                 replace(one, total_bytes=self.device or 1, free_bytes=self.device) for one in units
             ]
@@ -70,7 +67,6 @@ class MemoryModel:
     limits: MemoryLimits = field(default_factory=MemoryLimits)
     num_nodes: int | None = None  # none: as many as the run says
     _activations: dict[tuple[int, str, bool], int] = field(default_factory=dict)
-    _states: dict[tuple[int, ShortFormats | None], Bytes] = field(default_factory=dict)
     _wrapped: dict[str, WrappedSizes] = field(default_factory=dict)
 
     @cached_property
@@ -114,11 +110,10 @@ class MemoryModel:
         else:
             formats = short_formats(config, plan.device)
             world_size = plan.num_processes * inputs["num_nodes"]
-            estimate = replicated(
-                self.shape,
-                states=self._states_at(world_size, formats),
-                level="" if formats is None else formats.level,
-                **inputs,
+            strategy = "data parallel"
+            strategy += "" if formats is None else f", fp8 at MS-AMP's {formats.level}"
+            estimate = torch_estimate(
+                self.shape, strategy=strategy, states=self.states(world_size, formats), **inputs
             )
         if self.limits.nvme is not None:
             estimate = replace(estimate, nvme_free=self.limits.nvme)
@@ -138,12 +133,9 @@ class MemoryModel:
             **inputs,
         )
 
-    def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
-        """Parameters, gradients and optimizer: counted once for each level."""
-        key = (world_size, formats)
-        if key not in self._states:
-            self._states[key] = model_states(self.model, world_size=world_size, formats=formats)
-        return self._states[key]
+    def states(self, world_size: int, formats: ShortFormats | None) -> Bytes:
+        """Parameters, gradients and optimizer of one process."""
+        return model_states(self.model, world_size=world_size, formats=formats)
 
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
         """What activations need on a device: measured once for each batch and precision."""
@@ -157,8 +149,7 @@ class MemoryModel:
         precision = "fp32" if config.mixed_precision == "no" else "bf16"
         key = (samples, precision, config.activation_checkpointing)
         if key not in self._activations and samples > own_samples:
-            # In proportion: what does not grow with the batch is counted too often then, and a
-            # measurement of a large model takes a second.
+            # In proportion, as a measurement of a large model takes a second.
             own_bytes = self.activation_bytes(config, own_samples)
             return -(-own_bytes * samples // max(1, own_samples))
         if key not in self._activations:
@@ -207,9 +198,7 @@ def model_states(
 ) -> Bytes:
     """What one process keeps with Adam, without activations.
 
-    Among several processes DDP keeps gradients twice, the second time in the buckets that it
-    reduces (torch's documentation of ``gradient_as_bucket_view``). Gradients in 8 bits have no
-    such buckets.
+    Among several processes DDP keeps gradients twice, in the buckets that it reduces, too.
     """
     if formats is not None:
         return _short_states(model, world_size, formats)
@@ -264,31 +253,23 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
     )
 
 
-# ------------------------------------------------------------------------------ FSDP
-# torch's ``fully_shard`` (FSDP2): each process keeps one part of parameters, gradients and
-# optimizer states, in the parameters' own format (Rajbhandari et al. 2020, ZeRO, section 5.3; the
-# same as ZeRO-3). The layers that are wrapped on their own are gathered for their forward and
-# backward pass, in the format of the computation, and the next one is gathered ahead. What no
-# wrapped layer holds belongs to the model itself, which stays gathered from the forward to the
-# backward pass (torch's documentation of ``reshard_after_forward``).
+# torch's ``fully_shard``: each process keeps one part of parameters, gradients and optimizer
+# states, in the parameters' own format (Rajbhandari et al. 2020, ZeRO, section 5.3). Wrapped layers
+# are gathered in the format of the computation, the next one ahead. What none holds stays gathered
+# from the forward to the backward pass (torch's documentation of ``reshard_after_forward``).
 
-_GATHERED_LAYERS = 2
-"""The one that computes and the one that is gathered ahead (torch's default prefetching)."""
+_GATHERED_LAYERS = 2  # the one that computes and the one that is gathered ahead
 _REDUCED_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrappedSizes:
-    """How a model is cut into layers that are gathered together.
+    """How a model is cut into layers that are gathered together."""
 
-    Bytes are of all parameters, and of those that get gradients, in their own formats; numbers of
-    parameters are those of the largest wrapped layer, and those that no such layer holds.
-    """
-
-    kept_bytes: int
-    trained_bytes: int
-    largest_layer: int
-    root: int
+    kept_bytes: int  # of all parameters
+    trained_bytes: int  # of those that get gradients
+    largest_layer: int  # parameters of the largest layer
+    root: int  # parameters that no layer holds
 
 
 def wrapped_sizes(model: nn.Module, settings: Mapping[str, Any] | None = None) -> WrappedSizes:
@@ -332,9 +313,8 @@ def fsdp_estimate(
         # Gradients are whole until they are reduced, from a copy in float32.
         layer_moment = (_GATHERED_LAYERS + 1) * layer_bytes + _REDUCED_BYTES * sizes.largest_layer
         root_moment = (compute_bytes + _REDUCED_BYTES) * sizes.root
-        gathered = Bytes(
-            buckets=compute_bytes * sizes.root, in_backward=max(layer_moment, root_moment)
-        )
+        moment = max(layer_moment, root_moment)
+        gathered = Bytes(buckets=compute_bytes * sizes.root, in_backward=moment)
     return torch_estimate(
         shape,
         strategy="FSDP, parameters and optimizer on cpu" if offloads else "FSDP",

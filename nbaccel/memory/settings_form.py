@@ -1,8 +1,6 @@
 """The interface of strategies with settings of their own to the pickers.
 
-A picker knows the settings of `RunConfig`. What a library's configuration holds, when a key has a
-meaning, how much memory it needs and how it is written comes from that library's folder through
-`SettingsForm`; a picker without any has none of these choices.
+A library's settings, their memory and their text come from its folder through `SettingsForm`.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ class ChoiceOption:
 class Setting:
     """One choice."""
 
-    # Its name among all choices; for a key of a strategy's configuration that key, with dots.
-    name: str
+    name: str  # among all choices; for a key of a strategy's configuration that key, with dots
     label: str  # its name in the form
     meaning: str  # what it does, in one line
     panel: str  # ``precision``, ``zero`` or ``launch``
@@ -43,8 +40,7 @@ class Setting:
     unit: str = ""  # of a number: ``elements``, ``samples``; empty where it counts nothing
     section: str = ""  # its heading among the advanced; empty where it is shown at once
     options: tuple[ChoiceOption, ...] = ()  # the values of ``one-of``
-    # Where it lands in the strategy's own configuration, with dots; empty where it does not.
-    strategy_key: str = ""
+    strategy_key: str = ""  # where it lands in the strategy's own configuration, with dots
     default: Any = None  # the value where nothing is chosen; None where that depends
     takes_auto: bool = False  # whether ``"auto"`` may stand there
     may_be_open: bool = False  # whether nothing need stand there, also where there is a default
@@ -63,8 +59,7 @@ class Edit:
 class FilledConfig:
     """A strategy's configuration, filled in, with each key that was or will be, and its reason."""
 
-    # With ``"auto"`` where only the training decides; None where the strategy is not chosen.
-    config: dict[str, Any] | None
+    config: dict[str, Any] | None  # ``"auto"`` where the training decides; None: not chosen
     choices: tuple[Choice, ...] = ()
 
 
@@ -73,8 +68,7 @@ class StatePlacement:
     """Who holds what in a way to train."""
 
     divided: int = 0  # how many of optimizer, gradients and parameters, in this order, are in parts
-    # Where it is: ``none`` (on the device), ``cpu`` or ``nvme``; so of unused parameters.
-    optimizer: str = "none"
+    optimizer: str = "none"  # where it is: ``none`` (on the device), ``cpu`` or ``nvme``
     parameters: str = "none"
 
     @property
@@ -103,14 +97,10 @@ class SettingsForm(Protocol):
     """The choices of one strategy."""
 
     title: ClassVar[str]  # its panel's heading
-    # How its configuration is called among the languages that can be copied: ``DeepSpeed JSON``.
-    file_name: ClassVar[str]
+    file_name: ClassVar[str]  # of the languages that can be copied: ``DeepSpeed JSON``
     not_chosen: ClassVar[str]  # why there is none while the strategy is not chosen
-    # Names of the choices that come first in its panel, in order; settings of `RunConfig` that
-    # belong there are among them.
-    common: ClassVar[tuple[str, ...]]
-    # Names of the few choices that are shown as soon as the strategy is taken.
-    everyday: ClassVar[tuple[str, ...]] = ()
+    common: ClassVar[tuple[str, ...]]  # names that come first in its panel, also of `RunConfig`
+    everyday: ClassVar[tuple[str, ...]] = ()  # names that are shown as soon as it is taken
 
     def settings(self) -> Iterator[Setting]:
         """All choices that are the strategy's own."""

@@ -1,19 +1,16 @@
 """The ways to train a model here: what each needs, whether it fits, and which is the best.
 
-Every way is a run of its own: the chosen settings with another strategy. Of a way's variants
-(activations computed again, less gathered at once) the first that fits is taken, so that a way that
-fits at all is shown as fitting.
+A way is the chosen settings with another strategy; of its variants (activations computed again,
+less gathered at once) the first that fits is taken. The best is the first that fits in the order of
+transformers' DeepSpeed guide ("Select a ZeRO stage"): no time of a step is estimated.
 
-The best is the first that fits in the order of transformers' DeepSpeed guide (docs/source/en/
-deepspeed.md, "Select a ZeRO stage"), which DeepSpeed's own documentation links to. No time of a
-step is estimated: it depends on what joins the devices, and on kernels, as much as on the way.
-
-Proposals are what a colleague would say: the best of the ways, with the batch halved until one
-fits; where that one is tight, a second one leaves more memory.
+Proposals are the best of the ways, with the batch halved until one fits; where that one is tight, a
+second one leaves more memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -95,8 +92,7 @@ class Candidate:
 
 def way_of(config: RunConfig, *, world_size: int) -> str:
     """The name of the way to train that a run takes."""
-    form = _form_of(config)
-    if form is not None:
+    if (form := _form_of(config)) is not None:
         return form.way_of(config)
     if config.strategy == FSDP:
         return _SHARDED_ON_HOST if (config.fsdp or {}).get("cpu_offload") else _SHARDED_NAME
@@ -149,8 +145,6 @@ class CandidateFinder:
             shown = replace(way, configs=(config,), refusal="") if is_taken else way
             candidates.append(replace(self._candidate(shown, config, samples), is_taken=is_taken))
         return candidates
-
-    # ------------------------------------------------------------------- the ways
 
     def ways(self, config: RunConfig, plan: Plan) -> Iterator[TrainingWay]:
         """The ways in the order in which they are shown."""
@@ -287,10 +281,7 @@ def _cost_of(placement: StatePlacement) -> str:
     return "weights are fetched for each pass" if placement.divided > 2 else ""
 
 
-# ------------------------------------------------------------------------------ proposals
-
-_TIGHT_SHARE = 0.15
-"""Of a device's memory: with less than that left free, an estimate may be wrong enough to fail."""
+_TIGHT_SHARE = 0.15  # of a device's memory: with less left free, an estimate may be too wrong
 _MAX_NOT_CHOSEN = 5
 
 
@@ -311,10 +302,8 @@ class Proposal:
         """What the settings cannot do by themselves."""
         advice = [form.missing_library for form in settings_forms() if form.is_chosen(self.config)]
         if self.batch_size is not None and self.accumulation > 1:
-            advice.append(
-                f"Give your data loader batch_size={self.batch_size}: "
-                f"{self.accumulation} of them make a step."
-            )
+            size = f"batch_size={self.batch_size}"
+            advice.append(f"Give your data loader {size}: {self.accumulation} make a step.")
         return tuple(filter(None, advice))
 
 
@@ -354,16 +343,14 @@ def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...
         lacking = min(-one.spare for one in candidates if one.need is not None)
     smaller = "" if batch is None else ", even one sample at a time"
     raise ConfigError(
-        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free. "
-        f"Training would run out of memory with {config}. Use more devices, a smaller model, or "
-        "free memory that others use."
+        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free, "
+        f"with {config}. Use more devices, a smaller model, or free memory that others use."
     )
 
 
 def remedy(finder: CandidateFinder, config: RunConfig) -> str:
     """What to do where the chosen settings do not fit."""
-    candidates = finder.find(config)
-    best = next((found for found in candidates if found.is_best), None)
+    best = next((found for found in finder.find(config) if found.is_best), None)
     if best is not None:
         return f"{best.name} would fit."
     if finder.memory_model.sample_batch is not None:
@@ -388,12 +375,11 @@ def _begun(finder: CandidateFinder, config: RunConfig) -> tuple[RunConfig, tuple
         why.append(f"{count_noun(plan.num_processes, 'process')}, one per {noun}")
     precision, reason = best_precision(plan, machine)
     if config.mixed_precision == "no" != precision:
-        try:
+        # Its own settings, or those of the device, may speak against it.
+        with contextlib.suppress(NbaccelError):
             changed_config = config.changed(mixed_precision=precision)
             resolve(changed_config, machine)
-        except NbaccelError:  # its own settings, or those of the device, speak against it
-            return config, tuple(why)
-        return changed_config, (*why, f"{precision}: {reason}")
+            return changed_config, (*why, f"{precision}: {reason}")
     return config, tuple(why)
 
 
@@ -401,18 +387,15 @@ def _fitting_copies(finder: CandidateFinder, config: RunConfig, cores: int) -> i
     """One process per core, or as many as host memory has room for a copy each."""
     count = cores
     while count >= 1:
-        copies = finder.find(config.changed(num_processes=count))[0]
-        if copies.can_be_taken:
+        if finder.find(config.changed(num_processes=count))[0].can_be_taken:
             return count
         count //= 2
-    # Not even one copy: then the model is divided among all of them.
-    return cores
+    return cores  # not even one copy: then the model is divided among all of them
 
 
 def _leaner(
     finder: CandidateFinder, config: RunConfig, best: Candidate, samples: int | None
 ) -> Candidate | None:
-    """The fastest way that leaves enough free, where the best does not."""
     if not _is_tight(best):
         return None
     if finder.can_checkpoint:
@@ -460,10 +443,7 @@ def _proposal(
     )
 
 
-# ------------------------------------------------------------------------------ precision
-
-_HALVES = ("bf16", "fp16")
-"""Formats of 16 bits, the one that needs no scaling of gradients first."""
+_HALVES = ("bf16", "fp16")  # formats of 16 bits, the one that needs no scaling of gradients first
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 

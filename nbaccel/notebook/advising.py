@@ -1,8 +1,4 @@
-"""``advise``: which configuration to train a model with, by estimate or by real steps.
-
-The search belongs to the strategy that has settings to find; here it is given the launcher, with
-which it proves its choice.
-"""
+"""``advise``: the search of the strategy that has settings to find, given the launcher."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ class Cells:
         self._raw = info.raw_cell or ""
 
     def _count(self) -> int:
-        """The number that the running cell is shown with."""
-        # IPython 9 increments its counter before it runs a cell, earlier ones do so afterwards. The
-        # name that the running cell was compiled under has the right number in both.
+        # IPython 9 increments its counter before a cell, others afterwards; the name is right.
         user_lines = self._stack or _user_lines()
         self._stack = None
         cell_numbers = (cell_number(name) for name, _ in user_lines)
@@ -83,8 +81,7 @@ class Cells:
         raw_lines = self._raw.rstrip().splitlines()
         code_lines = text.rstrip().splitlines()
         lines_above = len(raw_lines) - len(code_lines)
-        # IPython drops blank lines at the top, and `%%time` may stand above the magic. If the cell
-        # that runs does not end in this code, the magic was called by code, without a cell.
+        # Blank lines and `%%time` may stand above. Code may call the magic, without a cell.
         if lines_above > 0 and [line.strip() for line in raw_lines[lines_above:]] == [
             code_line.strip() for code_line in code_lines
         ]:

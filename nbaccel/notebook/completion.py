@@ -1,8 +1,6 @@
 """Completion, `name?` and tooltips: of magic lines, and of names that only workers have.
 
-From 8.6 on IPython takes matchers that see the whole cell. Earlier versions, such as the 7.34 of
-Colab and Kaggle, give a matcher only the word at the cursor: there the method behind all
-completions is wrapped.
+IPython before 8.6, such as Colab's, has no matchers that see the cell: its method is wrapped.
 """
 
 from __future__ import annotations
@@ -16,14 +14,8 @@ from typing import Any, NamedTuple
 from IPython.core import completer, page
 
 from nbaccel.base import ipython_private
+from nbaccel.notebook import magic_line
 from nbaccel.notebook.cells import is_for_us
-from nbaccel.notebook.magic_line import (
-    SUBCOMMANDS,
-    MagicOption,
-    config_names,
-    find_option,
-    options_of,
-)
 from nbaccel.notebook.session import Session
 
 
@@ -40,8 +32,6 @@ Ask = Callable[[str, int, int], Matches]  # given the cell's text, the cursor's 
 
 
 def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    """IPython 8.6 and later."""
-
     @completer.context_matcher(identifier="nbaccel")  # type: ignore[untyped-decorator]
     def matcher(context: completer.CompletionContext) -> completer.SimpleMatcherResult:
         ours = ask_matches(context.full_text, context.cursor_line, context.cursor_position)
@@ -130,19 +120,23 @@ class Completion:
         if head and not re.fullmatch(r"[\w.,\s]+=", head):
             return Matches()
         typed_subcommand, blank_after, typed_options = line_match["rest"].partition(" ")
-        names = [subcommand.name for subcommand in SUBCOMMANDS]
+        names = [subcommand.name for subcommand in magic_line.SUBCOMMANDS]
         if not blank_after:
             return _beginning(names, typed_subcommand, "magic")
         is_known = typed_subcommand in names
         return self._words(typed_options, typed_subcommand) if is_known else Matches()
 
     def _words(self, typed_options: str, subcommand: str) -> Matches:
-        options = options_of(subcommand)
+        options = magic_line.options_of(subcommand)
         *words_before, last_word = re.split(r"\s+", typed_options.lstrip()) or [""]
         typed_flag, sign, typed_part = last_word.partition("=")
-        if sign and (magic_option := find_option(options, typed_flag)) and magic_option.value:
+        if (
+            sign
+            and (magic_option := magic_line.find_option(options, typed_flag))
+            and magic_option.value
+        ):
             return self._values(magic_option, typed_part)
-        previous = find_option(options, words_before[-1]) if words_before else None
+        previous = magic_line.find_option(options, words_before[-1]) if words_before else None
         if previous is not None and previous.value:
             return self._values(previous, last_word)
         if subcommand in ("pull", "push") and not last_word.startswith("-"):
@@ -150,7 +144,7 @@ class Completion:
             typed_part = last_word.rpartition(",")[2]
             names = self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
             return _beginning(names, typed_part, "variable")
-        written = [find_option(options, word) for word in words_before]
+        written = [magic_line.find_option(options, word) for word in words_before]
         open_flags = [
             flag
             for option in options
@@ -159,9 +153,9 @@ class Completion:
         ]
         return _beginning(open_flags, last_word, "option")
 
-    def _values(self, option: MagicOption, typed_part: str) -> Matches:
+    def _values(self, option: magic_line.MagicOption, typed_part: str) -> Matches:
         if option.name == "config":
-            return _beginning(config_names(self._session.shell.user_ns), typed_part)
+            return _beginning(magic_line.config_names(self._session.shell.user_ns), typed_part)
         if option.name == "out":
             typed_part = typed_part.rpartition(",")[2]
             return _beginning(self._worker_names(typed_part), typed_part, "variable")
@@ -174,20 +168,16 @@ class Completion:
 
     def _worker_names(self, typed_part: str) -> list[str]:
         pool = self._session.pool
-        if pool is None or not typed_part:
-            return []
-        matches = pool.complete(typed_part, len(typed_part))
+        matches = pool.complete(typed_part, len(typed_part)) if pool and typed_part else None
         # Whole variables are copied, so attributes and magics are left out.
         return [word for word in matches.matches if word.isidentifier()] if matches else []
 
     def _in_workers(self, code_lines: Sequence[str], cursor_line: int, column: int) -> Matches:
         pool = self._session.living_pool
-        if pool is None:
-            return Matches()
         text = "\n".join(code_lines)
         cursor_offset = sum(len(code_line) + 1 for code_line in code_lines[:cursor_line]) + column
         # None while the workers run a cell: completion must not wait for its end.
-        matches = pool.complete(text, cursor_offset)
+        matches = None if pool is None else pool.complete(text, cursor_offset)
         if matches is None:
             return Matches()
         kinds = tuple(matches.types or [""] * len(matches.matches))

@@ -1,16 +1,14 @@
 """`%load_ext nbaccel`: `%%accelerate` and `%accelerate`, and what else is added to a notebook.
 
-The board of live workers that `%accelerate` shows is kept up to date: while a cell runs, after each
-cell, and between cells by a timer of the kernel's own event loop. A thread could send a display
-while a cell prints, and ipykernel would give it that cell as its parent; a worker that is forked
-from the notebook would be without it. What a timer leaves behind in a forked worker is an entry of
-an event loop that never runs there.
+The board of live workers is renewed while a cell runs, after it, and by a timer of the kernel's own
+loop: what a thread displays would get the running cell as its parent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -99,13 +97,11 @@ class WorkerBoard:
         return isinstance(self._session.shell.display_pub, CapturingDisplayPublisher)
 
     def _poll_later(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:  # a kernel without one: then it is renewed by cells only
-            return
-        self._timer = loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
+        if threading.current_thread() is threading.main_thread():
+            # A kernel without a loop: then it is renewed by cells only.
+            with contextlib.suppress(RuntimeError):
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
 
     def _poll_between_cells(self) -> None:
         self._timer = None
@@ -117,8 +113,7 @@ class WorkerBoard:
         # A cell that captures its output would get the board, too.
         if self._is_captured():
             return
-        # After a restart with other settings it is another one; after a stop, which is told once
-        # and then for ever, it is the last one.
+        # After a restart it is another one; after a stop, which is told for ever, the last one.
         pool = self._pool = self._session.pool or self._pool
         status = pool.status()
         if self._session.pool is None and self._shown is not None and self._shown.rows:
@@ -137,8 +132,7 @@ def hint_after_cells(session: Session) -> Callable[[], None]:
 
     def on_cell_end(result: Any = None) -> None:
         error = getattr(result, "error_in_exec", None)
-        # Kernel and engines do not know each other's names: ipython/ipyparallel#897. A failed cell
-        # of workers raises an error of both classes; there a worker lacks the name.
+        # Not one of a worker, which lacks the name itself (see ipython/ipyparallel#897).
         if not isinstance(error, NameError) or isinstance(error, WorkerFailed):
             return
         name = getattr(error, "name", None)
@@ -169,9 +163,8 @@ def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
             print(cell_manual())
         elif not cell.strip():
             raise ConfigError(
-                f"The cell has no code below %%accelerate: got {cell!r}. The workers have nothing "
-                "to run. Write code there, %accelerate restart to start workers now, or "
-                "%%accelerate --help for the options."
+                f"The cell has no code below %%accelerate: got {cell!r}. Write code there, "
+                "%accelerate restart to start workers now, or %%accelerate --help for the options."
             )
         else:
             _run_cell(session, magic_line, recorder.source(line, cell))
@@ -232,8 +225,7 @@ def _run_cell(session: Session, line: MagicLine, source: CellSource) -> None:
 
 
 def _read_line(session: Session, text: str, subcommand: str = "") -> MagicLine:
-    # A cell's options are compared with the settings of the running workers; those of a restart
-    # are laid over what `%accelerate config` has set for it.
+    # A cell's options are compared with the running workers', a restart's with the next start's.
     pool = None if subcommand else session.living_pool
     config = session.config if pool is None else pool.config
     return read_magic_line(
@@ -249,8 +241,8 @@ def _show_config(session: Session, line: MagicLine) -> None:
         return
     if line.names:
         raise ConfigError(
-            f"%accelerate config got {', '.join(line.names)} together with options: names "
-            "are for the memory that its form shows, and with options it shows none. Leave one out."
+            f"%accelerate config got {', '.join(line.names)} together with options, with which it "
+            "shows no form. Leave one out."
         )
     session.configure(line)
     print(session.config_text())
@@ -258,13 +250,12 @@ def _show_config(session: Session, line: MagicLine) -> None:
 
 def _latest_report() -> RunReport:
     """What IPython shows, or binds: `report = %accelerate report`."""
-    runs = ENDED_RUNS
-    if not runs:
+    if not ENDED_RUNS:
         raise ConfigError(
-            f"%accelerate report tells of the latest of {len(runs)} launches and cells. Run a cell "
-            "with %%accelerate, or notebook_launcher(...), first."
+            f"%accelerate report tells of the latest of {len(ENDED_RUNS)} launches and cells. Run "
+            "a cell with %%accelerate, or notebook_launcher(...), first."
         )
-    return report_of(runs[-1], "%accelerate report")
+    return report_of(ENDED_RUNS[-1], "%accelerate report")
 
 
 def _earlier_runs() -> RunComparison | None:
@@ -296,25 +287,24 @@ def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -
     if line.names:
         return line.names
     raise ConfigError(
-        f"%accelerate {subcommand_name} got no names: nothing would be copied. "
-        f"Write for example %accelerate {subcommand_name} {example_names}."
+        f"%accelerate {subcommand_name} got no names. Write for example %accelerate "
+        f"{subcommand_name} {example_names}."
     )
 
 
 def _unknown_subcommand(word: str, options: str) -> ConfigError:
     if word.startswith("-"):
         return ConfigError(
-            f"%accelerate needs a subcommand before its options: got {word!r}. It is "
-            f"unclear what to do. Write %accelerate restart {word} {options}".rstrip()
+            f"%accelerate needs a subcommand before its options: got {word!r}. Write %accelerate "
+            f"restart {word} {options}".rstrip()
             + ", or %%accelerate above the code of a cell."
         )
     names = [subcommand.name for subcommand in SUBCOMMANDS]
     text = closest(word, names) or f" They are: {', '.join(names)}."
-    return ConfigError(f"%accelerate has no subcommand {word!r}: nothing was done.{text}")
+    return ConfigError(f"%accelerate has no subcommand {word!r}.{text}")
 
 
-_LOADED: dict[int, ExitStack] = {}
-"""Shell → what removes all that was added to it; only tests have several shells."""
+_LOADED: dict[int, ExitStack] = {}  # shell → what removes all that was added to it
 
 
 def load_extension(shell: InteractiveShell) -> None:

@@ -1,8 +1,4 @@
-"""The options of `%%accelerate` and `%accelerate`; a line of them, read; and their help.
-
-A setting of `RunConfig` is an option of the same name with its own description. Beside them stand
-the few options that are the cell's own. Every mistake of a line is found before anything is done.
-"""
+"""The options of `%%accelerate` and `%accelerate`; a line of them, read; and their help."""
 
 from __future__ import annotations
 
@@ -23,6 +19,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun, number_ranges
 from nbaccel.config import RunConfig
 from nbaccel.config.given_values import closest, shown
+from nbaccel.config.text_forms import changed_settings
 
 # Short or usual names besides the setting's own.
 _FLAG_ALIASES = {
@@ -47,8 +44,7 @@ class MagicOption:
 
     @property
     def flag(self) -> str:
-        """Its whole name, as messages write it."""
-        # Short names come first in `flags`.
+        """Its whole name, as messages write it: short names come first."""
         return self.flags[-1]
 
     @property
@@ -78,8 +74,7 @@ OWN_OPTIONS: tuple[MagicOption, ...] = (
     ),
     MagicOption(
         *("config", ("--config",), "NAME"),
-        "Take all settings from a RunConfig of the notebook, or from the config of an object that "
-        "has one.",
+        "Take all settings from a RunConfig of the notebook, or from what has one as config.",
     ),
     MagicOption(
         *("dist", ("--dist",), ""),
@@ -99,16 +94,12 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("stop", "End the workers; the next cell starts new ones."),
     Subcommand(
         "pull",
-        "Copy names from the workers into the notebook: lists by rank, or the value where --ranks "
-        "names one.",
+        "Copy names from the workers into the notebook: lists by rank, or a single rank's value.",
         ("ranks",),
         names=True,
     ),
     Subcommand(
-        "push",
-        "Copy names from the notebook to the workers, changed or not.",
-        ("ranks",),
-        names=True,
+        "push", "Copy names of the notebook to the workers, changed or not.", ("ranks",), names=True
     ),
     Subcommand(
         "config",
@@ -120,13 +111,11 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
         "report",
         "Show curves, each rank's time, memory and warnings of the latest launch or cell, also of "
-        "one that failed or was stopped; report = %accelerate report keeps it, for "
-        "report.save(...).",
+        "one that failed; report = %accelerate report keeps it, for report.save(...).",
     ),
     Subcommand("runs", "Lay the last launches and cells side by side: figures and curves."),
     Subcommand(
-        "traceback",
-        "Show the whole tracebacks of the last launch or cell that failed, of all ranks.",
+        "traceback", "Show whole tracebacks of the last launch or cell that failed, of all ranks."
     ),
     Subcommand("help", "Show this."),
 )
@@ -209,11 +198,7 @@ def flag_of(config: RunConfig, field_name: str) -> str:
 
 def changed_flags(config: RunConfig, left_out: Iterable[str] = ()) -> list[str]:
     """The options that give a configuration: of all settings that have not their defaults."""
-    return [
-        flag_of(config, name)
-        for name, field in RunConfig.model_fields.items()
-        if getattr(config, name) != field.default and name not in left_out
-    ]
+    return [flag_of(config, name) for name in changed_settings(config) if name not in left_out]
 
 
 # By its letters --on is nearest to -n, which would start other workers.
@@ -237,8 +222,16 @@ def read_magic_line(
     line_text: str, *, base_config: RunConfig, namespace: Mapping[str, Any], subcommand: str = ""
 ) -> MagicLine:
     """Read a line."""
+    try:
+        # As in a shell: values may be quoted, and a comment may follow the options.
+        words = deque(shlex.split(line_text, comments=True))
+    except ValueError as error:  # a quotation that is not closed
+        raise ConfigError(
+            f"The line cannot be split into words: {str(error).lower()} in {line_text!r}. Close "
+            "the quotation mark."
+        ) from error
     reader = _LineReader(options_of(subcommand), subcommand, namespace)
-    reader.read(_split_words(line_text))
+    reader.read(words)
     # Before mistakes are raised: a line that asks for help may be wrong otherwise.
     if "help" in reader.found:
         return MagicLine(wanted=base_config, help=True)
@@ -251,9 +244,8 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
         are = "is" if world_size == 1 else "are"
         raise ConfigError(
             f"--ranks names {ranks_as_text(unknown_ranks)}: there {are} "
-            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. The cell "
-            f"would not run there. Name ranks up to {world_size - 1}, or start more with "
-            f"%accelerate restart -n {max(unknown_ranks) + 1}."
+            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. Name these, "
+            f"or start more with %accelerate restart -n {max(unknown_ranks) + 1}."
         )
 
 
@@ -277,8 +269,6 @@ def ranks_as_text(ranks: Sequence[int]) -> str:
 
 @dataclass
 class _LineReader:
-    """Reads words one by one, and collects the mistakes in them."""
-
     options: tuple[MagicOption, ...]
     subcommand: str
     namespace: Mapping[str, Any]
@@ -337,18 +327,16 @@ class _LineReader:
         elif sign or has_next:
             self._keep(option, value if sign else words.popleft())
         else:
+            behind = repr(words[0]) if words else "nothing"
             self.mistakes.append(
-                f"{flag_name} needs a value: got "
-                f"{repr(words[0]) if words else 'nothing'} behind it. "
-                f"{option.meaning} Write {flag_name} {option.value}."
+                f"{flag_name} needs a value: got {behind} behind it. {option.meaning} Write "
+                f"{flag_name} {option.value}."
             )
 
     def _switch(self, option: MagicOption, name: str, value: str | None) -> None:
         is_opposite = name.replace("_", "-") == option.negative
         if value is not None and (is_opposite or not option.is_setting):
-            self.mistakes.append(
-                f"{name} takes no value: got {value!r}. It would mean nothing. Write {name} alone."
-            )
+            self.mistakes.append(f"{name} takes no value: got {value!r}. Write {name} alone.")
         # A value such as `=false` is left to the setting's own validator.
         self.found[option.name] = value if value is not None else not is_opposite
 
@@ -359,10 +347,8 @@ class _LineReader:
             value = None
         earlier = self.found.get(option.name, value)
         if earlier != value:
-            self.mistakes.append(
-                f"{option.flag} was given twice: got {shown(earlier)} and "
-                f"{shown(value)}. One would silently override the other. Write it once."
-            )
+            both = f"{shown(earlier)} and {shown(value)}"
+            self.mistakes.append(f"{option.flag} was given twice: got {both}. Write it once.")
         self.found[option.name] = value
 
     @property
@@ -371,22 +357,16 @@ class _LineReader:
 
     def _unknown(self, flag_name: str) -> None:
         flags = [flag for option in self.options for flag in (*option.flags, option.negative)]
-        other_option = find_option(options_of(), flag_name)
-        if other_option is not None:
+        text = closest(flag_name.replace("_", "-"), filter(None, flags), _MEANT)
+        text = text or f" Its options are shown by {self._magic_name} --help."
+        if (other_option := find_option(options_of(), flag_name)) is not None:
             where = "%%accelerate"
             if other_option.is_setting or other_option.name in ("config", "dist"):
                 where += ", %accelerate restart and %accelerate config"
             elif other_option.name == "ranks":
                 where += ", %accelerate pull and push"
             text = f" {other_option.flag} is for {where}."
-        else:
-            text = closest(flag_name.replace("_", "-"), filter(None, flags), _MEANT) or (
-                f" Its options are shown by {self._magic_name} --help."
-            )
-        self.mistakes.append(
-            f"{self._magic_name} has no option {flag_name!r}: it would silently have no effect."
-            f"{text}"
-        )
+        self.mistakes.append(f"{self._magic_name} has no option {flag_name!r}.{text}")
 
     def _name(self, word: str) -> None:
         takes_names = self.subcommand in ("pull", "push", "config")
@@ -395,19 +375,15 @@ class _LineReader:
             self.names += word.strip(",").split(",")
         elif takes_names:
             self.mistakes.append(
-                f"{word!r} is no name of a variable: only whole variables are copied. Bind "
-                "the value to a name first, then give that name."
+                f"{word!r} is no name of a variable, which alone are copied. Bind the value first."
             )
         # `num_processes=2` is how Python and RunConfig write it.
         elif sign and (option := find_option(options_of(), f"--{option_name}")):
-            self.mistakes.append(
-                f"{word!r} is no option of the line: it would silently have no effect. "
-                f"Write {option.flag} {value}."
-            )
+            self.mistakes.append(f"{word!r} is no option of the line. Write {option.flag} {value}.")
         else:
             self.mistakes.append(
-                f"{self._magic_name} takes options only: got {word!r}, which is none. Code belongs "
-                f"on the cell's next line; {self._magic_name} --help shows the options."
+                f"{self._magic_name} takes options only, not {word!r}: {self._magic_name} --help "
+                "shows them. Code belongs on the cell's next line."
             )
 
     def _ranks(self, text: str | None) -> tuple[int, ...] | None:
@@ -419,8 +395,8 @@ class _LineReader:
             first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
             if first > last:
                 self.mistakes.append(
-                    f"--ranks must be rank numbers and ranges of them: got {text!r}. They "
-                    "say which workers run the cell. Write for example --ranks 0,2-3."
+                    f"--ranks must be rank numbers and ranges of them: got {text!r}. Write for "
+                    "example --ranks 0,2-3."
                 )
                 return None
             # A range up to a billion is refused by its end, without a list of it.
@@ -433,8 +409,7 @@ class _LineReader:
         if wrong or (text is not None and not names):
             self.mistakes.append(
                 f"--out must be names of variables: got {', '.join(map(repr, wrong)) or repr(text)}"
-                ". They are bound in the notebook after the cell. Write for example --out "
-                "loss,accuracy."
+                ". Write for example --out loss,accuracy."
             )
         return names
 
@@ -444,21 +419,17 @@ class _LineReader:
         value = self.namespace.get(name)
         if isinstance(config := getattr(value, "config", value), RunConfig):
             return config
-        variables = config_names(self.namespace)
         got_instead = f"a {type(value).__name__}" if name in self.namespace else "no such variable"
-        text = closest(name, variables) or f" Make one: {name} = nbaccel.RunConfig(...)."
+        text = closest(name, config_names(self.namespace))
         self.mistakes.append(
             "--config must name a RunConfig of the notebook, or what has one as .config: "
-            f"{name} is {got_instead}. All settings are taken from it.{text}"
+            f"{name} is {got_instead}.{text or f' Make one: {name} = nbaccel.RunConfig(...).'}"
         )
         return None
 
     def _wanted(self, config: RunConfig, settings: dict[str, Any]) -> RunConfig:
-        # Most cells give none; validating again would cost each of them a tenth of a millisecond.
-        if not settings:
-            return config
         try:
-            return config.changed(**settings)
+            return config.changed(**settings) if settings else config
         except ConfigError as error:
             self.mistakes += error.mistakes
             return config
@@ -469,13 +440,11 @@ class _LineReader:
         for name in settings:
             line_value = getattr(wanted_config, name)
             config_value = getattr(named_config, name)
-            # Either of the two could be meant.
             if line_value != config_value:
                 variable = self.found["config"]
                 self.mistakes.append(
-                    f"{name} is {config_value!r} in {variable} and {line_value!r} "
-                    "on the line: one would silently override the other. Leave it out here, or "
-                    f"change it there: {variable} = "
+                    f"{name} is {config_value!r} in {variable} and {line_value!r} on the line. "
+                    f"Leave it out here, or change it there: {variable} = "
                     f"{variable}.changed({name}={line_value!r})."
                 )
 
@@ -507,17 +476,6 @@ def _has_config(value: Any) -> bool:
         getattr(value, "config", None) if is_ours else getattr(value, "__dict__", {}).get("config"),
         RunConfig,
     )
-
-
-def _split_words(text: str) -> deque[str]:
-    try:
-        # As in a shell: values may be quoted, and a comment may follow the options.
-        return deque(shlex.split(text, comments=True))
-    except ValueError as error:  # a quotation that is not closed
-        raise ConfigError(
-            f"The line cannot be split into words: {str(error).lower()} in {text!r}. "
-            "Its options would be guesses. Close the quotation mark."
-        ) from error
 
 
 def _is_flag(word: str) -> bool:
@@ -574,15 +532,12 @@ def line_manual() -> str:
     subcommands = [_manual_row(_usage_of(one), one.meaning) for one in SUBCOMMANDS]
     others = [option for option in options_of("restart") if not option.is_setting]
     title = "Options of restart and config: all settings of %%accelerate?, and"
-    return "\n".join(
-        [
-            _LINE_MANUAL,
-            "\n".join(["Subcommands:", *subcommands, ""]),
-            _manual_section(title, others),
-            _manual_section("Options of pull and push:", options_of("pull")),
-            _VALUES_MANUAL,
-        ]
+    sections = (
+        "\n".join(["Subcommands:", *subcommands, ""]),
+        _manual_section(title, others),
+        _manual_section("Options of pull and push:", options_of("pull")),
     )
+    return "\n".join([_LINE_MANUAL, *sections, _VALUES_MANUAL])
 
 
 def subcommand_manual(name: str) -> str:
@@ -614,9 +569,7 @@ def _manual_row(head: str, meaning: str) -> str:
     """One entry: what is written, and next to it or below what it means."""
     width = _MANUAL_CHARS - _COLUMN_CHARS - 2
     lines = textwrap.wrap(meaning, width, break_on_hyphens=False)
-    lines = (
-        [head, *lines]
-        if len(head) > _COLUMN_CHARS - 2
-        else [f"{head:<{_COLUMN_CHARS}}{lines[0]}", *lines[1:]]
-    )
-    return f"\n{' ' * (_COLUMN_CHARS + 2)}".join([f"  {lines[0]}", *lines[1:]])
+    first = [head]
+    if len(head) <= _COLUMN_CHARS - 2:
+        first = [f"{head:<{_COLUMN_CHARS}}{lines.pop(0)}"]
+    return f"\n{' ' * (_COLUMN_CHARS + 2)}".join([f"  {first[0]}", *lines])

@@ -54,17 +54,11 @@ def _missing_widget_part(shell: Any) -> str:
 
 
 class Picker(HasTraits):
-    """All settings of a run, to be chosen by looking.
+    """All settings of a run, to be chosen by looking; made as by :func:`configure`.
 
     Give it as ``config`` wherever a `RunConfig` is taken; as the last line of a cell it shows
     itself. What is chosen with the mouse, from Python (`choose`) or by setting ``config`` is the
-    same everywhere at once.
-
-    Args:
-        config: Where to begin, a `RunConfig` or another picker; None: the defaults.
-        model: The module whose memory is shown; it may be on ``meta``.
-        sample_batch: A batch of one process, for the activations.
-        inventory: The machine; None looks at this one.
+    same everywhere at once. `inventory` is another machine than this one.
 
     Attributes:
         config: The chosen settings.
@@ -86,9 +80,8 @@ class Picker(HasTraits):
         sample_batch: Any = None,
         inventory: Inventory | None = None,
     ) -> None:
-        self._model = PickerModel(
-            config, model=model, sample_batch=sample_batch, inventory=inventory
-        )
+        inputs = {"model": model, "sample_batch": sample_batch, "inventory": inventory}
+        self._model = PickerModel(config, **inputs)
         # After the model: setting the trait calls `_on_config`, which reads it.
         super().__init__(config=self._model.config)
         self._css_class = f"nbaccel-static-{uuid.uuid4().hex[:12]}"
@@ -97,13 +90,8 @@ class Picker(HasTraits):
         self._is_stale = False
         self._model.observe(self._follow)
 
-    # ---------------------------------------------------------------- from Python
     def choose(self, name: str, value: Any) -> None:
-        """Make a choice, as with the mouse.
-
-        Args:
-            name: Its name: ``"mixed_precision"``, ``"zero_stage"``, or a key of DeepSpeed.
-            value: What to take; None leaves it open.
+        """Make a choice: ``"mixed_precision"``, or a key of DeepSpeed; None leaves it open.
 
         Raises:
             ConfigError: It cannot be taken; everything stays as it was.
@@ -112,14 +100,7 @@ class Picker(HasTraits):
             self._model.choose(name, value)
 
     def suggest(self) -> str:
-        """Take the fastest settings that fit; one `undo` takes them back.
-
-        Returns:
-            What was taken, in one line.
-
-        Raises:
-            ConfigError: Nothing fits, or no model was given.
-        """
+        """Take the fastest settings that fit, and tell which; `ConfigError` where nothing fits."""
         with self._model.lock:
             return self._model.suggest()
 
@@ -129,27 +110,12 @@ class Picker(HasTraits):
             self._model.undo()
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Take over a DeepSpeed configuration or a `RunConfig`.
-
-        Args:
-            source: A path, JSON or YAML as text, or what is in it.
-
-        Raises:
-            ConfigError: It cannot be read, or holds mistakes, all of them listed.
-        """
+        """Take over a DeepSpeed configuration or a `RunConfig`: path, JSON, YAML or mapping."""
         with self._model.lock:
             self._model.load(source)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
-        """Write the configuration to a file.
-
-        Args:
-            path: The file.
-            face: ``"YAML"``, ``"DeepSpeed JSON"``, ``"Python"`` or ``"Command line"``.
-
-        Raises:
-            ConfigError: There is no such face now, or the file cannot be written.
-        """
+        """Write a face: ``YAML``, ``DeepSpeed JSON``, ``Python`` or ``Command line``."""
         with self._model.lock:
             self._model.save(path, face)
 
@@ -171,7 +137,6 @@ class Picker(HasTraits):
 
     @observe("config")
     def _on_config(self, change: Mapping[str, Any]) -> None:
-        """Set from Python: the model takes it over."""
         with self._model.lock:
             # Equal when the change came from the model: this ends the circle of notifications.
             if change["new"] != self._model.config:
@@ -202,9 +167,8 @@ class Picker(HasTraits):
 
         with self._model.lock:
             self._model.postpone_memory()
-            live_view = self._live_view()
             # `display(widget)` would add the widget's repr as text; what is below has all of it.
-            bundle = publish.widget_bundle(live_view.root)
+            bundle = publish.widget_bundle(self._live_view().root)
             display(bundle, raw=True)  # type: ignore[no-untyped-call]
             # The same id in all cells that show this picker, so that an update reaches each.
             kept = self._kept_output()
@@ -255,7 +219,6 @@ class Picker(HasTraits):
             parts.append(rendering.taken_html(model))
         return {"text/html": rendering.kept_html(self._css_class, parts, text), "text/plain": text}
 
-    # ---------------------------------------------------------------- keeping them up to date
     def _changed(self) -> None:
         shell = frames.running_shell()
         if self._is_stale or shell is None:
@@ -311,9 +274,6 @@ def configure(model: Any = None, sample_batch: Any = None, *, config: Any = None
 
     Returns:
         The picker: give it as ``config`` to a launch, or read its ``config``.
-
-    Raises:
-        ConfigError: What was given is no module, no batch or no configuration.
     """
     picker = Picker(config, model=model, sample_batch=sample_batch)
     picker.show()

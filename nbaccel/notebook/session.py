@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -14,13 +14,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool
 from nbaccel.config import RunConfig
-from nbaccel.notebook.magic_line import (
-    MagicLine,
-    check_ranks,
-    flag_of,
-    missing_names,
-    ranks_as_text,
-)
+from nbaccel.notebook import magic_line
 from nbaccel.plan import Plan
 from nbaccel.workers.template import template_for
 
@@ -82,15 +76,15 @@ class Session:
         """The workers; None where there are none, or none any more."""
         return self.pool if self.pool is not None and self.pool.state in _LIVE_STATES else None
 
-    def run(self, line: MagicLine, source: CellSource) -> None:
+    def run(self, line: magic_line.MagicLine, source: CellSource) -> None:
         """Run a cell; workers are started if there are none."""
         pool = self._ready(line)
-        check_ranks(line.ranks, pool.num_processes)
+        magic_line.check_ranks(line.ranks, pool.num_processes)
         result = pool.run(source, ranks=line.ranks, out=line.out)
         if line.out:
             self._bind(pool, result.out)
 
-    def restart(self, line: MagicLine) -> None:
+    def restart(self, line: magic_line.MagicLine) -> None:
         """Start new workers in the place of the old ones."""
         old_pool = self.pool
         group = self.dist or line.dist
@@ -114,25 +108,25 @@ class Session:
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Bind names of the workers in the notebook."""
         pool = self._living("pulled from", names)
-        check_ranks(ranks, pool.num_processes)
+        magic_line.check_ranks(ranks, pool.num_processes)
         self._bind(pool, pool.pull(*names, ranks=ranks))
         asked = tuple(range(pool.num_processes)) if ranks is None else ranks
         is_value = ranks is not None and len(ranks) == 1
         each = " each" if len(names) > 1 else ""
         shape_text = "" if is_value else f", a list by rank{each}"
-        return f"Pulled {', '.join(names)} from {ranks_as_text(asked)}{shape_text}."
+        return f"Pulled {', '.join(names)} from {magic_line.ranks_as_text(asked)}{shape_text}."
 
     def push(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Send names of the notebook to the workers."""
         pool = self._living("pushed to", names)
-        check_ranks(ranks, pool.num_processes)
-        missing_names(names, self.shell.user_ns)
+        magic_line.check_ranks(ranks, pool.num_processes)
+        magic_line.missing_names(names, self.shell.user_ns)
         copied_bytes = pool.push(*names, ranks=ranks)
         asked = tuple(range(pool.num_processes)) if ranks is None else ranks
-        sent_names = f"{', '.join(names)} to {ranks_as_text(asked)}"
+        sent_names = f"{', '.join(names)} to {magic_line.ranks_as_text(asked)}"
         return f"Pushed {sent_names}: {format_bytes(copied_bytes)} copied."
 
-    def configure(self, line: MagicLine) -> None:
+    def configure(self, line: magic_line.MagicLine) -> None:
         """Set what the next start uses."""
         plan_pool(line.wanted)
         self.config = line.wanted
@@ -142,12 +136,11 @@ class Session:
         """A form for the settings of the next start."""
         from nbaccel.notebook.pickers import Picker
 
-        missing_names(names, self.shell.user_ns)
+        magic_line.missing_names(names, self.shell.user_ns)
         if len(names) > 2:
             raise ConfigError(
-                "%accelerate config takes a model and a batch at most: got "
-                f"{', '.join(names)}. "
-                "It is unclear what the others are. Write %accelerate config model batch."
+                f"%accelerate config takes a model and a batch at most: got {', '.join(names)}. "
+                "Write %accelerate config model batch."
             )
         values = (self.shell.user_ns[name] for name in names)
         given = dict(zip(("model", "sample_batch"), values, strict=False))
@@ -173,13 +166,10 @@ class Session:
         """The settings for the next start, and those in which the present workers differ."""
         lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
         pool = self.living_pool
-        if pool is None:
-            return lines[0]
-        if differing := self._differing(pool, self.config, tuple(RunConfig.model_fields)):
-            values = ", ".join(
-                f"{name}={_effective_value(pool.plan, name)!r}" for name in differing
-            )
-            lines.append(f"The workers run with {values} until %accelerate restart.")
+        differing = [] if pool is None else self._differing(pool, self.config)
+        if pool is not None and differing:
+            values = [f"{name}={_effective_value(pool.plan, name)!r}" for name in differing]
+            lines.append(f"The workers run with {', '.join(values)} until %accelerate restart.")
         return "\n".join(lines)
 
     def absence_text(self) -> str:
@@ -189,12 +179,12 @@ class Session:
         first_cell = f"The first %%accelerate cell starts {plan.headline()}."
         return f"No workers yet. {first_cell} {left_out}".rstrip()
 
-    def _ready(self, line: MagicLine) -> Pool:
+    def _ready(self, line: magic_line.MagicLine) -> Pool:
         if (pool := self.living_pool) is not None:
             self._refuse_other(pool, line)
             return pool
         if line.ranks:
-            check_ranks(line.ranks, plan_pool(line.wanted).num_processes)
+            magic_line.check_ranks(line.ranks, plan_pool(line.wanted).num_processes)
         broken = self.pool
         if broken is None or broken.state is PoolState.STOPPED:
             return self._start(line.wanted, joins_group=self.dist or line.dist)
@@ -217,32 +207,29 @@ class Session:
         self.dist = joins_group
         return new_pool
 
-    def _refuse_other(self, pool: Pool, line: MagicLine) -> None:
+    def _refuse_other(self, pool: Pool, line: magic_line.MagicLine) -> None:
         differing = self._differing(pool, line.wanted, line.given)
         mistakes = [
-            f"The workers run with {name}="
-            f"{_effective_value(pool.plan, name)!r}: got "
-            f"{getattr(line.wanted, name)!r}. Workers keep their settings as long as "
-            "they live."
+            f"The workers run with {name}={_effective_value(pool.plan, name)!r}: got "
+            f"{getattr(line.wanted, name)!r}, and they keep their settings."
             for name in differing
         ]
         if line.dist and not self.dist:
-            mistakes.append(
-                "The workers run with dist=False: got --dist. They have joined no process group."
-            )
+            mistakes.append("The workers run with dist=False, without a process group: got --dist.")
         if mistakes:
             # One remedy for all mistakes, after the last of them.
-            flags = " ".join(
-                [*(flag_of(line.wanted, name) for name in differing), *["--dist"] * line.dist]
-            )
+            flags = [magic_line.flag_of(line.wanted, name) for name in differing]
+            flags += ["--dist"] * line.dist
             mistakes[-1] += (
-                f" %accelerate restart {flags} starts others, without the variables of "
+                f" %accelerate restart {' '.join(flags)} starts others, without the variables of "
                 "these; or leave it out here."
             )
             raise ConfigError(*mistakes)
 
     @staticmethod
-    def _differing(pool: Pool, config: RunConfig, setting_names: Sequence[str]) -> list[str]:
+    def _differing(
+        pool: Pool, config: RunConfig, setting_names: Iterable[str] = RunConfig.model_fields
+    ) -> list[str]:
         """Settings that the workers do not have; where the plan chooses, by what it chose."""
         names = [
             name for name in setting_names if getattr(config, name) != getattr(pool.config, name)
@@ -265,9 +252,8 @@ class Session:
             return pool
         text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
-            f"{', '.join(names)} cannot be {action} workers: there are "
-            f"none{text}. Run a %%accelerate cell first, or start them with "
-            "%accelerate restart."
+            f"{', '.join(names)} cannot be {action} workers: there are none{text}. Run a "
+            "%%accelerate cell first, or start them with %accelerate restart."
         )
 
 

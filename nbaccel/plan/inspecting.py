@@ -1,11 +1,7 @@
-"""This machine, inspected without initialising any of its devices.
+"""This machine, inspected without initialising any of its devices, or importing torch.
 
 A container shows the cores and the memory of its host; what it may use is in its control groups. A
 limit of any group above this process counts, so each file is read on the whole way up.
-
-No CUDA context, no XLA runtime, no thread pool, no import of torch: a notebook that has only been
-inspected can still be forked. Each device of the table detects its accelerators; other facts come
-from ``/proc``, ``/sys`` and package metadata.
 """
 
 from __future__ import annotations
@@ -13,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -86,19 +83,16 @@ def _path_below_mount(group_path: str, mounted_path: str) -> PurePosixPath:
     try:
         return PurePosixPath(group_path).relative_to(mounted_path)
     except ValueError:
-        # The path is that of the host, of which the container sees no part: its own group is the
-        # mount itself.
+        # The path is that of the host: the container's own group is the mount itself.
         return PurePosixPath()
 
 
 def _cgroup_cpu_cores(folder: Path) -> float | None:
-    quota_text, period_text = [*env.read_file(folder / "cpu.max").split(), "", ""][:2]  # version 2
-    if not quota_text:
-        quota_text = env.read_file(folder / "cpu.cfs_quota_us")
-        period_text = env.read_file(folder / "cpu.cfs_period_us")
-    if quota_text.isdecimal() and period_text.isdecimal() and int(period_text) > 0:
-        return int(quota_text) / int(period_text)
-    return None
+    texts = env.read_file(folder / "cpu.max").split()  # version 2
+    if not texts:
+        texts = [env.read_file(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    quota, *periods = [int(text) if text.isdecimal() else 0 for text in texts]
+    return quota / periods[0] if quota and any(periods) else None
 
 
 def _cgroup_memory_limit(folder: Path) -> int | None:
@@ -135,7 +129,6 @@ def _smallest_limit(values: Iterable[_LimitNumber | None]) -> _LimitNumber | Non
 
 
 def _host_memory() -> tuple[int, int]:
-    """Bytes of main memory: in all, and available now."""
     try:
         memory = psutil.virtual_memory()
     except OSError:  # no /proc: the C library has numbers, too, but counts no caches as free
@@ -150,11 +143,7 @@ def free_host_bytes() -> int:
 
 
 def inspect_machine() -> Inventory:
-    """Look at this machine and this process.
-
-    Returns:
-        What was found, a few milliseconds after the call; nothing was initialised for it.
-    """
+    """Look at this machine and this process, for a few milliseconds; nothing is initialised."""
     environ = env.snapshot()
     limits = read_limits()
     total_bytes, available_bytes = _host_memory()
@@ -203,8 +192,7 @@ def _usable_cores(limits: Limits) -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    # Half a core rounds down: with one thread more than the quota, the kernel throttles the
-    # process, and all threads wait for the slowest.
+    # Rounded down: the kernel throttles a process with more threads than its quota.
     return max(1, cores if limits.cpu_cores is None else min(cores, int(limits.cpu_cores)))
 
 
@@ -214,10 +202,9 @@ def _smaller_bytes(found_bytes: int, limit_bytes: int | None) -> int:
 
 def _file_system_bytes(folder: Path) -> int:
     try:
-        system = os.statvfs(folder)
-    except (OSError, AttributeError):  # no such folder; no such call on Windows
+        return shutil.disk_usage(folder).total
+    except (OSError, AttributeError):  # no such folder; no such call
         return 0
-    return system.f_blocks * system.f_frsize
 
 
 def _detect_front_end(environ: Mapping[str, str]) -> str:

@@ -1,7 +1,4 @@
-"""``Inventory``: what a machine has, as the plan uses it.
-
-`plan.inspecting` makes that of this machine.
-"""
+"""``Inventory``: what a machine has; `plan.inspecting` makes that of this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +13,7 @@ class Gpu:
     name: str  # the product's name
     total_bytes: int = 0  # its memory; 0 where the driver does not say
     free_bytes: int = 0  # memory that is not in use now; 0 where the driver does not say
-    # Version of its architecture: (8, 9) for Ada, (9, 0) for Hopper; (0, 0) where its kind has no
-    # such number.
-    compute_capability: tuple[int, int] = (0, 0)
+    compute_capability: tuple[int, int] = (0, 0)  # (9, 0) for Hopper; (0, 0) where there is none
     uuid: str = ""  # its identity, which does not depend on what is visible
     kind: str = "cuda"  # the row of its kind among the devices
 
@@ -27,29 +22,21 @@ class Gpu:
 class TpuHost:
     """A machine with TPU chips, or one whose environment speaks of them."""
 
-    # ``v2``, ``v3``, ``v4``, ``v5e``, ``v5p``, ``v6e`` or ``7x``; empty where it is not known.
-    generation: str = ""
+    generation: str = ""  # ``v2`` to ``v6e``, ``7x``; empty where it is not known
     chips: int = 0  # chips that this process could open
-    # Chips on the PCI bus, whether or not this process could open them; 0 where the bus is hidden.
-    chips_on_bus: int = 0
-    # Chips that torch_tpu counts: those on the bus, of a generation that it knows, whose IOMMU
-    # group is below ``/dev/vfio``.
+    chips_on_bus: int = 0  # also those that it could not open; 0 where the bus is hidden
+    # Those on the bus of a generation that torch_tpu knows, with an IOMMU group below /dev/vfio.
     torch_tpu_chips: int = 0
-    # What a process opens to use them: ``/dev/vfio/3``, ``/dev/accel0``.
-    device_files: tuple[str, ...] = ()
+    device_files: tuple[str, ...] = ()  # what a process opens: ``/dev/vfio/3``, ``/dev/accel0``
     bytes_per_chip: int = 0  # memory of one chip; 0 where the generation is not known
-    # How many workers can share the chips, ascending: 1, 4 and 8 for 8 of v5e.
-    process_counts: tuple[int, ...] = ()
+    process_counts: tuple[int, ...] = ()  # workers that can share them: 1, 4 and 8 for 8 of v5e
     threads_per_process: int = 1  # replicas of a worker, a thread each: 2 on v2 and v3, else 1
     num_hosts: int = 1  # machines of the slice that this one belongs to
     worker_id: int = 0  # this machine's number among them, from 0
-    # Version of the installed libtpu, or the path of the one that will be loaded instead; empty
-    # where there is none.
-    libtpu: str = ""
+    libtpu: str = ""  # its version, or the path of the one that will be loaded instead
     torch_tpu: str = ""  # version of Google's torch_tpu; empty where it is not installed
     torch_xla: str = ""  # version of torch_xla; empty where it is not installed
-    # What ``PJRT_DEVICE`` says, in capital letters; empty where it is not set.
-    pjrt_device: str = ""
+    pjrt_device: str = ""  # what ``PJRT_DEVICE`` says, in capital letters
     notes: tuple[str, ...] = ()  # what is odd about all this: the value, why it matters, what to do
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nbaccel.base.errors import ConfigError
@@ -69,11 +69,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     def headline(self) -> str:
-        """The plan in one line.
-
-        Returns:
-            ``2 CPU workers, 1 thread each, started from the template``, for example.
-        """
+        """The plan in one line: ``2 CPU workers, 1 thread each, started from the template``."""
         text = "" if self.num_processes == 1 else " each"
         parts = [
             count_noun(self.num_processes, f"{device_row(self.device).noun} worker"),
@@ -91,39 +87,21 @@ class Plan:
         return ", ".join(parts)
 
     def explain(self) -> str:
-        """The plan as a table: what, value, why; warnings under it.
-
-        Returns:
-            Text for a fixed-width font, at most 100 characters a line where words allow.
-        """
+        """The plan as a table for a fixed-width font: what, value, why; warnings under it."""
         return choices_table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:
         return self.explain()
 
     def with_start_method(self, method: str, reason: str) -> Plan:
-        """The same plan with workers started in another way.
-
-        Args:
-            method: ``template``, ``fork`` or ``inline``.
-            reason: Why, for :meth:`explain`.
-
-        Returns:
-            A new plan.
-
-        Raises:
-            ConfigError: There is no such start method, or it cannot serve this plan.
-        """
+        """The same plan with workers started by another `method`, for a `reason`."""
         methods = [row.name for row in START_METHODS]
         if method not in methods:
-            raise ConfigError(
-                f"start_method must be one of {', '.join(methods)}: got {method!r}. "
-                "Nothing could start the workers. Use one of these."
-            )
+            raise ConfigError(f"start_method must be one of {', '.join(methods)}: got {method!r}.")
         if method == "inline" and self.world_size > 1:
             raise ConfigError(
-                f'start_method="inline" cannot run {self.world_size} workers. Inline means in this '
-                'very process, which is one. Plan one worker, or use start_method="template".'
+                f'start_method="inline" cannot run {self.world_size} workers: it is this very '
+                'process. Plan one worker, or use start_method="template".'
             )
         return replace(
             self,
@@ -143,15 +121,11 @@ def copies_in_turn(num_workers: int, model_bytes: int, free_bytes: int) -> bool:
 
 def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[str]) -> str:
     """Choices as a table of what, value and why, under a headline; warnings under it."""
-    table_rows = [("what", "value", "why")]
-    table_rows += [(choice.name, str(choice.value), choice.reason) for choice in choices]
-    name_width = max(len(choice_name) for choice_name, _, _ in table_rows)
-    value_width = max(len(choice_value) for _, choice_value, _ in table_rows)
+    rows = [("what", "value", "why"), *((one.name, str(one.value), one.reason) for one in choices)]
+    name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     table_lines = [headline, ""]
-    for choice_name, choice_value, reason in table_rows:
-        table_lines += _hanging_lines(
-            f"{choice_name:<{name_width}}  {choice_value:<{value_width}}  ", reason
-        )
+    for name, value, reason in rows:
+        table_lines += _hanging_lines(f"{name:<{name_width}}  {value:<{value_width}}  ", reason)
     if warnings:
         table_lines += ["", "Warnings:"]
     for warning in warnings:
@@ -159,11 +133,10 @@ def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[s
     return "\n".join(table_lines)
 
 
-def _hanging_lines(head: str, text: str) -> Iterator[str]:
+def _hanging_lines(head: str, text: str) -> list[str]:
     """The text beside a head, with its further lines indented to the same column."""
     # Beside a long value a reason still gets a readable width, beyond the line's limit.
-    width = max(_TABLE_LINE_CHARS - len(head), 30)
-    first_line, *other_lines = textwrap.wrap(text, width, break_long_words=False) or [""]
-    yield f"{head}{first_line}".rstrip()
-    for line in other_lines:
-        yield f"{' ' * len(head)}{line}"
+    width = max(_TABLE_LINE_CHARS, len(head) + 30)
+    below = " " * len(head)
+    wrapper = textwrap.TextWrapper(width, head, below, break_long_words=False)
+    return wrapper.wrap(text) or [head.rstrip()]

@@ -1,7 +1,4 @@
-"""Implementations by name, imported when first needed and not before.
-
-``capabilities`` says what exists and where; this file imports it.
-"""
+"""Implementations of what ``capabilities`` names, imported when first needed."""
 
 from __future__ import annotations
 
@@ -18,18 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, MissingBackend, PlatformUnsupported
 from nbaccel.base.public_names import NOT_INSTALLED, missing_name_of
-from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.capabilities import (
-    DEVICES,
-    FP8_BACKENDS,
-    PRECISIONS,
-    STRATEGIES,
-    device_row,
-    engine_row,
-    fp8_backend,
-    precision_row,
-    strategy_row,
-)
+from nbaccel.config import Fp8Config, RunConfig, capabilities as rows
 from nbaccel.config.capability_rows import DeviceSigns, Fp8Choice, StrategyRow
 from nbaccel.plan.contracts.device import Device, DeviceRuntime, UnlistedDevice
 from nbaccel.plan.contracts.host_engine import Engine
@@ -41,16 +27,15 @@ if TYPE_CHECKING:
     from nbaccel.plan.inventory import Gpu, Inventory
 
 
-# ------------------------------------------------------------------------------ devices
 def device(device_name: str) -> Device:
     """The implementation of a device."""
-    device_class: type[Device] = load_object(device_row(device_name).path)
+    device_class: type[Device] = load_object(rows.device_row(device_name).path)
     return device_class()
 
 
 def device_runtime(device_name: str) -> DeviceRuntime:
     """What a process that computes on a device needs of it."""
-    if any(row.name == device_name for row in DEVICES):
+    if any(row.name == device_name for row in rows.DEVICES):
         return device(device_name)
     return UnlistedDevice(device_name)
 
@@ -58,7 +43,7 @@ def device_runtime(device_name: str) -> DeviceRuntime:
 def devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
     """All devices in the order of their rows, but those that cannot be loaded."""
     loaded_devices = []
-    for row in DEVICES:
+    for row in rows.DEVICES:
         if names is not None and row.name not in names:
             continue
         # Another package's module may raise anything, and must not disable the other devices.
@@ -93,7 +78,9 @@ def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:
             return has_sign(signs)
         return any(getattr(inventory, fact) for fact in signs.facts)
 
-    return devices({row.name for row in DEVICES if row.signs is None or is_possible(row.signs)})
+    return devices(
+        {row.name for row in rows.DEVICES if row.signs is None or is_possible(row.signs)}
+    )
 
 
 def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
@@ -117,7 +104,6 @@ def awake_accelerators() -> Iterator[Device]:
     return (device for device in devices() if device.is_awake())
 
 
-# ---------------------------------------------------------------------------- precisions
 def precision(
     precision_name: str,
     fp8: Fp8Config | None = None,
@@ -125,18 +111,17 @@ def precision(
     compute_capability: tuple[int, int] | None = None,
 ) -> type[Precision]:
     """The implementation of a precision."""
-    row = precision_row(precision_name)
+    row = rows.precision_row(precision_name)
     choice = Fp8Choice()
     if row.has_backends:
-        device_row_of = device_row(device_name) if device_name else None
+        device_row_of = rows.device_row(device_name) if device_name else None
         backend = "" if fp8 is None else fp8.backend
-        choice = fp8_backend(backend, device_row_of, compute_capability)
+        choice = rows.fp8_backend(backend, device_row_of, compute_capability)
     if choice.problem:
+        others = ", ".join(row.name for row in rows.PRECISIONS if row.path)
         raise PlatformUnsupported(
             f"mixed_precision={precision_name!r} ({row.meaning}) cannot be trained in: "
-            f"{choice.problem}. Every layer would compute in another format than was asked for. "
-            f"Use one of {', '.join(row.name for row in PRECISIONS if row.path)}; bf16 is the "
-            "nearest."
+            f"{choice.problem}. Use one of {others}."
         )
     precision_class: type[Precision] = load_object((choice.row or row).path)
     return precision_class
@@ -145,30 +130,28 @@ def precision(
 def layer_restorers() -> Iterator[Callable[[Any], list[tuple[Any, Any]]]]:
     """What gives a module its own layers back, of each FP8 library that this process has used."""
     paths = {
-        row.restore: None for row in FP8_BACKENDS if row.restore and row.library in sys.modules
+        row.restore: None for row in rows.FP8_BACKENDS if row.restore and row.library in sys.modules
     }
     return (load_object(path) for path in paths)
 
 
-# ---------------------------------------------------------------------------- strategies
 def strategy(strategy_name: str) -> type[Strategy]:
     """The implementation of a strategy."""
-    strategy_class: type[Strategy] = load_object(strategy_row(strategy_name).path)
+    strategy_class: type[Strategy] = load_object(rows.strategy_row(strategy_name).path)
     return strategy_class
 
 
 def wanted_strategy(said: Said) -> Wanted | None:
     """The strategy that was requested."""
-    requests = [wanted for row in STRATEGIES if (wanted := _request_of(row, said)) is not None]
+    requests = [wanted for row in rows.STRATEGIES if (wanted := _request_of(row, said)) is not None]
     # In the order of `Source`, the strongest first.
     for source in get_args(Source):
         requests_of_source = [wanted for wanted in requests if wanted.source == source]
         if len(requests_of_source) > 1:
             first_request, second_request, *_ = requests_of_source
             raise ConfigError(
-                f"{first_request.what} and {second_request.what} were both given: each shards "
-                f"models in its own way ({first_request.strategy} and {second_request.strategy}), "
-                "and only one can. Give one of them."
+                f"{first_request.what} and {second_request.what} were both given: one alone can "
+                f"shard, {first_request.strategy} or {second_request.strategy}. Give one of them."
             )
         if requests_of_source:
             return requests_of_source[0]
@@ -190,9 +173,8 @@ def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
         return _wanted(row, said, "argument", type(handler).__name__)
     if row.run_flag and said.run is not None and getattr(said.run, row.run_flag):
         stage = said.run.zero_stage or 0
-        choice = Choice(
-            "zero_stage", stage, f"asked for: {_ZERO_SHARDS[stage]} in shards, by DeepSpeed"
-        )
+        reason = f"asked for: {_ZERO_SHARDS[stage]} in shards, by DeepSpeed"
+        choice = Choice("zero_stage", stage, reason)
         request = _wanted(row, said, "config", f"zero_stage={said.run.zero_stage}")
         return replace(request, headline=f"ZeRO-{stage}", choices=(choice,))
     if said.run is not None and said.run.strategy == row.name:
@@ -210,18 +192,13 @@ def _wanted(row: StrategyRow, said: Said, source: Source, what: str, plugin: Any
             return load_object(row.make_settings)(plugin, said.run)
         return strategy_settings(row.name, said.handlers) if plugin is None else plugin
 
-    return Wanted(
-        strategy=row.name,
-        source=source,
-        what=what,
-        reason=f"{what} was given: {row.meaning}",
-        settings=settings,
-    )
+    reason = f"{what} was given: {row.meaning}"
+    return Wanted(strategy=row.name, source=source, what=what, reason=reason, settings=settings)
 
 
 def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
     """The settings of a strategy: those given, or its defaults."""
-    capability_row = strategy_row(strategy_name)
+    capability_row = rows.strategy_row(strategy_name)
     settings = _settings_among(capability_row, handlers)
     if settings is not None or not capability_row.settings:
         return settings
@@ -238,7 +215,7 @@ def check_strategy(strategy_name: str, device_type: str, config: RunConfig | Non
     """Refuse, before a process starts, what cannot train in it."""
     if not strategy_name:
         return
-    capability_row = strategy_row(strategy_name)
+    capability_row = rows.strategy_row(strategy_name)
     if capability_row.check:
         load_object(capability_row.check)(device_type)
     if capability_row.judge and config is not None:
@@ -247,12 +224,12 @@ def check_strategy(strategy_name: str, device_type: str, config: RunConfig | Non
 
 def worker_preparations() -> list[Callable[[str], None]]:
     """What the libraries of strategies do in each new worker; a template imports them once."""
-    return [load_object(row.enter) for row in STRATEGIES if row.enter]
+    return [load_object(row.enter) for row in rows.STRATEGIES if row.enter]
 
 
 def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str] | None:
     """Likely cause of a worker's death and the remedy, where a strategy or device knows more."""
-    for row in STRATEGIES:
+    for row in rows.STRATEGIES:
         if row.explain_signal:
             hint: tuple[str, str] | None = load_object(row.explain_signal)(signal_name, functions)
             if hint is not None:
@@ -263,19 +240,18 @@ def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str
 
 def load_advisor() -> Any:
     """What finds the fastest configuration of a strategy that has one to find."""
-    for row in STRATEGIES:
+    for row in rows.STRATEGIES:
         if row.advisor:
             return load_object(row.advisor)
     raise MissingBackend(
-        "advise finds configurations of strategies that have an advisor, and of "
-        f"{', '.join(row.name for row in STRATEGIES)} none has one. Nothing can be compared. "
-        "Install nbaccel with its DeepSpeed backend."
+        f"No strategy of {', '.join(row.name for row in rows.STRATEGIES)} has an advisor. Install "
+        "nbaccel with its DeepSpeed backend."
     )
 
 
 def plugin_class(class_name: str) -> Any:
     """The class of a strategy's settings, by the name that users import."""
-    for row in STRATEGIES:
+    for row in rows.STRATEGIES:
         if row.settings.endswith(f":{class_name}"):
             return load_object(row.settings)
     return missing_name_of(class_name, NOT_INSTALLED, "nbaccel.utils.dataclasses")
@@ -283,17 +259,15 @@ def plugin_class(class_name: str) -> Any:
 
 def settings_forms() -> tuple[Any, ...]:
     """What pickers offer of strategies that have settings of their own: ``SettingsForm``s."""
-    return tuple(load_object(row.form)() for row in STRATEGIES if row.form)
+    return tuple(load_object(row.form)() for row in rows.STRATEGIES if row.form)
 
 
-# ------------------------------------------------------------------------------- engines
 def engine(engine_name: str) -> Engine:
     """The implementation of an engine that has workers run on other hosts."""
-    engine_class: type[Engine] = load_object(engine_row(engine_name).path)
+    engine_class: type[Engine] = load_object(rows.engine_row(engine_name).path)
     return engine_class()
 
 
-# ------------------------------------------------------------------------------- loading
 def load_object(object_path: str) -> Any:
     """The object that a capability row names."""
     module_name, _, object_name = object_path.partition(":")

@@ -1,8 +1,4 @@
-"""``resolve``: a `RunConfig` and an `Inventory` become a `Plan`.
-
-Here, in the notebook's process and in milliseconds, everything is refused that can be refused, all
-mistakes at once. It decides by the rows of ``nbaccel.config.capabilities`` and starts nothing.
-"""
+"""``resolve``: a `RunConfig` and an `Inventory` become a `Plan`, or all mistakes at once."""
 
 from __future__ import annotations
 
@@ -11,35 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.units import count_noun, format_bytes
-from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.capabilities import (
-    DEVICES,
-    ENGINES,
-    device_row,
-    engine_row,
-    fp8_backend,
-    group_backend,
-    precision_row,
-    start_method_row,
-    strategy_fits,
-    strategy_row,
-)
+from nbaccel.config import Fp8Config, RunConfig, capabilities as rows
 from nbaccel.config.capability_rows import DeviceRow, EngineRow, Fp8Choice
 from nbaccel.config.run_config import chosen_engine, elastic_reason
-from nbaccel.plan import registry
+from nbaccel.plan import registry, training_plan
 from nbaccel.plan.contracts.training import Said, Wanted
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.plan.launch_plan import Choice, Plan
-from nbaccel.plan.training_plan import (
-    fp8_choices,
-    fp8_mistakes,
-    fp8_warnings,
-    precision_mistakes,
-    precision_warnings,
-    refused_strategy,
-    unfit_count,
-)
 
 # Memory of a worker before its first tensor: measured 117-134 MiB, beside shared libraries.
 _WORKER_FLOOR_BYTES = 150 * 2**20
@@ -91,14 +66,8 @@ def resolve(
 ) -> Plan:
     """Decide what a launch will do.
 
-    Args:
-        config: What the user said.
-        inventory: What the machine has; inspected where not given.
-        num_local: Workers on that machine, where others have some, too; None: all that are asked
-            for. With an engine that starts workers on hosts, the notebook's machine has none.
-
-    Returns:
-        The plan, with the reason for each choice.
+    `num_local` are the workers on the machine of the inventory, where others have some, too. With
+    an engine that starts workers on hosts, the notebook's machine has none.
 
     Raises:
         ConfigError: This machine cannot serve the settings; every mistake is listed.
@@ -106,11 +75,11 @@ def resolve(
     """
     findings = _Findings()
     found = _inspect(config, inventory, findings)
-    findings.warnings.extend(found.problems)
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
     engine = _choose_engine(config, findings)
-    device_chosen, engine_chosen = device_row(str(device.value)), engine_row(str(engine.value))
+    device_chosen = rows.device_row(str(device.value))
+    engine_chosen = rows.engine_row(str(engine.value))
     count = _choose_num_processes(config, found, device_chosen, engine_chosen, findings)
     run = _Run(
         config=config,
@@ -154,7 +123,7 @@ def resolve(
             start_method,
             threads,
             precision,
-            *(fp8_choices(config.fp8, fp8) if fp8.row is not None else ()),
+            *training_plan.fp8_choices(config.fp8 or Fp8Config(), fp8),
             *strategy_choices,
             group_backend_choice,
             port,
@@ -166,11 +135,13 @@ def resolve(
 def _inspect(config: RunConfig, inventory: Inventory | None, findings: _Findings) -> Inventory:
     """The machine with the GPUs that workers will see."""
     found = inspect_machine() if inventory is None else inventory
+    findings.warnings.extend(found.problems)
     if not found.gpus:
         return found
     found, mistake = with_named_gpus(found, named_setting(config))
     # GPUs of the notebook's machine do not matter where workers run on hosts.
-    is_of_workers = inventory is not None or not engine_row(chosen_engine(config)[0]).runs_on_hosts
+    engine = rows.engine_row(chosen_engine(config)[0])
+    is_of_workers = inventory is not None or not engine.runs_on_hosts
     if mistake and is_of_workers:
         findings.mistakes.append(mistake)
     return found
@@ -180,11 +151,9 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
     if config.device != "auto":
         if refusal_text := registry.device(config.device).refusal(found):
             findings.mistakes.append(refusal_text)
-        if device_row(config.device).never_run:
-            findings.warnings.append(
-                f'device="{config.device}" has never been run with nbaccel: what you see may be '
-                "the first fault. Please report what happens."
-            )
+        if rows.device_row(config.device).never_run:
+            asked = f'device="{config.device}"'
+            findings.warnings.append(f"{asked} has never been run. Please report what happens.")
         reason = f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
         return Choice("device", config.device, reason)
     unused_devices = []
@@ -202,12 +171,11 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
         if unused_devices
         else f"no GPU found{note_text}"
     )
-    return Choice("device", DEVICES[0].name, none_text)
+    return Choice("device", rows.DEVICES[0].name, none_text)
 
 
 def _idle_devices_text(device_name: str, found: Inventory) -> str:
-    """The devices that are there beside the requested one."""
-    if not device_row(device_name).in_host_memory:
+    if not rows.device_row(device_name).in_host_memory:
         return ""
     idle_devices = [
         _describe_units(device.row, units)
@@ -219,24 +187,23 @@ def _idle_devices_text(device_name: str, found: Inventory) -> str:
 
 def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
     name, reason = chosen_engine(config)
-    if engine_row(name).runs_on_hosts:
+    if rows.engine_row(name).runs_on_hosts:
         engine = registry.engine(name)
         unavailable_reason = engine.unavailable_reason(config) or engine.unready_reason()
         if unavailable_reason:
             findings.mistakes.append(unavailable_reason)
     if config.rdzv_backend not in _RENDEZVOUS_BACKENDS:
         findings.mistakes.append(
-            f"rdzv_backend={config.rdzv_backend!r} is no rendezvous of torch elastic, so the nodes "
-            f"could not meet. Give one of {', '.join(_RENDEZVOUS_BACKENDS)}."
+            f"rdzv_backend={config.rdzv_backend!r} is no rendezvous of torch elastic. Give one of "
+            f"{', '.join(_RENDEZVOUS_BACKENDS)}."
         )
-    elif engine_row(name).starts_scripts_only:
+    elif rows.engine_row(name).starts_scripts_only:
         text = elastic_reason(config) or f"engine={name!r}"
         findings.mistakes.append(
-            f"{text} needs torchrun's agent on every machine, which starts scripts and no "
-            "functions of a notebook. Run `nbaccel launch --nnodes 2 --rdzv-backend c10d "
-            "--rdzv-endpoint HOST:PORT script.py` on each machine (`nbaccel export` writes the "
-            'script), or have this notebook start the workers of all: engine="ray", with '
-            "max_restarts if a machine may be lost."
+            f"{text} needs torchrun's agent, which starts no functions of a notebook. Run `nbaccel "
+            "launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT script.py` on each "
+            "machine (`nbaccel export` writes the script), or have this notebook start all "
+            'workers: engine="ray", with max_restarts if a machine may be lost.'
         )
     return Choice("engine", name, reason)
 
@@ -256,7 +223,7 @@ def _choose_num_processes(
             reason = f"{count_noun(len(hosts), 'host')}, whose devices are counted at the start"
     elif config.start_method == "inline" or device.start_methods == ("inline",):
         reason = 'start_method="inline" is this one process'
-    elif config.strategy != "auto" and strategy_row(config.strategy).drives_all:
+    elif config.strategy != "auto" and rows.strategy_row(config.strategy).drives_all:
         reason = f'strategy="{config.strategy}" drives all devices from one process'
     elif units := registry.device(device.name).units(found):
         count, reason = len(units), f"one per {device.noun}, {len(units)} found"
@@ -267,7 +234,6 @@ def _choose_num_processes(
 
 
 def _check_device(run: _Run) -> tuple[Choice, ...]:
-    """What the device itself decides, refuses and warns of."""
     device = registry.device(run.device.name)
     if text := device.launch_problem(run.found, run.config, run.num_processes):
         run.findings.mistakes.append(text)
@@ -303,14 +269,13 @@ def _choose_start_method(run: _Run) -> Choice:
     elif run.num_processes == 1 and (config.log_dir, config.shown_output) != (None, None):
         name = "shown_output" if config.log_dir is None else "log_dir"
         reason = f"{name} needs the worker's output in pipes of its own"
-    elif run.engine == ENGINES[0] and run.world_size == 1 and config.max_restarts == 0:
+    elif run.engine == rows.ENGINES[0] and run.world_size == 1 and config.max_restarts == 0:
         method, reason = "inline", "one worker needs no other process; a debugger works"
     methods = run.device.start_methods
     if methods and method not in methods:
         run.findings.mistakes.append(
-            f'start_method="{method}" is not supported on {run.device.name}, whose workers '
-            f"start by {', '.join(methods)} alone. Give num_processes=1 and "
-            f'start_method="{methods[0]}", or another device.'
+            f'start_method="{method}" is not supported on {run.device.name}, only '
+            f"{', '.join(methods)}. Give one, with num_processes=1, or another device."
         )
     return Choice("start_method", method, reason)
 
@@ -325,8 +290,8 @@ def _choose_threads(run: _Run) -> Choice:
         reason = f"{cores} for {workers}"
     if run.num_processes > 1 and run.num_processes * num_threads > run.found.cpu_cores:
         run.findings.warnings.append(
-            f"{workers} with {count_noun(num_threads, 'thread')} each share "
-            f"{cores}: they will wait for each other. Fewer workers or threads are faster."
+            f"{workers} with {count_noun(num_threads, 'thread')} each share {cores}. Fewer workers "
+            "or threads are faster."
         )
     return Choice("threads_per_process", num_threads, reason)
 
@@ -334,7 +299,7 @@ def _choose_threads(run: _Run) -> Choice:
 def _choose_backend(run: _Run) -> Choice:
     setting_name = "process_group_backend"
     row, num_workers, num_units = run.device, run.num_processes, len(run.units)
-    backend_name = group_backend(row, num_local=num_workers, num_devices=num_units)
+    backend_name = rows.group_backend(row, num_local=num_workers, num_devices=num_units)
     # Such a backend takes any number of ranks on one device, so there is nothing to decide.
     if row.group_backend == row.shared_group_backend:
         return Choice(setting_name, backend_name, f"for {row.name}")
@@ -342,9 +307,8 @@ def _choose_backend(run: _Run) -> Choice:
     backend_text = row.group_backend.upper()
     if num_workers > num_units > 0:
         run.findings.warnings.append(
-            f"{num_workers} workers share {devices_text}, over {row.shared_group_backend}: "
-            f"{backend_text} refuses two ranks on one {row.noun}. Each worker has a "
-            f"separate {row.name.upper()} context; num_processes={num_units} is faster."
+            f"{num_workers} workers share {devices_text}, over {row.shared_group_backend}, since "
+            f"{backend_text} refuses two ranks on one. num_processes={num_units} is faster."
         )
         reason = f"{num_workers} workers share {devices_text}, which {backend_text} refuses"
         return Choice(setting_name, backend_name, reason)
@@ -374,16 +338,18 @@ def _choose_port(config: RunConfig, findings: _Findings) -> Choice:
 
 def _choose_fp8(run: _Run) -> Fp8Choice:
     """The library that computes in 8 bits; none where the precision is one of torch's own."""
-    if not precision_row(run.config.mixed_precision).has_backends:
+    if not rows.precision_row(run.config.mixed_precision).has_backends:
         return Fp8Choice()
     # That of the oldest GPU that gets a worker; None where no GPU does.
     capability = min((gpu.compute_capability for gpu in run.units_with_workers), default=None)
     said = run.config.fp8 or Fp8Config()
-    choice = fp8_backend(said.backend, run.device, capability)
+    choice = rows.fp8_backend(said.backend, run.device, capability)
     if choice.row is not None and not choice.problem:
-        mistakes = fp8_mistakes(said, choice.row, capability, world_size=run.world_size)
+        count = run.world_size
+        mistakes = training_plan.fp8_mistakes(said, choice.row, capability, world_size=count)
         run.findings.mistakes.extend(mistakes)
-        run.findings.warnings.extend(fp8_warnings(said, choice.row, run.device, capability))
+        warnings = training_plan.fp8_warnings(said, choice.row, run.device, capability)
+        run.findings.warnings.extend(warnings)
     return choice
 
 
@@ -394,16 +360,15 @@ def _choose_precision(run: _Run, fp8_choice: Fp8Choice) -> Choice:
     gpus = {
         f"GPU {gpu.index} ({gpu.name})": gpu.compute_capability for gpu in run.units_with_workers
     }
-    precision = precision_row(name)
-    mistakes = [*precision_mistakes(precision, fp8_choice, run.device, gpus)]
+    precision = rows.precision_row(name)
+    mistakes = [*training_plan.precision_mistakes(precision, fp8_choice, run.device, gpus)]
     run.findings.mistakes.extend(mistakes)
-    warnings = precision_warnings(precision, run.device, {} if mistakes else gpus)
+    warnings = training_plan.precision_warnings(precision, run.device, {} if mistakes else gpus)
     run.findings.warnings.extend(warnings)
     return Choice("mixed_precision", name, _AS_REQUESTED)
 
 
 def _choose_strategy(run: _Run, fp8_choice: Fp8Choice) -> tuple[Wanted | None, tuple[Choice, ...]]:
-    """The strategy of the training, where the configuration requests one."""
     mistakes = run.findings.mistakes
     try:
         wanted = registry.wanted_strategy(Said(run=run.config))
@@ -412,59 +377,49 @@ def _choose_strategy(run: _Run, fp8_choice: Fp8Choice) -> tuple[Wanted | None, t
         return None, ()
     if wanted is None:
         return None, ()
-    row = strategy_row(wanted.strategy)
+    row = rows.strategy_row(wanted.strategy)
     name = row.headline or row.name
-    precision = precision_row(run.config.mixed_precision)
-    computing_row = fp8_choice.row or precision
-    if not strategy_fits(row, computing_row):
-        own_reason = fp8_choice.row and refused_strategy(run.config.fp8, fp8_choice.row, row)
-        text = f" (backend {fp8_choice.row.name!r})" if fp8_choice.row else ""
-        reason = own_reason or f"{name} trains in {', '.join(row.precisions)} alone."
-        mistakes.append(
-            f"{wanted.what} is not supported with mixed_precision={precision.name!r}"
-            f"{text}: {reason} Use 'bf16', or leave one of them out."
-        )
-    if not strategy_fits(row, run.device):
+    precision = rows.precision_row(run.config.mixed_precision)
+    level = (run.config.fp8 or Fp8Config()).opt_level
+    if problem := training_plan.unfit_precision(wanted.what, row, precision, fp8_choice, level):
+        mistakes.append(problem)
+    if not rows.strategy_fits(row, run.device):
         mistakes.append(
             f"{wanted.what} is not supported on {run.device.name}: {name} trains on "
-            f"{', '.join(row.devices)} alone. Give one of these as device, or leave {wanted.what} "
-            "out."
+            f"{', '.join(row.devices)} alone. Give one of these, or leave {wanted.what} out."
         )
-    if problem := unfit_count(row, wanted.what, run.world_size):
+    if problem := training_plan.unfit_count(row, wanted.what, run.world_size):
         mistakes.append(problem)
     choice = Choice("strategy", row.name, f"{_AS_REQUESTED}: {row.meaning}")
     return wanted, wanted.choices or (choice,)
 
 
 def _check_memory(run: _Run, method: Choice) -> None:
-    if not start_method_row(str(method.value)).separate_processes:
+    if not rows.start_method_row(str(method.value)).separate_processes:
         return
     needed_bytes = run.num_processes * _WORKER_FLOOR_BYTES
     free_bytes = run.found.host_available_bytes
     # A warning only, since the free memory changes.
     if needed_bytes > free_bytes:
         run.findings.warnings.append(
-            f"{count_noun(run.num_processes, 'worker')} take about {format_bytes(needed_bytes)} "
-            f"before their first tensor, and {format_bytes(free_bytes)} are free: "
-            "the system may kill one. Use fewer workers."
+            f"{count_noun(run.num_processes, 'worker')} take about {format_bytes(needed_bytes)} at "
+            f"their start, and {format_bytes(free_bytes)} are free. Use fewer workers."
         )
 
 
 def _platform_problem(found: Inventory, method: Choice) -> str:
-    if not start_method_row(str(method.value)).separate_processes:
+    if not rows.start_method_row(str(method.value)).separate_processes:
         return ""
     if found.fork_supported and found.memfd_supported:
         return ""
     if found.platform == "linux":
         return (
-            "Separate workers cannot be started: they share the model through memory files, and "
-            "this Python has no os.memfd_create. Give num_processes=1 to run in this process, or "
-            "use a Python that was built for Linux 3.17 and glibc 2.27 or later."
+            "Separate workers cannot be started: this Python has no os.memfd_create. Give "
+            "num_processes=1, or use one that was built for Linux 3.17 and glibc 2.27 or later."
         )
     return (
-        f"Separate workers cannot be started on {found.platform!r}: they are forked and share "
-        "the model through memory files (os.memfd_create), which only Linux has. "
-        "Give num_processes=1 to run in this process, or use Linux (WSL, Docker)."
+        f"Separate workers cannot be started on {found.platform!r}: they need os.memfd_create of "
+        "Linux. Give num_processes=1 to run in this process, or use Linux (WSL, Docker)."
     )
 
 
@@ -481,17 +436,14 @@ def _describe_units(device: DeviceRow, device_units: tuple[Gpu, ...]) -> str:
     return count_noun(len(device_units), device.noun) + (f" ({', '.join(names)})" if names else "")
 
 
-# ---------------------------------------------------------------------------- named GPUs
-# The inventory is of this process, which sees more than its workers will where the configuration
-# names GPUs (`gpu_ids` of Accelerate's files): a plan that counted all of them would start workers
-# without one.
+# Workers see fewer GPUs than this process where the configuration names some (`gpu_ids` of files).
 
 _NONE_AT_ALL = ("", "-1", "NoDevFiles")
 
 
 def named_setting(config: RunConfig, host_devices: Sequence[int] = ()) -> str | None:
     """``CUDA_VISIBLE_DEVICES`` of the workers; None where nothing was said, or no GPU is used."""
-    if config.device != "auto" and device_row(config.device).in_host_memory:
+    if config.device != "auto" and rows.device_row(config.device).in_host_memory:
         return None
     if host_devices:
         return ",".join(map(str, host_devices))
@@ -512,8 +464,7 @@ def with_named_gpus(found: Inventory, setting: str | None) -> tuple[Inventory, s
             problem = "twice" if gpu in named_gpus else f"and here are {here}"
             return found, (
                 f"CUDA_VISIBLE_DEVICES={setting!r} of the workers (gpu_ids, or slots of a filter) "
-                f"names GPU {name!r}, {problem}. CUDA would hide it and all that follow, and "
-                "workers would have none. Name others, or leave it out to take all."
+                f"names GPU {name!r}, {problem}. Name others, or leave it out to take all."
             )
         named_gpus.append(gpu)
     note = found.gpu_note if names else f"CUDA_VISIBLE_DEVICES={setting!r} hides all"

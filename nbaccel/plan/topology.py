@@ -1,16 +1,12 @@
-"""Who a worker is: its rank, its node, where they meet; and what is named or told by that.
-
-Its variables are those of `torch.distributed` and of Accelerate, so that its `Accelerator`, the
-`Trainer` of transformers and nbaccel's `Accelerator` read the same.
-"""
+"""Who a worker is: rank, node, meeting place; in variables of torch.distributed and Accelerate."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,19 +16,13 @@ from nbaccel.base import env
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, precision_row, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.config.handlers import DYNAMO_VARIABLES, FSDP_VARIABLES
-from nbaccel.config.plugin_settings import setting_variables
+from nbaccel.config.handlers import DYNAMO_VARIABLES, FSDP_VARIABLES, setting_variables
 
-ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"
-"""Accelerate has a variable for it with FSDP only."""
-FOLDER_VARIABLE = "NBACCEL_RESUME"
-"""The folder in which a stopped launch keeps what the next one goes on with."""
-MOST_STEPS_VARIABLE = "NBACCEL_MOST_STEPS"
-"""After how many steps a launch ends that only measures its speed."""
-STRATEGY_VARIABLE = "NBACCEL_STRATEGY"
-"""It has the name in ``RunConfig.strategy``, unless that is ``auto``."""
-DEVICE_VARIABLE = "NBACCEL_DEVICE"
-"""Environment variable with the row of a worker's device, which torch may call otherwise."""
+ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"  # Accelerate's is of FSDP only
+FOLDER_VARIABLE = "NBACCEL_RESUME"  # the folder of what a stopped launch goes on with
+MOST_STEPS_VARIABLE = "NBACCEL_MOST_STEPS"  # of a launch that only measures its speed
+STRATEGY_VARIABLE = "NBACCEL_STRATEGY"  # ``RunConfig.strategy``, unless that is ``auto``
+DEVICE_VARIABLE = "NBACCEL_DEVICE"  # the row of a worker's device
 
 _LOOPBACK_INTERFACE = "lo"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -57,23 +47,23 @@ class Topology:
         cls, workers_per_host: Sequence[int], *, master_addr: str, master_port: int
     ) -> tuple[Topology, ...]:
         """The workers of several hosts, each with so many of them: one per worker, by rank."""
-        first_ranks = itertools.accumulate(workers_per_host, initial=0)
+        workers = [
+            (node_rank, local_rank)
+            for node_rank, num_workers in enumerate(workers_per_host)
+            for local_rank in range(num_workers)
+        ]
         return tuple(
             cls(
-                rank=first_rank + local_rank,
+                rank=rank,
                 local_rank=local_rank,
-                world_size=sum(workers_per_host),
-                local_world_size=num_workers,
+                world_size=len(workers),
+                local_world_size=workers_per_host[node_rank],
                 node_rank=node_rank,
                 num_nodes=len(workers_per_host),
                 master_addr=master_addr,
                 master_port=master_port,
             )
-            # Not strict: the sum of all is no host's first rank.
-            for node_rank, (num_workers, first_rank) in enumerate(
-                zip(workers_per_host, first_ranks, strict=False)
-            )
-            for local_rank in range(num_workers)
+            for rank, (node_rank, local_rank) in enumerate(workers)
         )
 
     @property
@@ -107,8 +97,7 @@ class Topology:
         }
         variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
         given = env.snapshot() if environ is None else environ
-        # On one machine the host name may resolve to an address that no worker can reach
-        # (containers, VPNs): gloo would then hang in its first connection.
+        # On one machine the host name may resolve to an address without a way: gloo would hang.
         unset = [
             name for name in INTERFACE_VARIABLES if self.num_nodes == 1 and not given.get(name)
         ]
@@ -134,8 +123,7 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
         launch_variables["ACCELERATE_USE_DEEPSPEED"] = "true"
         launch_variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(run_config.zero_stage or 0)
     if run_config.deepspeed is not None:
-        # As text, not as a file, which might be removed, and needs a folder that all nodes can
-        # read.
+        # As text: a file might be removed, and all nodes would have to read it.
         config_json = json.dumps(engine_config(run_config))
         encoded_config = base64.urlsafe_b64encode(config_json.encode()).decode()
         launch_variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = encoded_config
@@ -147,23 +135,15 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
     return launch_variables | (run_config.variables or {})
 
 
-# ------------------------------------------------------------------- DeepSpeed's shared memory
-
 # Its name says the place: deepspeed_allreduce_buffer_<user>_<MASTER_ADDR>_<MASTER_PORT>_<rank>, of
-# 66 MiB for each rank; made in `init_distributed`, where LOCAL_SIZE says that all ranks are on this
-# machine.
-#
-# Without LOCAL_SIZE the first ``inference_all_reduce`` of a CPU worker crashes it (a null pointer);
-# with it DeepSpeed leaves the files there for ever. So workers get it where there is room, and the
-# files are removed when the workers have ended. Every launch of several does so: any function may
-# use DeepSpeed. DeepSpeed writes to the files from C++: where there is no room, the process ends by
-# a signal.
+# 66 MiB for each rank, made in `init_distributed` where LOCAL_SIZE says that all are on this
+# machine. Without it the first ``inference_all_reduce`` of a CPU worker crashes; with it the files
+# stay, or end a process for want of room. So workers get it where there is room; we remove them.
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - DeepSpeed chooses the name
 FILE_BYTES = (66 << 20) + 4096
 _SEGMENT_PREFIX = "deepspeed_allreduce_buffer_"
-_MIN_AGE_S = 60.0
-"""A younger file may be one that its workers are just opening, in another container."""
+_MIN_AGE_S = 60.0  # a younger file may be one that workers in another container just open
 
 
 def shared_memory_variables(place: Topology, device: str) -> dict[str, str]:
@@ -171,8 +151,7 @@ def shared_memory_variables(place: Topology, device: str) -> dict[str, str]:
     process_count = place.local_world_size
     if process_count == 1:
         return {}
-    # Only ranks on CPUs of one machine make the files. "0" and not unset, because a variable of the
-    # notebook's own would be inherited.
+    # Only ranks on CPUs of one machine make the files. "0" hides a variable of the notebook's own.
     is_enough = (
         not device_row(device).in_host_memory
         or place.num_nodes > 1
@@ -184,10 +163,9 @@ def shared_memory_variables(place: Topology, device: str) -> dict[str, str]:
 def _free_shared_bytes() -> int:
     """Free bytes of the file system that shared memory is in; 0 where there is none."""
     try:
-        system = os.statvfs(SHARED_MEMORY)
+        return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return 0
-    return system.f_bavail * system.f_frsize
 
 
 def remove_shared_memory(worker_places: Iterable[Topology]) -> None:

@@ -1,8 +1,6 @@
 """``TrainingPlan``: what an `Accelerator` will do in this process, with the reason for each choice.
 
-A launch's plan (`plan.launch_plan`) says which processes there will be; this one says what each of
-them does with a model. It is made of facts that the caller found out, so nothing here touches a
-device. First stand the rules of precisions, of 8 bits above all, which both plans ask.
+First stand the rules of precisions, which plans of launches ask, too.
 """
 
 from __future__ import annotations
@@ -11,18 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config import Fp8Config
-from nbaccel.config.capabilities import (
-    DEVICES,
-    FP8_RECIPE_CAPABILITIES,
-    PRECISIONS,
-    STRATEGIES,
-    computes_in,
-    device_row,
-    fp8_backend,
-    strategy_fits,
-    strategy_row,
-)
+from nbaccel.config import Fp8Config, capabilities as rows
 from nbaccel.config.capability_rows import DeviceRow, Fp8Choice, Fp8Row, PrecisionRow, StrategyRow
 from nbaccel.config.text_forms import changed_settings
 from nbaccel.plan.contracts.training import Source, TrainingRequest, Wanted
@@ -43,24 +30,22 @@ def precision_mistakes(
     }
     if fp8.problem:
         yield (
-            f'mixed_precision="{name}" is not available here: {fp8.problem}. Training would fail '
-            'before its first step. Install it, give fp8 another backend, or give "bf16".'
+            f'mixed_precision="{name}" is not available here: {fp8.problem}. Install it, give fp8 '
+            'another backend, or give "bf16".'
         )
-    elif not computes_in(device, row):
+    elif not rows.computes_in(device, row):
         reason = dict(device.refused).get(name, f"it needs {row.needs}")
         best = "".join(f'"{trained}" or ' for trained in device.precisions[-1:])
-        remedy = f'{best}"no", or another device'
-        if fp8.row is not None:
-            remedy = f'fp8={{"backend": "native"}}, which emulates it, or {remedy}'
+        remedy = 'fp8={"backend": "native"}, which emulates it, or ' if fp8.row else ""
         yield (
-            f'mixed_precision="{name}" is not supported on {device.name}: {reason}. Training would '
-            f"fail in its first step. Give {remedy}."
+            f'mixed_precision="{name}" is not supported on {device.name}: {reason}. Give {remedy}'
+            f'{best}"no", or another device.'
         )
     elif old_gpus:
         emulation = '"native" as fp8 backend, which emulates it, ' if fp8.row else ""
         yield (
-            f'mixed_precision="{name}" needs {row.needs}: got {_described(old_gpus)}. '
-            f'Training would fail in its first step. Give {emulation}"bf16", "fp16" or "no".'
+            f'mixed_precision="{name}" needs {row.needs}: got {_described(old_gpus)}. Give '
+            f'{emulation}"bf16", "fp16" or "no".'
         )
 
 
@@ -92,11 +77,10 @@ def recipe_of(fp8: Fp8Config, row: Fp8Row) -> str:
     return fp8.recipe if fp8.recipe != "auto" else next(iter(row.recipes), "")
 
 
-def fp8_choices(fp8: Fp8Config | None, choice: Fp8Choice) -> Iterator[Choice]:
+def fp8_choices(settings: Fp8Config, choice: Fp8Choice) -> Iterator[Choice]:
     """What the plan says of it."""
     if choice.row is None:
         return
-    settings = fp8 or Fp8Config()
     yield Choice("fp8.backend", choice.row.name, choice.reason)
     if recipe := recipe_of(settings, choice.row):
         reason = "the backend's default" if settings.recipe == "auto" else "asked for"
@@ -113,33 +97,26 @@ _LEVELS = {
 
 
 def fp8_mistakes(
-    fp8: Fp8Config | None,
-    row: Fp8Row,
-    compute_capability: tuple[int, int] | None,
-    *,
-    world_size: int,
+    settings: Fp8Config, row: Fp8Row, capability: tuple[int, int] | None, *, world_size: int
 ) -> Iterator[str]:
     """What a library cannot do, as messages."""
-    settings = fp8 or Fp8Config()
     recipe = recipe_of(settings, row)
     if row.recipes and recipe not in row.recipes:
         yield (
-            f"fp8.recipe={recipe!r} is not one that {row.name} has: scales would be found in "
-            f"another way. Give one of {', '.join(row.recipes)}, or another backend."
+            f"fp8.recipe={recipe!r} is not one that {row.name} has. Give one of "
+            f"{', '.join(row.recipes)}, or another backend."
         )
-    elif not _gpu_has(recipe, compute_capability):
-        lowest, above = FP8_RECIPE_CAPABILITIES[recipe]
+    elif capability is not None and not _gpu_has(recipe, capability):
+        lowest, above = rows.FP8_RECIPE_CAPABILITIES[recipe]
         bound = f" and below {_dotted(above)}" if above < (99, 0) else ""
         yield (
             f"fp8.recipe={recipe!r} needs a GPU of compute capability {_dotted(lowest)} or newer"
-            f"{bound}; this one has {_dotted(compute_capability or (0, 0))}. Its first product "
-            f'would fail. Give recipe="{row.recipes[0]}".'
+            f'{bound}; this one has {_dotted(capability)}. Give recipe="{row.recipes[0]}".'
         )
     if settings.fp8_format == "E5M2" and "fp8_format" in row.settings:
         yield (
             "fp8.fp8_format='E5M2' has two bits of mantissa for inputs and weights: models do not "
-            "train in it, and TransformerEngine refuses it. Give HYBRID, which keeps E5M2 for "
-            "gradients, or E4M3."
+            "train in it. Give HYBRID, which keeps E5M2 for gradients, or E4M3."
         )
     if settings.opt_level == "O3" and "opt_level" in row.settings and world_size == 1:
         yield (
@@ -149,23 +126,17 @@ def fp8_mistakes(
 
 
 def fp8_warnings(
-    fp8: Fp8Config | None,
-    row: Fp8Row,
-    device: DeviceRow,
-    compute_capability: tuple[int, int] | None,
+    settings: Fp8Config, row: Fp8Row, device: DeviceRow, compute_capability: tuple[int, int] | None
 ) -> Iterator[str]:
     """What works but may not do what is expected."""
-    settings = fp8 or Fp8Config()
+    recipe = recipe_of(settings, row)
+    has_no_history = "delayed" in row.recipes and recipe != "delayed"
     for name, value in changed_settings(settings).items():
         if name not in ("backend", *row.settings):
             yield f"fp8.{name}={value!r} has no effect: {row.name} does not read it."
-    if "delayed" in row.recipes and (recipe := recipe_of(settings, row)) != "delayed":
-        for name, value in changed_settings(settings).items():
-            if name in HISTORY_SETTINGS:
-                yield (
-                    f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed "
-                    "scaling has a history."
-                )
+        if has_no_history and name in HISTORY_SETTINGS:
+            only = f"recipe={recipe!r}: only delayed scaling has a history"
+            yield f"fp8.{name}={value!r} has no effect with {only}."
     if is_emulated(row, compute_capability):
         yield (
             f"fp8 is emulated on {device.name}, which has no 8-bit products: training computes "
@@ -178,22 +149,29 @@ def is_emulated(row: Fp8Row, compute_capability: tuple[int, int] | None) -> bool
     return (compute_capability or (0, 0)) < row.emulated_below
 
 
-def refused_strategy(fp8: Fp8Config | None, row: Fp8Row, strategy: StrategyRow) -> str:
-    """Why a strategy does not train with a library, as a sentence; empty where no more is known."""
-    if strategy.name in row.strategies or "opt_level" not in row.settings:
+def unfit_precision(
+    what: str, strategy: StrategyRow, precision: PrecisionRow, choice: Fp8Choice, level: str
+) -> str:
+    """Why a strategy does not train in a precision; empty where it does."""
+    if rows.strategy_fits(strategy, choice.row or precision):
         return ""
-    level = (fp8 or Fp8Config()).opt_level
+    backend = f" (backend {choice.row.name!r})" if choice.row else ""
+    reason = f"{strategy.name} trains in {', '.join(strategy.precisions)} alone"
+    if choice.row is not None and "opt_level" in choice.row.settings:
+        reason = (
+            f"MS-AMP's level {level} scales each weight, and {strategy.name} cuts weights into "
+            "flat pieces. O3 without it divides the optimizer's state by itself"
+        )
     return (
-        f"MS-AMP's level {level} keeps each weight under a scale of its own, and {strategy.name} "
-        "cuts weights into flat pieces. O3 without it divides the optimizer's state over the "
-        "processes by itself."
+        f"{what} is not supported with mixed_precision={precision.name!r}{backend}: {reason}. Use "
+        "'bf16', or leave one of them out."
     )
 
 
-def _gpu_has(recipe: str, compute_capability: tuple[int, int] | None) -> bool:
-    if compute_capability is None or recipe not in FP8_RECIPE_CAPABILITIES:
+def _gpu_has(recipe: str, compute_capability: tuple[int, int]) -> bool:
+    if recipe not in rows.FP8_RECIPE_CAPABILITIES:
         return True
-    lowest, above = FP8_RECIPE_CAPABILITIES[recipe]
+    lowest, above = rows.FP8_RECIPE_CAPABILITIES[recipe]
     # A GPU without FP8 emulates, which any recipe allows.
     return lowest <= compute_capability < above or compute_capability < (8, 9)
 
@@ -211,8 +189,7 @@ class ProcessFacts:
     world_size: int = 1  # processes in total
     rank: int = 0  # number of this one
     backend: str = ""  # process group backend; empty where there is no group
-    # Whether a process group exists or can be made: one process without a launcher has nothing to
-    # make it from.
+    # Whether there is a process group, or a launcher to make one from.
     can_join: bool = True
     compute_capability: tuple[int, int] | None = None  # of the GPU, if it is one
 
@@ -241,7 +218,7 @@ class TrainingPlan:
 
     def headline(self) -> str:
         """The plan in one line."""
-        row = strategy_row(self.strategy)
+        row = rows.strategy_row(self.strategy)
         text = "float32" if self.mixed_precision == "no" else self.mixed_precision
         parts = [row.headline or row.name, f"on {self.device.upper()}", text]
         if self.num_processes > 1:
@@ -251,11 +228,7 @@ class TrainingPlan:
         return ", ".join(parts)
 
     def explain(self) -> str:
-        """The plan as a table: what, value, why; warnings under it.
-
-        Returns:
-            Text for a fixed-width font.
-        """
+        """The plan as a table for a fixed-width font: what, value, why; warnings under it."""
         return choices_table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:
@@ -265,6 +238,7 @@ class TrainingPlan:
 def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     """Decide how models will be trained in this process."""
     strategy_choice = _strategy_choice(asked.strategy, found)
+    strategy = rows.strategy_row(str(strategy_choice.value))
     fp8_choice = _fp8_choice(asked, found)
     count_reason = f"from the process group ({found.backend}); this is process {found.rank}"
     if found.world_size == 1:
@@ -274,7 +248,7 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
         Choice("num_processes", found.world_size, count_reason),
         strategy_choice,
         Choice("mixed_precision", asked.mixed_precision, _precision_reason(asked)),
-        *fp8_choices(asked.fp8, fp8_choice),
+        *fp8_choices(asked.fp8 or Fp8Config(), fp8_choice),
         Choice(
             "gradient_accumulation_steps",
             asked.accumulation_steps,
@@ -290,13 +264,13 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     )
     return TrainingPlan(
         device=found.device,
-        strategy=str(strategy_choice.value),
+        strategy=strategy.name,
         mixed_precision=asked.mixed_precision,
         accumulation_steps=asked.accumulation_steps,
         num_processes=found.world_size,
         choices=all_choices,
         warnings=(
-            *_judge_precision(asked, found, strategy_row(str(strategy_choice.value)), fp8_choice),
+            *_judge_precision(asked, found, strategy, fp8_choice),
             *_effect_warnings(asked.strategy, found),
         ),
     )
@@ -304,15 +278,17 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
 
 def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
     if strategy is not None and _takes_effect(strategy, found):
-        row = strategy_row(strategy.strategy)
+        row = rows.strategy_row(strategy.strategy)
         if problem := unfit_count(row, strategy.what, found.world_size):
             raise ConfigError(problem)
         return Choice("strategy", row.name, strategy.reason)
     word = "one" if found.world_size == 1 else "several"
     row = next(
         row
-        for row in STRATEGIES
-        if row.is_default and row.processes == word and strategy_fits(row, device_row(found.device))
+        for row in rows.STRATEGIES
+        if row.is_default
+        and row.processes == word
+        and rows.strategy_fits(row, rows.device_row(found.device))
     )
     return Choice("strategy", row.name, row.default_reason.format(world_size=found.world_size))
 
@@ -331,7 +307,7 @@ def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
 
 def _takes_effect(strategy: Wanted, found: ProcessFacts) -> bool:
     # A strategy that shards needs a group, which a process without a launcher cannot make.
-    return found.can_join or not strategy_row(strategy.strategy).needs_group
+    return found.can_join or not rows.strategy_row(strategy.strategy).needs_group
 
 
 def _effect_warnings(strategy: Wanted | None, found: ProcessFacts) -> Iterator[str]:
@@ -343,10 +319,10 @@ def _effect_warnings(strategy: Wanted | None, found: ProcessFacts) -> Iterator[s
 
 
 def _device_reason(asked: TrainingRequest, found: ProcessFacts) -> str:
-    device = device_row(found.device)
+    device = rows.device_row(found.device)
     if asked.device == device.name:
         return f"the {device.noun} was asked for"
-    if device == DEVICES[0]:
+    if device == rows.DEVICES[0]:
         return "no GPU was found"
     # Without a word of what it is: a dry run of torch_xla has a device and no chip.
     return f"this process computes on {found.device_name}"
@@ -369,41 +345,32 @@ def _source_text(source: Source, default_text: str) -> str:
 
 def _fp8_choice(asked: TrainingRequest, found: ProcessFacts) -> Fp8Choice:
     """The library that computes; none where the precision is one of torch's own."""
-    if asked.mixed_precision not in (row.name for row in PRECISIONS if row.has_backends):
+    if asked.mixed_precision not in (row.name for row in rows.PRECISIONS if row.has_backends):
         return Fp8Choice()
-    settings = asked.fp8 or Fp8Config()
-    return fp8_backend(settings.backend, device_row(found.device), found.compute_capability)
+    backend = "auto" if asked.fp8 is None else asked.fp8.backend
+    return rows.fp8_backend(backend, rows.device_row(found.device), found.compute_capability)
 
 
 def _judge_precision(
     asked: TrainingRequest, found: ProcessFacts, strategy: StrategyRow, fp8: Fp8Choice
 ) -> Iterator[str]:
-    """Refuse what is not supported; yield warnings."""
-    precision_name = asked.mixed_precision
-    rows_by_name = {row.name: row for row in PRECISIONS}
-    if precision_name not in rows_by_name:
-        raise ConfigError(
-            f"mixed_precision={precision_name!r} is unknown: nothing says in which format to "
-            f"compute. Give one of {', '.join(rows_by_name)}."
-        )
-    device = device_row(found.device)
-    precision_choice = rows_by_name[precision_name]
+    rows_by_name = {row.name: row for row in rows.PRECISIONS}
+    if asked.mixed_precision not in rows_by_name:
+        known = ", ".join(rows_by_name)
+        raise ConfigError(f"mixed_precision={asked.mixed_precision!r} is unknown. Give {known}.")
+    device = rows.device_row(found.device)
+    precision = rows_by_name[asked.mixed_precision]
     capability = found.compute_capability
     gpus = {f"this GPU ({found.device_name})": capability} if capability else {}
-    if mistakes := tuple(precision_mistakes(precision_choice, fp8, device, gpus)):
+    if mistakes := tuple(precision_mistakes(precision, fp8, device, gpus)):
         raise ConfigError(*mistakes)
-    computing_row = fp8.row or precision_choice
-    if not strategy_fits(strategy, computing_row):
-        own_reason = fp8.row and refused_strategy(asked.fp8, fp8.row, strategy)
-        backend_text = f" by the backend {fp8.row.name!r}" if fp8.row is not None else ""
-        raise ConfigError(
-            f'mixed_precision="{precision_name}" is not supported with the strategy '
-            f"{strategy.name!r}{backend_text}, which trains in {', '.join(strategy.precisions)}. "
-            f'{own_reason or "Training would fail in its first step."} Give "bf16" or "no".'
-        )
+    settings = asked.fp8 or Fp8Config()
+    what = f'strategy="{strategy.name}"'
+    if problem := unfit_precision(what, strategy, precision, fp8, settings.opt_level):
+        raise ConfigError(problem)
     if fp8.row is not None:
         world_size = found.world_size
-        if wrong := [*fp8_mistakes(asked.fp8, fp8.row, capability, world_size=world_size)]:
+        if wrong := [*fp8_mistakes(settings, fp8.row, capability, world_size=world_size)]:
             raise ConfigError(*wrong)
-        yield from fp8_warnings(asked.fp8, fp8.row, device, capability)
-    yield from precision_warnings(precision_choice, device, gpus)
+        yield from fp8_warnings(settings, fp8.row, device, capability)
+    yield from precision_warnings(precision, device, gpus)

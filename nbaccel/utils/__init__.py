@@ -10,24 +10,6 @@ import sys
 from types import ModuleType
 
 from nbaccel.base.public_names import missing_names_of
-from nbaccel.utils import (
-    ao,
-    constants,
-    dataclasses,
-    deepspeed,
-    environment,
-    fsdp_utils,
-    imports,
-    launch,
-    memory,
-    modeling,
-    offload,
-    operations,
-    other,
-    random,
-    transformer_engine,
-    versions,
-)
 from nbaccel.utils.ao import *
 from nbaccel.utils.constants import *
 from nbaccel.utils.dataclasses import *
@@ -48,11 +30,12 @@ from nbaccel.utils.versions import *
 
 # Star imports hand on what they name. Not assigned to `__all__`, see `nbaccel.base.public_names`.
 _names = ["tqdm"]
-for _module in (
-    *(ao, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch, memory),
-    *(modeling, offload, operations, other, random, transformer_engine, versions),
+for _name in (
+    *("ao", "constants", "dataclasses", "deepspeed", "environment", "fsdp_utils", "imports"),
+    *("launch", "memory", "modeling", "offload", "operations", "other", "random"),
+    *("transformer_engine", "versions"),
 ):
-    _names += vars(_module)["__all__"]
+    _names += vars(sys.modules[f"{__name__}.{_name}"])["__all__"]
 
 # Modules of which nothing is here: their names alone.
 for _name in ("bnb", "megatron_lm", "torch_xla"):

@@ -1,8 +1,4 @@
-"""Names of files and words, as code written for Accelerate imports them.
-
-The files are those that `save_state` and `save_model` write; `train/checkpoint/files.py` has the
-whole layout.
-"""
+"""Names of files and words, as code written for Accelerate imports them."""
 
 from __future__ import annotations
 

@@ -19,18 +19,11 @@ else:
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The plugin that the next `prepare` goes by.
-
-    Args:
-        state: ``accelerator.state``.
-
-    Raises:
-        ConfigError: The accelerator has none.
-    """
+    """The plugin of ``accelerator.state`` that `prepare` goes by; `ConfigError` without."""
     if state.deepspeed_plugin is None:
         raise ConfigError(
-            f"get_active_deepspeed_plugin finds none in a run of type {state.distributed_type}: "
-            "nothing is sharded by DeepSpeed. Give Accelerator(deepspeed_plugin=...)."
+            f"get_active_deepspeed_plugin finds none in a run of type {state.distributed_type}. "
+            "Give Accelerator(deepspeed_plugin=...)."
         )
     return state.deepspeed_plugin
 

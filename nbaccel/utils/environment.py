@@ -22,8 +22,6 @@ _log = get_logger(__name__)
 _PURGED_MARK = "_accelerate_is_purged_environment_wrapped"  # Accelerate's
 _ENDS_A_VARIABLE = frozenset(";\n<> ")
 
-# --------------------------------------------------------------------------- variables
-
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
@@ -44,10 +42,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Let a test's function leave no variable ``ACCELERATE_...`` behind.
-
-    Of a class all test methods are meant, with inherited ones and those of its subclasses.
-    """
+    """Let a test's function, or all of a test's class, leave no variable ``ACCELERATE_...``."""
     if not inspect.isclass(func_or_cls):
         return _purged(func_or_cls)
     _purge_methods(func_or_cls)
@@ -128,9 +123,6 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         else:
             _log.warning("%s=%r is left out: it cannot stand in a line of its own", name, value)
     return lines
-
-
-# --------------------------------------------------------------------------- machine
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

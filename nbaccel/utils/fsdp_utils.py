@@ -53,12 +53,8 @@ def merge_fsdp_weights(
 ) -> None:
     """Make one file of weights that every process wrote a shard of; process 0 does it.
 
-    Args:
-        checkpoint_dir: The model's folder in a checkpoint, ``pytorch_model_fsdp_0``, or the
-            checkpoint, where it has only one.
-        output_path: Folder of the file: ``model.safetensors``.
-        safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
-        remove_checkpoint_dir: Whether the shards are deleted then.
+    `checkpoint_dir` is a model's folder in a checkpoint, ``pytorch_model_fsdp_0``, or a checkpoint
+    of one model. Without `safe_serialization` the file is ``pytorch_model.bin``, a pickle.
 
     Raises:
         ConfigError: There are no shards of a model.
@@ -93,15 +89,13 @@ def _shards_in(folder: Path) -> Path:
         return inside[0]
     raise ConfigError(
         f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: found "
-        f"were {[path.name for path in inside] or 'none'}. Give the folder pytorch_model_fsdp_0 of "
-        "a checkpoint that save_state wrote with state_dict_type='SHARDED_STATE_DICT'."
+        f"{[path.name for path in inside]}. Give pytorch_model_fsdp_0 of a checkpoint."
     )
 
 
 def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
     """Metadata of a model's tensors, after a look at the files that hold them, and their reader."""
-    # Not at the top: these import torch's elastic launcher, and `nbaccel.utils` is often imported
-    # for `set_seed` alone.
+    # Not at the top: these import torch's elastic launcher.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from nbaccel.strategies.sharded_checkpoints import read_entries, read_metadata, shard_problems
@@ -130,9 +124,9 @@ def _refuse_missing_shards(tensors: dict[str, Any], folder: Path) -> None:
         if num_stored < math.prod(kept.size):
             raise ConfigError(
                 f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has {num_stored} of the "
-                f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: it is one "
-                "host's part of a checkpoint that was saved without a shared disk. Load it with "
-                "the processes that saved it, and write whole weights by accelerator.save_model."
+                f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: one host's part "
+                "of a checkpoint. Load it with the processes that saved it, and write whole "
+                "weights by accelerator.save_model."
             )
 
 
@@ -151,8 +145,7 @@ def _write_merged_file(
     with weight_files.publishing(output_folder, total_bytes) as workshop:
         path = workshop / SAFE_FILE
         with path.open("wb") as file:
-            # All its blocks at once: on a full disk a write to a page would kill the process. macOS
-            # has no such call.
+            # All its blocks at once, or a full disk kills the process later; macOS has none.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, total_bytes)
             else:

@@ -1,8 +1,4 @@
-"""What is installed and what this machine has: the ``is_..._available`` functions.
-
-Packages are looked up by a table, without importing them. A device's package is imported when the
-device is asked for, because torch knows the device only with it.
-"""
+"""What is installed and what this machine has: the ``is_..._available`` functions."""
 
 from __future__ import annotations
 
@@ -21,15 +17,9 @@ from nbaccel.base.public_names import name_own
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# --------------------------------------------------------------------------- packages
-
 
 def _is_there(module: str, *distributions: str, versions: str = "") -> bool:
-    """Whether a package is installed, in one of these versions, as pip writes them.
-
-    One of the distributions that pip knows it by (the module's name where none is given) must be
-    there: a folder that happens to have the module's name (trackers leave such) is no package.
-    """
+    """Whether pip knows the package in such a version; a folder with its name is none."""
     found = (installed_version(name) for name in distributions or (module,))
     # By default a specifier matches no pre-release: an installed one would count as missing.
     wanted = SpecifierSet(versions, prereleases=True)
@@ -37,8 +27,6 @@ def _is_there(module: str, *distributions: str, versions: str = "") -> bool:
 
 
 def _finder(*package: str, versions: str = "") -> Callable[[], bool]:
-    """A function that says whether a package is installed."""
-
     def is_available() -> bool:
         return _is_there(*package, versions=versions)
 
@@ -135,9 +123,6 @@ def is_megatron_lm_available() -> bool:
     return there and bool(env.flag("ACCELERATE_USE_MEGATRON_LM"))
 
 
-# --------------------------------------------------------------------------- torch
-
-
 def is_pippy_available() -> bool:
     """Whether torch has ``torch.distributed.pipelining``; every supported one has."""
     return is_installed("torch.distributed.pipelining")
@@ -157,9 +142,6 @@ def is_xccl_available() -> bool:
     """Whether torch was built with the collectives of Intel GPUs."""
     found = getattr(torch.distributed.distributed_c10d, "is_xccl_available", None)
     return bool(found and found())
-
-
-# --------------------------------------------------------------------------- devices
 
 
 def is_cuda_available() -> bool:
@@ -192,8 +174,6 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def _device(kind: str, package: str) -> Callable[..., bool]:
-    """A function that says whether torch has devices of a kind."""
-
     def is_available(check_device: bool = False) -> bool:
         return _has_device(kind, package)
 
@@ -257,9 +237,6 @@ def is_fp16_available() -> bool:
     return not is_habana_gaudi1()
 
 
-# --------------------------------------------------------------------------- decorators
-
-
 def torchao_required(func: _Function) -> _Function:
     """Let a function raise where torchao is not installed, before anything of it runs."""
     return _required(func, is_torchao_available, "torchao", "fp8")
@@ -283,11 +260,8 @@ def _required(func: _Function, is_there: Callable[[], bool], package: str, extra
     return checked  # type: ignore[return-value]
 
 
-# --------------------------------------------------------------------------- names
-
 name_own(globals())
 
-# Pickle sends a function as module and name, and those made by the tables above would all be named
-# `is_available`: a cell that uses one could not be sent to workers.
+# Pickle sends a function by its name: those of the tables would all be `is_available`.
 for _name in globals()["__all__"]:
     globals()[_name].__name__ = globals()[_name].__qualname__ = _name

@@ -12,11 +12,7 @@ from nbaccel.utils.environment import get_int_from_env
 
 
 class PrepareForLaunch:
-    """A function that ``torch.multiprocessing`` starts in a process of a given number.
-
-    The caller sets ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` before; `notebook_launcher`
-    does all of it by itself.
-    """
+    """A function for ``torch.multiprocessing``; the caller has set ``WORLD_SIZE`` and the rest."""
 
     def __init__(
         self,

@@ -50,14 +50,8 @@ def find_executable_batch_size(
 ) -> Any:
     """Call a function with smaller and smaller batch sizes until it fits into memory.
 
-    Args:
-        function: Called with the batch size before its own arguments; without it, a decorator is
-            returned.
-        starting_batch_size: The first one to try.
-        reduce_batch_size_fn: From one that did not fit to the next; by default nine tenths of it.
-
-    Returns:
-        The function, to be called without a batch size.
+    The function gets the batch size before its own arguments; without one, a decorator is returned.
+    `reduce_batch_size_fn` gives the next size; by default nine tenths of the one that did not fit.
 
     Raises:
         ConfigError: The function takes no argument.
@@ -88,9 +82,8 @@ def find_executable_batch_size(
         if args and len(args) >= len(positional) and not takes_any:
             names = ", ".join(p.name for p in positional[1:])
             raise TypeError(
-                f"{function.__name__} gets its batch size from find_executable_batch_size: got "
-                f"{len(args)} arguments besides it, and it takes {len(positional) - 1}. Call it as "
-                f"{function.__name__}({names})."
+                f"find_executable_batch_size gives the batch size: got {len(args)} arguments "
+                f"besides it. Call it as {function.__name__}({names})."
             )
         size = starting_batch_size
         while size > 0:
@@ -108,9 +101,8 @@ def find_executable_batch_size(
             # Not in the `except` block: there the traceback still holds the attempt's tensors.
             clear_device_cache(garbage_collection=True)
         raise NothingFits(
-            f"No batch size from {starting_batch_size} down to 1 fits into memory. The model alone "
-            "is too big for this device. Use a smaller model, a lower precision, or several GPUs "
-            "with fsdp_plugin."
+            f"No batch size from {starting_batch_size} down to 1 fits into memory. Use a smaller "
+            "model, a lower precision, or several GPUs with fsdp_plugin."
         )
 
     return attempt

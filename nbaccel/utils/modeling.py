@@ -90,33 +90,24 @@ def get_mixed_precision_context_manager(
     return torch.autocast(PartialState().device.type, dtype=dtype, **options)
 
 
-# ------------------------------------------------------------------- weights that are elsewhere
-
-
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether a module itself has a hook that brings its weights in when it runs."""
     return _offloading_hook(module) is not None
 
 
 def _offloading_hook(module: nn.Module) -> Any:
-    return next(
-        (hook for hook in each_hook(module) if getattr(hook, "offload", False) is True), None
-    )
+    hooks = (hook for hook in each_hook(module) if getattr(hook, "offload", False) is True)
+    return next(hooks, None)
 
 
 @contextlib.contextmanager
 def align_module_device(
     module: nn.Module, execution_device: torch.device | str | int | None = None
 ) -> Iterator[None]:
-    """A block in which a module has its weights, on one device.
+    """A block in which a module has its weights, on one device; afterwards all is where it was.
 
-    Args:
-        module: The module. What is in its submodules moves only where its hook includes them.
-        execution_device: Where to; None: where its hook computes, or nothing happens where it has
-            none that offloads.
-
-    Yields:
-        Nothing. Afterwards everything is where it was.
+    What is in its submodules moves only where its hook includes them. Without `execution_device`
+    that is where its hook computes, or nothing happens where it has none that offloads.
     """
     hook = _offloading_hook(module)
     if hook is not None:
@@ -152,10 +143,7 @@ def _brought_in(module: nn.Module, hook: Any, execution_device: Any) -> Iterator
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with offloaded weights, all of it in host memory.
-
-    Weights that nothing has values of are left out, with a warning.
-    """
+    """A state dict in host memory, with offloaded weights; warns of those without values."""
     state: dict[str, Any] = {
         name: value.to("cpu") if _has_values(value) else value
         for name, value in model.state_dict().items()
@@ -169,8 +157,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     lacking = [name for name, value in state.items() if getattr(value, "is_meta", False)]
     if lacking:
         _state_log.warning(
-            "%d tensors are on meta and nothing has their values, so they are not in the state "
-            "dict: %s",
+            "%d tensors are on meta without values, so they are not in the state dict: %s",
             len(lacking),
             first_few(lacking, _MOST_NAMES_TOLD),
         )
@@ -187,10 +174,7 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> dict[str, Any]:
-    """Put a module's tensors into a state dict that has their names already.
-
-    `module_name` is the whole name of one of them; what is not offloaded stays where it is.
-    """
+    """Put the offloaded tensors of `module_name`'s module into a state dict with their names."""
     owner_name = module_name.rpartition(".")[0]
     target = device_to_put_offload if has_offloaded_params(module) else None
     with align_module_device(module, target):

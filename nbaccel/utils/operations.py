@@ -32,9 +32,6 @@ DistributedOperationException = CollectiveMismatch
 """Accelerate's name for it: processes met with tensors that do not go together."""
 
 
-# --------------------------------------------------------------------------- collectives
-
-
 _LATEST: list[tuple[weakref.ref[dist.ProcessGroup], Collectives]] = []
 """The default group, which may be left and joined anew, and what its processes do together: finding
 their place takes longer than a broadcast."""
@@ -108,9 +105,6 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     return shared_tensor
 
 
-# --------------------------------------------------------------------------- trees
-
-
 def is_torch_tensor(tensor: Any) -> bool:
     """Whether it is a tensor."""
     return isinstance(tensor, torch.Tensor)
@@ -147,10 +141,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to everything of a kind in containers, which keep their type.
-
-    What `test_type` does not accept stays, or is refused.
-    """
+    """Apply a function to everything of a kind in containers; others stay, or are refused."""
 
     def apply(leaf: Any) -> Any:
         if test_type(leaf):
@@ -158,8 +149,7 @@ def recursively_apply(
         if error_on_other_type:
             raise TypeError(
                 f"{_name(func)} cannot be applied to a {type(leaf).__name__}, which "
-                f"{_name(test_type)} does not accept. Give lists, tuples and dictionaries of what "
-                "it does."
+                f"{_name(test_type)} does not accept. Give containers of what it does."
             )
         return leaf
 
@@ -237,9 +227,6 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     return recursively_apply(pad, tensor, error_on_other_type=True)
 
 
-# --------------------------------------------------------------------------- precision
-
-
 def convert_to_fp32(tensor: Any) -> Any:
     """Tensors of fp16 and bf16 as float32, in the same containers; others stay."""
     return as_float32(tensor)
@@ -270,10 +257,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def GatheredParameters(  # noqa: N802 - Accelerate's name
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> AbstractContextManager[Any]:
-    """Whole parameters in a block, where DeepSpeed's ZeRO-3 has cut them up; else nothing happens.
-
-    What process `modifier_rank` changes counts for all.
-    """
+    """Whole parameters of DeepSpeed's ZeRO-3; what process `modifier_rank` changes counts."""
     # A single parameter is iterable, too, but by rows.
     single = isinstance(params, torch.Tensor) or not isinstance(params, Iterable)
     params = [params] if single else list(params)

@@ -35,8 +35,6 @@ _log = get_logger(__name__)
 _DEFAULT_PORT = 29500  # torchrun's
 _OLDEST_KERNEL = (5, 5)  # before it, processes that wait for each other were seen to hang
 
-# --------------------------------------------------------------------------- models
-
 
 def extract_model_from_parallel(
     model: nn.Module,
@@ -46,14 +44,8 @@ def extract_model_from_parallel(
 ) -> nn.Module:
     """The user's own module inside of wrappers that train it in several processes.
 
-    Args:
-        model: A module in DDP, DataParallel, FSDP, DeepSpeed's engine or ``torch.compile``.
-        keep_fp32_wrapper: Whether its forward goes on computing in the accelerator's precision.
-        keep_torch_compile: Whether it stays compiled.
-        recursive: Whether submodules are unwrapped, too.
-
-    Returns:
-        The module.
+    `keep_fp32_wrapper`: whether its forward goes on computing in the accelerator's precision;
+    `keep_torch_compile`: whether it stays compiled; `recursive`: whether submodules are, too.
     """
     compiled: Any = model if is_compiled_module(model) else None
     inner = _unwrapped(torch_private.uncompiled(model) if compiled is not None else model)
@@ -140,9 +132,6 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
     return [*named_modules] if return_fqns else [module for _, module in named_modules]
 
 
-# --------------------------------------------------------------------------- files
-
-
 def save(
     obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
@@ -161,10 +150,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def clean_state_dict_for_safetensors(state_dict: MutableMapping[str, Any]) -> dict[str, Any]:
-    """A state dict in which no two tensors share memory, which safetensors do not hold.
-
-    Of those that share memory only the first stays in it.
-    """
+    """A state dict with the first of those tensors that share memory."""
     dropped = _sharing_names(state_dict)
     for name in dropped:
         del state_dict[name]
@@ -186,9 +172,6 @@ def _sharing_names(state_dict: Mapping[str, Any]) -> list[str]:
 def _place(tensor: torch.Tensor) -> Any:
     # Empty tensors all have the same address and share nothing.
     return id_tensor_storage(tensor) if tensor.numel() else id(tensor)
-
-
-# --------------------------------------------------------------------------- machine
 
 
 def is_port_in_use(port: int | None = None) -> bool:
@@ -219,9 +202,6 @@ def convert_bytes(size: float) -> str:
     return format_bytes(round(size))
 
 
-# --------------------------------------------------------------------------- names
-
-
 def get_pretty_name(obj: Any) -> str:
     """The name of a function, a class, or the class of anything else."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
@@ -243,9 +223,6 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     return functools.reduce(getattr, attr.split("."), obj)
 
 
-# --------------------------------------------------------------------------- configuration file
-
-
 default_json_config_file = str(accelerate_path())
 
 
@@ -254,18 +231,8 @@ def write_basic_config(
 ) -> Path | bool:
     """Write down how scripts are to be launched on this machine: processes, device, precision.
 
-    The file is the one that `accelerate launch` reads. `notebook_launcher` needs none: give it
-    `num_processes` and `mixed_precision`.
-
-    Args:
-        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
-        save_location: The file.
-
-    Returns:
-        The file; False where there is one already, which stays as it is.
-
-    Raises:
-        ConfigError: The precision is unknown.
+    The file is the one that `accelerate launch` reads; `notebook_launcher` needs none. One that is
+    there stays as it is, and False is returned.
     """
     path = Path(save_location)
     precision = mixed_precision.lower()

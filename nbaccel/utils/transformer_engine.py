@@ -22,10 +22,8 @@ def convert_model(
     """Put TransformerEngine's linear layers and norms in a model, or torch's back; in place."""
     library = engine_layers.load_transformer_engine()
     if to_transformer_engine:
-        linear_names = None if _convert_linear else frozenset[str]()
-        engine_layers.replace_layers(
-            model, library, linear_names=linear_names, with_norms=_convert_ln
-        )
+        names = None if _convert_linear else frozenset[str]()
+        engine_layers.replace_layers(model, library, linear_names=names, with_norms=_convert_ln)
     else:
         engine_layers.restore_layers(model)
 

@@ -9,7 +9,7 @@ import pytest
 
 from nbaccel import __version__
 from nbaccel.cli import main
-from nbaccel.cli.env_command import shown_variables
+from nbaccel.cli.commands import shown_variables
 from nbaccel.config import RunConfig
 from nbaccel.errors import InternalError
 from tests.cli.options import FROZEN_FILE, option_lines

@@ -1,8 +1,4 @@
-"""Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
-
-Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`, and
-those of strategies from their forms. This module adds their order, labels and units.
-"""
+"""Every choice that a picker offers, from `RunConfig`, `Fp8Config` and the forms of strategies."""
 
 from __future__ import annotations
 
@@ -183,7 +179,6 @@ def _options_of(name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ...]:
 
 
 def _of_model(name: str, field: FieldInfo, panel: str, section: str) -> Setting:
-    """A setting of `RunConfig` or `Fp8Config`, by its type."""
     words = words_of(field.annotation)
     kind_names = {bool: "truth", int: "whole", float: "number", str: "text"}
     kind = kind_names.get(kinds_of(field.annotation)[0], "table")

@@ -1,9 +1,4 @@
-"""A picked configuration as text, and back: JSON, YAML, a magic's line, Python, files.
-
-A mistake in a text is told at its line: that of a syntax error is known from the decoder; one in a
-value names its key, which YAML's parser finds in the text: JSON is YAML, too, once its tabs are
-spaces.
-"""
+"""A picked configuration as text, and back: JSON, YAML, a magic's line, Python, files."""
 
 from __future__ import annotations
 
@@ -66,7 +61,7 @@ def read_settings_source(
         keys = ", ".join(sorted(map(str, set(settings) - set(RunConfig.model_fields))))
         raise ConfigError(
             f"{keys} are no settings of RunConfig, and no strategy that is installed has a "
-            "configuration of its own. They would have no effect. Leave them out."
+            "configuration of its own. Leave them out."
         )
     return form.read(settings, config, inventory)
 
@@ -86,8 +81,7 @@ def _is_run(settings: Mapping[str, Any]) -> bool:
 
 def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
     """Mistakes, by the choice that each names first."""
-    # A strategy's messages may name a key without its section; whole names below override these.
-    # Reversed, so that of equal last parts the first choice is kept.
+    # By the last part of a key, the first choice winning, or by the whole, which overrides that.
     names = {name.rpartition(".")[2]: name for name in reversed(by_name()) if "." in name}
     names |= {setting.strategy_key: name for name, setting in by_name().items()}
     names |= {name: name for name in by_name()} | {"": ""}
@@ -102,10 +96,7 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     text, name = _source_text(source)
     example = 'a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example'
     if not text.strip():
-        raise ConfigError(
-            f"{name} is empty: got {text!r}. It would change nothing. Give {example}, or a "
-            "RunConfig, as JSON or YAML."
-        )
+        raise ConfigError(f"{name} is empty: got {text!r}. Give {example}, or a RunConfig.")
     # Text in braces is meant as JSON, whose reader names the place of a mistake.
     if text.lstrip().startswith("{"):
         return read_object(text, name)
@@ -114,10 +105,8 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise unreadable(name, "JSON or YAML", error) from error
     if not isinstance(settings, Mapping):
-        raise ConfigError(
-            f"{name} holds no settings: got {str(settings)[:60]!r}. Settings need names. Give "
-            f"{example}, or the path of a file."
-        )
+        got = str(settings)[:60]
+        raise ConfigError(f"{name} holds no settings: got {got!r}. Give {example}, or a path.")
     return settings
 
 
@@ -134,8 +123,7 @@ def _source_text(source: str | Path) -> tuple[str, str]:
             return path.read_text(encoding="utf-8"), f"{str(path)!r}"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{str(path)!r} cannot be read: {error}. Nothing was changed. Give the path of a JSON "
-            "or YAML file, or paste its text."
+            f"{str(path)!r} cannot be read: {error}. Give a JSON or YAML file, or paste its text."
         ) from error
     return str(source), pasted
 

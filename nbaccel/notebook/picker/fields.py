@@ -1,8 +1,6 @@
 """The fields of a picker: one setting each, with what it comes to and what it means.
 
-The only state of a field is text that was typed and refused: it shows what the picker's model
-says (`sync`) and passes on what the user does. Its widgets are made once, that of its mistakes
-with the first one; later only their values change, so the keyboard's focus stays where it is.
+Widgets are made once, so the keyboard's focus stays; a field's only state is refused text.
 """
 
 from __future__ import annotations
@@ -15,15 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker.rendering import (
-    TRUTH_WORDS,
-    css_name,
-    default_text_of,
-    error_html,
-    label_html,
-    note_html,
-    outcome_of,
-)
+from nbaccel.notebook.picker import rendering
 
 if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
@@ -72,8 +62,7 @@ class Form:
 
     def make(self, kind: Any, *css_classes: str, **values: Any) -> Any:
         """A widget of a kind, with values of its traits."""
-        is_plain = issubclass(kind, (w.Box, w.HTML))
-        values["layout"] = self._layout if is_plain else self._width
+        values["layout"] = self._layout if issubclass(kind, (w.Box, w.HTML)) else self._width
         if not issubclass(kind, w.Box):
             values["style"] = self._style_of(kind)
         # As an argument, which `repr` of a widget writes as well; `add_class` sends each.
@@ -146,7 +135,7 @@ class FoldedSection:
         self._is_shown: bool | None = None
         self._form = form
         self._inside: w.VBox | None = None
-        classes = ("nbaccel-opens", css_class or f"nbaccel-opens-{css_name(title)}")
+        classes = ("nbaccel-opens", css_class or f"nbaccel-opens-{rendering.css_name(title)}")
         self.heading = form.make(w.ToggleButton, *classes, description=title)
         self.heading.observe(lambda change: self._turn(is_open=change.new), "value")
         self.box = form.new_box([self.heading], "nbaccel-folded")
@@ -186,9 +175,8 @@ class SettingField:
         self._form = form
         self._note = form.new_html("", "nbaccel-field-note")
         self._errors: w.HTML | None = None
-        self.box = form.new_box(
-            [*self._controls(), self._note], "nbaccel-setting", f"nbaccel-{css_name(setting.name)}"
-        )
+        css_class = f"nbaccel-{rendering.css_name(setting.name)}"
+        self.box = form.new_box([*self._controls(), self._note], "nbaccel-setting", css_class)
         self.sync()
 
     def sync(self) -> None:
@@ -213,7 +201,7 @@ class SettingField:
             self._errors = self._form.new_html("", "nbaccel-field-errors")
             self.box.children = (*self.box.children, self._errors)
         if self._errors is not None:
-            self._errors.value = error_html(self.messages)
+            self._errors.value = rendering.error_html(self.messages)
 
     def _controls(self) -> list[w.Widget]:
         raise NotImplementedError
@@ -223,8 +211,7 @@ class SettingField:
 
     def _choose(self, value: Any) -> None:
         """Pass on what the user has chosen; one that is refused goes back to the present value."""
-        name = self.setting.name
-        self._form.carry_out(lambda: self._model.choose(name, value), field=self)
+        self._form.carry_out(lambda: self._model.choose(self.setting.name, value), field=self)
         self.sync()
 
     def _explain(
@@ -236,14 +223,14 @@ class SettingField:
         shows_outcome: bool = False,
     ) -> str:
         """The note: what an open value comes to, unless the field shows it, and what it means."""
-        outcome = outcome_of(self._model, self.setting)
+        outcome = rendering.outcome_of(self._model, self.setting)
         if self._look == "brief":
-            return note_html("", outcome=outcome.reason, reasons=reasons)
+            return rendering.note_html("", outcome=outcome.reason, reasons=reasons)
         meaning = meaning or self.setting.meaning
         if self._look == "usable":
             # The value beside it shows what an empty field is, and room is for one line.
             meaning = _EMPTY_CLAUSE.sub("", meaning.partition(". ")[0].rstrip(".")) + "."
-        return note_html(
+        return rendering.note_html(
             meaning,
             outcome=outcome.reason if shows_outcome and outcome.value else outcome.text(),
             docs_link=self.setting.docs_link,
@@ -263,10 +250,10 @@ class OptionsField(SettingField):
     def _controls(self) -> list[w.Widget]:
         self._toggles = Toggles(self._form, self._pressed)
         for number, option in enumerate(self.setting.options):
-            css_class = f"nbaccel-option-{css_name(option.value)}"
+            css_class = f"nbaccel-option-{rendering.css_name(option.value)}"
             self._toggles.add(number, option.label, option.meaning, css_class)
         return [
-            self._form.new_html(label_html(self._label()), "nbaccel-field-label"),
+            self._form.new_html(rendering.label_html(self._label()), "nbaccel-field-label"),
             self._form.new_row(list(self._toggles.buttons.values()), "nbaccel-options"),
         ]
 
@@ -329,10 +316,12 @@ class ListField(SettingField):
         self._note.value = self._explain(refusal, reasons=lines, shows_outcome=is_truth)
 
     def _truths(self) -> list[tuple[str, Any]]:
-        truths: list[tuple[str, Any]] = [(word, value) for value, word in TRUTH_WORDS.items()]
-        if not self.setting.may_be_open and self.setting.default in TRUTH_WORDS:
+        truths: list[tuple[str, Any]] = [
+            (word, value) for value, word in rendering.TRUTH_WORDS.items()
+        ]
+        if not self.setting.may_be_open and self.setting.default in rendering.TRUTH_WORDS:
             return truths  # such a field always holds one of the two
-        text = default_text_of(self._model, self.setting)
+        text = rendering.default_text_of(self._model, self.setting)
         label = f"{_OPEN_LABEL} ({text})" if text else _OPEN_LABEL
         option = [("auto", "auto")] if self.setting.takes_auto else []
         return [(label, None), *truths, *option]
@@ -343,8 +332,7 @@ class LineField(SettingField):
 
     def _controls(self) -> list[w.Widget]:
         # Only when the field is left: half a number would be refused while it is typed.
-        label = self._label()
-        self._line = self._form.make(w.Text, description=label, continuous_update=False)
+        self._line = self._form.make(w.Text, description=self._label(), continuous_update=False)
         # Shown again as it was taken: 5e8 as a whole number.
         kind = self.setting.kind
         self._form.hear(self._line, "value", lambda text: self._choose(as_value(text, kind)))
@@ -354,7 +342,9 @@ class LineField(SettingField):
         if not self.messages:  # refused text stays, to be corrected
             self._line.value = as_text(value)
         self._line.disabled = bool(refusal)
-        self._line.placeholder = outcome_of(self._model, self.setting).value or _OPEN_LABEL
+        self._line.placeholder = (
+            rendering.outcome_of(self._model, self.setting).value or _OPEN_LABEL
+        )
         self._note.value = self._explain(refusal, shows_outcome=True)
 
 
@@ -367,7 +357,7 @@ class CountField(LineField):
         self._toggles = Toggles(self._form, self._pressed)
         for count in self._model.usual_process_counts:
             self._toggles.add(count, str(count), "", f"nbaccel-option-{count}")
-        label = self._form.new_html(label_html(self._label()), "nbaccel-field-label")
+        label = self._form.new_html(rendering.label_html(self._label()), "nbaccel-field-label")
         row = [*self._toggles.buttons.values(), self._line]
         return [label, self._form.new_row(row, "nbaccel-options", "nbaccel-count")]
 

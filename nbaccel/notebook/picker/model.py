@@ -1,8 +1,6 @@
 """``PickerModel``: what a picker shows and decides, without widgets.
 
-Its state is one frozen `RunConfig`. A choice makes a new one or is refused with the reason, and all
-that is shown (what is greyed and why, memory, JSON, YAML) is computed from it, the inventory and
-the rows of ``nbaccel.config.capabilities``.
+Its state is one frozen `RunConfig`; all else follows from it, the inventory and capability rows.
 """
 
 from __future__ import annotations
@@ -21,25 +19,11 @@ from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import count_noun, format_bytes
-from nbaccel.config import Fp8Config, RunConfig, run_config_of
-from nbaccel.config.capabilities import (
-    DEVICES,
-    FP8_BACKENDS,
-    device_row,
-    fp8_backend,
-    precision_row,
-)
-from nbaccel.config.capability_rows import Fp8Row
+from nbaccel.config import Fp8Config, RunConfig, capabilities as rows, run_config_of
 from nbaccel.config.given_values import closest
+from nbaccel.memory import settings_form
 from nbaccel.memory.estimate import MemoryBar, MemoryNeed, refuse_unsized
 from nbaccel.memory.memory_model import MemoryModel
-from nbaccel.memory.settings_form import (
-    ChoiceOption,
-    FilledConfig,
-    Setting,
-    SettingsForm,
-    settings_forms,
-)
 from nbaccel.memory.ways import Candidate, CandidateFinder, Proposal, proposals, remedy
 from nbaccel.notebook.picker import choices
 from nbaccel.notebook.picker.config_text import faces_of, read_settings_source
@@ -85,8 +69,7 @@ class PickerModel:
         inventory: Inventory | None = None,
     ) -> None:
         check_model_and_batch(model, sample_batch)
-        # Taken by whoever changes or shows it. Reentrant, because a choice sets the trait of a
-        # picker, whose observer takes it again.
+        # Taken by whoever changes or shows it; a picker's observer takes it again.
         self.lock = threading.RLock()
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()  # what the last change changed besides
@@ -101,22 +84,18 @@ class PickerModel:
             self._finder = CandidateFinder(self._memory_model)
         self.is_memory_postponed = False  # whether the memory is still to be estimated
         self._past: list[RunConfig] = []
-        self._before: dict[SettingsForm, RunConfig] = {}
+        self._before: dict[settings_form.SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
         # What `_kept` keeps; cleared with every change.
         self._known: dict[tuple[Any, ...], Any] = {}
         self._take_over(self.config, ())
 
-    # ------------------------------------------------------------------- the state
-
-    def setting(self, name: str) -> Setting:
+    def setting(self, name: str) -> settings_form.Setting:
         """A choice by its name."""
         found = choices.by_name().get(name)
         if found is None:
-            raise ConfigError(
-                f"There is no choice {name!r}: nothing would change."
-                f"{closest(name, choices.by_name()) or ' The form, configure(), lists them.'}"
-            )
+            known = closest(name, choices.by_name()) or " The form, configure(), lists them."
+            raise ConfigError(f"There is no choice {name!r}.{known}")
         return found
 
     def value(self, name: str) -> Any:
@@ -126,8 +105,6 @@ class PickerModel:
     def observe(self, callback: Callable[[], None]) -> None:
         """Call back after each change."""
         self._observers.append(callback)
-
-    # ------------------------------------------------------------------- model and machine
 
     @cached_property
     def trained(self) -> str:
@@ -155,7 +132,7 @@ class PickerModel:
         place = 0
         for (kind, text, is_used), equal_units in groupby(described):
             last = place + len(list(equal_units)) - 1
-            noun = device_row(kind).noun
+            noun = rows.device_row(kind).noun
             numbers = [f"{noun} {number}" for number in range(place, last + 1)]
             if len(numbers) > _MAX_SINGLE_UNITS:
                 numbers = [f"{noun} {place} to {last}"]
@@ -182,7 +159,7 @@ class PickerModel:
         if self.plan is None or self._memory_model is None:
             return ""
         document = next(iter(self._documents().values()), {})
-        told = (form.batch_size(document) for form in settings_forms())
+        told = (form.batch_size(document) for form in settings_form.settings_forms())
         per_process = next(told, None) or self._memory_model.num_samples
         if per_process is None:
             return ""
@@ -194,22 +171,20 @@ class PickerModel:
         product = " times ".join([f": {per_process} per process", *factors]) if factors else ""
         return f"{total} per step{product}."
 
-    # ------------------------------------------------------------------- what is greyed
-
     @_kept
-    def offers(self, name: str) -> tuple[tuple[ChoiceOption, str], ...]:
+    def offers(self, name: str) -> tuple[tuple[settings_form.ChoiceOption, str], ...]:
         """The options of a choice, each with why it cannot be chosen; empty where it can."""
         setting = self.setting(name)
         return tuple((one, self._option_refusal(setting, one.value)) for one in setting.options)
 
-    def _option_refusal(self, setting: Setting, value: Any) -> str:
+    def _option_refusal(self, setting: settings_form.Setting, value: Any) -> str:
         if value == self.value(setting.name):
             return ""  # the present value stays selectable, whatever is wrong with it
         form = choices.form_of(setting.name)
         if form is not None:
             return form.option_refusal(self.config, setting, value)
         if setting.name == "fp8.backend":
-            row = {row.name: row for row in FP8_BACKENDS}.get(value)
+            row = {row.name: row for row in rows.FP8_BACKENDS}.get(value)
             if row is not None and row.package and not is_installed(row.package):
                 return f"{row.package} is not installed"
         try:
@@ -235,7 +210,7 @@ class PickerModel:
     def is_shown(self, name: str) -> bool:
         """Whether a choice means anything as things are."""
         if name.startswith(choices.FP8):
-            if not precision_row(self.config.mixed_precision).has_backends:
+            if not rows.precision_row(self.config.mixed_precision).has_backends:
                 return False
             return name == "fp8.backend" or self._is_read(name.removeprefix(choices.FP8))
         form = choices.form_of(name)
@@ -248,20 +223,17 @@ class PickerModel:
     def _is_read(self, fp8_name: str) -> bool:
         """Whether the FP8 backend, with its recipe, reads a setting."""
         fp8 = self.config.fp8 or Fp8Config()
-        row = {row.name: row for row in FP8_BACKENDS}.get(fp8.backend) or self._usual_backend()
+        row = {row.name: row for row in rows.FP8_BACKENDS}.get(fp8.backend)
+        if row is None:
+            units = registry.usable_units(self.inventory)
+            name = self.config.device
+            if name == "auto":
+                name = units[0].kind if units else rows.DEVICES[0].name
+            known = [unit.compute_capability for unit in units if unit.kind == name]
+            row = rows.fp8_backend("auto", rows.device_row(name), min(known, default=None)).row
         if row is None or fp8_name not in row.settings:
             return False
         return fp8_name not in HISTORY_SETTINGS or recipe_of(fp8, row) == "delayed"
-
-    def _usual_backend(self) -> Fp8Row | None:
-        units = registry.usable_units(self.inventory)
-        name = self.config.device
-        if name == "auto":
-            name = units[0].kind if units else DEVICES[0].name
-        known = [unit.compute_capability for unit in units if unit.kind == name]
-        return fp8_backend("auto", device_row(name), min(known, default=None)).row
-
-    # ------------------------------------------------------------------- changing
 
     def choose(self, name: str, value: Any) -> None:
         """Make a choice."""
@@ -269,10 +241,7 @@ class PickerModel:
         # Python code can give a value that the form shows greyed.
         for option, reason in self.offers(name):
             if option.value == value and reason:
-                raise ConfigError(
-                    f"{name}={value!r} cannot be chosen: {reason}. Training would "
-                    "fail or ignore it. Choose another."
-                )
+                raise ConfigError(f"{name}={value!r} cannot be chosen: {reason}. Choose another.")
         device = self.plan.device if self.plan is not None else "cpu"
         edit = choices.edit_config(
             self.config, setting, value, device=device, earlier_configs=self._before
@@ -303,7 +272,7 @@ class PickerModel:
 
     def editable_text(self) -> str:
         """The configuration as JSON that `load` takes: a strategy's own, or the `RunConfig`."""
-        documents = (form.document(self.config) for form in settings_forms())
+        documents = (form.document(self.config) for form in settings_form.settings_forms())
         settings = next(filter(None, documents), None)
         if settings is None:
             settings = json.loads(self.config.model_dump_json(exclude_defaults=True))
@@ -314,21 +283,18 @@ class PickerModel:
         faces = self.faces()
         if face not in faces:
             raise ConfigError(
-                f"There is no {face!r} to save: at present there are {', '.join(faces)}. "
-                "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
+                f"There is no {face!r} to save. Name one of {', '.join(faces)}; DeepSpeed's JSON "
+                "needs a ZeRO stage."
             )
         try:
             atomic.write_text(Path(path).expanduser(), faces[face].rstrip("\n") + "\n")
         except OSError as error:
-            raise ConfigError(
-                f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
-                "the notebook. Give another path."
-            ) from error
+            raise ConfigError(f"{str(path)!r} cannot be written: {error}. Give another.") from error
 
     def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
         if config != self.config:
-            for form in settings_forms():
+            for form in settings_form.settings_forms():
                 if form.is_chosen(self.config):
                     self._before[form] = self.config
             # A new list of at most `_MAX_UNDO` entries, the present state included.
@@ -341,13 +307,8 @@ class PickerModel:
         self.plan, self.problems = _plan_or_problems(config, self.inventory)
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
-        self._call_observers()
-
-    def _call_observers(self) -> None:
         for callback in self._observers:
             callback()
-
-    # ------------------------------------------------------------------- memory
 
     def postpone_memory(self) -> None:
         """Estimate no memory until `estimate_memory`, unless that has been done."""
@@ -360,7 +321,8 @@ class PickerModel:
             # First, so that an estimate that is interrupted is made at the next change.
             self.is_memory_postponed = False
             self._known.clear()
-            self._call_observers()
+            for callback in self._observers:
+                callback()
 
     @property
     def need(self) -> MemoryNeed | None:
@@ -394,16 +356,13 @@ class PickerModel:
             remedy_text = "Give the model: configure(model, batch)."
             return FitVerdict(None, "Memory is not shown.", remedy_text)
         if self.need is None:
-            reason = self._measured()[1]
-            return FitVerdict(None, "Memory cannot be estimated.", reason)
+            return FitVerdict(None, "Memory cannot be estimated.", self._measured()[1])
         if self.need.lacking:
             would_fit = "" if self._finder is None else remedy(self._finder, self.config)
             return FitVerdict(False, f"Does not fit: {self.need.lacking_text}.", would_fit)
         no_batch = "Activations are not in it: give configure(model, sample_batch)."
         remark = "" if self._memory_model.sample_batch is not None else no_batch
         return FitVerdict(True, f"Fits: {self.need.shares_text}.", remark)
-
-    # ------------------------------------------------------------------- faces
 
     @_kept
     def faces(self) -> dict[str, str]:
@@ -420,13 +379,11 @@ class PickerModel:
         return {name: document for name, document in filled if document is not None}
 
     @_kept
-    def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
+    def _filled(self) -> list[tuple[settings_form.SettingsForm, settings_form.FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
         batch = None if self._memory_model is None else self._memory_model.sample_batch
         inputs = (self.config, self.plan, self.module, batch)
-        return [(form, form.filled_in(*inputs)) for form in settings_forms()]
-
-    # ------------------------------------------------------------------- suggesting
+        return [(form, form.filled_in(*inputs)) for form in settings_form.settings_forms()]
 
     @property
     def suggest_refusal(self) -> str:
@@ -446,19 +403,14 @@ class PickerModel:
         """Settings to take, the fastest first: one to three."""
         finder = self._finder
         if self.suggest_refusal or finder is None:
-            raise ConfigError(
-                f"Nothing can be suggested for model={type(self.module).__name__}: "
-                f"{self.suggest_refusal}."
-            )
+            name = type(self.module).__name__
+            raise ConfigError(f"Nothing can be suggested for {name}: {self.suggest_refusal}.")
         return proposals(finder, self.config)
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Take one of the `proposals`, as one change."""
-        self._become(
-            proposal.config, (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
-        )
-
-    # ------------------------------------------------------------------- ways to train
+        remarks = (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
+        self._become(proposal.config, remarks)
 
     @_kept
     def candidates(self) -> tuple[Candidate, ...]:
@@ -477,15 +429,11 @@ class PickerModel:
         """Train in one of the ways of `candidates`, as one change."""
         named = {one.name: one for one in self.candidates()}
         if name not in named:
-            raise ConfigError(
-                f"There is no way to train called {name!r}: nothing would change."
-                f"{closest(name, named) or ' PickerModel.candidates() lists them.'}"
-            )
+            known = closest(name, named) or f" They are: {', '.join(named)}."
+            raise ConfigError(f"There is no way to train called {name!r}.{known}")
         candidate = named[name]
         if candidate.refusal:
-            raise ConfigError(
-                f"{name!r} cannot be taken: {candidate.refusal}. Training would fail. Take another."
-            )
+            raise ConfigError(f"{name!r} cannot be taken: {candidate.refusal}. Take another.")
         remarks = () if candidate.fits else (f"{name}: {candidate.verdict}",)
         self._become(candidate.config, remarks)
 
@@ -506,7 +454,10 @@ class PickerModel:
     def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
         with contextlib.suppress(ConfigError):  # reported when it is chosen
             config = self.config.changed(**changes)
-            sizes = (form.batch_size(form.document(config) or {}) for form in settings_forms())
+            sizes = (
+                form.batch_size(form.document(config) or {})
+                for form in settings_form.settings_forms()
+            )
             model.activation_bytes(config, next(filter(None, sizes), None))
 
 
@@ -573,10 +524,8 @@ def _repeated_layers(module: Any) -> str:
     """The kind of child that stands most often below one parent, if it has parameters."""
     most: tuple[str, int] = ("", 1)
     for parent in module.modules():
-        children = (
-            one for one in parent.children() if next(iter(one.parameters()), None) is not None
-        )
-        for found in Counter(type(child).__name__ for child in children).most_common(1):
+        names = (type(child).__name__ for child in parent.children() if [*child.parameters()])
+        for found in Counter(names).most_common(1):
             most = max(most, found, key=lambda one: one[1])
     return f"{most[1]} {most[0]}" if most[0] else ""
 
@@ -606,12 +555,9 @@ def check_model_and_batch(model: Any, sample_batch: Any) -> None:
     refuse_unsized(model)
     # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):
-        raise ConfigError(
-            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
-            "torch module; it may be on meta."
-        )
+        name = type(model).__name__
+        raise ConfigError(f"model={name} is no module. Give one of torch; it may be on meta.")
     if model is None and sample_batch is not None:
         raise ConfigError(
-            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
-            "nothing to call with it. Give the model, too."
+            f"sample_batch={type(sample_batch).__name__} was given without a model. Give it, too."
         )

@@ -1,9 +1,4 @@
-"""A picker as HTML and as text: three questions, the table of memory, and what settings come to.
-
-The same HTML stands in the widgets, where the rows of the table lie over the buttons of the ways to
-train, and in what a saved notebook or an exported page keeps. The text is for a terminal, and
-folded below the table of a saved notebook; its table has a row for each way to train.
-"""
+"""A picker as HTML, for widgets and saved notebooks, and as text, for a terminal."""
 
 from __future__ import annotations
 
@@ -116,21 +111,18 @@ def question_html(number: int, title: str, remark: str = "") -> str:
     """The heading of a question."""
     remark_html = f' <span class="nbaccel-pale">{remark}</span>' if remark else ""
     return (
-        '<span class="nbaccel-question" role="heading" aria-level="3">'
-        f'<span class="nbaccel-number" aria-hidden="true">{number}</span> '
-        f"<b>{escape(title)}</b></span>{remark_html}"
+        '<span class="nbaccel-question" role="heading" aria-level="3"><span class="nbaccel-number" '
+        f'aria-hidden="true">{number}</span> <b>{title}</b></span>{remark_html}'
     )
 
 
 def trained_html(model: PickerModel) -> str:
     """What is trained."""
-    if not model.trained:
-        remark = f"Give the model, and a batch to measure with: <code>{_NO_MODEL}</code>"
-        return question_html(1, "What is trained", remark)
-    batch_html = f"batch <code>{escape(model.batch_shapes)}</code>"
-    if not model.batch_shapes:
-        batch_html = f"no batch: activations are not counted; <code>{_NO_MODEL}</code>"
-    remark = f"{escape(model.trained)} · {batch_html}"
+    remark = f"Give the model, and a batch to measure with: <code>{_NO_MODEL}</code>"
+    if model.trained:
+        batch = f"batch <code>{escape(model.batch_shapes)}</code>"
+        no_batch = f"no batch: activations are not counted; <code>{_NO_MODEL}</code>"
+        remark = f"{escape(model.trained)} · {batch if model.batch_shapes else no_batch}"
     return question_html(1, "What is trained", remark)
 
 
@@ -147,26 +139,23 @@ def machine_html(model: PickerModel) -> str:
 
 def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
     """What fits: the heading and which is the best."""
+    remark = "With a model, a bar for each way to train is here, against the memory there is."
     if model.is_memory_postponed:
         remark = "Memory is being estimated …"
-    elif not model.trained:
-        remark = "With a model, a bar for each way to train is here, against the memory there is."
-    else:
-        candidates = model.candidates()
-        clauses = (place_text(candidates), "click to take one" if is_live else "")
+    elif model.trained:
+        clauses = (place_text(model.candidates()), "click to take one" if is_live else "")
         remark = f"{escape('; '.join(filter(None, clauses)))}."
-        for best in (candidate for candidate in candidates if candidate.is_best):
+        for best in (candidate for candidate in model.candidates() if candidate.is_best):
             remark += f" ★ <b>{escape(best.name)}</b>: {escape(best.reason)}."
     return question_html(3, "What fits", remark)
 
 
 def place_text(candidates: Iterable[Candidate]) -> str:
     """Whose memory the first bar of each candidate is: ``memory of each GPU``."""
-    need = next((one.need for one in candidates if one.need is not None), None)
-    if need is None:
-        return ""
-    kind, separator, _ = need.bars[0].place.partition(":")
-    return f"memory of each {device_row(kind).noun}" if separator else "host memory"
+    for need in (one.need for one in candidates if one.need is not None):
+        kind, separator, _ = need.bars[0].place.partition(":")
+        return f"memory of each {device_row(kind).noun}" if separator else "host memory"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +269,7 @@ def table_html(rows: Iterable[BarRow]) -> str:
 
 
 def _row_html(row: BarRow, scale: BarScale) -> str:
-    classes = ["nbaccel-strip-row", _FITS_CLASSES[row.fits]]
+    classes = f"nbaccel-strip-row {_FITS_CLASSES[row.fits]}".rstrip()
     words_class = "nbaccel-refused" if row.is_refused else "nbaccel-word"
     track = '<span class="nbaccel-track"></span>'
     if row.bar is not None:
@@ -288,7 +277,7 @@ def _row_html(row: BarRow, scale: BarScale) -> str:
     chosen = '<span class="nbaccel-chosen">● chosen </span>' if row.is_chosen else ""
     # Buttons say the name to a screen reader.
     return (
-        f'<tr class="{" ".join(filter(None, classes))}">'
+        f'<tr class="{classes}">'
         f'<th scope="row" class="nbaccel-way" aria-hidden="true">{escape(row.name)}</th>'
         f'<td class="nbaccel-track-place">{track}</td>'
         f'<td class="{words_class}">{escape(row.words)}</td>'
@@ -333,11 +322,9 @@ def way_sentence(placement: StatePlacement, num_processes: int) -> str:
         words = (
             f"Each of {num_processes} processes holds the whole model and its optimizer; gradients "
             "are averaged while they are computed",
-            f"The optimizer is {parts}, one for each process; weights and gradients are whole in "
-            "each",
+            f"The optimizer is {parts}, one for each process; weights and gradients are whole",
             f"Gradients and optimizer are {parts}, one for each process; weights are whole in each",
-            f"Weights, gradients and optimizer are {parts}; a layer's weights are fetched when it "
-            "computes",
+            f"Weights, gradients and optimizer are {parts}; layers are fetched when they compute",
         )[placement.divided]
     outside = {"cpu": "in host memory", "nvme": "on disk"}
     if placement.parameters in outside:
@@ -483,13 +470,12 @@ def _text_mistake(line: int | None, message: str, lines: Sequence[str]) -> str:
     if line is None:
         return f"<li>{escape(message)}</li>"
     text = lines[line - 1].strip() if line <= len(lines) else ""
-    button = (
-        f'<button type="button" class="nbaccel-to-line" data-line="{line}" '
-        f'onclick="{escape(_part("select_line.js"))}" title="Select this line">'
-        f"line {line}</button>"
-    )
     code = f" <code>{escape(text[:_MAX_LINE_CHARS])}</code>" if text else ""
-    return f"<li>{button}{code} {escape(message)}</li>"
+    return (
+        f'<li><button type="button" class="nbaccel-to-line" data-line="{line}" '
+        f'onclick="{escape(_part("select_line.js"))}" title="Select this line">'
+        f"line {line}</button>{code} {escape(message)}</li>"
+    )
 
 
 def remarks_html(remarks: Iterable[str]) -> str:
@@ -513,18 +499,15 @@ def resolved_html(choices: Sequence[Choice]) -> str:
     if not choices:
         return '<p class="nbaccel-note">Nothing is left open.</p>'
     table_rows = "".join(
-        f'<tr><th scope="row">{escape(choice.name)}</th>'
-        f"<td>{escape(str(choice.value))}</td>"
+        f'<tr><th scope="row">{escape(choice.name)}</th><td>{escape(str(choice.value))}</td>'
         f"<td>{escape(choice.reason)}</td></tr>"
         for choice in choices
     )
-    table_head = (
-        '<tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">why</th></tr>'
-    )
+    heads = "".join(f'<th scope="col">{word}</th>' for word in ("setting", "value", "why"))
     # With `tabindex` the keyboard can scroll the table.
     return (
         '<div class="nbaccel-scroll" tabindex="0"><table class="nbaccel-resolved">'
-        f"<thead>{table_head}</thead><tbody>{table_rows}</tbody></table></div>"
+        f"<thead><tr>{heads}</tr></thead><tbody>{table_rows}</tbody></table></div>"
     )
 
 
@@ -579,12 +562,8 @@ def _folded(lines: Sequence[str], indent: str = _INDENT) -> list[str]:
     """Lines that are too wide for a terminal in several; the others as they are."""
     folded: list[str] = []
     for line in lines:
-        if len(line) <= TABLE_CHARS:
-            folded.append(line)
-        else:
-            folded += textwrap.wrap(
-                line, TABLE_CHARS, subsequent_indent=indent, break_on_hyphens=False
-            )
+        wrapped = textwrap.wrap(line, TABLE_CHARS, subsequent_indent=indent, break_on_hyphens=False)
+        folded += wrapped if len(line) > TABLE_CHARS else [line]
     return folded
 
 

@@ -71,7 +71,6 @@ class ConfigEditor:
             self._write(self._present_text)
         self._check()
 
-    # ---------------------------------------------------------------- building
     def _make(self) -> list[w.Widget]:
         self._text = self._form.make(
             *(w.Textarea, "nbaccel-text"),
@@ -86,13 +85,7 @@ class ConfigEditor:
         )
         self._revert = form.new_button("Revert", "nbaccel-revert", self._revert_text)
         self._make_file_widgets()
-        load = form.new_button(
-            "Load",
-            "nbaccel-load",
-            lambda: self._open(
-                lambda: Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
-            ),
-        )
+        load = form.new_button("Load", "nbaccel-load", lambda: self._open(self._read_path))
         save = form.new_button("Save", "nbaccel-save", self._on_save)
         self.sync()
         buttons = form.new_row([self._apply, self._revert], "nbaccel-row")
@@ -103,6 +96,9 @@ class ConfigEditor:
             form.new_row([self._target, self._faces, save], "nbaccel-row"),
             self._errors,
         ]
+
+    def _read_path(self) -> str:
+        return Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
 
     def _make_file_widgets(self) -> None:
         make = self._form.make
@@ -119,7 +115,6 @@ class ConfigEditor:
         self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
         self._errors = self._form.new_html("", "nbaccel-load-errors")
 
-    # ---------------------------------------------------------------- the text
     def _on_typed(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -140,8 +135,8 @@ class ConfigEditor:
             text = self._text.value
             is_edited = self._is_edited and bool(text.strip())
             mistakes = mistakes_in_text(text, self._model.read) if is_edited else ()
-            said = "This is what is chosen now: edit it, or paste over."
-            said = "No mistakes." if is_edited else said
+            chosen = "This is what is chosen now: edit it, or paste over."
+            said = "No mistakes." if is_edited else chosen
             self._told.value = rendering.text_mistakes_html(mistakes, text, said)
             self._apply.disabled = bool(mistakes) or not is_edited
             self._revert.disabled = not is_edited
@@ -167,7 +162,6 @@ class ConfigEditor:
             self._present_text = self._model.editable_text()
         self._revert_text()
 
-    # ---------------------------------------------------------------- files
     def _on_upload(self, uploaded: Sequence[Any] | dict[str, Any]) -> None:
         if not uploaded:
             return
@@ -460,8 +454,7 @@ class PickerView:
         self._messages = self._form.new_html()
         self.actions: ActionsRow | None = None
         self._syncs: list[Callable[[], None]] = []  # each shows a part of the model's present state
-        is_whole = tuple(panels) == PANELS
-        inside = self._whole(panels) if is_whole else self._panels(panels)
+        inside = self._whole(panels) if tuple(panels) == PANELS else self._panels(panels)
         self.root = self._form.new_box([widget, *inside], "nbaccel-picker")
         self.sync()
 
@@ -507,7 +500,6 @@ class PickerView:
             field.messages = ()  # the text stays visible until the next attempt is judged
 
     def _place(self, error: ConfigError, field: SettingField | None) -> None:
-        """Show each mistake at its field, if that is visible."""
         others: list[str] = []
         for name, messages in mistakes_by_setting(error).items():
             named = [
@@ -532,9 +524,7 @@ class PickerView:
         yield from self._first
         yield from self._listed.values()
 
-    # ---------------------------------------------------------------- building
     def _whole(self, panels: Sequence[str]) -> list[w.Widget]:
-        """The three questions, what was taken, and everything else folded."""
         form = self._form
         trained = form.new_html(rendering.trained_html(self._model), "nbaccel-part-1")
         machine = self._live_html("nbaccel-machine", lambda: rendering.machine_html(self._model))
@@ -544,7 +534,7 @@ class PickerView:
         taken = self._live_html("nbaccel-taken-line", lambda: rendering.taken_html(self._model))
         taken_fields = [self._field(setting, "usable") for setting in taken_settings()]
         all_settings = AllSettings(form, panels, self._listed_field)
-        memory = FoldedSection("Memory place by place", form, self._places)
+        memory = FoldedSection("Memory place by place", form, lambda: [self._places()])
         editor = ConfigEditor(form)
         self.actions = actions = ActionsRow(form)
         self._syncs += [all_settings.sync, editor.sync, actions.sync]
@@ -565,21 +555,15 @@ class PickerView:
             actions.box,
         ]
 
-    def _places(self) -> list[w.Widget]:
-        bars = self._model.bars
-        return [
-            self._live_html(
-                "nbaccel-memory", lambda: rendering.table_html(rendering.rows_of_places(bars()))
-            )
-        ]
+    def _places(self) -> w.HTML:
+        def table() -> str:
+            return rendering.table_html(rendering.rows_of_places(self._model.bars()))
+
+        return self._live_html("nbaccel-memory", table)
 
     def _live_html(self, css_class: str, make_html: Callable[[], str]) -> w.HTML:
         part = self._form.new_html(make_html(), css_class)
-
-        def sync() -> None:
-            part.value = make_html()
-
-        self._syncs.append(sync)
+        self._syncs.append(lambda: setattr(part, "value", make_html()))
         return part
 
     def _panels(self, panels: Sequence[str]) -> list[w.Widget]:

@@ -1,11 +1,8 @@
 """``Device``: all that is known here of one kind of hardware.
 
-A device is used in two situations. A notebook that launches asks what is there and what forbids a
-fork: no answer may initialise the hardware, and torch need not be imported. A process that trains
-needs memory, random states and the like: there the defaults use `torch.accelerator` and
-`torch.get_device_module`, and a device writes only what its own module has under other names.
-
-An implementation has no state. Nothing else in nbaccel calls an accelerator's module.
+A notebook that launches asks what is there and what forbids a fork: no answer may initialise the
+hardware, or import torch. In a process that trains the defaults use `torch.accelerator` and
+`torch.get_device_module`. An implementation has no state.
 """
 
 from __future__ import annotations
@@ -39,19 +36,11 @@ class StepHooks:
     """What a training process does differently on a device; the defaults suit most of them."""
 
     def place_module(self, module: nn.Module, device: torch.device) -> None:
-        """Move a module's parameters and buffers to a device of this kind, in place.
-
-        Parameters stay the same objects, so an optimizer made before holds them still; what is tied
-        stays tied.
-        """
+        """Move a module's tensors to such a device, in place; parameters stay the same objects."""
         module.to(device)
 
     def downcast_floats(self) -> str:
-        """Keep float tensors as bfloat16 and double tensors as float on the device, from now on.
-
-        Returns why nothing was changed, a clause; empty where it was. Raises `ConfigError` where it
-        is too late.
-        """
+        """Keep floats as bfloat16, doubles as float from now on; returns why not, a clause."""
         return (
             "only torch_xla, on TPUs, keeps float tensors as bfloat16. Here autocast computes in "
             "bfloat16, and weights and doubles stay as they are"
@@ -61,11 +50,7 @@ class StepHooks:
         """Run what was recorded for the device so far, where operations are recorded first."""
 
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """Average tensors of equal shapes over all processes in place, by the device's own links.
-
-        False where the device has no way of its own: nothing has happened, and the process group
-        has to do it.
-        """
+        """Average tensors over processes in place by the device's own links; False: it has none."""
         return False
 
     def compile_counts(self) -> CompileCounts | None:
@@ -74,17 +59,10 @@ class StepHooks:
 
 
 class LaunchHooks:
-    """What a device has to say before, and for, a launch; the defaults have nothing to say.
-
-    All of it is asked in the notebook's process but :meth:`prepare_template`.
-    """
+    """What a device has to say before, and for, a launch; asked in the notebook's process."""
 
     def launch_problem(self, inventory: Inventory, config: RunConfig, num_processes: int) -> str:
-        """Why a launch could not use these devices as it was configured; empty where it can.
-
-        A whole message: the value, why, and what to do. Devices of this kind are among the
-        inventory; `num_processes` counts workers on this node.
-        """
+        """Why a launch could not use these devices as configured, a message; empty where it can."""
         return ""
 
     def plan_choices(
@@ -98,19 +76,11 @@ class LaunchHooks:
         return ()
 
     def busy_reason(self, plan: Plan) -> str:
-        """Why workers could not have the devices at this moment; empty where they can.
-
-        A whole message that says who has them, and what to do; asked when the launch is about to
-        start.
-        """
+        """Why workers could not have the devices now: a message that says who has them."""
         return ""
 
     def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
-        """Environment variables of one launch's workers, found anew for each launch.
-
-        For each worker on this node, by local rank; None removes a variable that it would inherit
-        from the notebook. Empty where workers need none.
-        """
+        """Variables of one launch's workers by local rank; None removes one of the notebook's."""
         return ()
 
     def idle_variables(self) -> Mapping[str, str]:
@@ -118,45 +88,31 @@ class LaunchHooks:
         return {}
 
     def explain_signal(self, signal_name: str) -> tuple[str, str] | None:
-        """Why a signal (``SIGSEGV``) has probably ended a worker on a machine with these devices.
-
-        The likely cause and what to do, a sentence each; None where the device knows no more than
-        is known of the signal.
-        """
+        """Why a signal has probably ended a worker, and what to do, in sentences; None: unknown."""
         return None
 
     def expects_launches(self) -> bool:
-        """Whether launches of this notebook will probably use it: it is there, and chosen first.
-
-        Asked when a notebook loads nbaccel: milliseconds, and no import.
-        """
+        """Whether launches of this notebook will probably use it; asked without an import."""
         return False
 
     def keep_asleep(self) -> None:
-        """Keep the notebook's process from taking the device by an import, where that can be done.
-
-        Called when a notebook loads nbaccel.
-        """
+        """Keep the notebook's process from taking the device by an import, where possible."""
 
     def prepare_template(self) -> None:
         """Import this device's library into the process that its workers are forked from.
 
-        It is called once, after torch has been imported, where ``Device.own_template`` is set. It
-        must leave the process as it was in all that a fork cannot live with: no runtime
-        initialised, no thread started, nothing seeded.
+        Called once, after torch, where ``Device.own_template`` is set. Nothing may be left that a
+        fork cannot live with: no runtime initialised, no thread started, nothing seeded.
         """
 
 
 class DeviceRuntime(StepHooks, ABC):
     """What a process that computes on a device needs of it."""
 
-    # Whether copies to it are faster from page-locked host memory.
-    pins_host_memory: ClassVar[bool] = True
-    # Whether a copy to it that does not block is safe: its source may be written to when the call
-    # has returned.
+    pins_host_memory: ClassVar[bool] = True  # whether page-locked memory is copied faster
+    # Whether the source of a copy that does not block may be written to when the call has returned.
     copies_without_blocking: ClassVar[bool] = True
-    # Whether it has generators of its own, beside the host's.
-    has_random_state: ClassVar[bool] = True
+    has_random_state: ClassVar[bool] = True  # whether it has generators of its own
 
     @property
     @abstractmethod
@@ -263,14 +219,10 @@ class Device(LaunchHooks, DeviceRuntime):
     """One kind of hardware."""
 
     name: ClassVar[str]  # as in its capability row
-    # Whether even a single worker is a process of its own, because a process that has used the
-    # device keeps it until it ends.
-    own_process: ClassVar[bool] = False
-    # Whether its workers are forked from a template of their own, because its library in a process
-    # would disturb workers on other devices.
+    own_process: ClassVar[bool] = False  # whether a process keeps the device until it ends
+    # Whether its workers need a template of their own: its library would disturb other workers.
     own_template: ClassVar[bool] = False
-    # ``module:function`` of the entry point ``torch.backends`` by which its library extends torch,
-    # where that is left to :meth:`prepare_template`.
+    # ``module:function`` of its entry point in ``torch.backends``, for :meth:`prepare_template`.
     extension: ClassVar[str] = ""
     torch_type: ClassVar[str] = ""  # what torch calls its kind; the name where it is empty
     # What any of its :meth:`hazards` would do to a forked worker: one clause.
@@ -289,13 +241,8 @@ class Device(LaunchHooks, DeviceRuntime):
 
         return device_row(self.name)
 
-    # ---------------------------------------------------------------- before a launch
-
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Look for devices of this kind on this machine.
-
-        It is called in notebooks: it initialises no runtime and imports no torch, but reads device
-        files, or asks the driver's library for management.
+        """Look for devices of this kind here, without initialising or importing anything.
 
         Returns fields of the :class:`~nbaccel.plan.inventory.Inventory`: ``accelerators``, a tuple
         of ``Gpu(kind=...)``, for every device but those that have fields of their own.
@@ -322,23 +269,12 @@ class Device(LaunchHooks, DeviceRuntime):
         return ""
 
     def hazards(self) -> tuple[str, ...]:
-        """What this device has done to the calling process that makes forking it unsafe.
-
-        Facts, each a clause; what they would do to a worker is :attr:`after_fork`. Looked up
-        without initialising the device: the answer in an untouched process is empty and leaves it
-        untouched.
-        """
+        """Clauses: why forking a process that used this device is unsafe; initialises nothing."""
         return ()
 
     def driver_meter(self) -> Any:
-        """What measures the memory of processes on devices of this kind, used in the notebook.
-
-        An object with ``read()``, which gives bytes by process id, and ``close()``; None where
-        nothing can measure it.
-        """
+        """Has ``read()``, of memory by process id, and ``close()``; None: nothing measures."""
         return None
-
-    # ---------------------------------------------------------------- in a worker
 
     def torch_device(self, local_rank: int) -> torch.device:
         """The device of a worker; those beyond the number of devices share them in turn."""
@@ -351,11 +287,7 @@ class Device(LaunchHooks, DeviceRuntime):
         self.make_current(self.torch_device(local_rank))
 
     def process_group_backend(self, num_local: int) -> str:
-        """What ``torch.distributed.init_process_group`` is told in a worker.
-
-        The row's backend where each of the node's workers has a device of its own; beside another
-        than gloo also gloo, by which objects and tensors in host memory travel.
-        """
+        """What ``init_process_group`` is told: beside another backend than gloo also gloo."""
         import torch.distributed as dist
 
         from nbaccel.config.capabilities import group_backend

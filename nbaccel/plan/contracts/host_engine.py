@@ -1,14 +1,11 @@
 """What starts this notebook's workers on other machines: the contract of an engine.
 
-    notebook process                                       each host
-    ----------------                                       ---------
-    Engine.hosts(config)        which hosts there are
-    Engine.start_nodes(hosts)  ── the user's Ray, or ──►   an actor of Ray's: `hosts.node_actor`
-                                  one by ssh or srun
-    NodeCrew                    the actors, ends all
-
-An engine finds hosts, and has Ray run one actor on each. All else (workers, messages, output,
-errors, weights) is the actor's, which is the same for all engines.
+notebook process                                       each host
+----------------                                       ---------
+Engine.hosts(config)        which hosts there are
+Engine.start_nodes(hosts)  ── the user's Ray, or ──►   an actor of Ray's: `hosts.node_actor`
+one by ssh or srun
+NodeCrew                    the actors, ends all
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ class Host:
     """A machine that takes part."""
 
     name: str  # by which messages call it; no two hosts have the same
-    # Host name or address at which other machines reach it; the notebook's machine takes the
-    # interface that leads there.
+    # Host name or address at which other machines reach it.
     address: str
     slots: int | None = None  # how many workers it takes at most; None: as many as it has devices
     is_here: bool = False  # whether it is the notebook's own machine
@@ -42,10 +38,7 @@ class NodeCrew(ABC):
     actors: Mapping[str, Any]  # name of a host → Ray's handle of the actor there
 
     def problems(self) -> Mapping[str, str]:
-        """Hosts that the engine itself knows to be lost, each with what is known of it.
-
-        Never waits. By default none: Ray's own errors tell.
-        """
+        """Hosts that the engine knows to be lost, with what is known of each; never waits."""
         return {}
 
     @abstractmethod
@@ -60,39 +53,26 @@ class Engine(ABC):
 
     @abstractmethod
     def unavailable_reason(self, config: RunConfig) -> str:
-        """Why its hosts cannot be used here and now, with what to do; empty where they can.
-
-        Asked while planning: it starts nothing and takes milliseconds.
-        """
+        """Why its hosts cannot be used here and now, with what to do; starts nothing."""
 
     def unready_reason(self) -> str:
-        """Why a notebook cannot use its hosts though they are there; empty where it can.
-
-        Scripts, which another launcher starts there, need none of this. By default it can.
-        """
+        """Why a notebook, unlike a script, cannot use its hosts though they are there."""
         return ""
 
     def connect(self) -> None:  # noqa: B027  # few have something to do
-        """Connect a process that a command has started to what the engine runs on.
-
-        A notebook does that itself. Raises `ConfigError` where nothing answers there.
-        """
+        """Connect a process that a command has started; `ConfigError` where nothing answers."""
 
     @abstractmethod
     def hosts(self, config: RunConfig) -> Sequence[Host]:
-        """The hosts that a launch takes, in the order of ranks.
+        """The hosts that a launch takes, in the order of ranks, but those without a worker.
 
-        `config.num_processes` counts the workers on all hosts together; hosts that would have none
-        are left out. Raises `ConfigError` where there are none, or they have too few slots; every
-        mistake at once.
+        `config.num_processes` counts all workers. Raises `ConfigError` where there are no hosts, or
+        they have too few slots; every mistake at once.
         """
 
     @abstractmethod
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
-        """Start an actor on each host; returns once Ray has been asked for them.
-
-        Raises `StartupFailed`, which says which host did not come up.
-        """
+        """Ask Ray for an actor on each host; `StartupFailed` says which host did not come up."""
 
     def replacements(self, config: RunConfig, lost: Sequence[str]) -> Sequence[Host]:
         """The hosts for the next attempt after some, by name, were lost: those that are left."""

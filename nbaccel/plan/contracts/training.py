@@ -66,13 +66,12 @@ class Place:
 class Bundle:
     """Models and optimizers during preparation.
 
-    They are kept together because FSDP2, FP8 and ZeRO replace parameters: the optimizer must follow
-    its model. A step takes a bundle and returns a bundle of the same lengths and order.
+    FSDP2, FP8 and ZeRO replace parameters: the optimizer must follow its model. A step takes a
+    bundle and returns a bundle of the same lengths and order.
     """
 
     models: tuple[nn.Module, ...] = ()  # models that are to be trained
-    # Torch optimizers, built over the parameters of these models, or stand-ins.
-    optimizers: tuple[Any, ...] = ()
+    optimizers: tuple[Any, ...] = ()  # torch's, over the parameters of these models, or stand-ins
     schedulers: tuple[Any, ...] = ()  # learning-rate schedulers of these optimizers, or stand-ins
     loaders: tuple[Any, ...] = ()  # data loaders, shared out already; also those prepared before
 
@@ -86,11 +85,9 @@ class Said:
     """Everything that may request a strategy."""
 
     run: RunConfig | None = None  # the configuration; None where none was given
-    # Plugins that an `Accelerator` was given, by the argument's name.
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # plugins by the argument's name
     handlers: tuple[Any, ...] = ()  # its ``kwargs_handlers``
-    # Whether environment variables count: they do in a process that trains, and not where a launch
-    # is planned, whose workers get variables of their own.
+    # Whether environment variables count, as where training begins, and not in a launch's plan.
     has_environment: bool = False
 
 
@@ -102,8 +99,7 @@ class Wanted:
     source: Source  # where the request comes from
     what: str  # the request, as messages write it: ``zero_stage=2``, ``fsdp_plugin``
     reason: str  # why it is taken, for the training plan
-    # Makes its settings; called where training begins, and not for a launch's plan.
-    settings: Callable[[], Any]
+    settings: Callable[[], Any]  # makes its settings; called where training begins
     headline: str = ""  # its part of the launch plan's first line
     choices: tuple[Choice, ...] = ()  # its lines of the launch plan's table
 
@@ -113,16 +109,13 @@ class TrainingRequest:
     """The settings given in a call, a configuration or the environment."""
 
     mixed_precision: str = "no"  # the precision by name
-    # Its source: an argument, the environment, a `RunConfig`, or a default.
-    precision_source: Source = "default"
+    precision_source: Source = "default"  # its source
     accumulation_steps: int = 1  # batches for one optimizer step
     accumulation_source: Source = "default"  # its source
     strategy: Wanted | None = None  # the requested strategy; None goes by the number of processes
-    # Which library computes in 8 bits, and how; None where it was not given.
-    fp8: Fp8Config | None = None
+    fp8: Fp8Config | None = None  # None where it was not given
     device: str = ""  # the row of the requested device; empty takes what there is
-    # Whether a loader's batch is cut up, or every process gets whole ones.
-    split_batches: bool = False
+    split_batches: bool = False  # whether a loader's batch is cut up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,8 +123,7 @@ class SaidBySettings:
     """What a strategy's settings say of training beside sharding."""
 
     mixed_precision: str | None = None  # the precision by name; None where they leave it open
-    # Batches for one optimizer step; None where they leave it open.
-    accumulation_steps: int | None = None
+    accumulation_steps: int | None = None  # batches for a step; None where they leave it open
     writes_shards: bool = False  # whether every process writes its own part of a checkpoint
     reason: str = ""  # why the strategy is taken, where only the settings can tell
     speaker: str = "what the strategy was told"  # what says it, as messages call it
@@ -145,29 +137,23 @@ class PrecisionSettings:
     device: torch.device  # what the model computes on
     autocast: AutocastKwargs  # arguments of ``torch.autocast``
     scaler: GradScalerKwargs  # arguments of ``torch.amp.GradScaler``
-    # Library and recipe of FP8; None where nothing was said. Its recipe is never ``auto`` where the
-    # library has any.
+    # None where nothing was said. Its recipe is never ``auto`` where the library has any.
     fp8: Fp8Config | None = None
-    # Whether the device has no products of 8 bits, so that they are emulated.
-    emulates_fp8: bool = False
+    emulates_fp8: bool = False  # whether the device has no products of 8 bits
     world_size: int = 1  # processes in total
     is_main: bool = True  # whether this is process 0, which speaks for all
     accumulation_steps: int = 1  # batches for one optimizer step
-    # Whether each process holds a part of each weight, as with `fully_shard`.
-    is_sharded: bool = False
-    # What was given as ``kwargs_handlers``, for a library's own objects.
-    handlers: tuple[Any, ...] = ()
+    is_sharded: bool = False  # whether each process holds a part of each weight
+    handlers: tuple[Any, ...] = ()  # ``kwargs_handlers``, for a library's own objects
 
 
 class Precision:
     """One number format."""
 
     name: ClassVar[str] = "no"  # as in its capability row
-    # Whether :meth:`convert` replaces layers, which is done even where a strategy's engine casts
-    # the model itself.
+    # Whether :meth:`convert` replaces layers, also where a strategy's engine casts the model.
     converts_layers: ClassVar[bool] = False
-    # What scales the loss and watches for infinite gradients; None where nothing must.
-    scaler: torch.amp.GradScaler | None = None
+    scaler: torch.amp.GradScaler | None = None  # scales the loss; None where nothing must
     dtype: torch.dtype | None = None  # what layers compute in; None leaves it to the parameters
     choices: tuple[Choice, ...] = ()  # what was decided while preparing, each with its reason
 
@@ -217,16 +203,12 @@ class Strategy:
     """One way to train in this process, together with the others of the run."""
 
     name: ClassVar[str]  # as in its capability row
-    # Whether models are cast, and the loss scaled, by the strategy's own engine.
-    owns_precision: ClassVar[bool] = False
-    # Whether `torch.distributed.fsdp` cuts weights up and gathers them.
-    shards_parameters: ClassVar[bool] = False
+    owns_precision: ClassVar[bool] = False  # whether its engine casts models and scales the loss
+    shards_parameters: ClassVar[bool] = False  # whether torch's FSDP cuts weights up
     choices: tuple[Choice, ...] = ()  # what was decided while preparing, each with its reason
-    # Lays out one tensor of a batch, of shape ``[rows, ...]``, that has been put on the device;
-    # None leaves it as it is.
+    # Lays out a tensor of a batch, of shape ``[rows, ...]``, on the device; None leaves it.
     place_batch: Callable[[torch.Tensor], None] | None = None
-    # Is given the models while they are where they were built, most often in host memory, and may
-    # be a collective; None where :meth:`wrap` is early enough.
+    # Is given the models where they were built; may be a collective. None: `wrap` is early enough.
     before_placement: Callable[[Iterable[nn.Module]], None] | None = None
 
     def __init__(self, place: Place) -> None:
@@ -236,11 +218,7 @@ class Strategy:
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
-        """One for this process.
-
-        `settings` are of the class that the capability row names, None where it has none; `asked`
-        is what else the `Accelerator` was asked.
-        """
+        """One for this process; `settings` as the row names them, `asked`: what else was asked."""
         return cls(place)
 
     @classmethod
@@ -249,10 +227,7 @@ class Strategy:
         return SaidBySettings()
 
     def wrap(self, bundle: Bundle) -> Bundle:
-        """Make models ready to train, and let the optimizers hold the parameters that result.
-
-        The models are on their device.
-        """
+        """Make models, which are on their device, ready to train; optimizers hold the result."""
         return bundle
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -260,11 +235,7 @@ class Strategy:
         return model
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
-        """Compute gradients, with options of ``Tensor.backward``.
-
-        The loss is a 0-d tensor, scaled already for accumulation and for the precision; `sync`:
-        whether the batch at hand ends a group of accumulated ones.
-        """
+        """Compute gradients of a scaled loss; `sync`: it ends a group of accumulated batches."""
         loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -278,19 +249,13 @@ class Strategy:
     def join(
         self, models: Iterable[nn.Module], **options: Any
     ) -> AbstractContextManager[None] | None:
-        """A context in which processes may run out of batches at different times.
-
-        None where the strategy cannot do it.
-        """
+        """A context in which processes may run out of batches at other times; None: it cannot."""
         return nullcontext()
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale gradients down to a norm over the whole model, wherever its pieces are.
-
-        Returns the norm before, a 0-d tensor equal on all processes.
-        """
+        """Scale gradients down to a norm over the whole model; returns the norm before, on all."""
         import torch
 
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -299,25 +264,15 @@ class Strategy:
         """Release what :meth:`wrap` made for these models; None for all."""
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The whole state dict of the unwrapped model; a collective where it is sharded.
-
-        Tensors by name on process 0; elsewhere it may be empty.
-        """
+        """The whole state dict of the unwrapped model, on process 0; collective where it is cut."""
         return self.unwrap(model).state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        """Load what :meth:`model_state` gave, with options of ``Module.load_state_dict``.
-
-        A collective where the model is sharded: then the state of process 0 counts.
-        """
+        """Load what :meth:`model_state` gave, by a collective of process 0's if cut."""
         self.unwrap(model).load_state_dict(state, **options)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state dict of a model's optimizer; a collective where it is sharded.
-
-        What ``Optimizer.state_dict`` gives where nothing is sharded, so that another strategy or
-        another number of processes can load it. On process 0; elsewhere it may be empty.
-        """
+        """What ``Optimizer.state_dict`` gives on process 0; a collective where it is cut."""
         return optimizer.state_dict()
 
     def load_optimizer_state(
@@ -351,10 +306,9 @@ class ShardedCheckpoints(Protocol):
     ) -> None:
         """Write weights, and the optimizer's state if one is given; a collective.
 
-        The model is as :meth:`Strategy.wrap` returned it; the folder is one that all processes see,
-        or each host has its own. `left_out` names frozen parameters of the user's own module that
-        are not written. `ranks_by_folder`: where hosts have folders of their own, the ranks that
-        write into one, for each; each has to suffice for them. Empty where all see one folder.
+        The model is as :meth:`Strategy.wrap` returned it. All processes see the folder, or each
+        host has its own: then `ranks_by_folder` has the ranks that write into each, which has to
+        suffice for them. `left_out` names frozen parameters that are not written.
         """
 
     def check_sharded(
@@ -368,12 +322,9 @@ class ShardedCheckpoints(Protocol):
     ) -> None:
         """Refuse a folder that :meth:`load_sharded` could not read into these; no collective.
 
-        Nothing is changed. Sizes and checksums of whole files have been looked at before.
-        What was left out need not be there: it stays as it is in the model. `ranks_there` are the
-        ranks whose shards are there, if it is one host's folder; this process is one of them.
-
-        Raises `CheckpointDamaged` where files are missing, or not what was saved, and `ConfigError`
-        where they are of another model, or another number of processes.
+        What was left out stays as it is in the model. `ranks_there` are the ranks whose shards are
+        there, if it is one host's folder. Raises `CheckpointDamaged` where files are missing or not
+        what was saved, `ConfigError` where they are of another model or number of processes.
         """
 
     def load_sharded(
@@ -408,10 +359,9 @@ def remember(module: nn.Module) -> Remembered:
 class ShardReader:
     """Reads one library's shards: a module with these functions, or an object of a subclass.
 
-    DTensors say themselves which elements a process has. A library that puts placeholders in the
-    place of parameters (ZeRO-3), or trains copies of higher precision beside them (ZeRO-1 and 2,
-    MS-AMP's O3), has a reader in its capability row, so that trained weights are copied back from
-    wherever they are. The defaults are those of a library without engines and placeholders.
+    DTensors say themselves which elements a process has; a library with placeholders (ZeRO-3), or
+    with copies of higher precision (ZeRO-1 and 2, MS-AMP's O3), has a reader in its capability row.
+    The defaults are those of a library without engines and placeholders.
     """
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
@@ -443,20 +393,14 @@ class ShardReader:
         return None
 
     def check_whole(self, module_or_state: Any, what: str) -> None:
-        """Refuse, with `ConfigError`, a module or state dict whose weights are placeholders.
-
-        The message begins with `what` was asked for.
-        """
+        """Refuse, with `ConfigError`, a module or state with placeholders; `what` was asked for."""
 
     def remember(self, module: nn.Module) -> Remembered:
         """The state of a module before the library took it over, if it did."""
         return remember(module)
 
     def take_back(self, module: nn.Module, remembered: Remembered) -> bool:
-        """Make a module that the library took apart in this one process what it was.
-
-        Returns whether it had been taken apart.
-        """
+        """Make a module that the library took apart what it was; False where it was not."""
         raise NotImplementedError
 
     def building_whole(self) -> AbstractContextManager[None]:
@@ -470,16 +414,11 @@ class ShardReader:
         """Torch's process groups are gone: forget those that the library made from them."""
 
     def tear_down(self, before: Any) -> None:
-        """End the library's part of this process: engines, groups, variables.
-
-        `before` is what the ``observe`` of the capability row saw.
-        """
+        """End the library's part of this process; `before` is what the row's ``observe`` saw."""
 
 
-# ----------------------------------------------------------------------------- stand-ins
-# A training loop has an optimizer and a schedule; where DeepSpeed's file says which they are, the
-# loop is written with these and `prepare` puts the real ones in their place. Names and arguments
-# are Accelerate's.
+# Where DeepSpeed's file says which optimizer and schedule there are, a loop is written with these,
+# and `prepare` puts the real ones in their place. Names and arguments are Accelerate's.
 
 
 class _Unsaid(float):
@@ -502,14 +441,7 @@ def _given(arguments: dict[str, Any]) -> frozenset[str]:
 
 
 class DummyOptim:
-    """Stands for the optimizer of a DeepSpeed configuration.
-
-    Args:
-        params: Parameters, or parameter groups; kept as a list.
-        lr: Learning rate, where the file has ``"auto"``.
-        weight_decay: Weight decay, where the file has ``"auto"``.
-        **kwargs: Further arguments (``betas``, ``eps``), where the file has ``"auto"``.
-    """
+    """Stands for the optimizer of a DeepSpeed configuration, whose ``"auto"`` it has values for."""
 
     def __init__(
         self,
@@ -531,8 +463,7 @@ class DummyScheduler:
 
     Args:
         optimizer: The optimizer, or what stands for it.
-        total_num_steps: Calls of ``step`` in a loop of one process; divided by the number of
-            processes, as a loop of several makes fewer.
+        total_num_steps: Calls of ``step`` in a loop of one process; a loop of several makes fewer.
         warmup_num_steps: Steps of warm-up.
         lr_scheduler_callable: Makes the schedule from the optimizer, in place of the file's.
         **kwargs: Kept.
