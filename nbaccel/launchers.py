@@ -210,12 +210,11 @@ def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, A
     }
     if config is None:
         return RunConfig(**given)
-    if conflicting_names := list(given):
+    if given:
+        changes = ", ".join(f"{name}=…" for name in given)
         raise ConfigError(
-            f"config and {', '.join(conflicting_names)} were both given, and one would silently "
-            "override the other. Use "
-            f"config.changed({', '.join(f'{name}=…' for name in conflicting_names)}) "
-            "or leave config out."
+            f"config and {', '.join(given)} were both given, and one would silently override the "
+            f"other. Use config.changed({changes}) or leave config out."
         )
     return run_config_of(config)
 

@@ -38,7 +38,6 @@ from nbaccel.workers.worker_processes import (
     WorkerHandle,
     assignments,
     connect,
-    places,
 )
 
 
@@ -131,29 +130,26 @@ class Group:
 
     def _start(self, meeting_place: MeetingPlace, variables: Mapping[str, str]) -> None:
         """Start all workers and tell each its place; they then wait for a task."""
-        shares = self._starter.shares
-        first_rank = self.plan.num_processes * meeting_place.node_rank
-        if self.plan.config.log_dir is not None:
-            ranks = range(first_rank, first_rank + self.plan.num_processes)
-            self._rank_logs = RankLogs(self.plan.config.log_dir, ranks)
-            self._on_end.callback(self._rank_logs.close)
-        worker_places = places(self.plan, shares, meeting_place)
-        # Shared memory that libraries make in workers: what is there before, and theirs.
-        _forget_memory(worker_places)
-        self._on_end.callback(_forget_memory, worker_places)
-        # Before the first start: a failed start of one worker must end those started before it.
-        self._on_end.callback(self._end_workers)
-        for place in worker_places:
-            self._start_worker(place.rank)
         told = assignments(
             self.plan,
-            shares,
-            worker_places,
+            self._starter.shares,
+            meeting_place,
             variables,
-            meeting_place=meeting_place,
             stays=self.stays,
             has_cells=publish.has_cells(),
         )
+        places = [assignment.place for assignment in told]
+        if self.plan.config.log_dir is not None:
+            ranks = [place.rank for place in places]
+            self._rank_logs = RankLogs(self.plan.config.log_dir, ranks)
+            self._on_end.callback(self._rank_logs.close)
+        # Shared memory that libraries make in workers: what is there before, and theirs.
+        _forget_memory(places)
+        self._on_end.callback(_forget_memory, places)
+        # Before the first start: a failed start of one worker must end those started before it.
+        self._on_end.callback(self._end_workers)
+        for place in places:
+            self._start_worker(place.rank)
         for member, assignment in zip(self.members, told, strict=True):
             fds = []
             if assignment.serves_store and meeting_place.store_socket is not None:
@@ -162,7 +158,7 @@ class Group:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.channel.send(assignment, fds)
 
-    def _start_worker(self, rank: int) -> WorkerHandle:
+    def _start_worker(self, rank: int) -> None:
         channel, pipes, worker_ends = connect()
         starter = self._starter
         with memfd.closing_files(*worker_ends):
@@ -184,7 +180,6 @@ class Group:
         if isinstance(starter, ForkStarter):
             # A fork of the next worker would inherit this descriptor and keep it open.
             starter.ours.append(member.sentinel)
-        return member
 
     def collect(self) -> Sequence[tuple[WorkerHandle, messaging.Ended]]:
         """Workers that have ended since the last call."""

@@ -75,8 +75,7 @@ class HostSession:
         hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
         if not hosts:
             raise ConfigError(
-                f"engine={plan.engine!r} has no host left for this launch. Workers would have no "
-                "place to run. Look at its list of hosts."
+                f"engine={plan.engine!r} has no host left for this launch. Look at its list."
             )
         return cls(engine, hosts, plan)
 
@@ -101,8 +100,8 @@ class HostSession:
             bound_port, problem = ray.get(actor.bind_store.remote(address, port), timeout=_BIND_S)
         except ray.exceptions.RayError as error:
             raise StartupFailed(
-                f"Host {first_host} did not answer ({error_line(error)}), so workers would have no "
-                "place to meet. It may be overloaded; run the cell again."
+                f"Host {first_host} did not answer ({error_line(error)}). It may be overloaded; "
+                "run the cell again."
             ) from error
         if problem:
             raise PortTaken(f"on host {first_host}: {problem}", port=port)
@@ -172,8 +171,8 @@ class HostSession:
         lines += [f"  {name}: {problem}" for name, problem in problems.items()]
         if not problems:
             lines.append(
-                f"  Nothing was heard for {_JOIN_S:.0f} s. A firewall may close the way to this "
-                "machine, Ray may have no room for an actor there, or torch is slow to import."
+                f"  Nothing was heard for {_JOIN_S:.0f} s: a firewall closes the way to this "
+                "machine, Ray has no room for an actor there, or torch is slow to import."
             )
         return StartupFailed("\n".join(lines))
 
@@ -199,8 +198,8 @@ def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str
     devices = {name: resolve(config, inventory).device for name, inventory in inventories.items()}
     first_name, first_device = next(iter(devices.items()))
     mistakes = [
-        f"host {name} computes on {device}, and host {first_name} on {first_device}: ranks of one "
-        "launch need the same kind of device. Give device=..., or leave one host out."
+        f"host {name} computes on {device}, and host {first_name} on {first_device}, where one "
+        "launch needs one kind. Give device=..., or leave one host out."
         for name, device in devices.items()
         if device != first_device
     ]
@@ -246,13 +245,9 @@ def _share_out(
     for host in hosts:
         num_workers = min(places[host.name], workers_left)
         workers_left -= num_workers
-        share = HostShare(
-            name=host.name,
-            num_workers=num_workers,
-            inventory=inventories[host.name],
-            devices=host.devices,
-        )
-        shares += [share] if num_workers else []
+        if num_workers:
+            inventory = inventories[host.name]
+            shares.append(HostShare(host.name, num_workers, inventory, host.devices))
     return tuple(shares)
 
 
@@ -264,7 +259,7 @@ def _check_places(
 ) -> None:
     mistakes = [
         f"host {host.name} has slots={host.slots} and {count_noun(num_units[host.name], 'device')}"
-        ": workers would share them. Write as many slots as it has devices."
+        ". Write as many slots as it has devices."
         for host in hosts
         if host.slots and 0 < num_units[host.name] < host.slots
     ]
@@ -273,7 +268,7 @@ def _check_places(
         text = first_few([f"{name}: {number}" for name, number in places.items()], 4)
         mistakes.append(
             f"num_processes={num_wanted} on hosts with {count_noun(num_places, 'place')} "
-            f"({text}): some workers would have nowhere to run. Ask for fewer, or add hosts."
+            f"({text}). Ask for fewer, or add hosts."
         )
     if mistakes:
         raise ConfigError(*mistakes)

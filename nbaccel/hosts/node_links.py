@@ -61,9 +61,8 @@ _LOOK_S = 0.1
 _PARTS_AHEAD = 2  # Parts of weights that a node has read and this side has not
 _LEAVE_S = 3.0
 _LOST_REMEDY = (
-    "The machine was shut down, the processes on it were killed, or the network between it and "
-    "this one is gone. Launch again without it, or with max_restarts, which goes on with the hosts "
-    "that are left."
+    "The machine was shut down, its processes were killed, or the network to it is gone. Launch "
+    "again without it, or with max_restarts, which goes on with the hosts that are left."
 )
 
 
@@ -188,7 +187,7 @@ class NodeLink:
         except ray.exceptions.GetTimeoutError as error:
             raise StartupFailed(
                 f"Host {self.name} did not fork a worker within {time_limits.FORK_S:.0f} s. It may "
-                "be overloaded or swapping; all workers have been ended."
+                "be overloaded; all workers have been ended."
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise StartupFailed(f"Host {self.name} did not fork a worker: {error.cause}") from error
@@ -242,8 +241,7 @@ class NodeLink:
             except Exception:  # a class that this process lacks: what it says is the reader's
                 message = None
             if isinstance(message, messaging.Leaves):
-                note = worker.leftovers.add if message.is_there else worker.leftovers.discard
-                note(message.leftover)
+                message.note_in(worker.leftovers)
                 return
             report = getattr(message, "weight_report", None)
             if report is not None:

@@ -136,13 +136,10 @@ class ReceivedModules:
 
     def _adopt(self, received: ReceivedModule) -> None:
         for key, arena in self._arenas.items():
+            slots = [slot for slot in received.slots if slot.arena == key]
             # Padding belongs to no tensor, so it may be dropped: whole pages can be given back.
-            spans = memfd.merge_ranges(
-                (slot.start, memfd.aligned(slot.span[1]))
-                for slot in received.slots
-                if slot.arena == key
-            )
-            for start, end in spans:
+            spans = ((slot.start, memfd.aligned(slot.span[1])) for slot in slots)
+            for start, end in memfd.merge_ranges(spans):
                 arena.show_again(start, min(end, arena.mapping.nbytes))
         with torch.no_grad():
             for slot, tensor, mapping in self._departed(received):
@@ -165,11 +162,9 @@ class ReceivedModules:
         if self._rank != 0:
             # It is told that this rank has trained what the notebook gets of rank 0.
             return self._own_digest(received, written) not in ("", received.reported)
-        return (
-            any(memfd.overlap(slot.span, written[slot.arena]) for slot in received.slots)
-            # Nothing comes home of it, and that is told.
-            or received.notebook_names != received.tensor_names()
-        )
+        is_written = any(memfd.overlap(slot.span, written[slot.arena]) for slot in received.slots)
+        # With other names nothing comes home of it, and that is told.
+        return is_written or received.notebook_names != received.tensor_names()
 
     def _own_digest(self, received: ReceivedModule, written: _Written) -> str:
         """Digest of what this rank has written of a module; empty if nothing."""
@@ -219,9 +214,8 @@ class ReceivedModules:
             written = self._written()
             for received in changed:
                 received.reported = self._own_digest(received, written)
-        return report, {
-            key: arena.own_file for key, arena in arenas.items() if arena.own_file is not None
-        }
+        own_files = {key: arena.own_file for key, arena in arenas.items()}
+        return report, {key: file for key, file in own_files.items() if file is not None}
 
     def share_equal_pages(self) -> None:
         """The notebook has the weights: give back private pages that are equal to the arena's."""

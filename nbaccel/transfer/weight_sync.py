@@ -46,16 +46,15 @@ from nbaccel.transfer.arena import (
     Arena,
     Sharing,
     Slot,
+    host_copies,
     is_in_arena,
     module_version,
     named_tensors,
-    refresh_devices,
 )
 
 _PART_REMEDY = (
-    "rank 0's part of it is here. For all of it, gather the tensors on all ranks before the "
-    "function returns (tensor.full_tensor(), or torch's get_model_state_dict with "
-    "full_state_dict=True)"
+    "rank 0's part of it is here. Gather it on all ranks before the function returns "
+    "(tensor.full_tensor(), or torch's get_model_state_dict with full_state_dict=True)"
 )
 
 _NUM_SAMPLES = 16
@@ -259,18 +258,13 @@ class WeightWriter:
         for key, arena in self.arenas.items():
             # The notebook gets the file of this rank's own.
             if self.rank == 0 and arena.own_file is None:
-                report.own_bytes[key] += self._write_pages(key, arena, written[key])
+                changed = memfd.ranges_without(arena.changed(written[key]), self.settled[key])
+                for start, end in changed:
+                    report.own_bytes[key].append((start, end))
+                    if not arena.is_in_staging:
+                        view = arena.mapping.view(start, end)
+                        memfd.write_at(self.staging_files[key], view, start)
         return report
-
-    def _write_pages(
-        self, key: str, arena: LocalArena, written: list[memfd.ByteRange]
-    ) -> list[memfd.ByteRange]:
-        """Write every page that has changed, around what is settled."""
-        ranges = list(memfd.ranges_without(arena.changed(written), self.settled[key]))
-        if not arena.is_in_staging:
-            for start, end in ranges:
-                memfd.write_at(self.staging_files[key], arena.mapping.view(start, end), start)
-        return ranges
 
     def _write_departed(
         self, slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor], report: WeightReport
@@ -311,12 +305,9 @@ class WeightWriter:
 def _out_of_reach(tensors: Mapping[str, torch.Tensor], num_nodes: int) -> str:
     """Why pieces of sharded tensors cannot be put together here; empty if they can."""
     for name, tensor in tensors.items():
-        if not sharded_tensors.is_sharded(tensor):
-            continue
-        if num_nodes > 1:
+        if num_nodes > 1 and sharded_tensors.is_sharded(tensor):
             return f"it is sharded over {num_nodes} nodes, each with a part only; {_PART_REMEDY}"
-        placements = sharded_tensors.odd_placements(tensor)
-        if placements:
+        if placements := sharded_tensors.odd_placements(tensor):
             return f"{name} is placed as {placements}, which no rank can undo alone; {_PART_REMEDY}"
     return ""
 
@@ -422,11 +413,13 @@ def describe_changes(received: ReceivedModule, tensors: Mapping[str, torch.Tenso
             continue
         if tensor.dtype != slot.dtype:
             names_by_dtypes.setdefault((tensor.dtype, slot.dtype), []).append(slot.name)
-        elif _is_another(tensor, received.origins.get(slot.name)):
-            replaced.append(slot.name)
+        # Some models create buffers anew, so these do not count.
+        elif isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu":
+            original = received.origins.get(slot.name)
+            if original is not None and original() is not tensor:
+                replaced.append(slot.name)
     clauses = [
-        f"{first_few(names, 2)} came as {_short_dtype(new)} and {_were(names)} cast to "
-        f"{_short_dtype(old)}"
+        f"{first_few(names, 2)} came as {_short(new)} and {_were(names)} cast to {_short(old)}"
         for (new, old), names in names_by_dtypes.items()
     ]
     if replaced:
@@ -438,14 +431,7 @@ def _were(names: Sequence[str]) -> str:
     return "was" if len(names) == 1 else "were"
 
 
-def _is_another(tensor: torch.Tensor, original: weakref.ref[torch.Tensor] | None) -> bool:
-    """Whether a parameter was replaced; some models create buffers anew, so these do not count."""
-    if not isinstance(tensor, nn.Parameter) or tensor.device.type != "cpu":
-        return False
-    return original is not None and original() is not tensor
-
-
-def _short_dtype(dtype: torch.dtype) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -457,14 +443,12 @@ class WeightReceiver:
         self._versions = self._versions_now()
         self._arenas = arenas
         self.staging: dict[str, int] = {}
-        # An interrupt between creating a file and storing its descriptor would leak it.
-        with uninterrupted():
-            try:
-                for key, arena in arenas.items():
-                    self.staging[key] = memfd.create_file("staging", arena.nbytes)
-            except OSError:
-                self.close()
-                raise
+        try:
+            for key, arena in arenas.items():
+                self.staging[key] = memfd.create_file("staging", arena.nbytes)
+        except OSError:
+            self.close()
+            raise
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
@@ -478,10 +462,7 @@ class WeightReceiver:
         whole_files = whole_files or {}
         stranded = {path for report in reports for path in report.stranded}
         left_out = [
-            slot
-            for shared in self._sharing.modules
-            if shared.path in stranded
-            for slot in shared.slots
+            slot for path, slots, _ in self._sharing.modules for slot in slots if path in stranded
         ]
         changed = {key for report in reports for key, spans in report.own_bytes.items() if spans}
         changed.update(whole_files)
@@ -497,7 +478,8 @@ class WeightReceiver:
             spans = (span for report in reports for span in report.own_bytes.get(key, ()))
             _read(self.staging[key], arena, memfd.merge_ranges(spans), kept)
         # After the arenas: tensors on devices are filled from their host copies there.
-        refresh_devices(self._sharing, stranded)
+        for tensor, host_copy in host_copies(self._sharing, stranded):
+            tensor.copy_(host_copy)
         # Lets a graph that needs the old values say so, and a pool's workers adopt the new.
         for path, slots, module in self._sharing.modules if changed else ():
             if path not in stranded:
@@ -557,8 +539,7 @@ def _differing_models(path: str, ranks: Sequence[int], *, rank_0_trained: bool) 
         )
     return (
         f"The ranks trained different models: {names} ended with other weights of {path} than "
-        "rank 0, and the notebook has rank 0's. Nothing averaged the gradients. Wrap the model in "
-        "DistributedDataParallel, or pass it through Accelerator.prepare. (In "
-        "DistributedDataParallel already? Then some parameters took no part in the loss: "
-        "find_unused_parameters=True.)"
+        "rank 0, and the notebook has rank 0's. Nothing averaged the gradients: wrap the model in "
+        "DistributedDataParallel, or pass it through Accelerator.prepare. (If it is wrapped, some "
+        "parameters took no part in the loss: find_unused_parameters=True.)"
     )

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from nbaccel.workers.worker import WorkerCall
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HostShare:
     """The workers of a launch that run on one host."""
 
@@ -319,13 +319,6 @@ class WorkerHandle:
 
     # ---- what is known of it
 
-    def note(self, message: messaging.Leaves) -> None:
-        """Note what it would leave on disk, or that it has removed it."""
-        if message.is_there:
-            self.leftovers.add(message.leftover)
-        else:
-            self.leftovers.discard(message.leftover)
-
     def begin_call(self, *, takes_part: bool) -> None:
         """A call begins, and what is known of the last one is dropped."""
         self.take([])
@@ -462,11 +455,9 @@ _DESCRIPTORS_OF_A_WORKER = 6  # its channel, three pipes, and twice what tells o
 
 def check_requirements(plan: Plan) -> Plan:
     """The plan as it can be carried out here."""
-    missing = _missing_requirements(plan.num_processes)
-    if missing:
+    if missing := _missing_requirements(plan.num_processes):
         raise PlatformUnsupported(
-            f"Several workers need {missing}. Use num_processes=1, which runs in the notebook "
-            "itself."
+            f"Several workers need {missing}. Use num_processes=1, which runs in the notebook."
         )
     if busy_reason := registry.device(plan.device).busy_reason(plan):
         raise UnsafeMoment(busy_reason)
@@ -491,18 +482,12 @@ def _missing_requirements(num_workers: int) -> str:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        return (
-            f"{descriptors} free file descriptors: {error.strerror}. Raise `ulimit -n`, "
-            "or close files"
-        )
+        return f"{descriptors} free file descriptors: {error.strerror}. Raise `ulimit -n`"
     try:
         # Tried and not only looked up: a sandbox may refuse the call that the library has.
         os.close(os.memfd_create("nbaccel-trial", os.MFD_CLOEXEC))
     except (OSError, AttributeError) as error:
-        return (
-            f"memory files (memfd_create), which this system refuses: {error}. A sandbox may "
-            "forbid them"
-        )
+        return f"memory files (memfd_create), which this system, or its sandbox, refuses: {error}"
     if not Path("/proc/self").exists():
         return "/proc, which is not mounted here (mount -t proc proc /proc)"
     return ""
@@ -517,8 +502,8 @@ def _try_to_connect(address: str) -> None:
     except OSError as error:
         raise PlatformUnsupported(
             f"Several workers meet at {address}, and nothing can be reached there: "
-            f"{error.strerror or error}. The loopback interface is down, or a firewall closes "
-            "it: ip link set lo up. Or use num_processes=1, which needs no network."
+            f"{error.strerror or error}. Is the loopback interface down (ip link set lo up), or "
+            "closed by a firewall? Or use num_processes=1, which needs no network."
         ) from error
 
 
@@ -542,10 +527,9 @@ class MeetingPlace:
     num_nodes: int = 1  # nodes with a notebook of their own
 
 
-def places(
+def _places(
     plan: Plan, shares: Sequence[HostShare], meeting_place: MeetingPlace
 ) -> tuple[Topology, ...]:
-    """The place of each worker that is started here, by rank."""
     nodes = [share.num_workers for share in shares]
     everyone = Topology.of_hosts(
         nodes or [plan.num_processes] * meeting_place.num_nodes,
@@ -559,14 +543,13 @@ def places(
 def assignments(
     plan: Plan,
     shares: Sequence[HostShare],
-    worker_places: Sequence[Topology],
+    meeting_place: MeetingPlace,
     variables: Mapping[str, str],
     *,
-    meeting_place: MeetingPlace,
     stays: bool,
     has_cells: bool,
 ) -> list[WorkerAssignment]:
-    """What each worker is told, by rank: those of a pool if it stays, else of a launch."""
+    """What each worker that is started here is told, by rank: of a pool if it stays."""
     # Here, because it imports torch: a node's actor only asks a template.
     from nbaccel.transfer.library_settings import seeded_states
 
@@ -579,7 +562,8 @@ def assignments(
     import_path = tuple(template.import_path())
     random_states = seeded_states()
     told = []
-    for place, own_variables in zip(worker_places, device_variables, strict=True):
+    places = _places(plan, shares, meeting_place)
+    for place, own_variables in zip(places, device_variables, strict=True):
         host_plan = host_plans[place.node_rank] if shares else plan
         devices = shares[place.node_rank].devices if shares else ()
         environment: dict[str, str | None] = {
