@@ -47,7 +47,7 @@ def open_hosts(
     """Hosts for the workers, without those that were lost; None: here. `clean_up` lets them go."""
     if not engine_row(plan.engine).runs_on_hosts:
         return None
-    session = HostSession.open(plan, lost)
+    session = HostSession(plan, lost)
     clean_up.callback(session.close)
     for warning in session.plan.warnings:
         write_notice(f"nbaccel: {warning}\n")

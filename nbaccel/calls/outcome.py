@@ -134,8 +134,8 @@ def _of_several_ranks(
     if any(map(failure.tells_of_unlike_collectives, (*messages, *lines))):
         return "", (
             "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
-            "its weights with all ranks when it runs: run the same modules on every rank, in the "
-            "same order (an expert without rows gets an empty batch), or use ZeRO stage 2."
+            "its weights with all ranks when it runs: all ranks must run the same modules, in the "
+            "same order (an expert without rows gets an empty batch). Or use ZeRO stage 2."
         )
     return "", ""
 

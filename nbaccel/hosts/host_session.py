@@ -21,7 +21,7 @@ from nbaccel.config import RunConfig
 from nbaccel.hosts.node_actor import own_versions
 from nbaccel.hosts.node_links import RemoteStarter, error_line
 from nbaccel.plan import Plan, registry, resolve
-from nbaccel.plan.contracts.host_engine import Engine, Host
+from nbaccel.plan.contracts.host_engine import Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.resolving import named_setting, with_named_gpus
 from nbaccel.workers.worker_processes import HostShare, MeetingPlace
@@ -36,7 +36,14 @@ _BIND_S = 10.0
 class HostSession:
     """Hosts whose actors have joined, with a plan that knows what they have."""
 
-    def __init__(self, engine: Engine, hosts: Sequence[Host], plan: Plan) -> None:
+    def __init__(self, plan: Plan, lost: Sequence[str] = ()) -> None:
+        """Start the actors of a plan's engine, on other hosts than those that were lost."""
+        engine = registry.engine(plan.engine)
+        hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
+        if not hosts:
+            raise ConfigError(
+                f"engine={plan.engine!r} has no host left for this launch. Look at its list."
+            )
         self._hosts = hosts
         self._on_end = contextlib.ExitStack()
         try:
@@ -67,17 +74,6 @@ class HostSession:
         except BaseException:  # an interrupt must leave nothing behind either
             self.close()
             raise
-
-    @classmethod
-    def open(cls, plan: Plan, lost: Sequence[str] = ()) -> HostSession:
-        """Start the actors of a plan's engine."""
-        engine = registry.engine(plan.engine)
-        hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
-        if not hosts:
-            raise ConfigError(
-                f"engine={plan.engine!r} has no host left for this launch. Look at its list."
-            )
-        return cls(engine, hosts, plan)
 
     @property
     def lost_hosts(self) -> tuple[str, ...]:
