@@ -385,8 +385,9 @@ class AcceleratorState(PartialState):
         if place is None or collectives is None:
             if (newest := _newest_accelerator()) is None:
                 raise ConfigError(
-                    "AcceleratorState() has nothing to describe: no Accelerator has been made in "
-                    "this process. Make one first, or use PartialState() for its number and device."
+                    f"AcceleratorState(place={place}, collectives={collectives}) has nothing to "
+                    "describe: no Accelerator has been made in this process. Make one first, or "
+                    "use PartialState() for its number and device."
                 )
             self.__dict__.update(vars(newest.state))
             return

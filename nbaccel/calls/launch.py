@@ -200,8 +200,9 @@ def _closing_lines(packed: PackedCall, plan: Plan) -> str:
             if node != config.node_rank
         ]
         lines.append(
-            f"This is node {config.node_rank} of {config.num_nodes}, which is not told if another "
-            f"one is lost: look at {first_few(others, 3)}."
+            f"This is node {config.node_rank} of {config.num_nodes}. Nothing but a broken "
+            "connection or a timeout tells of another one that is lost: look at "
+            f"{first_few(others, 3)}."
         )
     return " ".join(lines)
 

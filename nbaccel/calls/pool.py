@@ -503,7 +503,12 @@ class Pool:
         self, group: Group, records: Sequence[ModuleRecord]
     ) -> BaseException | None:
         """Copy back the weights that ranks changed: of all these modules, or of none."""
-        unchanged = _unchanged_words(sorted(record.path for record in records))
+        names = ", ".join(sorted(record.path for record in records))
+        verb = "is" if len(records) == 1 else "are"
+        unchanged = (
+            f"This was after the cell, while the weights that it trained in {names} were written "
+            f"back: in the notebook {names} {verb} as before the cell."
+        )
         arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
         try:
             sharing = Sharing.joined(record.sharing for record in records)
@@ -648,14 +653,3 @@ def _error_after_cell(group: Group, result: CallResult, words: str) -> BaseExcep
     if result.interrupted:
         return errors.LaunchInterrupted(f"the notebook was interrupted. {words}")
     return outcome.call_error(result, group.plan, closing_lines=words)
-
-
-def _unchanged_words(paths: Sequence[str]) -> str:
-    """What has become of weights when workers failed after the cell had ended."""
-    *first, last = paths
-    names = f"{', '.join(first)} and {last}" if first else last
-    verb = "are" if first else "is"
-    return (
-        f"This was after the cell, while the weights that it trained in {names} were written "
-        f"back: in the notebook {names} {verb} as before the cell, all of the weights old."
-    )

@@ -19,12 +19,12 @@ from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
 from nbaccel.hosts.node_actor import own_versions
-from nbaccel.hosts.node_links import RemoteStarter, error_line
+from nbaccel.hosts.ray_host import error_line
 from nbaccel.plan import Plan, registry, resolve
 from nbaccel.plan.contracts.host_engine import Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.resolving import named_setting, with_named_gpus
-from nbaccel.workers.worker_processes import HostShare, MeetingPlace
+from nbaccel.workers.worker_processes import HostShare, MeetingPlace, Starter
 
 _JOIN_S = 180.0
 """For all hosts and their actors to be there (a raylet takes seconds, and minutes on a busy
@@ -38,6 +38,8 @@ class HostSession:
 
     def __init__(self, plan: Plan, lost: Sequence[str] = ()) -> None:
         """Start the actors of a plan's engine, on other hosts than those that were lost."""
+        from nbaccel.hosts.node_links import RemoteStarter  # it imports Ray
+
         engine = registry.engine(plan.engine)
         hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
         if not hosts:
@@ -80,7 +82,7 @@ class HostSession:
         """Names of hosts that have joined and were lost since."""
         return self._starter.lost()
 
-    def starter(self) -> RemoteStarter:
+    def starter(self) -> Starter:
         """What starts the workers of the next attempt on these hosts."""
         self._starter.begin(self.shares)
         return self._starter

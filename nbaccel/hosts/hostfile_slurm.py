@@ -187,7 +187,9 @@ class SlurmEngine(Engine):
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         names = _allocated_names(env.read(_NODES_VARIABLE, "") or "")
-        slots = _tasks_per_node(env.read(_TASKS_VARIABLE, "") or "")
+        # It stands for numbers in a row: `4(x2),2`.
+        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.read(_TASKS_VARIABLE, "") or "")
+        slots = [int(count) for count, times in groups for _ in range(int(times or 1))]
         # An allocation that does not say how many tasks takes one per device, or core.
         slots_by_name = dict(zip(names, slots, strict=True)) if len(slots) == len(names) else {}
         num_places = sum(slots_by_name.values())
@@ -244,9 +246,3 @@ def _allocated_names(node_list: str) -> list[str]:
             "Look whether scontrol works in a terminal."
         ) from error
     return answer.stdout.split()
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """The numbers that `4(x2),2` stands for."""
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in groups for _ in range(int(times or 1))]

@@ -23,8 +23,8 @@ from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import format_seconds
 from nbaccel.config import RunConfig
 from nbaccel.hosts.node_actor import start_actor
-from nbaccel.hosts.node_links import error_line
 from nbaccel.hosts.own_cluster import is_connected
+from nbaccel.hosts.ray_host import error_line
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
 _Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]  # by id, as Ray tells of them

@@ -403,8 +403,8 @@ def _stale_views_message(modules: Sequence[tuple[str, nn.Module]], viewed: Colle
     ]
     return (
         f"nbaccel: {first_few(names, 2)} moved to shared memory, and a state_dict(), a slice or a "
-        "NumPy array taken earlier has a view of the old memory: it keeps the values of now. Take "
-        "it again, or .clone() it.\n"
+        "NumPy array taken earlier has a view of the old memory: it does not follow the model. "
+        "Take it again, or .clone() it.\n"
     )
 
 

@@ -385,11 +385,9 @@ class ReceivedModules:
         keeps_states: bool,
     ) -> WeightReport:
         """Put what this rank owes of these modules into staging files. No communication."""
-        report = WeightReport(rank=self._rank)
         written = {key: arena.written() for key, arena in arenas.items()}
-        for received in modules:
-            if digest := self._digest(received, written):
-                report.fingerprints[received.path] = digest
+        digests = {received.path: self._digest(received, written) for received in modules}
+        report = WeightReport(rank=self._rank, fingerprints=digests)
         # Private pages must not overwrite these, which are written by themselves.
         settled: defaultdict[str, list[memfd.ByteRange]] = defaultdict(list)
         for received in modules:
@@ -399,11 +397,12 @@ class ReceivedModules:
                 or _out_of_reach(tensors, self._num_nodes)
                 or _untied_reason(received.slots, tensors)
             )
-            for slot, spans in () if reason else self._put_departed(received, staging_files):
-                report.own_bytes[slot.arena] += spans
-                # Of a sharded one other ranks write the rest.
-                is_sharded = sharded_tensors.is_sharded(tensors[slot.name])
-                settled[slot.arena] += [slot.span] if is_sharded else spans
+            if not reason:
+                for slot, spans in self._put_departed(received, staging_files):
+                    report.own_bytes[slot.arena] += spans
+                    # Of a sharded one other ranks write the rest.
+                    is_sharded = sharded_tensors.is_sharded(tensors[slot.name])
+                    settled[slot.arena] += [slot.span] if is_sharded else spans
             if self._rank != 0:
                 continue
             changes = ""

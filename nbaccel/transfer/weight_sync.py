@@ -47,7 +47,7 @@ class WeightReport:
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Weights on the CPU, so that they are not lost: of modules that are stranded or changed."""
     changes: dict[str, str] = field(default_factory=dict)  # module's path → what is different
-    fingerprints: dict[str, str] = field(default_factory=dict)  # module's path → its digest
+    fingerprints: dict[str, str] = field(default_factory=dict)  # module's path → digest, or empty
 
 
 def is_compared(tensor: torch.Tensor) -> bool:

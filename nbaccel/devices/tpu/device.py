@@ -150,10 +150,10 @@ class TpuDevice(Device):
         is_awake_here = any(driver.holds_chips() for driver in _all_drivers())
         if is_awake_here or os.getpid() in holders:
             return (
-                f"The TPU chips ({files}) are held by this notebook's kernel until it ends: with "
-                "torch_tpu by torch.manual_seed or one backward pass on the CPU, with torch_xla by "
-                "any tensor on the device. Restart the kernel, and run %load_ext nbaccel before "
-                "torch is imported: it keeps the runtime uninitialized."
+                f"The TPU chips ({files}) are held by this notebook's kernel until it ends. With "
+                "torch_tpu, torch.manual_seed or one backward pass on the CPU is enough to take "
+                "them; with torch_xla, any tensor on the device. Restart the kernel, and run "
+                "%load_ext nbaccel before torch is imported: it keeps the runtime uninitialized."
             )
         if not holders:
             return ""
