@@ -38,6 +38,7 @@ from nbaccel.workers.worker_processes import (
     WorkerHandle,
     assignments,
     connect,
+    places,
 )
 
 
@@ -130,26 +131,28 @@ class Group:
 
     def _start(self, meeting_place: MeetingPlace, variables: Mapping[str, str]) -> None:
         """Start all workers and tell each its place; they then wait for a task."""
+        worker_places = places(self.plan, self._starter.shares, meeting_place)
+        if self.plan.config.log_dir is not None:
+            ranks = [place.rank for place in worker_places]
+            self._rank_logs = RankLogs(self.plan.config.log_dir, ranks)
+            self._on_end.callback(self._rank_logs.close)
+        # Shared memory that libraries make in workers: what is there before, and theirs.
+        _forget_memory(worker_places)
+        self._on_end.callback(_forget_memory, worker_places)
+        # Before the first start: a failed start of one worker must end those started before it.
+        self._on_end.callback(self._end_workers)
+        for place in worker_places:
+            self._start_worker(place.rank)
+        # After the starts: workers set themselves up meanwhile.
         told = assignments(
             self.plan,
             self._starter.shares,
+            worker_places,
             meeting_place,
             variables,
             stays=self.stays,
             has_cells=publish.has_cells(),
         )
-        places = [assignment.place for assignment in told]
-        if self.plan.config.log_dir is not None:
-            ranks = [place.rank for place in places]
-            self._rank_logs = RankLogs(self.plan.config.log_dir, ranks)
-            self._on_end.callback(self._rank_logs.close)
-        # Shared memory that libraries make in workers: what is there before, and theirs.
-        _forget_memory(places)
-        self._on_end.callback(_forget_memory, places)
-        # Before the first start: a failed start of one worker must end those started before it.
-        self._on_end.callback(self._end_workers)
-        for place in places:
-            self._start_worker(place.rank)
         for member, assignment in zip(self.members, told, strict=True):
             fds = []
             if assignment.serves_store and meeting_place.store_socket is not None:

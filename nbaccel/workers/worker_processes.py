@@ -527,9 +527,10 @@ class MeetingPlace:
     num_nodes: int = 1  # nodes with a notebook of their own
 
 
-def _places(
+def places(
     plan: Plan, shares: Sequence[HostShare], meeting_place: MeetingPlace
 ) -> tuple[Topology, ...]:
+    """The place of each worker that is started here, by rank."""
     nodes = [share.num_workers for share in shares]
     everyone = Topology.of_hosts(
         nodes or [plan.num_processes] * meeting_place.num_nodes,
@@ -543,13 +544,14 @@ def _places(
 def assignments(
     plan: Plan,
     shares: Sequence[HostShare],
+    worker_places: Sequence[Topology],
     meeting_place: MeetingPlace,
     variables: Mapping[str, str],
     *,
     stays: bool,
     has_cells: bool,
 ) -> list[WorkerAssignment]:
-    """What each worker that is started here is told, by rank: of a pool if it stays."""
+    """What each worker is told, by rank: those of a pool if it stays, else of a launch."""
     # Here, because it imports torch: a node's actor only asks a template.
     from nbaccel.transfer.library_settings import seeded_states
 
@@ -562,8 +564,7 @@ def assignments(
     import_path = tuple(template.import_path())
     random_states = seeded_states()
     told = []
-    places = _places(plan, shares, meeting_place)
-    for place, own_variables in zip(places, device_variables, strict=True):
+    for place, own_variables in zip(worker_places, device_variables, strict=True):
         host_plan = host_plans[place.node_rank] if shares else plan
         devices = shares[place.node_rank].devices if shares else ()
         environment: dict[str, str | None] = {
