@@ -170,9 +170,10 @@ def notebook_launcher(
     asked = {name: arguments[name] for name in RunConfig.model_fields if name in arguments}
     # IPython leaves such frames out of tracebacks.
     __tracebackhide__ = True
+    merged = _merge_settings(config, asked)
     if pool is not None:
-        return _launch_in_pool(pool, function, args, config, asked)
-    return launch_configured(function, args, _merge_settings(config, asked))
+        return _launch_in_pool(pool, function, args, merged)
+    return launch_configured(function, args, merged)
 
 
 @explained
@@ -210,12 +211,11 @@ def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, A
     }
     if config is None:
         return RunConfig(**given)
-    if conflicting_names := list(given):
+    if given:
+        changes = ", ".join(f"{name}=…" for name in given)
         raise ConfigError(
-            f"config and {', '.join(conflicting_names)} were both given, and one would silently "
-            "override the other. Use "
-            f"config.changed({', '.join(f'{name}=…' for name in conflicting_names)}) "
-            "or leave config out."
+            f"config and {', '.join(given)} were both given, and one would silently override the "
+            f"other. Use config.changed({changes}) or leave config out."
         )
     return run_config_of(config)
 
@@ -267,34 +267,23 @@ def _measure_alone(function: Callable[..., Any], args: tuple[Any, ...], config: 
 
 
 def _launch_in_pool(
-    pool: Pool,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    config: RunConfig | Configured | None,
-    settings: dict[str, Any],
+    pool: Pool, function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig
 ) -> Results:
     """Call the function in live workers, whose settings must be those that were asked for."""
     __tracebackhide__ = True
     check_call(function, args)
-    requested_settings = settings if config is None else run_config_of(config).model_dump()
     defaults = RunConfig().model_dump()
     # The plan's number: the configuration may leave it open.
     pool_settings = pool.config.model_dump() | {"num_processes": pool.num_processes}
-    conflicting_names = [
-        name
-        for name, value in requested_settings.items()
-        if value != defaults[name] and value != pool_settings[name]
+    mistakes = [
+        f"{name}={value!r} was asked for, but the pool's workers run with {name}="
+        f"{pool_settings[name]!r}, which cannot change while they live. Leave it out, or use "
+        f"pool.restart(pool.config.changed({name}={value!r}))."
+        for name, value in config.model_dump().items()
+        if value not in (defaults[name], pool_settings[name])
     ]
-    if conflicting_names:
-        raise ConfigError(
-            *(
-                f"{name}={requested_settings[name]!r} was asked for, but the pool's workers run "
-                f"with {name}={pool_settings[name]!r}, which cannot change while they live. Leave "
-                "it out, or use "
-                f"pool.restart(pool.config.changed({name}={requested_settings[name]!r}))."
-                for name in conflicting_names
-            )
-        )
+    if mistakes:
+        raise ConfigError(*mistakes)
     return _results_of(pool.launch(function, args))
 
 

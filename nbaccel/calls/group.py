@@ -48,7 +48,7 @@ def open_hosts(
     """Hosts for the workers, without those that were lost; None: here. `clean_up` lets them go."""
     if not engine_row(plan.engine).runs_on_hosts:
         return None
-    session = HostSession.open(plan, lost)
+    session = HostSession(plan, lost)
     clean_up.callback(session.close)
     for warning in session.plan.warnings:
         write_notice(f"nbaccel: {warning}\n")
@@ -131,13 +131,11 @@ class Group:
 
     def _start(self, meeting_place: MeetingPlace, variables: Mapping[str, str]) -> None:
         """Start all workers and tell each its place; they then wait for a task."""
-        shares = self._starter.shares
-        first_rank = self.plan.num_processes * meeting_place.node_rank
+        worker_places = places(self.plan, self._starter.shares, meeting_place)
         if self.plan.config.log_dir is not None:
-            ranks = range(first_rank, first_rank + self.plan.num_processes)
+            ranks = [place.rank for place in worker_places]
             self._rank_logs = RankLogs(self.plan.config.log_dir, ranks)
             self._on_end.callback(self._rank_logs.close)
-        worker_places = places(self.plan, shares, meeting_place)
         # Shared memory that libraries make in workers: what is there before, and theirs.
         _forget_memory(worker_places)
         self._on_end.callback(_forget_memory, worker_places)
@@ -145,10 +143,10 @@ class Group:
         self._on_end.callback(self._end_workers)
         told = assignments(
             self.plan,
-            shares,
+            self._starter.shares,
             worker_places,
+            meeting_place,
             variables,
-            meeting_place=meeting_place,
             stays=self.stays,
             has_cells=publish.has_cells(),
         )
@@ -162,7 +160,7 @@ class Group:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.channel.send(assignment, fds)
 
-    def _start_worker(self, rank: int) -> WorkerHandle:
+    def _start_worker(self, rank: int) -> None:
         channel, pipes, worker_ends = connect()
         starter = self._starter
         with memfd.closing_files(*worker_ends):
@@ -184,7 +182,6 @@ class Group:
         if isinstance(starter, ForkStarter):
             # A fork of the next worker would inherit this descriptor and keep it open.
             starter.ours.append(member.sentinel)
-        return member
 
     def collect(self) -> Sequence[tuple[WorkerHandle, messaging.Ended]]:
         """Workers that have ended since the last call."""

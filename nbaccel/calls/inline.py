@@ -71,7 +71,11 @@ def _call_here(
     __tracebackhide__ = True
     address = processes.loopback(plan.config.master_addr)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe, _tidy_process():
+    with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.ExitStack() as clean_up:
+        if not training_libraries.accelerate_is_set_up():
+            clean_up.callback(training_libraries.forget_accelerate)
+        if not has_process_group():
+            clean_up.callback(_leave_process_group)
         # Bound, not listened on: the port is reserved, and the store can listen there with this.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((address, plan.port or 0))
@@ -102,18 +106,14 @@ def _modules_given_back(args: tuple[Any, ...]) -> Iterator[None]:
                 states = [(module, _remember_state(row, module)) for module in modules]
                 clean_up.callback(_tear_down, row, process, states)
         for module in modules:
-            clean_up.callback(_restore_layers, module, _layer_classes(module))
+            clean_up.callback(_restore_layers, module, [type(part) for part in module.modules()])
         yield
 
 
 def _restore_layers(module: nn.Module, classes_before: list[type]) -> None:
-    if _layer_classes(module) != classes_before:
+    if [type(part) for part in module.modules()] != classes_before:
         for restore_layers in registry.layer_restorers():
             restore_layers(module)
-
-
-def _layer_classes(module: nn.Module) -> list[type]:
-    return [type(submodule) for submodule in module.modules()]
 
 
 def _remember_state(row: StrategyRow, module: nn.Module) -> Remembered:
@@ -132,18 +132,9 @@ def _tear_down(row: StrategyRow, process: Any, states: list[tuple[nn.Module, Rem
         reader.tear_down(process)
 
 
-@contextlib.contextmanager
-def _tidy_process() -> Iterator[None]:
-    """Remove what the function set up and left: a process group, Accelerate's shared state."""
-    group_before = has_process_group()
-    state_before = training_libraries.accelerate_is_set_up()
-    try:
-        yield
-    finally:
-        if has_process_group() and not group_before:
-            sys.modules["torch.distributed"].destroy_process_group()
-        if not state_before:
-            training_libraries.forget_accelerate()
+def _leave_process_group() -> None:
+    if has_process_group():
+        sys.modules["torch.distributed"].destroy_process_group()
 
 
 class BoardChannel:

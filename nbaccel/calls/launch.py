@@ -45,9 +45,7 @@ from nbaccel.workers import fork_safety, messaging, template, worker
 from nbaccel.workers.worker_processes import WorkerHandle, check_requirements, dispose
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
-
 _COPY_LIMIT_BYTES = 256 * 2**20  # a longer pickle costs seconds per launch; a fork, nothing
-
 _SEARCH_LIMIT_BYTES = 8 * 2**20  # a longer pickle is not searched for names
 
 
@@ -89,21 +87,19 @@ def _tell_host_memory(plan: Plan, packed: PackedCall) -> Plan:
         return plan
     free_bytes = plan.inventory.host_available_bytes
     num_copies = 1
-    who_copies = "one worker after another copies it to its chip, which takes as much again at most"
+    who_copies = "one worker after another copies it to its chip"
     if not copies_in_turn(plan.num_processes, model_bytes, free_bytes):
         num_copies = plan.num_processes
-        who_copies = (
-            f"all {num_copies} copy it to their chips at once, each with as much again at most"
-        )
-    peak_bytes = (1 + num_copies) * model_bytes
-    peak = format_bytes(peak_bytes)
+        who_copies = f"all {num_copies} copy it to their chips at once"
+    peak = format_bytes((1 + num_copies) * model_bytes)
     free = format_bytes(free_bytes)
     reason = (
-        f"one copy of {format_bytes(model_bytes)} for all workers; {who_copies}; {free} were free"
+        f"one copy of {format_bytes(model_bytes)} for all workers; {who_copies}, which takes as "
+        f"much again for each at most; {free} were free"
     )
     choices = (*plan.choices, Choice("host_memory", f"up to {peak}", reason))
     plan = dataclasses.replace(plan, choices=choices)
-    if peak_bytes - model_bytes <= free_bytes:
+    if num_copies * model_bytes <= free_bytes:
         return plan
     warning = (
         f"the models take up to {peak} of host memory, and {free} are free: a worker may be killed "
@@ -504,9 +500,9 @@ def conclude_call(
     if receiver is not None:
         # Both compare with the notebook's old values, which `apply` overwrites.
         lines += [
-            f"The notebook wrote to {path} while the workers used it (from another thread?). Ranks "
-            "saw the new values wherever they had not written themselves, so they may have trained "
-            "on a mixture. Let that thread wait until the launch is over, or give it a copy."
+            f"The notebook wrote to {path} while the workers used it (from another thread?), so "
+            "they may have trained on a mixture of old and new values. Let that thread wait until "
+            "the launch is over, or give it a copy."
             for path in receiver.disturbed()
         ]
         lines += receiver.differing(reports).values()
@@ -542,13 +538,12 @@ def conclude_call(
 def _weights_lines(report: WeightReport) -> list[str]:
     lines = [
         f"The trained weights of {path} do not fit the notebook's module ({reason}), so it is as "
-        f"it was. They are in the results: results.state_dicts[{path!r}]."
+        f"it was. They are in results.state_dicts[{path!r}]."
         for path, reason in report.stranded.items()
     ]
     lines += [
         f"The trained weights of {path} were copied into the notebook's module, but are not as "
-        f"they were in the worker: {change}. As they were, they are in the results: "
-        f"results.state_dicts[{path!r}]."
+        f"they were in the worker: {change}. As they were: results.state_dicts[{path!r}]."
         for path, change in report.changes.items()
     ]
     return lines

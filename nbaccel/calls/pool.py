@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -230,7 +230,9 @@ class Pool:
                 result = self._run_cell(group, source, asked)
                 seconds = time.monotonic() - start_time
                 # Before another task makes the members forget this one.
-                error = self._error_of(result)
+                error: BaseException | None = outcome.task_error(
+                    result, self.plan, self._namespace_sync.reasons
+                )
                 for rank, idle in result.idle.items():
                     self._namespace_sync.bound(rank, idle.bound)
                 trouble = None if result.lost else self._after_cell(group, result)
@@ -398,14 +400,12 @@ class Pool:
         self._observed = result.observed
         return result
 
-    def _error_of(self, result: CallResult) -> BaseException | None:
-        return outcome.task_error(result, self.plan, self._namespace_sync.reasons)
-
     def _run_tasks(self, group: Group, tasks: RankTasks) -> CallResult:
         """Run tasks that are no cell; raise if they did not end well."""
         __tracebackhide__ = True
         result = group.run_tasks(tasks)
-        if (error := self._error_of(result)) is not None:
+        error = outcome.task_error(result, self.plan, self._namespace_sync.reasons)
+        if error is not None:
             raise error
         return result
 
@@ -503,7 +503,12 @@ class Pool:
         self, group: Group, records: Sequence[ModuleRecord]
     ) -> BaseException | None:
         """Copy back the weights that ranks changed: of all these modules, or of none."""
-        unchanged = _unchanged_words(sorted(record.path for record in records))
+        names = ", ".join(sorted(record.path for record in records))
+        verb = "is" if len(records) == 1 else "are"
+        unchanged = (
+            f"This was after the cell, while the weights that it trained in {names} were written "
+            f"back: in the notebook {names} {verb} as before the cell."
+        )
         arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
         try:
             sharing = Sharing.joined(record.sharing for record in records)
@@ -549,32 +554,21 @@ class Pool:
         # Otherwise these new values would count as the notebook's change and be sent to all ranks.
         with self._namespace_sync.taking_weights(records):
             receiver.apply(reports, whole_files)
-        keys = {record.path: record.key for record in records}
         pull = "Pull what you need, for example its state_dict."
-        for path, reason in (pair for report in reports for pair in report.stranded.items()):
-            line = (
-                f"the weights of {path} stay in the workers, because they no longer fit the "
-                f"notebook's module ({reason}). {pull}"
-            )
-            self._tell(path, keys, line)
-        for path, change in (pair for report in reports for pair in report.changes.items()):
-            line = (
-                f"the weights of {path} were copied into the notebook's module, but are not as "
-                f"they are in the worker: {change}. {pull}"
-            )
-            self._tell(path, keys, line)
-        for path, line in differing.items():
-            self._tell(path, keys, line)
-
-    def _tell(self, path: str, keys: Mapping[str, str], line: str) -> None:
-        """Write a line out, unless it was the last one about this module.
-
-        The next module of the same path is another one: a cell that makes it is run again.
-        """
-        name = (path, keys.get(path, ""))
-        if self._told_of_weights.get(name) != line:
-            write_notice(f"nbaccel: {line}\n")
-        self._told_of_weights[name] = line
+        lines = []
+        for report in reports:
+            for path, reason in report.stranded.items():
+                words = "stay in the workers, because they no longer fit the notebook's module"
+                lines.append((path, f"the weights of {path} {words} ({reason}). {pull}"))
+            for path, change in report.changes.items():
+                words = "were copied into the notebook's module, but are not as in the worker"
+                lines.append((path, f"the weights of {path} {words}: {change}. {pull}"))
+        # The next module of the same path is another one: a cell that makes it is run again.
+        keys = {record.path: record.key for record in records}
+        for path, line in (*lines, *differing.items()):
+            if self._told_of_weights.get((path, keys.get(path, ""))) != line:
+                write_notice(f"nbaccel: {line}\n")
+            self._told_of_weights[path, keys.get(path, "")] = line
 
     # ---- inside
 
@@ -638,8 +632,8 @@ class Pool:
 def _source_of(text: str) -> CellSource:
     if not isinstance(text, str):
         raise errors.WrongArguments(
-            f"Pool.run takes a cell's code as text: got {shown(text)}. There is nothing to "
-            "parse. Give text, or pool.call(function, ...) for a function."
+            f"Pool.run takes a cell's code as text: got {shown(text)}. Give text, or "
+            "pool.call(function, ...) for a function."
         )
     # Equal code gets an equal name, so that linecache does not grow with each call.
     name = f"<pool code {abs(hash(text)):x}>"
@@ -659,14 +653,3 @@ def _error_after_cell(group: Group, result: CallResult, words: str) -> BaseExcep
     if result.interrupted:
         return errors.LaunchInterrupted(f"the notebook was interrupted. {words}")
     return outcome.call_error(result, group.plan, closing_lines=words)
-
-
-def _unchanged_words(paths: Sequence[str]) -> str:
-    """What has become of weights when workers failed after the cell had ended."""
-    *first, last = paths
-    names = f"{', '.join(first)} and {last}" if first else last
-    verb = "are" if first else "is"
-    return (
-        f"This was after the cell, while the weights that it trained in {names} were written "
-        f"back: in the notebook {names} {verb} as before the cell, all of the weights old."
-    )

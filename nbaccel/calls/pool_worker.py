@@ -227,8 +227,8 @@ class CellWorker:
         explained = UnsafeMoment(
             "This cell used a process group that all ranks have left, because a cell was ended "
             "while ranks were waiting for each other. DDP models go on by themselves; what else "
-            "holds a group (a DeepSpeed engine, FSDP2, dist.new_group) is of no more use: run the "
-            "cells again that make them. Models, optimizers and variables are as they were."
+            "holds a group (a DeepSpeed engine, FSDP2, dist.new_group) does not: run the cells "
+            "again that make them. Models, optimizers and variables are as they were."
         )
         explained.__cause__ = error
         return explained.with_traceback(error.__traceback__)

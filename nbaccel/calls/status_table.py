@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from nbaccel.base.units import first_few, format_bytes, format_seconds, number_ranges
 from nbaccel.calls.pool_planning import PoolState
@@ -64,16 +65,16 @@ def status_table(
     return StatusTable(rows, headline=headline)
 
 
+@dataclass(frozen=True, repr=False)
 class StatusTable:
     """The ranks as a table, in a notebook and as text."""
 
-    def __init__(self, rows: Sequence[RankStatus], *, headline: str = "") -> None:
-        self.rows = tuple(rows)
-        self.headline = headline
+    rows: Sequence[RankStatus]
+    headline: str = ""
 
     def under(self, headline: str) -> StatusTable:
         """The same ranks below another line."""
-        return StatusTable(self.rows, headline=headline)
+        return StatusTable(self.rows, headline)
 
     def _cells(self) -> list[list[str]]:
         # A column without a value for any rank would only take space.

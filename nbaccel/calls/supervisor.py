@@ -388,7 +388,7 @@ class Supervisor:
             case Metrics() if self._show is not None:
                 self._show.board.receive(member.rank, message)
             case messaging.Leaves():
-                member.note(message)
+                message.note_in(member.leftovers)
             case _:
                 self._on_message(member, message, fds)
 

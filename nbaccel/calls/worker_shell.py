@@ -124,10 +124,6 @@ class _CellCompiler(CachingCompiler):
         return super().__call__(source, filename, symbol, *more, **options)
 
 
-# Exact types: a subclass may have a formatter or a repr of its own.
-_ONE_WAY = frozenset((bool, bytes, complex, float, int, str))
-
-
 class _BundleHook(DisplayHook):
     """Keeps the value of the last expression for the notebook instead of printing it."""
 
@@ -140,13 +136,6 @@ class _BundleHook(DisplayHook):
         bundle = self.bundle
         self.bundle = None
         return bundle
-
-    def compute_format_data(self, result: Any) -> Any:
-        """The formats of a value. Numbers and text have one, so a dozen formatters are skipped."""
-        if type(result) not in _ONE_WAY:
-            return super().compute_format_data(result)  # type: ignore[no-untyped-call]
-        formatter = self.shell.display_formatter.formatters["text/plain"]
-        return {"text/plain": formatter(result)}, {}
 
     def write_output_prompt(self) -> None:
         """The notebook writes it, once for all ranks."""
@@ -184,18 +173,16 @@ class WorkerShell(InteractiveShell):
 
     def __init__(self, *, rank: int, publisher: type[Any]) -> None:
         config = Config()
+        self._rank = rank
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._raised: BaseException | None = None
+        self._errors: list[BaseException] = []
         # History would open a database and start a thread that writes it.
         config.HistoryManager.enabled = False
         config.HistoryManager.hist_file = ":memory:"
         # Jedi takes half a second for the first completion.
         config.IPCompleter.use_jedi = False
-        self._rank = rank
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._raised: BaseException | None = None
-        self._errors: list[BaseException] = []
-        super().__init__(  # type: ignore[no-untyped-call]
-            config=config, display_pub_class=publisher
-        )
+        super().__init__(config=config, display_pub_class=publisher)  # type: ignore[no-untyped-call]
         # Only the last three values are kept: older ones would hold on to memory.
         self.displayhook.do_full_cache = False
         ipython_private.keep_no_prints(self)

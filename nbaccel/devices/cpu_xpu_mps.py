@@ -52,10 +52,10 @@ class CpuDevice(Device):
         return torch.device(self.kind)
 
     def make_current(self, device: torch.device) -> None:
-        """See :meth:`DeviceRuntime.make_current`; there is nothing to choose."""
+        pass  # there is nothing to choose
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """See :meth:`DeviceRuntime.limit_memory`; the host's memory is limited by the system."""
+        pass  # the host's memory is limited by the system
 
 
 _CARDS = Path("/sys/class/drm")
@@ -90,7 +90,6 @@ class MpsDevice(Device):
     pins_host_memory: ClassVar[bool] = False  # host and GPU share their memory
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """See :meth:`Device.detect`; every Mac of this kind has one."""
         if (platform.system(), platform.machine()) != ("Darwin", "arm64"):
             return {}
         return {"accelerators": (Gpu(index=0, name="Apple GPU", kind=self.name),)}
@@ -101,8 +100,7 @@ class MpsDevice(Device):
         return torch.backends.mps.is_available()
 
     def is_awake(self) -> bool:
-        """See :meth:`DeviceRuntime.is_awake`; torch reports only whether it exists."""
-        return self.is_available()
+        return self.is_available()  # torch reports no more
 
     def random_state(self, index: int | None = None) -> torch.Tensor:
         return super().random_state()

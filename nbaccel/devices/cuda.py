@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from nbaccel.plan.inventory import Inventory
 
 
-_DRIVER_LIBRARY = "/libcuda.so"
-# The driver's own devices, and the one it has under WSL.
-_DEVICE_NODES = ("/dev/nvidia", "/dev/dxg")
-
-
 class CudaDevice(Device):
     """Workers compute on NVIDIA GPUs."""
 
@@ -65,21 +60,15 @@ class CudaDevice(Device):
         return inventory.gpus
 
     def refusal(self, inventory: Inventory) -> str:
-        """See :meth:`Device.refusal`; a GPU is of no use to a torch built for CPUs only."""
         if not inventory.gpus:
             return (
                 'device="cuda" needs a GPU: got a machine without one that can be used '
-                f"({inventory.gpu_note or 'none found'}). Workers would fail in their first CUDA "
-                'call. Give device="cpu", or "auto" to take what there is.'
+                f'({inventory.gpu_note or "none found"}). Give device="cpu", or "auto" to take '
+                "what there is."
             )
-        remedy = self.idle_reason(inventory)
-        built = inventory.torch_version
-        if not remedy:
-            return ""
-        return (
-            f'device="cuda" needs a CUDA build of PyTorch: got torch {built}. '
-            f"Workers would fail in their first CUDA call. {remedy}."
-        )
+        if remedy := self.idle_reason(inventory):
+            return f'device="cuda" needs a CUDA build of PyTorch: {remedy}.'
+        return ""
 
     def idle_reason(self, inventory: Inventory) -> str:
         # Read from the version, because asking `torch.cuda` would need torch imported in the
@@ -107,7 +96,10 @@ class CudaDevice(Device):
         return ()
 
     def driver_meter(self) -> Meter | None:
-        return Meter.open()
+        try:
+            return Meter()
+        except Exception:  # without the library or a driver there is nothing to read
+            return None
 
     def is_available(self) -> bool:
         import torch
@@ -122,10 +114,11 @@ class CudaDevice(Device):
 
 def driver_in_use(process: Path = Path("/proc/self")) -> bool:
     """Whether a process has the CUDA driver initialised, by the traces it leaves."""
-    if _DRIVER_LIBRARY in env.read_file(process / "maps"):
+    if "/libcuda.so" in env.read_file(process / "maps"):
         for entry in (process / "fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile, as this listing's own is
-                if os.readlink(entry).startswith(_DEVICE_NODES):
+                # The driver's own devices, and the one it has under WSL.
+                if os.readlink(entry).startswith(("/dev/nvidia", "/dev/dxg")):
                     return True
     return False
 
@@ -243,18 +236,9 @@ def _driver(why: str) -> Iterator[ModuleType]:
 class Meter:
     """Reads what each process holds on the machine's GPUs, as the driver counts it."""
 
-    def __init__(self, nvml: ModuleType) -> None:
-        self._nvml = nvml
-
-    @classmethod
-    def open(cls) -> Meter | None:
-        """A meter to be closed after use; None where there is no driver to ask."""
-        try:
-            nvml = require("pynvml", extra="", why="Weighing what workers hold on GPUs")
-            nvml.nvmlInit()
-        except Exception:  # without the library or a driver there is nothing to read
-            return None
-        return cls(nvml)
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._nvml = self._open.enter_context(_driver("Weighing what workers hold on GPUs"))
 
     def read(self) -> dict[int, int]:
         """Process id → bytes on all cards; only of processes that the driver reports."""
@@ -272,7 +256,8 @@ class Meter:
 
     def close(self) -> None:
         """Shut NVML down again."""
-        _ask_driver(self._nvml, None, self._nvml.nvmlShutdown)
+        with contextlib.suppress(self._nvml.NVMLError):
+            self._open.close()
 
 
 def _gpus_by_number(cards: Sequence[Card], setting: str) -> list[Gpu]:

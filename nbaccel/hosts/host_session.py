@@ -19,12 +19,12 @@ from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
 from nbaccel.hosts.node_actor import own_versions
-from nbaccel.hosts.node_links import RemoteStarter, error_line
+from nbaccel.hosts.ray_host import error_line
 from nbaccel.plan import Plan, registry, resolve
-from nbaccel.plan.contracts.host_engine import Engine, Host
+from nbaccel.plan.contracts.host_engine import Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.resolving import named_setting, with_named_gpus
-from nbaccel.workers.worker_processes import HostShare, MeetingPlace
+from nbaccel.workers.worker_processes import HostShare, MeetingPlace, Starter
 
 _JOIN_S = 180.0
 """For all hosts and their actors to be there (a raylet takes seconds, and minutes on a busy
@@ -36,7 +36,16 @@ _BIND_S = 10.0
 class HostSession:
     """Hosts whose actors have joined, with a plan that knows what they have."""
 
-    def __init__(self, engine: Engine, hosts: Sequence[Host], plan: Plan) -> None:
+    def __init__(self, plan: Plan, lost: Sequence[str] = ()) -> None:
+        """Start the actors of a plan's engine, on other hosts than those that were lost."""
+        from nbaccel.hosts.node_links import RemoteStarter  # it imports Ray
+
+        engine = registry.engine(plan.engine)
+        hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
+        if not hosts:
+            raise ConfigError(
+                f"engine={plan.engine!r} has no host left for this launch. Look at its list."
+            )
         self._hosts = hosts
         self._on_end = contextlib.ExitStack()
         try:
@@ -68,24 +77,12 @@ class HostSession:
             self.close()
             raise
 
-    @classmethod
-    def open(cls, plan: Plan, lost: Sequence[str] = ()) -> HostSession:
-        """Start the actors of a plan's engine."""
-        engine = registry.engine(plan.engine)
-        hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
-        if not hosts:
-            raise ConfigError(
-                f"engine={plan.engine!r} has no host left for this launch. Workers would have no "
-                "place to run. Look at its list of hosts."
-            )
-        return cls(engine, hosts, plan)
-
     @property
     def lost_hosts(self) -> tuple[str, ...]:
         """Names of hosts that have joined and were lost since."""
         return self._starter.lost()
 
-    def starter(self) -> RemoteStarter:
+    def starter(self) -> Starter:
         """What starts the workers of the next attempt on these hosts."""
         self._starter.begin(self.shares)
         return self._starter
@@ -101,8 +98,8 @@ class HostSession:
             bound_port, problem = ray.get(actor.bind_store.remote(address, port), timeout=_BIND_S)
         except ray.exceptions.RayError as error:
             raise StartupFailed(
-                f"Host {first_host} did not answer ({error_line(error)}), so workers would have no "
-                "place to meet. It may be overloaded; run the cell again."
+                f"Host {first_host} did not answer ({error_line(error)}). It may be overloaded; "
+                "run the cell again."
             ) from error
         if problem:
             raise PortTaken(f"on host {first_host}: {problem}", port=port)
@@ -172,8 +169,8 @@ class HostSession:
         lines += [f"  {name}: {problem}" for name, problem in problems.items()]
         if not problems:
             lines.append(
-                f"  Nothing was heard for {_JOIN_S:.0f} s. A firewall may close the way to this "
-                "machine, Ray may have no room for an actor there, or torch is slow to import."
+                f"  Nothing was heard for {_JOIN_S:.0f} s: a firewall closes the way to this "
+                "machine, Ray has no room for an actor there, or torch is slow to import."
             )
         return StartupFailed("\n".join(lines))
 
@@ -199,8 +196,8 @@ def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str
     devices = {name: resolve(config, inventory).device for name, inventory in inventories.items()}
     first_name, first_device = next(iter(devices.items()))
     mistakes = [
-        f"host {name} computes on {device}, and host {first_name} on {first_device}: ranks of one "
-        "launch need the same kind of device. Give device=..., or leave one host out."
+        f"host {name} computes on {device}, and host {first_name} on {first_device}, where one "
+        "launch needs one kind. Give device=..., or leave one host out."
         for name, device in devices.items()
         if device != first_device
     ]
@@ -246,13 +243,9 @@ def _share_out(
     for host in hosts:
         num_workers = min(places[host.name], workers_left)
         workers_left -= num_workers
-        share = HostShare(
-            name=host.name,
-            num_workers=num_workers,
-            inventory=inventories[host.name],
-            devices=host.devices,
-        )
-        shares += [share] if num_workers else []
+        if num_workers:
+            inventory = inventories[host.name]
+            shares.append(HostShare(host.name, num_workers, inventory, host.devices))
     return tuple(shares)
 
 
@@ -264,7 +257,7 @@ def _check_places(
 ) -> None:
     mistakes = [
         f"host {host.name} has slots={host.slots} and {count_noun(num_units[host.name], 'device')}"
-        ": workers would share them. Write as many slots as it has devices."
+        ". Write as many slots as it has devices."
         for host in hosts
         if host.slots and 0 < num_units[host.name] < host.slots
     ]
@@ -273,7 +266,7 @@ def _check_places(
         text = first_few([f"{name}: {number}" for name, number in places.items()], 4)
         mistakes.append(
             f"num_processes={num_wanted} on hosts with {count_noun(num_places, 'place')} "
-            f"({text}): some workers would have nowhere to run. Ask for fewer, or add hosts."
+            f"({text}). Ask for fewer, or add hosts."
         )
     if mistakes:
         raise ConfigError(*mistakes)

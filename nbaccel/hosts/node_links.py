@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import xxhash
 
 from nbaccel.base.atomic import LeftoverFolders
@@ -50,6 +51,7 @@ from nbaccel.base.processes import ProcessUse
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.base.units import shorten_text
 from nbaccel.hosts.node_actor import FileContent, Packet
+from nbaccel.hosts.ray_host import error_line
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.messaging import Ended, WorkerEnds
@@ -61,9 +63,8 @@ _LOOK_S = 0.1
 _PARTS_AHEAD = 2  # Parts of weights that a node has read and this side has not
 _LEAVE_S = 3.0
 _LOST_REMEDY = (
-    "The machine was shut down, the processes on it were killed, or the network between it and "
-    "this one is gone. Launch again without it, or with max_restarts, which goes on with the hosts "
-    "that are left."
+    "The machine was shut down, its processes were killed, or the network between it and this one "
+    "is gone. Launch again without it, or with max_restarts, which goes on with the hosts left."
 )
 
 
@@ -176,8 +177,6 @@ class NodeLink:
 
     def fork(self, worker: _RemoteWorker) -> None:
         """Have a worker forked; on a node that is lost it has ended at once."""
-        import ray
-
         with self._lock:
             self._workers[worker.number] = worker
         if self.lost_because:
@@ -188,7 +187,7 @@ class NodeLink:
         except ray.exceptions.GetTimeoutError as error:
             raise StartupFailed(
                 f"Host {self.name} did not fork a worker within {time_limits.FORK_S:.0f} s. It may "
-                "be overloaded or swapping; all workers have been ended."
+                "be overloaded; all workers have been ended."
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise StartupFailed(f"Host {self.name} did not fork a worker: {error.cause}") from error
@@ -197,8 +196,6 @@ class NodeLink:
 
     def use_of(self, number: int) -> ProcessUse | None:
         """What a worker used when they were last asked. Often called, seldom asked."""
-        import ray
-
         if self._uses_answer is not None and ray.wait([self._uses_answer], timeout=0)[0]:
             with contextlib.suppress(ray.exceptions.RayError):
                 self._uses = dict(ray.get(self._uses_answer))
@@ -210,8 +207,6 @@ class NodeLink:
     # ---- from the node
 
     def _listen(self) -> None:
-        import ray
-
         try:
             while True:
                 for method, arguments in ray.get(self._actor.events.remote()):
@@ -242,8 +237,7 @@ class NodeLink:
             except Exception:  # a class that this process lacks: what it says is the reader's
                 message = None
             if isinstance(message, messaging.Leaves):
-                note = worker.leftovers.add if message.is_there else worker.leftovers.discard
-                note(message.leftover)
+                message.note_in(worker.leftovers)
                 return
             report = getattr(message, "weight_report", None)
             if report is not None:
@@ -252,8 +246,6 @@ class NodeLink:
 
     def worker_ended(self, number: int, ended: Ended) -> None:
         """Note the end of a worker, once nothing of it is left on the node's disks."""
-        import ray
-
         if number in self._workers and (leftovers := self._workers[number].leftovers):
             ray.get(self.tell("remove_leftovers", list(leftovers)))
         self._end(number, dataclasses.replace(ended, pid=number))
@@ -262,8 +254,6 @@ class NodeLink:
         self, worker: _RemoteWorker, own_bytes: Mapping[str, Sequence[memfd.ByteRange]]
     ) -> None:
         """Fetch what the worker has written into staging files, by its own report."""
-        import ray
-
         # A generator of Ray's; the next parts are under way while one is written.
         read = self._actor.read.options(_generator_backpressure_num_objects=_PARTS_AHEAD)
         for key in own_bytes.keys() & worker.staging.keys():
@@ -411,8 +401,6 @@ class RemoteStarter(Starter):
 
     def leave(self) -> None:
         """Have all nodes end what is left there, which must not take long."""
-        import ray
-
         answers = [answer for link in self._links.values() if (answer := link.tell("leave"))]
         with contextlib.suppress(Exception):  # Ray may be gone: then all has ended
             ray.wait(answers, num_returns=len(answers) or 1, timeout=_LEAVE_S)
@@ -423,11 +411,6 @@ class RemoteStarter(Starter):
             link.close()
         self._files.close()
         os.close(self._has_ended)
-
-
-def error_line(error: BaseException) -> str:
-    """The first line of an error's text that says something."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 ARENA = "arena"
@@ -453,8 +436,6 @@ class SharedFile:
 
     def news(self) -> FileContent:
         """What of it nodes have not been sent; of a staging file, which ranks fill, nothing."""
-        import ray
-
         if self.kind == STAGING:
             return self.number, self.kind, self.num_bytes, ()
         with mmap.mmap(self.descriptor, self.num_bytes, access=mmap.ACCESS_READ) as content:

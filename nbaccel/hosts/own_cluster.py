@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -88,9 +89,8 @@ def unready_reason(engine: str) -> str:
     if _clusters or not is_connected():
         return ""
     return (
-        f"engine={engine!r} starts a Ray cluster on its hosts, and a process can be connected to "
-        "one alone: this notebook is connected to another. Call ray.shutdown() first, or have that "
-        'cluster run the workers: engine="ray".'
+        f"engine={engine!r} starts a Ray cluster on its hosts, and this notebook is connected to "
+        'another. Call ray.shutdown() first, or have that one run the workers: engine="ray".'
     )
 
 
@@ -104,13 +104,8 @@ def first_hosts(hosts: Sequence[Host], num_workers: int | None) -> list[Host]:
     """The first hosts, as many as so many workers take; all for None."""
     if num_workers is None:
         return list(hosts)
-    needed = []
-    for host in hosts:
-        if num_workers <= 0:
-            break
-        needed.append(host)
-        num_workers -= host.slots or 1
-    return needed
+    places = itertools.accumulate((host.slots or 1 for host in hosts), initial=0)
+    return [host for host, taken in zip(hosts, places, strict=False) if taken < num_workers]
 
 
 def host_command(python: str = "") -> list[str]:
@@ -372,8 +367,8 @@ def _addresses_of(hosts: Sequence[Host]) -> dict[str, str]:
         except OSError as error:
             problems.append(
                 f"host {host.name}: {host.address!r} cannot be reached "
-                f"({error.strerror or error}). Its workers would have no way to the notebook. "
-                "Write its address instead of its name, or look at /etc/hosts."
+                f"({error.strerror or error}). Write its address instead of its name, or look at "
+                "/etc/hosts."
             )
     if problems:
         raise ConfigError(*problems)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -22,8 +23,8 @@ from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import format_seconds
 from nbaccel.config import RunConfig
 from nbaccel.hosts.node_actor import start_actor
-from nbaccel.hosts.node_links import error_line
 from nbaccel.hosts.own_cluster import is_connected
+from nbaccel.hosts.ray_host import error_line
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
 _Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]  # by id, as Ray tells of them
@@ -49,9 +50,8 @@ class RayEngine(Engine):
             )
         if not is_connected():
             return (
-                'engine="ray" was asked for, and this notebook is not connected to a Ray cluster: '
-                "nbaccel starts and joins none by itself. Connect first: import ray; "
-                'ray.init(address="auto").'
+                'engine="ray" was asked for, and this notebook is not connected to a Ray cluster. '
+                'Connect first: import ray; ray.init(address="auto").'
             )
         return ""
 
@@ -68,9 +68,8 @@ class RayEngine(Engine):
             ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
         except ConnectionError as error:
             raise ConfigError(
-                f"engine='ray' found no Ray cluster from here ({error_line(error)}). Run the "
-                "command on one of its nodes, set RAY_ADDRESS to HOST:PORT of its head, or hand "
-                "it in by `ray job submit`."
+                f"engine='ray' found no Ray cluster from here ({error_line(error)}). Run this on a "
+                "node of it, set RAY_ADDRESS to HOST:PORT of its head, or use `ray job submit`."
             ) from error
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
@@ -99,10 +98,8 @@ class RayEngine(Engine):
         node_ids = {name: node_id for node_id, name in _node_names(_living_nodes()).items()}
         missing = [host.name for host in hosts if host.name not in node_ids]
         if missing:
-            raise StartupFailed(
-                f"{', '.join(missing)} left the Ray cluster before the workers were started. Run "
-                "the cell again."
-            )
+            names = ", ".join(missing)
+            raise StartupFailed(f"{names} left the Ray cluster at the start. Run the cell again.")
         bundles = [{self._resource: host.slots or 1, "CPU": host.slots or 1} for host in hosts]
         group = _reserve(bundles, [node_ids[host.name] for host in hosts])
         return RayCrew(group, hosts, bundles)
@@ -118,7 +115,7 @@ def _check_answers(address: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS={address!r} "
-            f"({error}). Nothing was started. Correct the address, or start the cluster."
+            f"({error}). Correct the address, or start the cluster."
         ) from error
 
 
@@ -134,21 +131,18 @@ def _living_nodes() -> dict[str, dict[str, Any]]:
 
 def _node_names(nodes: _Nodes) -> dict[str, str]:
     """Node's id → a name: its address, with a part of the id where two have the same."""
-    addresses = [node["NodeManagerAddress"] for node in nodes.values()]
+    addresses = {node_id: str(node["NodeManagerAddress"]) for node_id, node in nodes.items()}
+    times = Counter(addresses.values())
     return {
-        node_id: node["NodeManagerAddress"]
-        if addresses.count(node["NodeManagerAddress"]) == 1
-        else f"{node['NodeManagerAddress']}-{node_id[:6]}"
-        for node_id, node in nodes.items()
+        node_id: address if times[address] == 1 else f"{address}-{node_id[:6]}"
+        for node_id, address in addresses.items()
     }
 
 
 def _resource_of(config: RunConfig, nodes: _Nodes) -> str:
     if config.device == "auto":
-        there = (
-            name for name in ("GPU", "TPU") if any(_has(node, name) for node in nodes.values())
-        )
-        return next(there, "CPU")
+        there = {name for node in nodes.values() for name in node["Resources"] if _has(node, name)}
+        return next((name for name in ("GPU", "TPU") if name in there), "CPU")
     if config.device not in _RESOURCES:
         raise ConfigError(
             f'device={config.device!r} cannot go with engine="ray", which counts '
@@ -182,8 +176,7 @@ def _try_placement(num_workers: int, resource: str, nodes: _Nodes) -> dict[str, 
     group = placement_group([bundle] * num_workers, strategy="PACK")
     try:
         _await_placement(group, wanted, nodes)
-        places = placement_group_table(group)["bundles_to_node_id"].values()
-        return {node_id: list(places).count(node_id) for node_id in dict.fromkeys(places)}
+        return Counter(placement_group_table(group)["bundles_to_node_id"].values())
     finally:
         remove_placement_group(group)
 

@@ -54,6 +54,11 @@ def host_resource(name: str) -> str:
     return f"nbaccel host {name}"
 
 
+def error_line(error: BaseException) -> str:
+    """The first line of an error's text that says something."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def main() -> NoReturn:
     """Be a node of the cluster until standard input ends, or Ray does."""
     order: dict[str, Any] = json.loads(sys.stdin.readline())

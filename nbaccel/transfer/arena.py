@@ -19,7 +19,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -83,8 +83,7 @@ class Arena(memfd.Mapping):
 # The number of an address would name two arenas in the life of a process; a count does not.
 _ARENA_NUMBERS = itertools.count()
 
-# Which mapping owns an address is a fact of this process's memory, like a heap's own table: it
-# outlives a launch because the notebook's model does. Weak, so that it keeps nothing alive.
+# It outlives a launch because the notebook's model does. Weak, so that it keeps nothing alive.
 _LIVING_ARENAS: list[weakref.ref[Arena]] = []
 _MOVE_LOCK = threading.Lock()
 
@@ -251,6 +250,16 @@ class _Span:
         empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return empty.set_(self.storage, self.low, (self.nbytes,), (1,))
 
+    def move_tensors(self, arena: Arena) -> None:
+        """Let the tensors lie in an arena, which has their bytes already."""
+        storage = storage_at(arena, self.start, self.nbytes)
+        for tensor in self.tensors:
+            # The span may start after the first byte of the old storage, so offsets shrink.
+            offset = tensor.storage_offset() - self.low // tensor.element_size()
+            empty = torch.empty(0, dtype=tensor.dtype)
+            # Assigning .data keeps the Parameter object, which optimizers hold by identity.
+            tensor.data = empty.set_(storage, offset, tensor.shape, tensor.stride())
+
 
 def share_modules(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
     """Move the modules' tensors into an arena, unless they live in one; copy those on devices."""
@@ -272,32 +281,18 @@ def share_modules(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
     )
 
 
-def update_host_copies(sharing: Sharing) -> None:
-    """Bring the host copies of device-resident tensors up to date, for workers to read."""
-    with torch.no_grad():
-        for tensor, host_copy in _on_devices(sharing):
-            host_copy.copy_(tensor)
-
-
-def refresh_devices(sharing: Sharing, left_out: Collection[str] = ()) -> None:
-    """Copy what workers put into the host copies to the tensors on this process's devices."""
-    for tensor, host_copy in _on_devices(sharing, left_out):
-        # Through .data: an in-place copy into a leaf that requires grad is an error in torch.
-        tensor.data.copy_(host_copy)
-
-
-def _on_devices(
+def host_copies(
     sharing: Sharing, left_out: Collection[str] = ()
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if not sharing.stand_ins:
-        return
-    for shared in sharing.modules:
-        if shared.path in left_out:
-            continue
-        tensors = dict(named_tensors(shared.module))
-        for slot in shared.slots:
-            if tensors[slot.name].device.type != "cpu":
-                yield tensors[slot.name], slot.view(sharing.arenas[slot.arena])
+    """Tensors on this process's devices, each with its copy in host memory, which workers have."""
+    for path, slots, module in sharing.modules if sharing.stand_ins else ():
+        if path not in left_out:
+            tensors = dict(named_tensors(module))
+            for slot in slots:
+                # Through .data: a copy into a leaf that requires grad is an error in torch.
+                tensor = tensors[slot.name].data
+                if tensor.device.type != "cpu":
+                    yield tensor, slot.view(sharing.arenas[slot.arena])
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -312,8 +307,8 @@ def _refusals_of(path: str, module: nn.Module) -> Iterator[str]:
         reason = _why_not(tensor)
         if name in emptied:
             reason = (
-                f"is an empty parameter of shape {tuple(tensor.shape)}, like a placeholder whose "
-                "values are elsewhere (ZeRO-3, FSDP). Gather it first."
+                f"is an empty parameter of shape {tuple(tensor.shape)}, like a placeholder "
+                "(ZeRO-3, FSDP). Gather it first."
             )
         if reason:
             yield f"  {path}.{name} ({type(module).__name__}): {reason}"
@@ -322,26 +317,20 @@ def _refusals_of(path: str, module: nn.Module) -> Iterator[str]:
 def _why_not(tensor: torch.Tensor) -> str | None:
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return "a lazy parameter without a shape yet. Run one batch through the model first."
+    inside = "build the model inside the function"
     if tensor.device.type == "meta":
         return (
             f"is on the meta device: it has shape {tuple(tensor.shape)} but no values. Fill it "
-            "first (model.to_empty(device='cpu'), load weights), or build it inside the function."
+            f"first (model.to_empty(device='cpu'), load weights), or {inside}."
         )
     if type(tensor) not in PLAIN:
-        return (
-            f"is a {type(tensor).__name__}, whose values are spread over other tensors or "
-            "processes. Unwrap it to a plain tensor, or build the model inside the function."
-        )
+        kind = type(tensor).__name__
+        return f"is a {kind}, not one block of memory. Unwrap it to a plain tensor, or {inside}."
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return (
-            f"has layout {tensor.layout} and dtype {tensor.dtype}, not one block of memory. "
-            "Build the model inside the function and load its state_dict there."
-        )
+        described = f"layout {tensor.layout} and dtype {tensor.dtype}"
+        return f"has {described}, not one block of memory. Load its state_dict, or {inside}."
     if tensor.is_conj() or tensor.is_neg():
-        return (
-            "is a lazily conjugated or negated view, not values of its own. Call .resolve_conj() "
-            "or .resolve_neg() on it first."
-        )
+        return "is a lazily conjugated or negated view. Call .resolve_conj() or .resolve_neg()."
     return None
 
 
@@ -373,8 +362,8 @@ def _move_storages(
         arena_bytes += memfd.aligned(span.nbytes)
     if not spans:
         return {}, set()
-    # Counted before the move: afterwards the tensors lie in another storage.
-    shared = [span for span in spans if span.has_other_views()]
+    # Before the move: afterwards the tensors lie in another storage.
+    shared = {span.storage.data_ptr(): span for span in spans if span.has_other_views()}
     viewed = set(_viewed_from_python(shared)) if shared else set()
     arena = Arena(memfd.create_file("arena", arena_bytes), arena_bytes)
     stand_ins: dict[int, tuple[Arena, int]] = {}
@@ -382,17 +371,16 @@ def _move_storages(
         # pwrite, not copy_: no page fault per page, and no OpenMP pool started in the notebook.
         memfd.write_at(arena.fd, memoryview(span.raw().cpu().numpy().data), span.start)
         if span.storage.device.type == "cpu":
-            _point_tensors(arena, span)
+            span.move_tensors(arena)
         else:
             # A tensor on an accelerator is not moved: workers get a copy in host memory.
             stand_ins[span.storage.data_ptr()] = (arena, span.start)
     return stand_ins, viewed
 
 
-def _viewed_from_python(spans: Sequence[_Span]) -> Iterator[int]:
+def _viewed_from_python(spans_by_address: Mapping[int, _Span]) -> Iterator[int]:
     """Ids of tensors whose memory another tensor of Python has, not only an autograd graph."""
-    ids = {id(tensor) for span in spans for tensor in span.tensors}
-    spans_by_address = {span.storage.data_ptr(): span for span in spans}
+    ids = {id(tensor) for span in spans_by_address.values() for tensor in span.tensors}
     for candidate in gc.get_objects():
         # By type: asking other objects could run code of theirs. An array refers to a tensor.
         if type(candidate) not in (torch.Tensor, nn.Parameter) or id(candidate) in ids:
@@ -414,9 +402,9 @@ def _stale_views_message(modules: Sequence[tuple[str, nn.Module]], viewed: Colle
         if id(tensor) in viewed
     ]
     return (
-        f"nbaccel: {first_few(names, 2)} moved to shared memory, and something else has a "
-        "view of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
-        "the values of now and does not follow the model. Take it again, or .clone() it.\n"
+        f"nbaccel: {first_few(names, 2)} moved to shared memory, and a state_dict(), a slice or a "
+        "NumPy array taken earlier has a view of the old memory: it does not follow the model. "
+        "Take it again, or .clone() it.\n"
     )
 
 
@@ -441,16 +429,6 @@ def _storage_spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
         span.high = max(span.high, high)
         span.tensors.append(tensor)
     return list(spans.values())
-
-
-def _point_tensors(arena: Arena, span: _Span) -> None:
-    storage = storage_at(arena, span.start, span.nbytes)
-    for tensor in span.tensors:
-        # The span may start after the first byte of the old storage, so offsets shrink.
-        offset = tensor.storage_offset() - span.low // tensor.element_size()
-        empty = torch.empty(0, dtype=tensor.dtype)
-        # Assigning .data keeps the Parameter object, which optimizers hold by identity.
-        tensor.data = empty.set_(storage, offset, tensor.shape, tensor.stride())
 
 
 def _record_module(

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 
-_NO_NAMES: frozenset[str] = frozenset()
 _IPYTHON_NAMES = frozenset(("In", "Out", "exit", "quit", "get_ipython"))
 _IPYTHON_NAME_PATTERN = re.compile(r"__\w+__|_{1,3}|_\d+|_i{1,3}|_i\d+|_[oid]h")
 _NAME_IN_TEXT = re.compile(r"[^\W\d]\w*")
@@ -48,8 +47,8 @@ _OWN_SCOPES = re.compile(r"<(listcomp|setcomp|dictcomp|genexpr)>|<generic parame
 class Names:
     """The names that a cell reads from outside itself."""
 
-    needed: frozenset[str] = _NO_NAMES  # read by top-level code before the cell binds them
-    possible: frozenset[str] = _NO_NAMES  # read only in functions, or in the text of magics
+    needed: frozenset[str] = frozenset()  # read by top-level code before the cell binds them
+    possible: frozenset[str] = frozenset()  # read only in functions, or in the text of magics
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,7 +75,7 @@ def names_of(text: str) -> Names:
     possible: set[str] = set()
     if "get_ipython" in python:
         possible.update(_names_in_magics(ast.parse(python)))
-    _collect(code, _NO_NAMES, needed, possible)
+    _collect(code, frozenset(), needed, possible)
     names = frozenset(filter(is_users, needed))
     return Names(names, frozenset(filter(is_users, possible)) - names)
 

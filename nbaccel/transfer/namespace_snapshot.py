@@ -154,12 +154,9 @@ class NamespaceSnapshot:
     def fingerprint(self, name: str, value: Any) -> Fingerprint:
         """What identifies the value that has this name."""
         self._path = name
-        if isinstance(value, nn.Module):
-            place = self._place(value)
-            if place is not None:
-                return Fingerprint(("module", *place), modules=frozenset((place[0],)))
-        token = _plain_token(value)
-        if token is not None:
+        if isinstance(value, nn.Module) and (place := self._place(value)) is not None:
+            return Fingerprint(("module", *place), modules=frozenset((place[0],)))
+        if (token := _plain_token(value)) is not None:
             return Fingerprint(token)
         return _of_pickle(value, self.sender(self._place))
 
@@ -269,7 +266,6 @@ class NamespaceSnapshot:
                 self._place(value)
 
 
-_NO_REFERENCES: frozenset[str] = frozenset()
 _LONG_BYTES = 1 << 16  # longer text is hashed rather than kept alive for the next comparison
 _MAX_TUPLE_ELEMENTS = 16  # longer tuples are pickled into a hash
 
@@ -283,8 +279,8 @@ class Fingerprint:
     """What identifies a value, and what it depends on."""
 
     token: Hashable  # equal for equal content
-    names: frozenset[str] = _NO_REFERENCES  # names of the namespace that its functions read
-    modules: frozenset[str] = _NO_REFERENCES  # keys of the modules that are part of it
+    names: frozenset[str] = frozenset()  # names of the namespace that its functions read
+    modules: frozenset[str] = frozenset()  # keys of the modules that are part of it
 
 
 def _plain_token(value: Any) -> Hashable | None:

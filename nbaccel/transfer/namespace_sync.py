@@ -171,16 +171,12 @@ class _UpdatePacking:
             if known >= self._records.keys():
                 break
         # Grouped, because ranks mostly have the same: one pickle then serves all of them.
-        groups: list[tuple[_RankState, list[int]]] = []
-        for rank in ranks:
-            state = self._ranks[rank]
-            group = next((group for known, group in groups if known == state), None)
-            if group is None:
-                groups.append((state, [rank]))
-            else:
-                group.append(rank)
-        for state, group in groups:
-            self._add_part(tuple(group), state)
+        left = list(ranks)
+        while left:
+            state = self._ranks[left[0]]
+            group = tuple(rank for rank in left if self._ranks[rank] == state)
+            left = [rank for rank in left if rank not in group]
+            self._add_part(group, state)
 
     # ------------------------------------------------------------------- what there is
 
@@ -237,7 +233,8 @@ class _UpdatePacking:
             return None
         if adopt:
             # Workers cannot read the notebook's device memory; they adopt from these copies.
-            arena.update_host_copies(self._records[key].sharing)
+            for tensor, host_copy in arena.host_copies(self._records[key].sharing):
+                host_copy.copy_(tensor)
         parts = self._snapshot.surveys[key].changeable()
         values = {place: value for place, value in parts if place in changed}
         return ModuleChange(key=key, values=values, removed=removed, adopt=adopt)

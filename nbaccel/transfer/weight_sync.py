@@ -10,27 +10,15 @@ A tensor that left the arena (moved to a device, given another dtype) is copied 
 to the dtype the notebook has, as `load_state_dict` would; one that equals the notebook's own,
 rounded to a shorter format, was not trained and stays as it is there.
 
-[Note: training in place] Rank 0 would pay twice: once for the private page that its first optimizer
-step writes, once for copying that page to the staging file at the end. So just before its first
-step it copies the arena to a file, maps that file where its model lies, and trains right there.
-This is done only where most of the arena is about to be trained; otherwise the kernel's table of
-private pages tells what was written. In a launch it is the staging file. A live worker cannot know
-when the next cell will train: it makes a file of its own, which travels to the notebook.
-
 Did all ranks train the same model? A plain loop without DDP does not, and only rank 0's is copied
 back: each rank takes a digest of the parameters that it trained, and the notebook compares them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import xxhash
@@ -38,145 +26,11 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from nbaccel.base.processes import uninterrupted
-from nbaccel.base.units import first_few
-from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.transfer import memfd, sharded_tensors
-from nbaccel.transfer.arena import (
-    PLAIN,
-    Arena,
-    Sharing,
-    Slot,
-    is_in_arena,
-    module_version,
-    named_tensors,
-    refresh_devices,
-)
-
-_PART_REMEDY = (
-    "rank 0's part of it is here. For all of it, gather the tensors on all ranks before the "
-    "function returns (tensor.full_tensor(), or torch's get_model_state_dict with "
-    "full_state_dict=True)"
-)
+from nbaccel.transfer.arena import Arena, Sharing, host_copies, module_version, named_tensors
 
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 4096  # in so many pieces: training changes nearly all bytes
-
-# Share of an arena's bytes that is about to be trained. Training in place copies the whole arena
-# once, otherwise the trained part is copied twice: half is where both cost the same.
-_IN_PLACE_SHARE = 0.5
-
-
-@dataclass(eq=False)
-class LocalArena:
-    """A worker's own descriptor of an arena, and its mapping."""
-
-    fd: int
-    mapping: memfd.Mapping
-    training_file: int | None = None  # the file that the mapping shows instead
-    is_in_staging: bool = False  # it is the notebook's staging file: nothing is copied there
-
-    @classmethod
-    def open(cls, fd: int, num_bytes: int) -> LocalArena:
-        """Map an arena; the descriptor stays the caller's."""
-        # A copy that goes with the mapping, which is with the last tensor that lives in it.
-        mapping = memfd.Mapping(os.dup(fd), num_bytes, is_private=True, owns_file=True)
-        return cls(mapping.fd, mapping)
-
-    @property
-    def own_file(self) -> int | None:
-        """The file of this rank's own that it trains in."""
-        return None if self.is_in_staging else self.training_file
-
-    def written(self) -> list[memfd.ByteRange]:
-        """What this rank has written to it."""
-        if self.training_file is not None:
-            return [(0, self.mapping.nbytes)]
-        return self.mapping.written()
-
-    def changed(self, written: list[memfd.ByteRange]) -> list[memfd.ByteRange]:
-        """What of the written bytes differs from the notebook's: not each value is another one."""
-        if self.training_file is not None:
-            return written
-        return list(memfd.ranges_without(written, self.equal_runs(written)))
-
-    def equal_runs(self, spans: list[memfd.ByteRange]) -> Iterator[memfd.ByteRange]:
-        """What of these bytes is here as it is in the notebook."""
-        # A mapping of its own, because this worker's shows its own pages. Private, because the file
-        # may be a checkpoint that is open for reading only.
-        arena = memfd.Mapping(self.fd, self.mapping.nbytes, is_private=True)
-        return memfd.equal_runs(self.mapping.bytes(), arena.bytes(), spans)
-
-    def train_in_file(self, staging_file: int | None, optimizer: torch.optim.Optimizer) -> None:
-        """Let the mapping show this file, or one of its own, if most of it is trained."""
-        spans = [
-            self._span_of(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
-        # Merged first: tied parameters and views of one storage would count twice.
-        merged = memfd.merge_ranges(span for span in spans if span)
-        if memfd.total_bytes(merged) < _IN_PLACE_SHARE * self.mapping.nbytes:
-            return
-        fd = staging_file
-        if fd is None:
-            fd = memfd.create_file("staging", self.mapping.nbytes)
-        with contextlib.ExitStack() as on_error:
-            if staging_file is None:
-                on_error.callback(os.close, fd)
-            memfd.write_at(fd, self.mapping.view(0, self.mapping.nbytes), 0)
-            # After that: the mapping must never show a file that has not been filled.
-            with uninterrupted():
-                self.mapping.replace(fd, is_private=False)
-                on_error.pop_all()
-                self.training_file = fd
-                self.is_in_staging = staging_file is not None
-
-    def _span_of(self, tensor: torch.Tensor) -> memfd.ByteRange | None:
-        if tensor.device.type != "cpu" or type(tensor) not in PLAIN:
-            return None
-        storage = tensor.untyped_storage()
-        if not self.mapping.contains(storage.data_ptr(), storage.nbytes()):
-            return None
-        start = storage.data_ptr() - self.mapping.address
-        return (start, start + storage.nbytes())
-
-    def leave_file(self) -> None:
-        """Map the arena again, privately; what it does not say is kept as private pages."""
-        if self.own_file is None:
-            return
-        whole = [(0, self.mapping.nbytes)]
-        # The mapping keeps its address when replaced, so these show the arena afterwards.
-        own_bytes = self.mapping.bytes()
-        # Copied, because replacing the mapping takes these pages away.
-        kept = [
-            (start, end, own_bytes[start:end].copy())
-            for start, end in memfd.ranges_without(whole, self.equal_runs(whole))
-        ]
-        # Interrupted in between, the notebook would be given a file that is not what is shown here.
-        with uninterrupted():
-            self.mapping.replace(self.fd, is_private=True)
-            for start, end, values in kept:
-                own_bytes[start:end] = values
-            os.close(self.own_file)
-            self.training_file = None
-
-    def show_again(self, start: int, end: int) -> None:
-        """Let exactly these bytes show the notebook's values again."""
-        page_bytes = memfd.PAGE_BYTES
-        pages_start = -(-start // page_bytes) * page_bytes
-        pages_end = end
-        if end != self.mapping.nbytes:
-            pages_end = end // page_bytes * page_bytes
-        copied = [(start, end)]
-        # A file of this rank's own has no notebook pages beneath: all values are copied in.
-        if self.training_file is None and pages_start < pages_end:
-            self.mapping.give_back(pages_start, pages_end)
-            # The edges hold other modules' tensors, too: giving them back would undo training.
-            copied = [(start, pages_start), (pages_end, end)]
-        for low, high in copied:
-            if low < high:
-                memfd.read_at(self.fd, self.mapping.view(low, high), low)
 
 
 @dataclass(kw_only=True)
@@ -193,190 +47,16 @@ class WeightReport:
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Weights on the CPU, so that they are not lost: of modules that are stranded or changed."""
     changes: dict[str, str] = field(default_factory=dict)  # module's path → what is different
-    fingerprints: dict[str, str] = field(default_factory=dict)  # module's path → its digest
+    fingerprints: dict[str, str] = field(default_factory=dict)  # module's path → digest, or empty
 
 
-@dataclass(eq=False)
-class ReceivedModule:
-    """A module of the notebook's, as it is in a worker."""
-
-    path: str
-    slots: tuple[Slot, ...]
-    module: nn.Module
-    origins: Mapping[str, weakref.ref[torch.Tensor]]  # what it consisted of when it came
-    notebook_names: tuple[str, ...] = ()  # of its tensors, when last equal to the notebook's
-    notebook_state: Hashable = None  # of tensors that left the arena, when last copied back
-    reported: str = ""  # digest of what this rank has trained, as it was reported last
-
-    def tensor_names(self) -> tuple[str, ...]:
-        """Names of its tensors as they are now."""
-        return tuple(name for name, _ in named_tensors(self.module))
-
-    def arena_keys(self) -> set[str]:
-        """The arenas that the notebook has it in."""
-        return {slot.arena for slot in self.slots}
-
-
-@dataclass(kw_only=True, eq=False)
-class WeightWriter:
-    """Puts what a rank owes of some modules into staging files. No communication."""
-
-    rank: int
-    num_nodes: int  # notebooks that launch together; each gets the weights of its own workers
-    arenas: Mapping[str, LocalArena]
-    staging_files: Mapping[str, int]
-    held_parts: Mapping[torch.Tensor, object]  # to read sharded tensors without their engine
-    settled: defaultdict[str, list[memfd.ByteRange]] = field(
-        default_factory=lambda: defaultdict(list), init=False
-    )
-    """Private pages must not overwrite these, which are written by themselves."""
-
-    def write(self, modules: Sequence[ReceivedModule], *, keeps_states: bool) -> WeightReport:
-        """Write these modules."""
-        report = WeightReport(rank=self.rank)
-        written = {key: arena.written() for key, arena in self.arenas.items()}
-        for received in modules:
-            if digest := trained_digest(received, self.arenas, written):
-                report.fingerprints[received.path] = digest
-        for received in modules:
-            tensors = dict(named_tensors(received.module))
-            reason = (
-                _mismatch_reason(received.slots, tensors)
-                or _out_of_reach(tensors, self.num_nodes)
-                or untied_reason(received.slots, tensors)
-            )
-            if not reason:
-                self._write_departed(received.slots, tensors, report)
-            if self.rank != 0:
-                continue
-            changes = ""
-            if reason:
-                report.stranded[received.path] = reason
-            elif changes := describe_changes(received, tensors):
-                report.changes[received.path] = changes
-            if keeps_states and (reason or changes):
-                report.state_dicts[received.path] = _on_cpu(received.module.state_dict())
-        for key, arena in self.arenas.items():
-            # The notebook gets the file of this rank's own.
-            if self.rank == 0 and arena.own_file is None:
-                report.own_bytes[key] += self._write_pages(key, arena, written[key])
-        return report
-
-    def _write_pages(
-        self, key: str, arena: LocalArena, written: list[memfd.ByteRange]
-    ) -> list[memfd.ByteRange]:
-        """Write every page that has changed, around what is settled."""
-        ranges = list(memfd.ranges_without(arena.changed(written), self.settled[key]))
-        if not arena.is_in_staging:
-            for start, end in ranges:
-                memfd.write_at(self.staging_files[key], arena.mapping.view(start, end), start)
-        return ranges
-
-    def _write_departed(
-        self, slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor], report: WeightReport
-    ) -> None:
-        """Copy tensors that no longer live in the arena into their slots of the staging file."""
-        places: set[Slot] = set()
-        for slot in slots:
-            tensor = tensors[slot.name]
-            place = slot._replace(name="")
-            is_sharded = sharded_tensors.is_sharded(tensor)
-            # Every rank has a copy of a whole tensor, and rank 0's counts; of a sharded one a part.
-            is_owed = is_sharded or self.rank == 0
-            mapping = self.arenas[slot.arena].mapping
-            if is_owed and place not in places and not is_in_arena(tensor.detach(), slot, mapping):
-                places.add(place)
-                written = self._put_pieces(slot, tensor)
-                report.own_bytes[slot.arena] += written
-                # Of a sharded one other ranks write the rest.
-                self.settled[slot.arena] += [slot.span] if is_sharded else written
-
-    def _put_pieces(self, slot: Slot, tensor: torch.Tensor) -> list[memfd.ByteRange]:
-        """Copy what this rank has of a tensor; returns which bytes that are."""
-        mapping = self.arenas[slot.arena].mapping
-        # Mapped shared, because all ranks write their pieces of a sharded tensor into this file.
-        staging = memfd.Mapping(self.staging_files[slot.arena], mapping.nbytes, is_private=False)
-        target = slot.view(staging)
-        before = slot.view(mapping)
-        written = []
-        for spot, piece in sharded_tensors.pieces(tensor, self.held_parts.get(tensor)):
-            values = sharded_tensors.unrounded_values(piece.detach(), before, spot, tensor.dtype)
-            written += [
-                (slot.start + start, slot.start + end)
-                for start, end in sharded_tensors.put_piece(target, spot, values)
-            ]
-        return written
-
-
-def _out_of_reach(tensors: Mapping[str, torch.Tensor], num_nodes: int) -> str:
-    """Why pieces of sharded tensors cannot be put together here; empty if they can."""
-    for name, tensor in tensors.items():
-        if not sharded_tensors.is_sharded(tensor):
-            continue
-        if num_nodes > 1:
-            return f"it is sharded over {num_nodes} nodes, each with a part only; {_PART_REMEDY}"
-        placements = sharded_tensors.odd_placements(tensor)
-        if placements:
-            return f"{name} is placed as {placements}, which no rank can undo alone; {_PART_REMEDY}"
-    return ""
-
-
-def _mismatch_reason(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> str:
-    """Why the module no longer fits the notebook's; empty if it does."""
-    expected = {slot.name: slot.shape for slot in slots}
-    shapes = {name: sharded_tensors.full_shape(tensor) for name, tensor in tensors.items()}
-    # Empty tensors have no slot in the notebook, so they must not count as new here.
-    shapes = {name: shape for name, shape in shapes.items() if math.prod(shape)}
-    lines = [f"{name} is gone" for name in expected.keys() - shapes.keys()]
-    lines += [f"{name} is new" for name in shapes.keys() - expected.keys()]
-    lines += [
-        f"{name} has shape {shapes[name]} instead of {shape}"
-        for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
-    ]
-    return first_few(sorted(lines), 3, separator="; ")
-
-
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in state.items():
-        # A state dict may hold other objects, too (`get_extra_state`).
-        values[key] = value
-        if isinstance(value, torch.Tensor):
-            local: Any = value.detach()
-            values[key] = (local.to_local() if sharded_tensors.is_dtensor(value) else local).cpu()
-    return values
-
-
-def trained_digest(
-    received: ReceivedModule,
-    arenas: Mapping[str, LocalArena],
-    written: Mapping[str, Sequence[memfd.ByteRange]],
-    *,
-    own_only: bool = False,
-) -> str:
-    """A digest of a module's parameters, or `own_only` of the trained ones; empty without any."""
-    tensors = dict(named_tensors(received.module))
-    compared = []
-    trained = []
-    for slot in received.slots:
-        tensor = tensors.get(slot.name)
-        if tensor is None or not _is_compared(tensor):
-            continue
-        compared.append(tensor)
-        in_arena = is_in_arena(tensor, slot, arenas[slot.arena].mapping)
-        if not in_arena or memfd.overlap(slot.span, written[slot.arena]):
-            trained.append(tensor)
-    if not trained:
-        return ""
-    return _digest(trained if own_only else compared)
-
-
-def _is_compared(tensor: torch.Tensor) -> bool:
+def is_compared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one that all ranks train alike."""
     return tensor.requires_grad and not sharded_tensors.is_sharded(tensor)
 
 
-def _digest(tensors: Iterable[torch.Tensor]) -> str:
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """A digest of their values, of samples where there are many."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         values = tensor.detach().reshape(-1)
@@ -389,66 +69,6 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def untied_reason(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> str:
-    """Which names share one tensor in the notebook, and hold different values here."""
-    first_names: dict[Slot, str] = {}
-    for slot in slots:
-        first_name = first_names.setdefault(slot._replace(name=""), slot.name)
-        if first_name != slot.name and not _have_same_values(
-            tensors[first_name], tensors[slot.name]
-        ):
-            return f"{first_name} and {slot.name} were tied, and now have different values"
-    return ""
-
-
-def _have_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # No rank has all values of a sharded tensor to compare.
-    if one is other or sharded_tensors.is_sharded(one) or sharded_tensors.is_sharded(other):
-        return True
-    if one.device == other.device and one.data_ptr() == other.data_ptr():
-        return True
-    # Copies with equal values can still be written into one tensor.
-    return one.dtype == other.dtype and torch.equal(one.detach().cpu(), other.detach().cpu())
-
-
-def describe_changes(received: ReceivedModule, tensors: Mapping[str, torch.Tensor]) -> str:
-    """What is not as the notebook has it, although the values can be copied there."""
-    names_by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
-    replaced = []
-    for slot in received.slots:
-        tensor = tensors[slot.name]
-        # An engine shards it, or FP8 stores it: by design, so not worth a message.
-        if isinstance(tensor, ScaledTensor) or sharded_tensors.is_sharded(tensor):
-            continue
-        if tensor.dtype != slot.dtype:
-            names_by_dtypes.setdefault((tensor.dtype, slot.dtype), []).append(slot.name)
-        elif _is_another(tensor, received.origins.get(slot.name)):
-            replaced.append(slot.name)
-    clauses = [
-        f"{first_few(names, 2)} came as {_short_dtype(new)} and {_were(names)} cast to "
-        f"{_short_dtype(old)}"
-        for (new, old), names in names_by_dtypes.items()
-    ]
-    if replaced:
-        clauses.append(f"{first_few(replaced, 2)} {_were(replaced)} replaced")
-    return "; ".join(clauses)
-
-
-def _were(names: Sequence[str]) -> str:
-    return "was" if len(names) == 1 else "were"
-
-
-def _is_another(tensor: torch.Tensor, original: weakref.ref[torch.Tensor] | None) -> bool:
-    """Whether a parameter was replaced; some models create buffers anew, so these do not count."""
-    if not isinstance(tensor, nn.Parameter) or tensor.device.type != "cpu":
-        return False
-    return original is not None and original() is not tensor
-
-
-def _short_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class WeightReceiver:
     """The notebook's side: owns the staging files of one launch and applies them at the end."""
 
@@ -457,14 +77,12 @@ class WeightReceiver:
         self._versions = self._versions_now()
         self._arenas = arenas
         self.staging: dict[str, int] = {}
-        # An interrupt between creating a file and storing its descriptor would leak it.
-        with uninterrupted():
-            try:
-                for key, arena in arenas.items():
-                    self.staging[key] = memfd.create_file("staging", arena.nbytes)
-            except OSError:
-                self.close()
-                raise
+        try:
+            for key, arena in arenas.items():
+                self.staging[key] = memfd.create_file("staging", arena.nbytes)
+        except OSError:
+            self.close()
+            raise
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
@@ -478,10 +96,7 @@ class WeightReceiver:
         whole_files = whole_files or {}
         stranded = {path for report in reports for path in report.stranded}
         left_out = [
-            slot
-            for shared in self._sharing.modules
-            if shared.path in stranded
-            for slot in shared.slots
+            slot for path, slots, _ in self._sharing.modules for slot in slots if path in stranded
         ]
         changed = {key for report in reports for key, spans in report.own_bytes.items() if spans}
         changed.update(whole_files)
@@ -497,7 +112,8 @@ class WeightReceiver:
             spans = (span for report in reports for span in report.own_bytes.get(key, ()))
             _read(self.staging[key], arena, memfd.merge_ranges(spans), kept)
         # After the arenas: tensors on devices are filled from their host copies there.
-        refresh_devices(self._sharing, stranded)
+        for tensor, host_copy in host_copies(self._sharing, stranded):
+            tensor.copy_(host_copy)
         # Lets a graph that needs the old values say so, and a pool's workers adopt the new.
         for path, slots, module in self._sharing.modules if changed else ():
             if path not in stranded:
@@ -522,7 +138,7 @@ class WeightReceiver:
             if set(trained.values()) <= {digest_of_0}:
                 continue
             # Nor has one whose weights equal the notebook's.
-            own = _digest(tensor for _, tensor in named_tensors(module) if _is_compared(tensor))
+            own = digest_of(tensor for _, tensor in named_tensors(module) if is_compared(tensor))
             known = {digest_of_0, own}
             ranks = sorted(rank for rank, digest in trained.items() if digest not in known)
             if ranks:
@@ -557,8 +173,7 @@ def _differing_models(path: str, ranks: Sequence[int], *, rank_0_trained: bool) 
         )
     return (
         f"The ranks trained different models: {names} ended with other weights of {path} than "
-        "rank 0, and the notebook has rank 0's. Nothing averaged the gradients. Wrap the model in "
-        "DistributedDataParallel, or pass it through Accelerator.prepare. (In "
-        "DistributedDataParallel already? Then some parameters took no part in the loss: "
-        "find_unused_parameters=True.)"
+        "rank 0, and the notebook has rank 0's. Nothing averaged the gradients: wrap the model in "
+        "DistributedDataParallel, or pass it through Accelerator.prepare. (If it is wrapped, some "
+        "parameters took no part in the loss: find_unused_parameters=True.)"
     )

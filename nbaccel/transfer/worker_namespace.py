@@ -94,15 +94,15 @@ class Namespace:
 
     def pack(self, names: Sequence[str]) -> tuple[PackedObject, int]:
         """Pack the values of these names for the notebook, as a dict, with tensors on the CPU."""
-        lines: dict[str, str] = {}
         known = [name for name in self._user_ns if is_users(name)]
-        for name in names:
-            if name not in self._user_ns:
-                matches = difflib.get_close_matches(name, known, n=3)
-                hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
-                lines[name] = f"name {name!r} is not defined in worker {self._rank}.{hint}"
-        if lines:
-            raise NameError("\n".join(lines.values()), name=next(iter(lines)))
+        lines = []
+        missing = [name for name in names if name not in self._user_ns]
+        for name in missing:
+            matches = difflib.get_close_matches(name, known, n=3)
+            hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
+            lines.append(f"name {name!r} is not defined in worker {self._rank}.{hint}")
+        if missing:
+            raise NameError("\n".join(lines), name=missing[0])
         sender = _SenderToNotebook(namespace=self._user_ns)
         packed, fd = pickling.pack({name: self._user_ns[name] for name in names}, sender)
         if sender.pieces:

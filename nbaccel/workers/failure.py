@@ -365,8 +365,8 @@ def explain_exit(record: FailureRecord) -> list[str]:
         return [record.remedy]
     if status >= 0:
         return [
-            "The process ended itself (os._exit, or a library that exits), so neither results "
-            "nor weights came back. Let the function return instead."
+            "The process ended itself (os._exit, or a library that exits). Let the function "
+            "return: neither results nor weights came back."
         ]
     name = _signal_name(-status)
     functions = [frame.function for frame in record.stack]
@@ -393,7 +393,10 @@ def failure_text(
     if advice:
         lines.append(advice)
     if cause.raised is None:
-        lines += _tell_stack(cause.stack)
+        frame = user_frame(cause.stack)
+        lines += _tell_frame(frame, num_around=_LINES_AROUND)
+        if frame is not None and cause.stack[0] != frame:
+            lines.append(f"  inside {cause.stack[0].function} ({place(cause.stack[0])})")
         lines += explain_exit(cause)
     else:
         if not headline:
@@ -402,8 +405,7 @@ def failure_text(
     if output := (last_output or {}).get(cause.rank, [])[-_OUTPUT_LINES:]:
         lines.append(f"Last output of rank {cause.rank}:")
         lines += [f"  {line[:_OUTPUT_CHARS]}" for line in output]
-    others = sorted((one for one in records if one is not cause), key=lambda one: one.rank)
-    if others:
+    if others := sorted((one for one in records if one is not cause), key=lambda one: one.rank):
         lines.append("The other ranks:")
         lines += [f"  rank {one.rank}: {_one_line(one, cause)}" for one in others[:_MOST_RANKS]]
     if len(others) > _MOST_RANKS:
@@ -466,14 +468,6 @@ def _tell_raised(error: RaisedError) -> list[str]:
     return lines
 
 
-def _tell_stack(stack: Sequence[Frame]) -> list[str]:
-    frame = user_frame(stack)
-    lines = _tell_frame(frame, num_around=_LINES_AROUND)
-    if frame is not None and stack[0] != frame:
-        lines.append(f"  inside {stack[0].function} ({place(stack[0])})")
-    return lines
-
-
 def _tell_frame(frame: Frame | None, *, num_around: int = 0) -> list[str]:
     if frame is None:
         return []
@@ -514,7 +508,6 @@ def tells_of_unlike_collectives(text: str) -> bool:
 _MOST_CHARS = 1_000_000
 _TRACEBACK_BLOCK = re.compile(r"^Traceback \(most recent call last\):\n", re.MULTILINE)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
-_SLOT_TYPES = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 @dataclass(frozen=True)
@@ -574,9 +567,10 @@ def _shortened(value: Any) -> Any:
 
 
 def _slots_of(error: BaseException) -> Iterator[tuple[str, Any]]:
+    slot_types = (types.MemberDescriptorType, types.GetSetDescriptorType)
     for owner in type(error).__mro__:
         for name, attribute in vars(owner).items():
-            if isinstance(attribute, _SLOT_TYPES) and not name.startswith("_") and name != "args":
+            if isinstance(attribute, slot_types) and not name.startswith("_") and name != "args":
                 # A slot that was never set raises.
                 with contextlib.suppress(AttributeError):
                     yield name, getattr(error, name)

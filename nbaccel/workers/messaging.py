@@ -300,6 +300,13 @@ class Leaves:
     leftover: LeftoverFolders
     is_there: bool
 
+    def note_in(self, leftovers: set[LeftoverFolders]) -> None:
+        """Add it, or take off what the worker has removed."""
+        if self.is_there:
+            leftovers.add(self.leftover)
+        else:
+            leftovers.discard(self.leftover)
+
 
 @dataclass(frozen=True, slots=True)
 class Returned:

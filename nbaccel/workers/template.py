@@ -227,9 +227,8 @@ class Template:
 
     def stop(self) -> None:
         """End them."""
-        for process in self._processes:
-            process.end()
-        self._processes.clear()
+        while self._processes:
+            self._processes.pop().end()
 
     def after_cell(self) -> None:
         """Have what the last cell has imported imported in the background."""
@@ -381,9 +380,8 @@ def _why_ended(process: TemplateProcess) -> str:
 def no_answer(limit_s: float) -> StartupFailed:
     """The error that a template did not answer in time."""
     return StartupFailed(
-        f"The template process did not answer within {limit_s:.0f} s, so no worker could be "
-        "started. The machine may be overloaded or swapping; it has been ended, and the next "
-        "launch starts a new one."
+        f"The template process did not answer within {limit_s:.0f} s: the machine may be "
+        "overloaded. It has been ended, and the next launch starts a new one."
     )
 
 
@@ -448,7 +446,6 @@ _OF_LAUNCHES = tuple(
     for name in ("launchers", "output", "hosts", "notebook", "cli", "calls", "plan")
 )
 _OF_THE_DEBUGGER = f"{os.sep}debugpy{os.sep}"  # its modules have names of their own
-_SUFFIXES = (".py", ".so", ".pyd")
 _IMPORTED_BY_THE_TEMPLATE = ("nbaccel", "torch", "numpy", "IPython")
 
 
@@ -466,7 +463,7 @@ def by_package(module_names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The same by top-level package, the last one first: it depends on none of the others."""
     packages: dict[str, list[str]] = {}
     for name in module_names:
-        packages.setdefault(name.partition(".")[0], []).append(name)
+        packages.setdefault(_package_of(name), []).append(name)
     return {package: tuple(packages[package]) for package in reversed(packages)}
 
 
@@ -479,10 +476,10 @@ def _sorted_out(_num_names: int, _last_name: str) -> tuple[Mapping[str, str], fr
         # Not by getattr: a module may import another one when it is asked for what it lacks.
         attributes = getattr(sys.modules.get(name), "__dict__", {})
         file = attributes.get("__file__")
-        package = name.partition(".")[0]
+        package = _package_of(name)
         if (
             not isinstance(file, str)
-            or not file.endswith(_SUFFIXES)
+            or not file.endswith((".py", ".so", ".pyd"))
             or package in _OF_THE_KERNEL
             or _OF_THE_DEBUGGER in file
             or name.startswith(_OF_LAUNCHES)

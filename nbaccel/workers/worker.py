@@ -105,9 +105,8 @@ def run_worker(
         with contextlib.suppress(Exception):
             if left := reaping.end_descendants():
                 sys.stderr.write(
-                    f"nbaccel: ended what this rank had started and left running: "
-                    f"{', '.join(left)}. Start what is to outlive the workers from the notebook "
-                    "itself.\n"
+                    "nbaccel: ended what this rank had started and left running: "
+                    f"{', '.join(left)}. Start what is to outlive the workers from the notebook.\n"
                 )
         flush_streams()
         os._exit(exit_status)
@@ -343,10 +342,8 @@ class Work:
         if self.forked_call is not None:
             return self.forked_call, received_modules
         if payload is None:
-            raise InternalError(
-                f"worker {self.context.place.rank} got no payload, only {len(arenas)} arenas: "
-                "there is nothing to run. Please report this."
-            )
+            rank = self.context.place.rank
+            raise InternalError(f"worker {rank} got no payload to run. Please report this.")
         mappings = received_modules.mappings
         call = pickling.unpack(payload, payload_fd, mappings, device=self.context.device)
         return call, received_modules
@@ -421,8 +418,8 @@ def _refuse_questions(rank: int) -> None:
     def refuse(prompt: object = "") -> NoReturn:
         raise InputRefused(
             f"input({str(prompt)!r}) in worker {rank} cannot be answered: workers have no "
-            f"keyboard, and waiting would hang for ever. Ask in an ordinary cell before, and "
-            "hand the answer over."
+            "keyboard, and waiting would hang for ever. Ask in an ordinary cell before, and hand "
+            "the answer over."
         )
 
     def no_debugger(*args: Any, **kwargs: Any) -> NoReturn:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from nbaccel.workers.worker import WorkerCall
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HostShare:
     """The workers of a launch that run on one host."""
 
@@ -319,13 +319,6 @@ class WorkerHandle:
 
     # ---- what is known of it
 
-    def note(self, message: messaging.Leaves) -> None:
-        """Note what it would leave on disk, or that it has removed it."""
-        if message.is_there:
-            self.leftovers.add(message.leftover)
-        else:
-            self.leftovers.discard(message.leftover)
-
     def begin_call(self, *, takes_part: bool) -> None:
         """A call begins, and what is known of the last one is dropped."""
         self.take([])
@@ -462,11 +455,9 @@ _DESCRIPTORS_OF_A_WORKER = 6  # its channel, three pipes, and twice what tells o
 
 def check_requirements(plan: Plan) -> Plan:
     """The plan as it can be carried out here."""
-    missing = _missing_requirements(plan.num_processes)
-    if missing:
+    if missing := _missing_requirements(plan.num_processes):
         raise PlatformUnsupported(
-            f"Several workers need {missing}. Use num_processes=1, which runs in the notebook "
-            "itself."
+            f"Several workers need {missing}. Use num_processes=1, which runs in the notebook."
         )
     if busy_reason := registry.device(plan.device).busy_reason(plan):
         raise UnsafeMoment(busy_reason)
@@ -491,18 +482,12 @@ def _missing_requirements(num_workers: int) -> str:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        return (
-            f"{descriptors} free file descriptors: {error.strerror}. Raise `ulimit -n`, "
-            "or close files"
-        )
+        return f"{descriptors} free file descriptors: {error.strerror}. Raise `ulimit -n`"
     try:
         # Tried and not only looked up: a sandbox may refuse the call that the library has.
         os.close(os.memfd_create("nbaccel-trial", os.MFD_CLOEXEC))
     except (OSError, AttributeError) as error:
-        return (
-            f"memory files (memfd_create), which this system refuses: {error}. A sandbox may "
-            "forbid them"
-        )
+        return f"memory files (memfd_create), which this system, or its sandbox, refuses: {error}"
     if not Path("/proc/self").exists():
         return "/proc, which is not mounted here (mount -t proc proc /proc)"
     return ""
@@ -517,8 +502,8 @@ def _try_to_connect(address: str) -> None:
     except OSError as error:
         raise PlatformUnsupported(
             f"Several workers meet at {address}, and nothing can be reached there: "
-            f"{error.strerror or error}. The loopback interface is down, or a firewall closes "
-            "it: ip link set lo up. Or use num_processes=1, which needs no network."
+            f"{error.strerror or error}. Is the loopback interface down (ip link set lo up), or "
+            "closed by a firewall? Or use num_processes=1, which needs no network."
         ) from error
 
 
@@ -560,9 +545,9 @@ def assignments(
     plan: Plan,
     shares: Sequence[HostShare],
     worker_places: Sequence[Topology],
+    meeting_place: MeetingPlace,
     variables: Mapping[str, str],
     *,
-    meeting_place: MeetingPlace,
     stays: bool,
     has_cells: bool,
 ) -> list[WorkerAssignment]:

@@ -47,13 +47,13 @@ memory.write_at = half
 
 DIE_AT_THE_END = """
 import os, signal
-from nbaccel.transfer.weight_sync import WeightWriter
-write = WeightWriter.write
-def last(self, modules, **settings):
-    WeightWriter.write = write
-    write(self, modules, **settings)
+from nbaccel.transfer.received_modules import ReceivedModules
+write = ReceivedModules._write
+def last(self, *modules, **settings):
+    ReceivedModules._write = write
+    write(self, *modules, **settings)
     os.kill(os.getpid(), signal.{signal})
-WeightWriter.write = last
+ReceivedModules._write = last
 """
 
 
@@ -158,11 +158,11 @@ def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(fresh, model
     sign = tmp_path / "writes"
     slow = (
         "import time\nfrom pathlib import Path\n"
-        "from nbaccel.transfer.weight_sync import WeightWriter\n"
-        "write = WeightWriter.write\n"
-        "def late(self, modules, **settings):\n    WeightWriter.write = write\n"
+        "from nbaccel.transfer.received_modules import ReceivedModules\n"
+        "write = ReceivedModules._write\n"
+        "def late(self, *modules, **settings):\n    ReceivedModules._write = write\n"
         f"    Path({str(sign)!r}).touch()\n    time.sleep(60)\n"
-        "WeightWriter.write = late\n"
+        "ReceivedModules._write = late\n"
     )
     with pytest.raises(KeyboardInterrupt, match="the next cell writes them back"):
         with stop_pressed_when(sign.exists):

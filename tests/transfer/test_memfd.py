@@ -10,7 +10,7 @@ import torch
 
 from nbaccel.transfer import memfd
 from nbaccel.transfer.memfd import PAGE_BYTES, Mapping
-from nbaccel.transfer.weight_sync import LocalArena
+from nbaccel.transfer.received_modules import LocalArena
 from tests.process import descriptors
 
 PAGES = 8

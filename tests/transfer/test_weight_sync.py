@@ -21,8 +21,8 @@ from nbaccel.transfer import arena, memfd, pickling, weight_sync as receiver_mod
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.memfd import PAGE_BYTES
 from nbaccel.transfer.object_walk import find_modules
-from nbaccel.transfer.received_modules import ReceivedModules
-from nbaccel.transfer.weight_sync import LocalArena, WeightReceiver, WeightReport
+from nbaccel.transfer.received_modules import LocalArena, ReceivedModules
+from nbaccel.transfer.weight_sync import WeightReceiver, WeightReport
 from tests.process import descriptors
 
 

@@ -1,7 +1,7 @@
 """Google TPUs: what this host has of them, and what a launch needs to know before it starts.
 
-``chips`` reads the machine and says what is odd, ``chip_topology`` holds the tables, ``drivers``
-chooses between torch_tpu and torch_xla. None of them imports a driver or touches its runtime.
+``chips`` reads the machine and says what is odd, ``drivers`` chooses between torch_tpu and
+torch_xla. Neither imports a driver or touches its runtime.
 """
 
 from __future__ import annotations

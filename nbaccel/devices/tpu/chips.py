@@ -14,6 +14,7 @@ which the tests compare them.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -65,8 +66,6 @@ _BOUNDS: Mapping[str, Mapping[int, str]] = {
 # such a process then has two devices is believed and has not been seen.
 _XLA_BOUNDS_OF_7X = {1: "1,1,1", 4: "2,2,1,2"}
 
-_TWO_CORES = frozenset({"v2", "v3"})
-
 STALE_VARIABLES: frozenset[str] = frozenset(
     {
         "TORCH_TPU_TOPOLOGY",
@@ -94,17 +93,16 @@ the host (``TPU_WORKER_ID``, ``TPU_ACCELERATOR_TYPE``)."""
 
 def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
     """What a worker may inherit of an environment."""
-    prefixes = tuple(name.rstrip("*") for name in STALE_VARIABLES if name.endswith("*"))
     return {
-        variable_name: value
-        for variable_name, value in environ.items()
-        if variable_name not in STALE_VARIABLES and not variable_name.startswith(prefixes)
+        name: value
+        for name, value in environ.items()
+        if not any(fnmatch.fnmatchcase(name, stale) for stale in STALE_VARIABLES)
     }
 
 
 def threads_per_process(generation: str) -> int:
     """Replicas, a thread each, of a worker that has one chip."""
-    return 2 if generation in _TWO_CORES else 1
+    return 2 if generation in ("v2", "v3") else 1
 
 
 def legal_counts(generation: str, chips: int) -> tuple[int, ...]:
@@ -120,7 +118,7 @@ def torch_tpu_variables(generation: str, num_workers: int, ports: Sequence[int])
     if num_workers == 1:
         return {}
     # torch_tpu 0.2.0 has no table for v2 and v3.
-    bounds = {} if generation in _TWO_CORES else _bounds_of(generation)
+    bounds = {} if generation in ("v2", "v3") else _bounds_of(generation)
     return {
         "TORCH_TPU_TOPOLOGY": _chosen_bounds("torch_tpu", generation, num_workers, bounds),
         "TORCH_TPU_SLICEBUILDER_ADDRESSES": _local_addresses(ports),
@@ -161,8 +159,7 @@ def _chosen_bounds(name: str, generation: str, num_workers: int, bounds: Mapping
     text = alternatives(sorted({1, *bounds}))
     raise ConfigError(
         f"num_processes={num_workers} is not supported on TPU {generation or 'chips'} by "
-        f"{name}, which knows no layout of so many chips of one host. The workers could not "
-        f"find each other. Give num_processes={text}."
+        f"{name}, which knows no layout of so many chips. Give num_processes={text}."
     )
 
 
@@ -350,24 +347,21 @@ def _notes_on(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
     if host.chips < host.chips_on_bus:
         yield (
             f"{count_noun(host.chips_on_bus, 'TPU chip')} on the PCI bus, and this process could "
-            f"open {host.chips or 'none'}: the other device files are missing here. Workers can "
-            "use no more. Give the container /dev/vfio, or /dev/accel* on older hosts."
+            f"open {host.chips or 'none'}: the other device files are missing. Give the container "
+            "/dev/vfio, or /dev/accel* on older hosts."
         )
     if packages.foreign_torch_tpu:
         yield (
-            f"The installed torch_tpu {packages.foreign_torch_tpu} is not Google's: it has no "
-            "entry point torch_tpu._loader:load, and Sophgo's package has the same name. It drives "
-            "no TPU of Google's and is not used. Uninstall it before you install Google's."
+            f"The installed torch_tpu {packages.foreign_torch_tpu} is not Google's and is not "
+            "used: it has no entry point torch_tpu._loader:load (Sophgo's package has the same "
+            "name). Uninstall it before you install Google's."
         )
     versions = {"torch_tpu": packages.torch_tpu, "torch_xla": packages.torch_xla}
     for name, driver_version in versions.items():
         if driver_version and (refusal := torch_refusal(name, driver_version, packages.torch)):
-            yield (
-                f"{refusal}. Importing it would fail, or its operations would. Install a torch "
-                "that it takes, or use the other driver."
-            )
+            yield (f"{refusal}. Install a torch that it takes, or use the other driver.")
     if host.chips and not packages.libtpu and any(versions.values()):
         yield (
-            "No libtpu is installed, and TPU_LIBRARY_PATH names none: both drivers need it, and "
-            "fail with 'libtpu not found'. Install it: pip install libtpu."
+            "No libtpu is installed, and TPU_LIBRARY_PATH names none, which both drivers need. "
+            "Install it: pip install libtpu."
         )

@@ -86,13 +86,12 @@ class TpuDevice(Device):
         )
 
     def refusal(self, inventory: Inventory) -> str:
-        """See :meth:`Device.refusal`; without chips only torch_xla's dry run is served."""
         if inventory.tpu_chips or _is_dry_run(inventory.tpu):
             return ""
         return (
-            'device="tpu" needs TPU chips: none was found on this machine. Workers would have '
-            'nothing to compute on. Give device="cpu", or "auto" to take what there is; or, to try '
-            "a program without a chip, install torch_xla and set PJRT_DEVICE=CPU."
+            'device="tpu" needs TPU chips: none was found on this machine. Give device="cpu", or '
+            '"auto" to take what there is; or, to try a program without a chip, install torch_xla '
+            "and set PJRT_DEVICE=CPU."
         )
 
     def idle_reason(self, inventory: Inventory) -> str:
@@ -138,7 +137,6 @@ class TpuDevice(Device):
             yield "tpu_driver", f"{choice.name} {choice.version}".rstrip(), choice.reason
 
     def hazards(self) -> tuple[str, ...]:
-        """See :meth:`Device.hazards`; a runtime that is initialised cannot be forked."""
         return tuple(problem for driver in _all_drivers() if (problem := driver.fork_problem()))
 
     def busy_reason(self, plan: Plan) -> str:
@@ -152,22 +150,20 @@ class TpuDevice(Device):
         is_awake_here = any(driver.holds_chips() for driver in _all_drivers())
         if is_awake_here or os.getpid() in holders:
             return (
-                f"The TPU chips ({files}) are held by this notebook's kernel, and no other process "
-                "can use them before it ends. With torch_tpu, torch.manual_seed or one backward "
-                "pass on the CPU is enough to take them; with torch_xla, any tensor on the device. "
-                "Restart the kernel, and run %load_ext nbaccel before torch is imported: it keeps "
-                "the runtime uninitialized there."
+                f"The TPU chips ({files}) are held by this notebook's kernel until it ends. With "
+                "torch_tpu, torch.manual_seed or one backward pass on the CPU is enough to take "
+                "them; with torch_xla, any tensor on the device. Restart the kernel, and run "
+                "%load_ext nbaccel before torch is imported: it keeps the runtime uninitialized."
             )
         if not holders:
             return ""
         return (
-            f"The TPU chips ({files}) are held by {', '.join(map(describe_process, holders))}: "
-            "workers could not open them. End it; live workers of a notebook end with "
-            "%accelerate stop."
+            f"The TPU chips ({files}) are held by {', '.join(map(describe_process, holders))}. "
+            "End it; live workers of a notebook end with %accelerate stop."
         )
 
     def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
-        """See :meth:`Device.launch_variables`; no trace of an earlier launch is left in them."""
+        # No trace of an earlier launch is left in them.
         host = plan.inventory.tpu or TpuHost()
         driver = _DRIVERS[_choose(plan.inventory, plan.config).name]()
         kept = without_stale(env.snapshot())
@@ -185,7 +181,6 @@ class TpuDevice(Device):
         return tuple({**shared, **variables} for variables in per_worker)
 
     def idle_variables(self) -> Mapping[str, str]:
-        """See :meth:`Device.idle_variables`."""
         return {_AUTOLOAD_VARIABLE: "0"} if find_packages({}).torch_tpu else {}
 
     def prepare_template(self) -> None:
@@ -220,7 +215,7 @@ class TpuDevice(Device):
     @property
     def kind(self) -> str:
         """What torch calls devices of this kind; it depends on the driver."""
-        return _current_driver().torch_type
+        return _current_driver().kind
 
     def is_available(self) -> bool:
         if env.read(DRIVER_VARIABLE):
@@ -234,11 +229,10 @@ class TpuDevice(Device):
         return any(driver.is_awake() for driver in _all_drivers())
 
     def count(self) -> int:
-        """See :meth:`DeviceRuntime.count`; a process has one."""
-        return 1
+        return 1  # of a process
 
     def make_current(self, device: torch.device) -> None:
-        """See :meth:`DeviceRuntime.make_current`; there is no other."""
+        pass  # there is no other
 
     def torch_device(self, local_rank: int) -> torch.device:
         import torch
@@ -253,8 +247,9 @@ class TpuDevice(Device):
 
     def process_group_backend(self, num_local: int) -> str:
         driver = _current_driver()
-        is_bound = driver.is_loaded()
-        return driver.process_group_backend() if is_bound else self.row.shared_group_backend
+        if driver.is_loaded():
+            return driver.process_group_backend()
+        return self.row.shared_group_backend
 
     def place_module(self, module: nn.Module, device: torch.device) -> None:
         with _turn(module):
@@ -263,7 +258,7 @@ class TpuDevice(Device):
             self.synchronize()
 
     def downcast_floats(self) -> str:
-        return _current_driver().downcast_floats() or ""
+        return _current_driver().downcast_floats()
 
     def mark_step(self) -> None:
         _current_driver().mark_step()
@@ -279,13 +274,13 @@ class TpuDevice(Device):
         return _current_driver().random_state()
 
     def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
-        _current_driver().set_random_state(state.cpu())
+        _current_driver().set_random_state(state)
 
     def reserved_bytes(self, device: torch.device) -> int | None:
-        return _current_driver().memory_used()
+        return _current_driver().reserved_bytes(device)
 
     def empty_cache(self) -> None:
-        """See :meth:`DeviceRuntime.empty_cache`; the runtime frees what nobody uses by itself."""
+        pass  # the runtime frees what nobody uses by itself
 
     def synchronize(self) -> None:
         _current_driver().synchronize()
@@ -336,14 +331,14 @@ def _strategy_problem(choice: DriverChoice, config: RunConfig) -> str:
     if row.drives_all and choice.name != TorchXlaDriver.name:
         return (
             f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
-            f'strategy="{config.strategy}" does: its workers have one chip each. Leave strategy '
-            'out, or give tpu_driver="torch_xla".'
+            f'strategy="{config.strategy}" does. Leave strategy out, or give '
+            'tpu_driver="torch_xla".'
         )
     if row.needs_group and choice.name == TorchXlaDriver.name:
         return (
             f'strategy="{config.strategy}" needs a process group whose backend shards tensors, and '
-            "torch_xla has none for it: training would fail in its first step. Give "
-            'strategy="spmd", which shards weights by XLA, or use torch_tpu.'
+            'torch_xla has none. Give strategy="spmd", which shards weights by XLA, or use '
+            "torch_tpu."
         )
     return ""
 

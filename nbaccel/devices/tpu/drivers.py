@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution
@@ -21,23 +21,21 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nbaccel.base.optional_packages import metadata_version
 from nbaccel.base.units import count_noun
+from nbaccel.plan.contracts.device import DeviceRuntime
 from nbaccel.plan.inventory import TpuHost
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from nbaccel.plan.contracts.device import CompileCounts
 
-
-class TpuDriver(ABC):
-    """One library that drives TPUs.
+class TpuDriver(DeviceRuntime):
+    """One library that drives TPUs, and what a process that computes needs of it.
 
     An implementation has no state beyond that of its library, and imports it inside of methods.
     """
 
     name: ClassVar[str]  # as in ``RunConfig.tpu_driver``
-    torch_type: ClassVar[str]  # what torch calls its devices
 
     @abstractmethod
     def is_loaded(self) -> bool:
@@ -46,10 +44,6 @@ class TpuDriver(ABC):
     @abstractmethod
     def load(self) -> None:
         """Import the library, without initialising its runtime."""
-
-    @abstractmethod
-    def is_awake(self) -> bool:
-        """Whether its runtime is initialised in this process; asking does not initialise it."""
 
     def holds_chips(self) -> bool:
         """Whether this process has chips that no other can use before it ends."""
@@ -78,39 +72,6 @@ class TpuDriver(ABC):
     def process_group_backend(self) -> str:
         """What ``torch.distributed.init_process_group`` is told in a worker."""
         return "gloo"
-
-    @abstractmethod
-    def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """See :meth:`~nbaccel.plan.contracts.device.DeviceRuntime.average_gradients`."""
-
-    def downcast_floats(self) -> str:
-        return (
-            f"{self.name} has no such mode. Autocast computes in bfloat16, and weights and doubles "
-            "stay as they are"
-        )
-
-    def mark_step(self) -> None:  # noqa: B027 - a driver that computes at once has nothing to do
-        """See :meth:`~nbaccel.plan.contracts.device.DeviceRuntime.mark_step`."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until the chip has done what it was given."""
-
-    @abstractmethod
-    def compile_counts(self) -> CompileCounts:
-        """What its compiler has done in this process so far."""
-
-    @abstractmethod
-    def random_state(self) -> torch.Tensor:
-        """The chip's generator, as a uint8 tensor in host memory."""
-
-    @abstractmethod
-    def set_random_state(self, state: torch.Tensor) -> None:
-        """Set the chip's generator to what :meth:`random_state` gave."""
-
-    @abstractmethod
-    def memory_used(self) -> int | None:
-        """Bytes in use on this process's chip; None where the runtime does not say."""
 
 
 def move_parameters(module: nn.Module, device: torch.device) -> None:
@@ -253,8 +214,7 @@ def choose_driver(asked: str, host: TpuHost | None, torch_version: str) -> Drive
     return DriverChoice(
         refusal=(
             f'tpu_driver="{asked}" finds nothing for {count_noun(found.chips, "TPU chip")}: '
-            f"{'; '.join(problems)}. Workers could not compute on them. "
-            f'{remedy}; or give device="cpu".'
+            f'{"; ".join(problems)}. {remedy}; or give device="cpu".'
         )
     )
 
@@ -278,9 +238,8 @@ def many_hosts_refusal(host: TpuHost) -> str:
         return ""
     return (
         f"This host is number {host.worker_id} of {host.num_hosts} of a TPU slice "
-        "(TPU_WORKER_HOSTNAMES). This version of nbaccel drives the chips of one host; more need "
-        "one launch per host, all of which agree on addresses. Use a TPU of one host, or start "
-        "your script with the driver's own launcher on every host."
+        "(TPU_WORKER_HOSTNAMES), and nbaccel drives the chips of one: more need one launch per "
+        "host. Use a TPU of one host, or the driver's own launcher for a script on every host."
     )
 
 
@@ -289,8 +248,7 @@ def _dry_run(host: TpuHost, torch_version: str) -> DriverChoice:
     if problem := _driver_problem("torch_xla", host, torch_version):
         return DriverChoice(
             refusal=(
-                f'tpu_driver="torch_xla" with PJRT_DEVICE=CPU cannot be used: {problem}. A dry '
-                "run on the processor needs no chip, but the package. "
+                f'tpu_driver="torch_xla" with PJRT_DEVICE=CPU cannot be used: {problem}. '
                 f'Run {_INSTALL_TEXTS["torch_xla"]}; or give device="cpu".'
             )
         )
@@ -311,9 +269,8 @@ def _chips_refusal(asked: str, host: TpuHost) -> str:
     )
     return (
         f'tpu_driver="{asked}" needs a TPU chip: got a machine where this process could open '
-        f"none{text}. Workers would have nothing to compute on. Take a runtime with a TPU, "
-        'give device="cpu", or set PJRT_DEVICE=CPU and tpu_driver="torch_xla" for a dry run of '
-        "torch_xla on the processor."
+        f'none{text}. Take a runtime with a TPU, give device="cpu", or set PJRT_DEVICE=CPU and '
+        'tpu_driver="torch_xla" for a dry run of torch_xla on the processor.'
     )
 
 

@@ -59,7 +59,7 @@ class TorchTpuDriver(TpuDriver):
     """Tensors of type ``tpu``; operations run at once."""
 
     name: ClassVar[str] = "torch_tpu"
-    torch_type: ClassVar[str] = "tpu"
+    kind: ClassVar[str] = "tpu"
 
     def is_loaded(self) -> bool:
         # `torch.tpu` is there without a device, too; only the renamed backend shows that there is
@@ -75,7 +75,7 @@ class TorchTpuDriver(TpuDriver):
                 "whether torch_tpu has made its device cannot be told. Install one of these, or "
                 "uninstall torch_tpu."
             )
-        return bool(name() == self.torch_type)
+        return bool(name() == self.kind)
 
     def load(self) -> None:
         if env.read(_LOG_VARIABLE) is None:
@@ -99,18 +99,14 @@ class TorchTpuDriver(TpuDriver):
             self.load()
         for message in _HARMLESS_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
-        torch.ones(1).to(self.torch_type)
+        torch.ones(1).to(self.kind)
 
     def launch_variables(
         self, host: TpuHost, num_workers: int, ports: Sequence[int]
     ) -> tuple[Mapping[str, str], ...]:
-        """See :meth:`TpuDriver.launch_variables`; the same for all workers but for their rank.
-
-        Its cache of programs on disk is left to the user (TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT):
-        with it comes one in shared memory, which stays there when all processes have ended; and
-        programs that an XLA plugin for processors had written could not be read again, which made
-        training fail (0.2).
-        """
+        # TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT, a cache of programs on disk, is left to the user:
+        # with it comes one in shared memory, which stays when all processes have ended; and
+        # programs that an XLA plugin for processors had written could not be read again (0.2).
         return (torch_tpu_variables(host.generation, num_workers, ports),) * num_workers
 
     def process_group_backend(self) -> str:
@@ -151,18 +147,18 @@ class TorchTpuDriver(TpuDriver):
             _FIGURES.counts = CompileCounts(programs=programs, seconds=seconds)
         return _FIGURES.counts
 
-    def random_state(self) -> torch.Tensor:
+    def random_state(self, index: int | None = None) -> torch.Tensor:
         return self._generator().get_state()
 
-    def set_random_state(self, state: torch.Tensor) -> None:
-        self._generator().set_state(state)
+    def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        self._generator().set_state(state.cpu())
 
     def _generator(self) -> torch.Generator:
         with _without_notice("default_generators"):
             generator: torch.Generator = _tpu_module().default_generators[0]
         return generator
 
-    def memory_used(self) -> int | None:
+    def reserved_bytes(self, device: torch.device) -> int | None:
         if not self.is_awake() or _FIGURES.empty_answers >= _MOST_EMPTY_ANSWERS:
             return None
         import torch

@@ -42,7 +42,7 @@ class TorchXlaDriver(TpuDriver):
     """Tensors of type ``xla``; operations run when a step is marked, or a value is read."""
 
     name: ClassVar[str] = "torch_xla"
-    torch_type: ClassVar[str] = "xla"
+    kind: ClassVar[str] = "xla"
 
     def is_loaded(self) -> bool:
         return hasattr(sys.modules.get("torch_xla"), "_XLAC")
@@ -60,16 +60,12 @@ class TorchXlaDriver(TpuDriver):
         return is_initialized is not None and bool(is_initialized())
 
     def holds_chips(self) -> bool:
-        """See :meth:`TpuDriver.holds_chips`; the runtime of the processor has none."""
         return self.is_awake() and self._computes_on_chips()
 
     def fork_problem(self) -> str:
-        """See :meth:`TpuDriver.fork_problem`; also a backward pass, which only a trial shows.
-
-        torch makes its queues for devices in the first backward pass of a process, and torch_xla
-        counts none before its runtime runs: later ones on its device fail an assertion, in forks
-        of the process, too (https://github.com/pytorch/xla/issues/4174).
-        """
+        # torch makes its queues for devices in the first backward pass of a process, and torch_xla
+        # counts none before its runtime runs: later ones on its device fail an assertion, in forks
+        # of the process, too (https://github.com/pytorch/xla/issues/4174). Only a trial shows it.
         # An entry of None makes Python refuse the import.
         if sys.modules.get("torch_xla") is not None and _runtime_question() is None:
             return "torch_xla is imported, and this version cannot tell whether its runtime runs"
@@ -102,7 +98,6 @@ class TorchXlaDriver(TpuDriver):
         )
 
     def all_chips_variables(self) -> Mapping[str, str]:
-        """See :meth:`TpuDriver.all_chips_variables`; XLA's partitioner shares the program out."""
         runtime = "TPU" if self._computes_on_chips() else "CPU"
         return {RUNTIME_VARIABLE: runtime, "XLA_USE_SPMD": "1"}
 
@@ -121,13 +116,13 @@ class TorchXlaDriver(TpuDriver):
             # It says that the variable is to go after torch_xla 2.6, and honours it in 2.9.
             warnings.simplefilter("ignore")
             # bfloat16 has 8 bits of precision: this number becomes 1.
-            is_short = float(torch.tensor(1 + 2**-10).to(self.torch_type).cpu()) == 1.0
+            is_short = float(torch.tensor(1 + 2**-10).to(self.kind).cpu()) == 1.0
         if is_short:
             return ""
         raise ConfigError(
-            f"downcast_bf16=True comes too late: a tensor was made on {self.torch_type!r} before, "
-            "and torch_xla decides then how floats are kept. Training would go on in float32. Make "
-            "the Accelerator first, or set XLA_DOWNCAST_BF16=1 before the launch."
+            f"downcast_bf16=True comes too late: a tensor was made on {self.kind!r} before, and "
+            "torch_xla decided then that floats stay float32. Make the Accelerator first, or set "
+            "XLA_DOWNCAST_BF16=1 before the launch."
         )
 
     def mark_step(self) -> None:
@@ -145,17 +140,17 @@ class TorchXlaDriver(TpuDriver):
             return CompileCounts(programs=0, seconds=0.0)
         return CompileCounts(programs=int(said[0]), seconds=said[1] * _NANOSECONDS)
 
-    def random_state(self) -> torch.Tensor:
+    def random_state(self, index: int | None = None) -> torch.Tensor:
         import torch
 
         seed = importlib.import_module("torch_xla.core.xla_model").get_rng_state()
         return torch.frombuffer(bytearray(struct.pack("<Q", seed)), dtype=torch.uint8)
 
-    def set_random_state(self, state: torch.Tensor) -> None:
-        (seed,) = struct.unpack("<Q", state.numpy().tobytes())
+    def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        (seed,) = struct.unpack("<Q", state.cpu().numpy().tobytes())
         importlib.import_module("torch_xla.core.xla_model").set_rng_state(seed)
 
-    def memory_used(self) -> int | None:
+    def reserved_bytes(self, device: torch.device) -> int | None:
         # The runtime of the processor has no figures, and raises.
         if not (self.is_awake() and self._computes_on_chips()):
             return None

@@ -17,7 +17,7 @@ import torch
 from nbaccel import Accelerator, notebook_launcher
 from nbaccel.base.processes import process_use
 from nbaccel.base.training_metrics import Metrics
-from nbaccel.devices.cuda import Meter
+from nbaccel.devices.cuda import CudaDevice
 from nbaccel.output import publish
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus
@@ -219,7 +219,7 @@ def test_the_memory_of_a_gpu_is_on_the_board_and_no_context_in_the_notebook(seen
     assert facts.memory.peak_device is not None
     assert facts.memory.peak_device >= 64 * MIB
     assert not torch.cuda.is_initialized()
-    meter = Meter.open()
+    meter = CudaDevice().driver_meter()
     assert meter is not None
     assert all(held > 0 for held in meter.read().values())
     meter.close()
