@@ -52,36 +52,39 @@ from nbaccel.base.units import (
 from nbaccel.config.capabilities import device_row
 from nbaccel.config.given_values import shown
 from nbaccel.output.panel.curves import ChartLine, chart_of, mean_points, metric_chart, sparkline
-from nbaccel.output.panel.facts import RankFacts, RunBoard, SeenLine, loss_first, mean, steps_in_all
-from nbaccel.output.panel.live_html import (
-    PANEL_STYLE,
-    SUMMARY_STYLE,
-    advice_html,
-    html_table,
-    lines_block,
-    printed_html,
-    quiet,
-    rank_times_html,
-    titled,
-)
-from nbaccel.output.panel.rank_times import (
+from nbaccel.output.panel.facts import (
     TIME_KINDS,
+    RankFacts,
     RankTimes,
+    RunBoard,
+    SeenLine,
     SlowestRank,
+    loss_first,
+    mean,
     percent_of,
     slowest_sentence,
     starting_sentence,
+    steps_in_all,
 )
-from nbaccel.output.panel.words import (
+from nbaccel.output.panel.live_html import (
     LABEL_CHARS,
+    PANEL_STYLE,
+    SUMMARY_STYLE,
+    advice_html,
     advice_of,
     compile_words,
     filled_columns,
+    html_table,
     left_out_sentence,
+    lines_block,
     plain_text,
+    printed_html,
     progress_of,
+    quiet,
+    rank_times_html,
     rate_text,
     step_words,
+    titled,
 )
 from nbaccel.plan import Plan
 

@@ -37,9 +37,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nbaccel.base import env, frames
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import ENDED_RUNS, RankStatus, RunBoard
-from nbaccel.output.panel.live_html import live_html
+from nbaccel.output.panel.live_html import live_html, live_text
 from nbaccel.output.panel.run_notes import NoteFile
-from nbaccel.output.panel.words import live_text
 from nbaccel.output.publish import CellPlace, WaitingLine
 from nbaccel.output.report import facts_of, finished_line, summary_html
 from nbaccel.plan import Plan, registry

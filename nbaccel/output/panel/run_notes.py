@@ -27,7 +27,7 @@ import psutil
 from nbaccel.base import env, frames
 from nbaccel.base.errors import ConfigError
 from nbaccel.output.panel.facts import RunBoard, mean, most_left, steps_in_all
-from nbaccel.output.panel.words import epoch_of
+from nbaccel.output.panel.live_html import epoch_of
 
 _INTERVAL_S = 2.0
 _SAME_START_S = 1.0  # the start of a process is known to a hundredth, and a clock may be set
