@@ -95,8 +95,6 @@ _CAST_LAYERS = (
 
 _hook_log = get_logger(__name__)
 
-# ------------------------------------------------------------------------------ built empty
-
 
 @contextlib.contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
@@ -171,7 +169,6 @@ _this_thread = threading.local()
 
 
 def _open_block() -> _Block | None:
-    """The innermost block that this thread is in."""
     return getattr(_this_thread, "block", None)
 
 
@@ -203,13 +200,10 @@ def _moved_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 def _check_can_move(module: nn.Module, name: str, tensor: torch.Tensor, block: _Block) -> None:
     if tensor.is_meta and block.device.type != "meta":
         raise ConfigError(
-            f"{name!r} of {type(module).__name__} was made on meta, inside of init_on_device("
+            f"{name!r} of {type(module).__name__} was made on meta inside of init_on_device("
             f"{str(block.device)!r}): it has no values to move there. Give the inner block "
             "include_buffers=True, or make it outside of the outer one."
         )
-
-
-# ------------------------------------------------------------------------------ several devices
 
 
 def load_checkpoint_and_dispatch(
@@ -444,7 +438,6 @@ def _attach(
     main_device: Any,
     **hook_settings: Any,
 ) -> None:
-    """Give each block of the map the hook that its tier needs."""
     computes_on_host = torch.device(main_device).type == "cpu"
     held: dict[str, torch.Tensor] = {}
     if not computes_on_host:
@@ -484,8 +477,8 @@ def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
             raise UnsafeMoment(
                 f"{type(model).__name__}.{method_name}{args} cannot move the model: "
                 f"{len(moved_out)} of its weights ({first_few(moved_out, 2)}) are in host memory "
-                "or on disk, and only brought in when they are used. Load it with another "
-                "device_map, or call remove_hook_from_submodules(model) first."
+                "or on disk. Load it with another device_map, or call "
+                "remove_hook_from_submodules(model) first."
             )
         warnings.warn(
             f"{type(model).__name__} was placed by a device_map: after .{method_name}{args} its "
@@ -498,7 +491,6 @@ def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
     return guarded
 
 
-# ------------------------------------------------------------------------------ whole models
 def cpu_offload(
     model: nn.Module,
     execution_device: torch.device | None = None,
@@ -515,13 +507,12 @@ def cpu_offload(
         execution_device: Where it computes; None: where its first parameter is.
         offload_buffers: Whether buffers are moved, too.
         state_dict: The weights; None: the model's own.
-        preload_module_classes: Classes whose submodules' weights are brought in together.
-        prefetch: Whether the next weights are fetched while a module computes.
+        preload_module_classes: As in :func:`dispatch_model`.
+        prefetch: The same.
 
     Returns:
         The model, with its parameters on ``meta``.
     """
-    device = _first_device(model) if execution_device is None else execution_device
     weights = (
         {name: tensor.to(HOST) for name, tensor in model.state_dict().items()}
         if state_dict is None
@@ -529,7 +520,7 @@ def cpu_offload(
     )
     return _offload_all(
         model,
-        device,
+        execution_device,
         weights,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
@@ -553,18 +544,17 @@ def disk_offload(
         offload_dir: The folder; weights are not written where it has an ``index.json`` already.
         execution_device: Where the model computes; None: where its first parameter is.
         offload_buffers: Whether buffers are moved, too.
-        preload_module_classes: Classes whose submodules' weights are brought in together.
-        prefetch: Whether the next weights are fetched while a module computes.
+        preload_module_classes: As in :func:`dispatch_model`.
+        prefetch: The same.
 
     Returns:
         The model, with its parameters on ``meta``.
     """
-    device = _first_device(model) if execution_device is None else execution_device
     if not _has_index(offload_dir):
         offload_state_dict(offload_dir, model.state_dict())
     return _offload_all(
         model,
-        device,
+        execution_device,
         OffloadedWeightsLoader(save_folder=offload_dir),
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
@@ -595,17 +585,15 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
-def _first_device(model: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in model.parameters()), torch.device(HOST))
-
-
 def _offload_all(
     model: nn.Module,
-    execution_device: torch.device,
+    execution_device: torch.device | None,
     weights: Mapping[str, torch.Tensor],
     **hook_settings: Any,
 ) -> nn.Module:
-    if execution_device.type == "meta":
+    own_devices = (parameter.device for parameter in model.parameters())
+    device = execution_device or next(own_devices, torch.device(HOST))
+    if device.type == "meta":
         raise ConfigError(
             f"{type(model).__name__} is on meta, so it is not known where it computes. Give "
             "execution_device, for example torch.device('cpu')."
@@ -613,12 +601,9 @@ def _offload_all(
     # Outermost, so that outputs return to where the inputs were.
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
-        model, execution_device=execution_device, offload=True, weights_map=weights, **hook_settings
+        model, execution_device=device, offload=True, weights_map=weights, **hook_settings
     )
     return model
-
-
-# ------------------------------------------------------------------------------ formats
 
 
 def attach_layerwise_casting_hooks(

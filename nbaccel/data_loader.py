@@ -202,9 +202,9 @@ class _LoaderPreparation:
         wants_dispatch = self.settings.dispatch_batches
         if wants_dispatch and not self.put_on_device:
             raise ConfigError(
-                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) needs device "
-                "placement, which is off for this loader. Process 0 sends batches from device "
-                "to device. Leave device_placement on, or give dispatch_batches=False."
+                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) sends batches from "
+                "device to device, and device placement is off. Leave it on, or give "
+                "dispatch_batches=False."
             )
         return self.is_iterable and self.put_on_device if wants_dispatch is None else wants_dispatch
 
@@ -215,10 +215,10 @@ class _LoaderPreparation:
             check_divisible(batch_size, self.place.world_size, name)
         if self._must_rebuild() and _overrides_iteration(self.loader):
             raise ConfigError(
-                f"{type(self.loader).__qualname__} reads its dataset in its own way (it overrides "
-                "__iter__), which would be lost when it is rebuilt to share out batches between "
-                f"{self.place.world_size} processes. Give a torch DataLoader with the sampler and "
-                "collate_fn you need, or share out the samples yourself and do not prepare it."
+                f"{type(self.loader).__qualname__} reads its dataset in its own way (by __iter__), "
+                f"which is lost when batches are shared out to {self.place.world_size} processes. "
+                "Give a torch DataLoader with the sampler and collate_fn you need, or do not "
+                "prepare it."
             )
         if self.stateful:
             # Called for its MissingBackend, before anything of the loader is rebuilt.
@@ -260,7 +260,6 @@ class _LoaderPreparation:
         return self.loader
 
     def _own_share(self) -> DataLoader[Any]:
-        """This process's share, which it reads itself."""
         if self.is_iterable:
             return self._iterable_share()
         sampler = chain_of_samplers(self.loader)[-1]
@@ -312,7 +311,6 @@ class _LoaderPreparation:
         return _rebuild_loader(self.loader, stateful=self.stateful, dataset=dataset, **options)
 
     def _use_seedable_sampler(self) -> None:
-        """Replace a shuffling sampler by one that depends on seed and epoch alone."""
         if not self._must_reseed():
             return
         *batch_samplers, old_sampler = chain_of_samplers(self.loader)
@@ -364,8 +362,8 @@ def skip_first_batches(
     if num_batches is None or num_batches < 0:
         raise ConfigError(
             f"skip_first_batches({type(dataloader).__name__}, num_batches={num_batches!r}) does "
-            "not say how many to leave out: training would begin at the wrong batch. Give a "
-            "number from 0 on; only a prepared loader knows it by itself."
+            "not say how many to leave out. Give a number from 0 on; only a prepared loader knows "
+            "it."
         )
     if isinstance(dataloader, PreparedLoader):
         return _skip_prepared_batches(dataloader, num_batches)
@@ -424,7 +422,6 @@ class _DroppingLoader(DataLoader[Any]):
 
 
 def _index_batches(loader: DataLoader[Any]) -> Any:
-    """The sampler that yields the indices of each batch."""
     # With batch_size=None torch makes no batch sampler.
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
@@ -453,7 +450,6 @@ def _rebuild_loader(
     index_batches: Any = None,
     **changed_options: Any,
 ) -> DataLoader[Any]:
-    """A new torch loader like another one, with the given arguments changed."""
     # A new one, because torch forbids changing the sampler or dataset of a loader.
     dataset = loader.dataset if dataset is None else dataset
     options = _loader_options(loader)

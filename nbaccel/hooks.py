@@ -154,9 +154,6 @@ def each_hook(module: nn.Module) -> Iterator[Any]:
             yield hook
 
 
-# ------------------------------------------------------------------------- attaching
-
-
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Call a hook around a module's ``forward``.
 
@@ -243,9 +240,6 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 def remove_hook_from_submodules(module: nn.Module) -> None:
     """Take all hooks from a module and its submodules."""
     remove_hook_from_module(module, recurse=True)
-
-
-# ------------------------------------------------------------------------- whole modules
 
 
 class CpuOffload(ModelHook):
@@ -349,16 +343,13 @@ class LayerwiseCastingHook(ModelHook):
 def check_float_dtypes(**dtypes: Any) -> None:
     """Refuse formats that weights cannot be converted to."""
     mistakes = [
-        f"{setting} must be a floating-point format of torch, because weights are converted to "
-        f"it: got {dtype!r}. Give one such as torch.bfloat16 or torch.float8_e4m3fn."
+        f"{setting} must be a floating-point format of torch, to which weights are converted: "
+        f"got {dtype!r}. Give one such as torch.bfloat16 or torch.float8_e4m3fn."
         for setting, dtype in dtypes.items()
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     ]
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-# ------------------------------------------------------------------------- weights brought in
 
 
 @dataclass(eq=False)
@@ -369,8 +360,8 @@ class AlignDevicesHook(ModelHook):
         execution_device: Where the module computes; None: arguments and weights stay.
         offload: Whether the module's weights are on ``meta`` between calls.
         io_same_device: Whether outputs go to the device of the first tensor among the arguments.
-        weights_map: Where offloaded weights come from, by their names in the module; it may be a
-            `PrefetchingWeights`. None: they are kept in host memory.
+        weights_map: Where offloaded weights come from, by their names in the module; it may read
+            ahead (`tell_weights`). None: they are kept in host memory.
         offload_buffers: Whether buffers are offloaded, too.
         place_submodules: Whether the tensors of submodules count as the module's own.
         skip_keys: Keyword arguments, and keys of mappings in them and in outputs, that are not
@@ -406,8 +397,6 @@ class AlignDevicesHook(ModelHook):
     def __getstate__(self) -> dict[str, Any]:
         # Copies under way belong to this process and to the hook that began them.
         return {**vars(self), "_copies": None}
-
-    # --------------------------------------------------------------- attaching
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Place the module's tensors, or offload them."""
@@ -471,8 +460,6 @@ class AlignDevicesHook(ModelHook):
             self.drop_copies()
             self.execution_order.forget(self)
         return module
-
-    # --------------------------------------------------------------- running
 
     @outside_compiled_code
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> _Arguments:
@@ -542,8 +529,7 @@ class AlignDevicesHook(ModelHook):
         except KeyError:
             raise ConfigError(
                 f"{self._full_name(name)!r} is offloaded, and the map of offloaded weights lacks "
-                "it, so its module cannot run. Give a state_dict, offload_index or offload_dir "
-                "with all weights that the device map offloads."
+                "it. Give a state_dict, offload_index or offload_dir with all that are offloaded."
             ) from None
 
     def send_out(self, module: nn.Module) -> None:
@@ -570,8 +556,6 @@ class AlignDevicesHook(ModelHook):
 
     def _full_name(self, name: str) -> str:
         return f"{getattr(self.weights_map, 'prefix', '')}{name}"
-
-    # --------------------------------------------------------------- ahead of time
 
     def copy_ahead(self) -> None:
         """Begin to copy the weights to where the module computes, if that can be done beside."""
@@ -602,24 +586,19 @@ def check_values(model: nn.Module) -> None:
     if empty_names:
         raise ConfigError(
             f"{len(empty_names)} tensors of {type(model).__name__} are on meta and not among "
-            f"those that are offloaded: {first_few(empty_names, 3)}. Computing with them gives "
-            "no numbers of theirs. Add an adapter before the model is offloaded (disk_offload "
-            "or dispatch_model afterwards); or give them memory and values: "
-            "submodule.to_empty(device='cpu') and an initialisation, or set buffers, which no "
+            f"those that are offloaded: {first_few(empty_names, 3)}. They have no numbers to "
+            "compute with. Add an adapter before the model is offloaded; or give them values "
+            "(submodule.to_empty(device='cpu') and an initialisation), and set buffers, which no "
             "checkpoint has if they are not persistent."
         )
 
 
 def _refuse_gradient(name: str, gradient: torch.Tensor) -> NoReturn:
     raise ConfigError(
-        f"The gradient of {name!r} (shape {tuple(gradient.shape)}) would be lost: the "
-        "weight is offloaded, and what computed with it was a copy that is not kept. Give "
-        "max_memory with more room, so that weights to be trained stay in memory; or train with "
-        "FSDP or ZeRO-3 and their offloading; or freeze it with requires_grad_(False)."
+        f"The gradient of {name!r} (shape {tuple(gradient.shape)}) would be lost: the weight is "
+        "offloaded, and a copy computed. Give max_memory with more room, train with FSDP or ZeRO-3 "
+        "and their offloading, or freeze it with requires_grad_(False)."
     )
-
-
-# ------------------------------------------------------------------------- attached to all parts
 
 
 def attach_execution_device_hook(

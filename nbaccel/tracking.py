@@ -318,10 +318,9 @@ class ServiceTracker(GeneralTracker):
                 yield name, value
             else:
                 warnings.warn(
-                    f"log({name!r}: ...) is left out: {self.name} shows no "
-                    f"{type(given).__name__} this way. Use "
-                    f"accelerator.get_tracker({self.name!r}, unwrap=True) for the service's own "
-                    "methods.",
+                    f"log({name!r}: ...) is left out: {self.name} shows no {type(given).__name__} "
+                    f"this way. Use accelerator.get_tracker({self.name!r}, unwrap=True) for the "
+                    "service's own methods.",
                     stacklevel=4,  # past the tracker's log and Accelerator.log
                 )
 
@@ -651,7 +650,6 @@ def _plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
 def _flatten_values(
     nested_values: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Nested values under names such as ``outer.inner``."""
     for name, nested_value in nested_values.items():
         if isinstance(nested_value, Mapping):
             yield from _flatten_values(nested_value, f"{prefix}{name}.")

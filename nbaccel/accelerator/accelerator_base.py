@@ -28,20 +28,17 @@ from nbaccel.state import AcceleratorState, ProcessInfo, distributed_type, shows
 
 
 def _missing_rank(parallelism_kind: str) -> property:
-    """The rank in a parallelism, of which there is none."""
 
     def rank(self: RunDescription) -> NoReturn:
         raise PlatformUnsupported(
             f"There is no {parallelism_kind} parallelism in a run of type "
-            f"{self.distributed_type.value}: this version mixes none, and a process has one "
-            "number. Use accelerator.process_index."
+            f"{self.distributed_type.value}. Use accelerator.process_index."
         )
 
     return property(rank, doc="Raises: parallelisms are not mixed; the rank is `process_index`.")
 
 
 def _handler(kind: type[Any], meaning: str) -> Any:
-    """A class of settings among the handlers, or its defaults."""
 
     def one(self: RunDescription) -> Any:
         return self._run.request.handlers.one(kind)

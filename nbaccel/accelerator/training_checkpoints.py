@@ -78,9 +78,8 @@ class TrainingCheckpoints(Preparer):
         # torch gives no access to gradients that `fully_shard` holds between steps.
         if parts.amid_group and parts.sharder is not None:
             warnings.warn(
-                f"save_state within a group of {num_steps} batches: gradients of "
-                f"{step % num_steps} of them are sharded, and will not be in the checkpoint. Save "
-                "where accelerator.sync_gradients is True.",
+                f"save_state within a group of {num_steps} batches leaves out gradients of "
+                f"{step % num_steps}, which are sharded. Save where sync_gradients is True.",
                 stacklevel=3,
             )
         return self._checkpoints.save(folder, parts, step=step, **options)
@@ -259,8 +258,7 @@ class Checkpoints:
             target = Path(folder)
         else:
             raise ConfigError(
-                f"save_state(output_dir={folder!r}) has nowhere to save to, because checkpoints "
-                "are not numbered. Give a folder, or "
+                f"save_state(output_dir={folder!r}) has nowhere to save to. Give a folder, or "
                 "ProjectConfiguration(automatic_checkpoint_naming=True)."
             )
         checkpoint_path = save_state(
@@ -314,8 +312,8 @@ class Checkpoints:
             return Path(folder)
         if not self._project.automatic_checkpoint_naming:
             raise ConfigError(
-                f"load_state(input_dir={folder!r}) has nothing to load from, because checkpoints "
-                "are not numbered. Give the folder that save_state returned."
+                f"load_state(input_dir={folder!r}) has nothing to load from: checkpoints are not "
+                "numbered. Give the folder that save_state returned."
             )
         # Process 0 chooses: another one might look a moment later, when there is one more. What is
         # wrong is sent as text, because the others wait for the broadcast.
@@ -324,9 +322,8 @@ class Checkpoints:
             try:
                 parent = _folder_of(self._project)
                 found = (
-                    f"load_state() found no checkpoint_<number> in {str(parent)!r}: there is "
-                    "nothing to continue from. Save one first, or give load_state the folder of a "
-                    "checkpoint."
+                    f"load_state() found no checkpoint_<number> in {str(parent)!r}. Save one "
+                    "first, or give the folder of a checkpoint."
                 )
                 if existing := _numbered_checkpoints(parent):
                     found = existing[max(existing)]
@@ -346,18 +343,15 @@ def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> Removab
 
 
 def _folder_of(configuration: ProjectConfiguration) -> Path:
-    """The folder of all numbered checkpoints."""
     if configuration.project_dir is None:
         raise ConfigError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) has "
-            f"project_dir={configuration.project_dir!r}: checkpoints are numbered in a project's "
-            "folder. Give Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)."
+            "ProjectConfiguration(automatic_checkpoint_naming=True) numbers checkpoints in "
+            f"project_dir={configuration.project_dir!r}. Give Accelerator(project_dir=...)."
         )
     return Path(configuration.project_dir).expanduser() / "checkpoints"
 
 
 def _number_of(folder: Path) -> int | None:
-    """The number in a checkpoint's name; None for any other name."""
     name_match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
     return int(name_match[1]) if name_match else None
 

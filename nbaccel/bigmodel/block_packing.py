@@ -301,7 +301,6 @@ class _BlockPacker:
         return room >= 0 and room >= self._room_beside(members)
 
     def _room_beside(self, members: Sequence[int]) -> float:
-        """Bytes to be kept free on the current tier when these blocks are placed."""
         if not self._tiers[self._current].keeps_room:
             return 0
         if self._rules.room_kept is not None and self._current == 0:

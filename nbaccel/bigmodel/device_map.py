@@ -96,8 +96,16 @@ def get_max_memory(
     """
     machine = inspect_machine() if inventory is None else inventory
     if max_memory is None:
-        return dict(_free_memory(machine))
-    mistakes = [*_mistaken_devices(max_memory)]
+        free = sorted(_accelerator_memory(machine), key=lambda pair: _tier_order(pair[0]))
+        if all(isinstance(device, int) for device, _ in free):
+            free.append((HOST, machine.host_available_bytes))
+        return dict(free)
+    mistakes = [
+        f"max_memory has a budget for {device!r}, which is no device. Name accelerators by their "
+        "numbers (0, 1, ...), and the others 'mps', 'cpu' and 'disk'."
+        for device in max_memory
+        if device not in NAMED_TIERS and not (type(device) is int and device >= 0)
+    ]
     parsed_budgets: dict[DeviceKey, int] = {}
     for device in sorted(max_memory, key=_tier_order):
         budget: Any = max_memory[device]
@@ -119,34 +127,12 @@ def _tier_order(device: Any) -> tuple[int, int]:
     return (0, device) if isinstance(device, int) else (1, [*NAMED_TIERS, device].index(device))
 
 
-def _mistaken_devices(max_memory: Iterable[Any]) -> Iterator[str]:
-    for device in max_memory:
-        is_number = isinstance(device, int) and not isinstance(device, bool) and device >= 0
-        if not is_number and device not in NAMED_TIERS:
-            yield (
-                f"max_memory has a budget for {device!r}, which is no device: nothing could be put "
-                "there. Name accelerators by their numbers (0, 1, ...), and the others 'mps', "
-                "'cpu' and 'disk'."
-            )
-
-
 def _report_absent(budgets: Iterable[DeviceKey], machine: Inventory) -> None:
     present = [device for device, _ in _accelerator_memory(machine)]
     absent = [device for device in budgets if is_accelerator(device) and device not in present]
     if absent:
-        _log.warning(
-            "max_memory names devices that are not available: %s; this machine has %s. A map that "
-            "uses them can be made here, and followed only where they are.",
-            absent,
-            present or "no accelerator",
-        )
-
-
-def _free_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
-    accelerator_memory = sorted(_accelerator_memory(machine), key=lambda pair: _tier_order(pair[0]))
-    yield from accelerator_memory
-    if all(isinstance(device, int) for device, _ in accelerator_memory):
-        yield HOST, machine.host_available_bytes
+        text = "max_memory names devices that are not available: %s; this machine has %s"
+        _log.warning(text, absent, present or "no accelerator")
 
 
 def _accelerator_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
@@ -156,13 +142,9 @@ def _accelerator_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
             yield unit.kind, unit.free_bytes or machine.host_available_bytes
         else:
             if not unit.free_bytes and not unit.total_bytes:
-                _log.warning(
-                    "The driver of accelerator %s (%s) does not tell its free memory, so nothing "
-                    "is put there. Give max_memory={%s: ...} to use it.",
-                    unit.index,
-                    unit.name,
-                    unit.index,
-                )
+                text = "Nothing is put on accelerator %s (%s): its driver tells no free memory. "
+                text += "Give max_memory={%s: ...} to use it."
+                _log.warning(text, unit.index, unit.name, unit.index)
             yield unit.index, unit.free_bytes
 
 
@@ -284,11 +266,8 @@ def infer_auto_device_map(
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     tied_groups = find_tied_parameters(model)
     if not tied_groups and check_tied_parameters_in_config(model):
-        _log.warning(
-            "The configuration of %s ties weights, and none of its weights are tied: each would "
-            "get room of its own. Call model.tie_weights() before.",
-            type(model).__name__,
-        )
+        text = "The configuration of %s ties weights, and none are tied: call tie_weights() before"
+        _log.warning(text, type(model).__name__)
     whole_classes = class_names(no_split_module_classes)
     # Accelerate splits the model itself, also where its class must not be split.
     is_whole = type(model).__name__ in whole_classes
@@ -381,9 +360,9 @@ def _too_small_text(packing: Packing) -> str:
             f"The model does not fit into max_memory: {last_refusal.block!r} and what comes after "
             "it have no place on any device.",
             *(f"  {line}" for line in table_lines(table_rows)),
-            "What is wanted next counts with what is tied to it; the first accelerator and the cpu "
-            "also keep room for the largest layer of a slower device. Give larger budgets, leave "
-            "'disk' out (it is unlimited then), or let more classes be split.",
+            "What is wanted next counts with what is tied to it, and room is kept for the largest "
+            "layer of a slower device. Give larger budgets, leave 'disk' out (it is unlimited "
+            "then), or let more classes be split.",
         ]
     )
 
@@ -415,8 +394,7 @@ def _check_room_for_buffers(packing: Packing, sizes: Mapping[str, float]) -> Non
     if buffer_bytes and spare_bytes and max(spare_bytes) < buffer_bytes:
         warnings.warn(
             f"Buffers of layers on the cpu or the disk take {format_bytes(round(buffer_bytes))} of "
-            f"an accelerator, and the most that is left on one is "
-            f"{format_bytes(round(max(spare_bytes)))}: it may run out of memory. Give "
+            f"an accelerator, which has {format_bytes(round(max(spare_bytes)))} left. Give "
             "offload_buffers=True to keep them with their layers.",
             UserWarning,
             stacklevel=3,
@@ -486,8 +464,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) ->
     if homeless_names:
         raise ConfigError(
             f"The device_map has no device for {len(homeless_names)} tensors of "
-            f"{type(model).__name__}: {', '.join(homeless_names)}. They could not be loaded or "
-            "computed with. Add them or the modules that hold them, or give '' for all others."
+            f"{type(model).__name__}: {', '.join(homeless_names)}. Add them or the modules that "
+            "hold them, or give '' for all others."
         )
 
 
@@ -574,8 +552,7 @@ def show_device_map(
     if not isinstance(shown_map, Mapping) or not shown_map:
         raise ConfigError(
             f"{type(model).__name__} has no device map to show: hf_device_map is {shown_map!r}. "
-            "Make one with infer_auto_device_map(model) and give it as device_map, or load the "
-            'model with load_checkpoint_and_dispatch(..., device_map="auto").'
+            "Give infer_auto_device_map(model) as device_map, or load the model with one."
         )
     check_device_map(model, shown_map)
     machine = inspect_machine() if inventory is None else inventory
@@ -618,8 +595,8 @@ def _device_key(device: Any) -> DeviceKey:
         torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"The device map has {device!r}, which is no device, so it cannot be shown where that "
-            "is. Give a number, 'cpu', 'disk' or a torch.device."
+            f"The device map has {device!r}, which is no device. Give a number, 'cpu', 'disk' or "
+            "a torch.device."
         ) from error
     named = (*NAMED_TIERS, "meta")
     return torch_device.type if torch_device.type in named else torch_device.index or 0
@@ -657,7 +634,6 @@ def _fold_runs(
 
 
 def _bar(device: DeviceKey, runs: list[_Run], capacity: int | None) -> tuple[str, str, str]:
-    """A bar of what lies on a device, what it holds, and what is left."""
     used = sum(size for _, place, size in runs if place == device)
     rest = "no limit known"
     if capacity is not None:

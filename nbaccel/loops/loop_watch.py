@@ -409,7 +409,6 @@ class ExchangeDelay:
         return self._delay_s
 
     def _measured_of(self, passes: int) -> int:
-        """How many of so many passes torch has measured."""
         first_passes = min(passes, _MEASURED_FIRST)
         return first_passes + max(0, passes // self._each - _MEASURED_FIRST // self._each)
 

@@ -27,7 +27,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -354,7 +354,6 @@ def flush() -> None:
 _MOST_LOOPS = 2  # other loops that an epoch may have beside its first one
 _DIGITS = re.compile(r"\d+")
 
-
 _LoopKey = tuple[int, str, "int | None", "str | None"]  # depth, name without numbers, length
 
 
@@ -469,7 +468,6 @@ class TrainingLoops:
         return next((epochs for epochs in holding if epochs is not None), None)
 
     def _count_given(self, key: _LoopKey, epochs: int, current_time: float, steps: int) -> None:
-        """Count the epochs of a loop of which it was said how many there are."""
         self._since_given += 1
         is_resumed = self._begun[key] == 2 and self._given_key and self._begun[self._given_key] == 1
         if is_resumed and self._around is not None:
@@ -557,10 +555,7 @@ class _KnownBar:
     bar: ProgressBar
     rounds: float
     total: float | None
-    began_steps: int
-    moved_at: float  # when its number was another one, and what the training had come to then
-    moved_s: float = 0.0
-    moved_steps: int = 0
+    count: EpochCount
     is_closed: bool = False
 
 
@@ -578,21 +573,13 @@ class ProgressBars:
         if known is None or known.is_closed:
             # A loop that is through is of no interest once another one has begun.
             self._bars = {key: one for key, one in self._bars.items() if not one.is_closed}
-            known = _KnownBar(
-                bar=found,
-                rounds=tqdm_bar.n,
-                total=tqdm_bar.total,
-                began_steps=steps,
-                moved_at=now,
-                moved_steps=steps,
-            )
+            count = EpochCount(0, now - found.elapsed_s, steps)
+            known = _KnownBar(bar=found, rounds=tqdm_bar.n, total=tqdm_bar.total, count=count)
             self._bars[id(tqdm_bar)] = known
             for oldest in list(self._bars)[:-_MOST_KEPT]:
                 del self._bars[oldest]
         elif known.rounds != tqdm_bar.n:
-            known.moved_at = now
-            known.moved_s = found.elapsed_s
-            known.moved_steps = steps
+            known.count.note_done(now, steps)
         known.bar = found
         known.rounds = tqdm_bar.n
         known.total = tqdm_bar.total
@@ -613,14 +600,8 @@ class ProgressBars:
         outer = next(iter(self._bars.values()), None)
         if outer is None or not outer.total or not _is_around(outer, loop, len(self._bars)):
             return None
-        return OuterLoop(
-            total=int(outer.total),
-            done=int(outer.rounds),
-            done_s=outer.moved_s,
-            round_s=now - outer.moved_at,
-            done_steps=outer.moved_steps - outer.began_steps,
-            round_steps=steps - outer.moved_steps,
-        )
+        progress = outer.count.progress(now, steps)
+        return replace(progress, total=int(outer.total), done=int(outer.rounds))
 
 
 def _is_around(outer: _KnownBar, loop: RunningLoop, num_bars: int) -> bool:

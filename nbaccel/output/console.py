@@ -97,7 +97,6 @@ class LineAssembler:
         return [text] if text else []
 
     def _write(self, text: str) -> None:
-        """Go on with the line, and do what marks in it say."""
         for part in _MARKS.split(text):
             if part == "\r":
                 # What comes covers what is there, as far as it goes.
@@ -602,7 +601,6 @@ class Console:
         self._write(self._own_stream, text + "\n")
 
     def _bar(self) -> tuple[str, str]:
-        """What the lowest rank draws in place, and on which stream."""
         lowest = min(self._rewritten(), default=None)
         if self._place is not None or lowest is None:
             return "", self._drawn_on

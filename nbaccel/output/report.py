@@ -35,7 +35,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -51,7 +51,14 @@ from nbaccel.base.units import (
 )
 from nbaccel.config.capabilities import device_row
 from nbaccel.config.given_values import shown
-from nbaccel.output.panel.curves import ChartLine, chart_of, mean_points, metric_chart, sparkline
+from nbaccel.output.panel.curves import (
+    ChartLine,
+    chart_of,
+    mean_points,
+    metric_chart,
+    plain_text,
+    sparkline,
+)
 from nbaccel.output.panel.facts import (
     TIME_KINDS,
     RankFacts,
@@ -77,7 +84,6 @@ from nbaccel.output.panel.live_html import (
     html_table,
     left_out_sentence,
     lines_block,
-    plain_text,
     printed_html,
     progress_of,
     quiet,
@@ -87,10 +93,6 @@ from nbaccel.output.panel.live_html import (
     titled,
 )
 from nbaccel.plan import Plan
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 FORMAT_NAME = "nbaccel.report"
 FORMAT_VERSION = 1
@@ -397,7 +399,6 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _figure_rows(facts: RunFacts) -> list[list[str]]:
-    """What each rank has done and needed; columns without any value are left out."""
     columns = {"rank": [str(figures.rank) for figures in facts.ranks]}
     for name, text_of in _FIGURE_COLUMNS.items():
         columns[name] = [plain_text(text_of(one), 2 * LABEL_CHARS) for one in facts.ranks]
@@ -514,7 +515,7 @@ class RunReport:
         return plain
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Self:
+    def from_dict(cls, document: Mapping[str, Any]) -> RunReport:
         """The report of what `to_dict` gave, as from a saved file."""
         kind = (document.get("format"), document.get("version"))
         if kind != (FORMAT_NAME, FORMAT_VERSION):
@@ -670,7 +671,6 @@ class RunComparison:
 
 
 def _share(kind: str, facts: RunFacts) -> str:
-    """The share of time that ranks have spent so, in the mean."""
     total_s = sum(times.steady_s for times in facts.timed_ranks.values())
     spent_s = sum(times.parts[kind] for times in facts.timed_ranks.values())
     return percent_of(spent_s, total_s) if total_s else ""

@@ -224,11 +224,9 @@ class Fp8Precision(Bf16):
         self._restore(model)
 
     def _restore(self, model: nn.Module) -> None:
-        """Give a model the layers back that it had."""
         restore_layers(model)
 
     def _tell(self, model: nn.Module, selection: LayerSelection) -> None:
-        """Say on process 0, and in the plan, which layers compute in 8 bits."""
         what = self.describe()
         described = selection.describe()
         self.choices += (Choice(f"fp8 layers of {type(model).__name__}", what, described),)

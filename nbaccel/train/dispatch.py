@@ -32,9 +32,8 @@ SliceFn = Callable[..., Any]
 """``slice_fn(batch, rows: slice, *, process_index: int, num_processes: int) -> batch``."""
 
 _DISPATCH_ADVICE = (
-    "Process 0 joins one batch per process and sends each its rows. Give "
-    "DataLoaderConfiguration(dispatch_batches=False), so that each process reads its own "
-    "batches, or split_batches=True, so that each batch is cut by itself"
+    "Process 0 joins one batch per process. Give DataLoaderConfiguration(dispatch_batches=False), "
+    "so that each process reads its own, or split_batches=True, so that each is cut by itself"
 )
 
 
@@ -115,7 +114,6 @@ class DataLoaderDispatcher(PreparedLoader):
         return self._round_parts(iter(()))
 
     def _round_parts(self, batch_source: Iterator[Any]) -> Iterator[Any]:
-        """This process's part of every round."""
         place = self.settings.place
         world_size = place.world_size
         first_rows: Any = None
@@ -128,9 +126,8 @@ class DataLoaderDispatcher(PreparedLoader):
             if short_rows:
                 raise ConfigError(
                     f"A batch of {short_rows} samples does not divide equally between {world_size} "
-                    "processes, and it was not the last. Samples would be lost, or come twice. "
-                    f"Make all batches but the last divisible by {world_size}, or give "
-                    "DataLoaderConfiguration(dispatch_batches=False)."
+                    "processes, and it was not the last. Make all others divisible by "
+                    f"{world_size}, or give DataLoaderConfiguration(dispatch_batches=False)."
                 )
             num_rows = find_batch_size(batch) or 0
             if first_rows is None:
@@ -141,7 +138,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 continue  # dropped, but if another round follows, this one was a mistake
             self._last_rows = num_rows
             rows_each = math.ceil(num_rows / world_size)
-            batch = _fill_rows(batch, first_rows, rows_each * world_size)
+            while 0 < (find_batch_size(batch) or 0) < rows_each * world_size:
+                batch = concatenate([batch, first_rows])
             yield self._slice_batch(
                 batch, slice(place.rank * rows_each, (place.rank + 1) * rows_each)
             )
@@ -153,14 +151,18 @@ class DataLoaderDispatcher(PreparedLoader):
         return self.slice_fn(batch, rows, process_index=place.rank, num_processes=place.world_size)
 
     def _joined_batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        """On process 0: the batches of all processes together."""
         per_round = 1 if self.settings.split_batches else self.settings.place.world_size
         while round_batches := list(itertools.islice(source, per_round)):
             if len(round_batches) < per_round and self.settings.drop_last:
                 return
             if self.slice_fn is None:
                 _check_divisible_leaves(round_batches)
-            yield _join_batches(round_batches)
+            try:
+                yield concatenate(round_batches) if per_round > 1 else round_batches[0]
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise ConfigError(
+                    f"Batches of one round do not fit together: {error}. {_DISPATCH_ADVICE}."
+                ) from error
 
     def _exchange_round(self, source: Iterator[Any]) -> Any:
         """The next round's batch, on every process; None at the end."""
@@ -174,9 +176,13 @@ class DataLoaderDispatcher(PreparedLoader):
         announcement = (blank_batch, text, isinstance(read_error, ConfigError))
         blank_batch, text, is_mistake = settings.collectives.broadcast_object(announcement)
         if text:
-            # Process 0 raises the exception itself, with its traceback; the others have only its
-            # text, because not every exception can be pickled.
-            raise read_error or _reader_error(text, is_mistake=is_mistake)
+            # Not every exception can be pickled: the others have only its text.
+            if read_error is None and not is_mistake:
+                raise CollectiveMismatch(
+                    f"Process 0, which reads for all, could not read the next batch: {text}\nSee "
+                    "what it raised."
+                )
+            raise read_error or ConfigError(text.partition(": ")[2])
         if blank_batch is None:
             return None
         device = settings.device or settings.place.device
@@ -195,36 +201,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return batch
 
 
-def _reader_error(text: str, *, is_mistake: bool) -> Exception:
-    if is_mistake:
-        return ConfigError(text.partition(": ")[2])
-    return CollectiveMismatch(
-        f"Process 0, which reads for all, could not read the next batch: {text}\nThis process "
-        "gets its batches from there. See what process 0 raised."
-    )
-
-
-def _join_batches(batches: list[Any]) -> Any:
-    if len(batches) == 1:
-        return batches[0]
-    try:
-        return concatenate(batches)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"Batches of one round do not fit together: {error}. {_DISPATCH_ADVICE}."
-        ) from error
-
-
-def _fill_rows(batch: Any, first_rows: Any, num_rows: int) -> Any:
-    """The batch, filled with rows of the first round up to `num_rows`."""
-    # A batch without tensors has no rows to fill up.
-    while (find_batch_size(batch) or num_rows) < num_rows:
-        batch = concatenate([batch, first_rows])
-    return batch
-
-
 def _check_divisible_leaves(batches: list[Any]) -> None:
-    """Refuse leaves that cannot be cut into rows: every process would get all of them."""
     first_leaves, *other_leaves = [leaves(batch) for batch in batches]
     constant_types = (bool, int, float, type(None))
     indivisible = [
@@ -239,9 +216,9 @@ def _check_divisible_leaves(batches: list[Any]) -> None:
     ]
     if indivisible:
         raise ConfigError(
-            f"A batch holds {indivisible[0]!r} ({type(indivisible[0]).__name__}), which cannot "
-            "be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
-            "make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
+            f"A batch holds {indivisible[0]!r} ({type(indivisible[0]).__name__}), which has no "
+            "rows to share out. Leave it out in collate_fn, make it a tensor, or give "
+            "DataLoaderConfiguration(dispatch_batches=False)."
         )
 
 

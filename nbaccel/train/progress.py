@@ -91,7 +91,6 @@ class Progress(Generic[_LoaderBatch]):
             self.bar.close()
 
     def _batches(self) -> Iterator[_LoaderBatch]:
-        """The loader's batches, counting the time that it takes to get each."""
         # A prepared one counts by itself, and has work of the step to do in between.
         is_prepared = isinstance(self._loader, PreparedLoader)
         reading = contextlib.nullcontext() if is_prepared else spent_time.reading_data

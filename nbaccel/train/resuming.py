@@ -105,7 +105,7 @@ class Resuming:
         if position["processes"] != self._place.world_size:
             raise ConfigError(
                 f"The launch that was stopped had {position['processes']} processes, and this one "
-                f"has {self._place.world_size}: they would read other batches. Launch with "
+                f"has {self._place.world_size}, which would read other batches. Launch with "
                 f"num_processes={position['processes']}, or without resume to begin anew."
             )
         self.load(self._folder)

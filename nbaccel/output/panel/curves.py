@@ -106,7 +106,6 @@ class _Axis:
 
 
 def _linear_ticks(axis: _Axis) -> list[Mark]:
-    """Places on an axis, and what they are labelled."""
     least_step = (axis.high - axis.low) / _MOST_TICKS * 0.999
     power = 10.0 ** math.floor(math.log10(least_step))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least_step)
@@ -153,7 +152,6 @@ def _marks(x_axis: _Axis, y_axis: _Axis, marks: Iterable[Mark]) -> Iterable[str]
 
 
 def _line(x_axis: _Axis, y_axis: _Axis, curve: Iterable[Point], look: str) -> Iterable[str]:
-    """Its stretches of numbers, and a cross where there is none."""
     for is_gap, group in itertools.groupby(curve, lambda point: math.isnan(point[1])):
         places = [(x_axis.at(x), y_axis.at(y)) for x, y in group]
         if is_gap:
@@ -305,7 +303,6 @@ def mean_points(curves: Iterable[Sequence[Point]]) -> list[Point]:
 
 
 def _groups(items: Sequence[Any], num_groups: int) -> list[Sequence[Any]]:
-    """So many stretches of about the same length, one after the other."""
     edges = [place * len(items) // num_groups for place in range(num_groups + 1) if num_groups]
     return [items[first:last] for first, last in itertools.pairwise(edges)]
 

@@ -15,15 +15,11 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from nbaccel.base.spent_time import SpentTime
 from nbaccel.base.training_metrics import MetricHistory, Metrics, OuterLoop, Point
 from nbaccel.base.units import format_seconds, number_ranges, shorten_text
-
-if TYPE_CHECKING:
-    from nbaccel.base.spent_time import SpentTime
-    from nbaccel.plan import Plan
-
+from nbaccel.plan import Plan
 
 TIME_KINDS = ("computing", "communicating", "waiting for data", "waiting for others")
 _LEAST_STARTING_SHARE = 0.02  # of the time, to be worth saying
@@ -112,7 +108,6 @@ class TimeComparison:
         self._interval_start = interval_end
 
     def _with_rest(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Waiting times up to the latest report of each rank."""
         waited = dict(self._waited)
         waited_for = dict(self._waited_for)
         rest_s = {rank: samples[-1][1] - samples[0][1] for rank, samples in self._samples.items()}
@@ -186,7 +181,6 @@ def slowest_sentence(slowest: SlowestRank | None, timed_ranks: Mapping[int, Rank
 
 
 def _reason_of(slowest: SlowestRank, timed_ranks: Mapping[int, RankTimes]) -> str:
-    """In what it spends more than the others."""
     others = [times for rank, times in timed_ranks.items() if rank != slowest.rank]
     if slowest.rank not in timed_ranks or not others:
         return ""
@@ -373,7 +367,6 @@ class RankFacts:
                 history.add(value, step)
 
     def _note_loop(self, before: Metrics, message: Metrics) -> None:
-        """Mark where a loop over batches begins."""
         loop, loop_before = (
             (told.loop_name, told.epoch, told.total_batches) for told in (message, before)
         )

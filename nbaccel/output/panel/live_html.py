@@ -57,9 +57,8 @@ def _no_numbers(ranks: Iterable[RankFacts]) -> Iterator[str]:
         finite = [place for place, (_, value) in enumerate(points) if math.isfinite(value)]
         step, value = points[finite[-1] + 1 if finite else 0]
         yield (
-            f"{facts.loss_name} is {value} since step {step:,.0f}: what follows "
-            "trains nothing. Stop, and try a smaller learning rate, clip_grad_norm_, or bf16 in "
-            "place of fp16."
+            f"{facts.loss_name} is {value} since step {step:,.0f}: what follows trains nothing. "
+            "Stop, and try a smaller learning rate, clip_grad_norm_, or bf16 in place of fp16."
         )
         return  # the other ranks' are the same
 
@@ -81,7 +80,6 @@ def _alone(board: RunBoard, times: Sequence[RankTimes]) -> Iterator[str]:
 
 
 def _data(times: Sequence[RankTimes]) -> Iterator[str]:
-    """Of ranks that mostly wait for batches."""
     if not times:
         return
     share = statistics.fmean(one.data_s / one.steady_s for one in times)
@@ -454,7 +452,6 @@ def _time_bar(seconds: Mapping[str, float], full_s: float) -> str:
 
 
 def _time_legend(words: Iterable[str]) -> str:
-    """What each pattern means."""
     # Where styles are dropped, the blanks between keep the words apart.
     entries = " ".join(
         '<span style="display:inline-flex;align-items:center;gap:6px">'
@@ -509,7 +506,6 @@ def printed_html(board: RunBoard) -> str:
 
 
 def _charts(board: RunBoard) -> str:
-    """The first metric; its other kind of axis and other metrics folded away."""
     first, *others = board.metric_names() or [""]
     curves = board.curves(first)
     is_log = is_logarithmic(y for points in curves.values() for _, y in points)

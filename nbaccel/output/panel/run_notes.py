@@ -137,7 +137,6 @@ def _own_folders() -> list[Path]:
 
 
 def _made_folder() -> Path | None:
-    """The first of these that can be had; None where there is none."""
     for folder in _own_folders():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -164,7 +163,6 @@ def _read(path: Path) -> RunNote | None:
 
 
 def _process_of(note: RunNote) -> psutil.Process | None:
-    """The process of a run, if it is still the same one and this user's."""
     try:
         process = psutil.Process(note.pid)
         is_same = abs(process.create_time() - note.process_began) < _SAME_START_S

@@ -33,6 +33,7 @@ from nbaccel.precision.fp8.scaled_tensor import (
     dequantize,
     power_of_two_scale,
     quantize,
+    values_of,
 )
 
 BLOCK = 256  # values under one scale
@@ -145,18 +146,11 @@ class ScaledGradients:
             weight for weight, used in zip(self._weights, was_used.tolist(), strict=True) if used
         ]
         for bucket in _buckets(weights):
-            flat = torch.cat([_flat_gradient(weight) for weight in bucket])
+            gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
+            flat = torch.cat([values_of(gradient).reshape(-1) for gradient in gradients])
             means = torch.split(two_shot_mean(flat), [item.numel() for item in bucket])
             for weight, mean in zip(bucket, means, strict=True):
                 weight.grad = ScaledTensor.of(mean.view(weight.shape), self._format)
-
-
-def _flat_gradient(weight: ScaledTensor) -> torch.Tensor:
-    gradient = weight.grad
-    if gradient is None:
-        return torch.zeros(weight.numel(), device=weight.device)
-    values = gradient.dequantize() if isinstance(gradient, ScaledTensor) else gradient
-    return values.reshape(-1)
 
 
 def _buckets(weights: Sequence[ScaledTensor]) -> Iterator[list[ScaledTensor]]:

@@ -197,7 +197,6 @@ class ScaledAdam(Optimizer):
     # ---------------------------------------------------------------- divided states
 
     def _send_weights(self) -> None:
-        """Let every process have the weights that their owners have stepped; a collective."""
         for parameter in self._parameters():
             owner = self._owners[id(parameter)]
             if isinstance(parameter, ScaledTensor):

@@ -122,9 +122,17 @@ def new_checkpoint(
     partial_folder = target.with_name(f".{target.name}.partial-{token}")
     text = f"save_state({str(target)!r})"
     with contextlib.ExitStack() as claims:
-        made_folder = _make_partial_folder(
-            target, partial_folder, place, collectives, series, claims
-        )
+        # Made once per file system.
+        made_folder = place.is_main
+        with all_succeed(collectives, text):
+            if made_folder:
+                _prepare_target(target, partial_folder, series, claims)
+        if place.world_size > place.local_world_size:
+            with all_succeed(collectives, text):
+                # A node that does not see process 0's folder has a file system of its own.
+                if place.is_local_main and not partial_folder.exists():
+                    made_folder = True
+                    _prepare_target(target, partial_folder, series, claims)
         try:
             disks = FolderDisks.find(place, collectives, made_folder=made_folder)
             disks.tell(target, sharder)
@@ -146,32 +154,7 @@ def new_checkpoint(
 
 
 def _waiting_name(target: Path) -> Path:
-    """Where a folder of that name waits until the new one is in place."""
     return target.with_name(f".{target.name}.old")
-
-
-def _make_partial_folder(
-    target: Path,
-    partial_folder: Path,
-    place: Place,
-    collectives: Collectives,
-    series: bool,
-    claims: contextlib.ExitStack,
-) -> bool:
-    """Make and claim the partial folder, once per file system; returns whether this process did."""
-    text = f"save_state({str(target)!r})"
-    makes_folder = place.is_main
-    with all_succeed(collectives, text):
-        if makes_folder:
-            _prepare_target(target, partial_folder, series, claims)
-    if place.world_size == place.local_world_size:
-        return makes_folder
-    with all_succeed(collectives, text):
-        # A node that does not see process 0's folder has a file system of its own to write to.
-        if place.is_local_main and not partial_folder.exists():
-            makes_folder = True
-            _prepare_target(target, partial_folder, series, claims)
-    return makes_folder
 
 
 def _prepare_target(
@@ -202,8 +185,8 @@ def _check_target(target: Path) -> None:
     if target.exists() and (target.is_mount() or target.samefile(Path.cwd())):
         refused_kind = "a mount point" if target.is_mount() else "the working folder"
         raise ConfigError(
-            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step "
-            f"by a new checkpoint. Give a folder in it: {str(target / 'checkpoint')!r}."
+            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step. "
+            f"Give a folder in it: {str(target / 'checkpoint')!r}."
         )
 
 
@@ -230,7 +213,6 @@ def _rename_into_place(partial_folder: Path, target: Path) -> None:
 
 
 def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:
-    """Let the user's own files move over, then delete the old checkpoint."""
     for old_path in old_folder.iterdir():
         if not files.is_checkpoint_part(old_path.name) and not os.path.lexists(
             new_folder / old_path.name
@@ -293,9 +275,9 @@ def all_succeed(
         raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
     free_space = format_bytes(shutil.disk_usage(written_to).free)
     raise CheckpointFailed(
-        f"{text} failed. {failures} The new checkpoint has been "
-        f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
-        "Remove the cause, or give a folder on another disk, and save again."
+        f"{text} failed. {failures} The new checkpoint has been removed, and an earlier one of "
+        f"this name is unchanged. {free_space} are free there. Remove the cause, or give a folder "
+        "on another disk."
     ) from error
 
 
@@ -371,9 +353,8 @@ class FolderDisks:
 _tell_once = functools.cache(lambda text: write_notice(f"{text}\n"))
 
 _SHARDS_TEXT = (
-    "Weights and optimizer are in shards, so what a host has is only a part: training can go on "
-    "from it with {} processes on the same hosts in the same order. With another number, or "
-    "without one of these hosts, it cannot be loaded. Give a folder that all hosts see, or "
+    "Weights and optimizer are in shards, so a host has only a part, which needs {} processes on "
+    "the same hosts in the same order to go on from. Give a folder that all hosts see, or "
 )
 _CONSEQUENCES = {
     "": "Start them on the same hosts to go on from it, or give a folder that all hosts see.",
@@ -454,10 +435,9 @@ def check_is_own_part(folder: Path, place: Place) -> None:
     raise ConfigError(
         f"The checkpoint {str(folder)!r} has only the shards of rank {number_ranges(ranks)} of "
         f"{len(host_names)}, and this is rank {place.rank} of {place.world_size} on "
-        f"{socket.gethostname()}: it was saved without a shared disk, and the other shards were "
-        f"written on {', '.join(other_hosts)}. Nothing has been loaded. Start {len(host_names)} "
-        f"processes as then ({counts}, in this order), or load a checkpoint that was saved in a "
-        "folder that all hosts see, or whole."
+        f"{socket.gethostname()}: the other shards were written on {', '.join(other_hosts)}. "
+        f"Nothing has been loaded. Start {len(host_names)} processes as then ({counts}, in this "
+        "order), or load a checkpoint that was saved where all hosts see it, or whole."
     )
 
 

@@ -112,7 +112,6 @@ def load_state(
 def _judge_together(
     collectives: Collectives, call_text: str, damaged: list[str], unfit: list[str]
 ) -> None:
-    """Raise the problems of all processes, the same on all."""
     answers = collectives.answers(f"{call_text}: all files read", [damaged, unfit])
     for position, error_class in enumerate((CheckpointDamaged, ConfigError)):
         # Several processes may find the same problem in a common file: it is reported once.
@@ -169,9 +168,8 @@ def _count_mismatch(text: str, kind: str, numbers: frozenset[int], num_expected:
     listed = ", ".join(map(str, sorted(numbers)))
     return (
         f"{text} has {count_noun(len(numbers), kind)}{f' ({listed})' if listed else ''}, but "
-        f"{num_expected} {'is' if num_expected == 1 else 'are'} to be loaded. States would go to "
-        "the wrong ones, or be lost. Prepare and register the same objects in the same order as "
-        "when it was saved."
+        f"{num_expected} {'is' if num_expected == 1 else 'are'} to be loaded. Prepare and register "
+        "the same objects in the same order as when it was saved."
     )
 
 
@@ -181,8 +179,8 @@ def _foreign_shards(text: str, shard_kind: str, num_models: int) -> str:
         "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
     }
     return (
-        f"{text} has {count_noun(num_models, 'model')} in shards, one file per process. The "
-        f"strategy of this run cannot put them together. Load it {remedies[shard_kind]}."
+        f"{text} has {count_noun(num_models, 'model')} in shards, which this run's strategy cannot "
+        f"put together. Load it {remedies[shard_kind]}."
     )
 
 
@@ -519,9 +517,9 @@ class _CheckpointLoad:
             saved = self._find_model(number, model) if number in self._models else None
             if saved is None:
                 raise ConfigError(
-                    f"The checkpoint {str(self._folder)!r} has no weights of model {number}, "
-                    "which is to be loaded, and no load hook took it. Prepare the models that were "
-                    "saved, or register the hook that loads this one."
+                    f"The checkpoint {str(self._folder)!r} has no weights of model {number}, and "
+                    "no load hook took it. Prepare the models that were saved, or register its "
+                    "hook."
                 )
             remaining[number] = saved
             if not saved.path.is_dir():
@@ -540,11 +538,8 @@ class _CheckpointLoad:
             if number in self._loaders:
                 self._loaders[number].load()
             else:
-                _log.warning(
-                    "%s has no state of loader %d: it begins at its first epoch",
-                    self._folder,
-                    number,
-                )
+                text = "%s has no state of loader %d: it begins at its first epoch"
+                _log.warning(text, self._folder, number)
 
     def load_large_parts(self) -> None:
         """Weights, optimizers, registered models, gradients and random numbers; not undone."""
@@ -556,7 +551,6 @@ class _CheckpointLoad:
 
 
 def _registered_large(path: Path, target: nn.Module | Optimizer) -> _SavedPart:
-    """A registered model or optimizer, of which no second copy is kept."""
 
     def problem() -> str:
         if isinstance(target, Optimizer):
@@ -641,7 +635,6 @@ def _is_user_code(function: Any) -> bool:
 
 
 def _optimizer_problem(optimizer: Optimizer, saved_state: Any) -> str:
-    """What keeps a state from being loaded into an optimizer."""
     hooks = torch_private.has_state_loading_hooks(optimizer)
     if hooks or _is_user_code(type(optimizer).load_state_dict):
         return ""
@@ -676,7 +669,6 @@ def _shape_problem(optimizer: Optimizer, saved_state: Mapping[str, Any]) -> str:
 
 
 def _state_problem(item: Any, saved_state: Any) -> str:
-    """What keeps a state from being loaded into a scheduler, scaler or loader."""
     try:
         state = item.state_dict()
     except Exception:  # the user's own, which need not have a state before it has loaded one
@@ -695,13 +687,11 @@ def _describe_state(saved_state: Any) -> str:
 
 
 def _trained_problem(model: nn.Module, names: Collection[str]) -> str:
-    """Why a model cannot do without values for parameters that were frozen when it was saved."""
     is_trained = trained_by_name(model)
     trained_names = sorted(name for name in names if is_trained.get(name, True))
     if not trained_names:
         return ""
     return (
-        "was saved with exclude_frozen_parameters=True and has no values for parameters that were "
-        f"frozen then, and that the {type(model).__name__} now trains or does not have: "
-        f"{first_few(trained_names, 3)}"
+        "was saved with exclude_frozen_parameters=True and has no values for what was frozen then, "
+        f"and the {type(model).__name__} now trains or does not have: {first_few(trained_names, 3)}"
     )
